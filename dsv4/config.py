@@ -1,0 +1,271 @@
+"""What a DeepSeek-V4 model is (`ModelConfig`) and what this process may use (`EngineConfig`).
+
+Both are frozen and strict: everything is checked at construction, an unknown key in a config.json is an error, and
+nothing is defaulted silently that changes the maths. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+BLOCK_TOKENS = 128  # one logical cache block: lcm of the two compression ratios
+CSA_RATIO = 4
+HCA_RATIO = 128
+
+
+class ConfigError(ValueError):
+    """A config.json (or a config built in Python) that cannot describe a DeepSeek-V4 model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """YaRN parameters of the compressed layers. There is no mscale: attention is never rescaled."""
+
+    factor: float = 16.0
+    original_max_position_embeddings: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """Keys of the DSpark draft head (recognised so that `mtp.0..2` is not misread as MTP; not executed)."""
+
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Every field of a DeepSeek-V4 config.json that changes the model. Field names are the published keys."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    num_hash_layers: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    compress_ratios: tuple[int, ...]
+    max_position_embeddings: int
+    n_shared_experts: int = 1
+    num_nextn_predict_layers: int = 0
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: RopeScaling | None = field(default_factory=RopeScaling)
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    weight_block_size: tuple[int, int] = (128, 128)
+    dspark: DSparkConfig | None = None
+
+    def __post_init__(self) -> None:
+        _validate_model_config(self)
+
+    # ---- derived ----
+
+    @property
+    def nope_head_dim(self) -> int:
+        """Dims of a head that rope does not touch; they come first, and only they are quantised in the cache."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def layer_ratios(self) -> tuple[int, ...]:
+        """Compression ratio of each main layer (the published list also carries the MTP blocks' entries)."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """MTP blocks this config announces. A DSpark head uses the same names but is not MTP."""
+        return 0 if self.dspark is not None else self.num_nextn_predict_layers
+
+    # ---- constructors ----
+
+    @classmethod
+    def flash(cls) -> ModelConfig:
+        """DeepSeek-V4-Flash: 43 layers, 284 B parameters."""
+        return cls(
+            vocab_size=129280, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64, head_dim=512,
+            qk_rope_head_dim=64, q_lora_rank=1024, o_groups=8, o_lora_rank=1024, sliding_window=128,
+            n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, routed_scaling_factor=1.5,
+            swiglu_limit=10.0, num_hash_layers=3, num_nextn_predict_layers=1, index_n_heads=64, index_head_dim=128,
+            index_topk=512, max_position_embeddings=1048576, compress_ratios=(0, 0, *(4, 128) * 20, 4, 0),
+        )  # fmt: skip
+
+    @classmethod
+    def pro(cls) -> ModelConfig:
+        """DeepSeek-V4-Pro: 61 layers, 1573 B parameters."""
+        return replace(
+            cls.flash(), hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536, o_groups=16,
+            n_routed_experts=384, moe_intermediate_size=3072, routed_scaling_factor=2.5, index_topk=1024,
+            compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
+        )  # fmt: skip
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> ModelConfig:
+        """A few hundred thousand parameters with every mechanism of the model in it, for tests and demos."""
+        tiny = cls(
+            vocab_size=512, hidden_size=256, num_hidden_layers=5, num_attention_heads=4, head_dim=128,
+            qk_rope_head_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128, sliding_window=128,
+            n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.5,
+            swiglu_limit=10.0, num_hash_layers=1, num_nextn_predict_layers=1, index_n_heads=4, index_head_dim=128,
+            index_topk=16, max_position_embeddings=16384, compress_ratios=(0, 4, 128, 4, 128, 0),
+            rope_scaling=RopeScaling(original_max_position_embeddings=1024),
+        )  # fmt: skip
+        return replace(tiny, **changes)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+        """Read `path/config.json` (or the file itself), in DeepSeek's or Hugging Face's spelling."""
+        file = Path(path)
+        if not file.exists():
+            raise ConfigError(f"{file} does not exist; expected a checkpoint folder or a config.json")
+        if file.is_dir():
+            file = file / "config.json"
+            if not file.exists():
+                raise ConfigError(f"{file.parent} has no config.json; is it a checkpoint folder?")
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{file} is not valid JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{file} must hold a JSON object, found {type(raw).__name__}")
+        try:
+            return cls.from_dict(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Build from the parsed config.json. Unknown keys are an error that names them."""
+        from dsv4.config_json import parse_model_config  # kept apart: it only knows spellings
+
+        return cls(**parse_model_config(raw))
+
+
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
+    "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "index_n_heads", "index_head_dim", "index_topk", "max_position_embeddings", "hc_mult",
+    "hc_sinkhorn_iters", "n_shared_experts",
+)  # fmt: skip
+_NOT_NEGATIVE = ("num_hash_layers", "num_nextn_predict_layers", "bos_token_id", "eos_token_id")
+_POSITIVE_REAL = (
+    "routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta",
+)  # fmt: skip
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _validate_model_config(c: ModelConfig) -> None:
+    for name in _POSITIVE:
+        value = getattr(c, name)
+        _require(_is_int(value) and 0 < value < 2**40, f"{name} must be a positive integer, found {value!r}")
+    for name in _NOT_NEGATIVE:
+        value = getattr(c, name)
+        _require(_is_int(value) and 0 <= value < 2**40, f"{name} must be an integer >= 0, found {value!r}")
+    for name in _POSITIVE_REAL:
+        value = getattr(c, name)
+        _require(_is_real(value) and value > 0, f"{name} must be a positive number, found {value!r}")
+    _require(c.n_shared_experts == 1, f"n_shared_experts must be 1, found {c.n_shared_experts}")
+    _require(
+        c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim < c.head_dim,
+        f"qk_rope_head_dim must be even and below head_dim {c.head_dim}, found {c.qk_rope_head_dim}",
+    )
+    _require(
+        c.index_head_dim & (c.index_head_dim - 1) == 0 and c.index_head_dim >= c.qk_rope_head_dim,
+        f"index_head_dim must be a power of two (Hadamard) and at least qk_rope_head_dim, found {c.index_head_dim}",
+    )
+    _require(
+        c.num_attention_heads % c.o_groups == 0,
+        f"o_groups {c.o_groups} must divide num_attention_heads {c.num_attention_heads}",
+    )
+    _require(
+        c.num_experts_per_tok <= c.n_routed_experts,
+        f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}",
+    )
+    _require(
+        c.num_hash_layers <= c.num_hidden_layers,
+        f"num_hash_layers {c.num_hash_layers} exceeds num_hidden_layers {c.num_hidden_layers}",
+    )
+    _require(c.sliding_window <= 4096, f"sliding_window must be at most 4096, found {c.sliding_window}")
+    _require(c.num_hidden_layers <= 4096, f"num_hidden_layers must be at most 4096, found {c.num_hidden_layers}")
+    for name in ("bos_token_id", "eos_token_id"):
+        _require(getattr(c, name) < c.vocab_size, f"{name} {getattr(c, name)} is outside vocab_size {c.vocab_size}")
+    blocks = c.weight_block_size
+    _require(
+        len(blocks) == 2 and all(_is_int(b) and b > 0 for b in blocks),
+        f"weight_block_size must be two positive integers, found {blocks!r}",
+    )
+    if c.rope_scaling is not None:
+        for spec in fields(c.rope_scaling):
+            value = getattr(c.rope_scaling, spec.name)
+            _require(_is_real(value) and value > 0, f"rope_scaling.{spec.name} must be positive, found {value!r}")
+    from dsv4.schedule import validate_ratios
+
+    validate_ratios(c)
+
+
+IndexKeyFormat = Literal["fp4", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of one running model; they fix every allocation, and the memory plan is computed from them alone."""
+
+    max_context_tokens: int = 8192
+    max_concurrent_requests: int = 8
+    max_chunk_tokens: int = 2048
+    max_draft_tokens: int = 0
+    index_key_format: IndexKeyFormat = "fp4"
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_context_tokens", "max_concurrent_requests", "max_chunk_tokens"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value > 0, f"{name} must be a positive integer, found {value!r}")
+        _require(
+            _is_int(self.max_draft_tokens) and 0 <= self.max_draft_tokens <= 64,
+            f"max_draft_tokens must be from 0 to 64, found {self.max_draft_tokens!r}",
+        )
+        _require(
+            self.index_key_format in ("fp4", "fp8"),
+            f"index_key_format must be 'fp4' or 'fp8', found {self.index_key_format!r}",
+        )
+        _require(
+            self.num_blocks is None or (_is_int(self.num_blocks) and self.num_blocks > 0),
+            f"num_blocks must be a positive integer or None, found {self.num_blocks!r}",
+        )

@@ -1,0 +1,28 @@
+"""E8M0 scales: one byte b that means 2^(b - 127). Always read and written through bits, never through float log2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+FP8_AMAX_FLOOR = 1e-4
+FP4_AMAX_FLOOR = 6.0 * 2.0**-126
+
+
+def e8m0_to_float(codes: Tensor) -> Tensor:
+    """uint8 codes (or torch.float8_e8m0fnu) -> fp32 powers of two. Code 0 is 2^-127, code 255 is NaN."""
+    bits = codes.view(torch.uint8).to(torch.int32)
+    # b << 23 is the fp32 exponent field; only b = 0 needs the subnormal 2^-127 instead
+    value = (bits << 23).view(torch.float32)
+    value = torch.where(bits == 0, torch.full_like(value, 2.0**-127), value)
+    return torch.where(bits == 255, torch.full_like(value, float("nan")), value)
+
+
+def ceil_e8m0(amax: Tensor, max_code: float) -> Tensor:
+    """uint8 code of the smallest power of two s with amax / max_code <= s, from the fp32 bits of the quotient."""
+    bits = (amax.float() / max_code).view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    has_fraction = (bits & 0x7FFFFF) != 0
+    return (exponent + has_fraction.to(torch.int32)).to(torch.uint8)

@@ -1,0 +1,77 @@
+"""`QuantTensor`: a quantised weight that says what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.fp4 import mxfp4_dequantize, nvfp4_dequantize
+from dsv4.formats.fp8 import fp8_block_dequantize
+
+
+class QuantFormat(StrEnum):
+    FP8_BLOCK = "fp8"  # E4M3 codes, one E8M0 or FP32 scale per block
+    MXFP4 = "mxfp4"  # E2M1 nibbles, E8M0 scale per 32
+    NVFP4 = "nvfp4"  # E2M1 nibbles, E4M3 scale per 16, one FP32 scale per matrix
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A weight [..., N, K] in a named format. A leading dimension stacks experts.
+
+    | format | data | scale | global_scale |
+    |---|---|---|---|
+    | fp8 | float8_e4m3fn [..., N, K] | uint8 (E8M0 codes) or fp32 [..., ceil(N/bn), ceil(K/bk)] | - |
+    | mxfp4 | uint8 [..., N, K/2] | uint8 (E8M0 codes) [..., N, K/32] | - |
+    | nvfp4 | uint8 [..., N, K/2] | float8_e4m3fn [..., N, K/16] | fp32 [...] |
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: QuantFormat
+    global_scale: Tensor | None = None
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape, in weights."""
+        per_item = 1 if self.format is QuantFormat.FP8_BLOCK else 2
+        return torch.Size((*self.data.shape[:-1], self.data.shape[-1] * per_item))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        parts = [self.data, self.scale] + ([self.global_scale] if self.global_scale is not None else [])
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def __getitem__(self, index: int) -> QuantTensor:
+        """One matrix of a stack."""
+        global_scale = None if self.global_scale is None else self.global_scale[index]
+        return QuantTensor(self.data[index], self.scale[index], self.format, global_scale, self.block)
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        global_scale = None if self.global_scale is None else self.global_scale.to(device)
+        return QuantTensor(self.data.to(device), self.scale.to(device), self.format, global_scale, self.block)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight's exact values; rounded once if `dtype` is narrower than fp32."""
+        if self.format is QuantFormat.FP8_BLOCK:
+            return fp8_block_dequantize(self.data, self.scale, self.block).to(dtype)
+        if self.format is QuantFormat.MXFP4:
+            return mxfp4_dequantize(self.data, self.scale).to(dtype)
+        assert self.global_scale is not None
+        return nvfp4_dequantize(self.data, self.scale, self.global_scale[..., None, None]).to(dtype)
+
+
+Weight = Tensor | QuantTensor
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Any weight as a plain tensor of `dtype`."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantTensor) else weight.to(dtype)

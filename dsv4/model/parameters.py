@@ -1,0 +1,116 @@
+"""The model's weights as plain data, in the checkpoint's own grouping. Filled by `dsv4.loader`, read by `dsv4.model`.
+
+`Weight` is a tensor or a `QuantTensor`; everything else is a tensor whose dtype is given below. D hidden size, n streams,
+H heads, E routed experts, I expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4.formats.tensors import Weight
+
+
+@dataclass
+class HyperParams:
+    """One hyper-connection. fp32: fn [2n + n*n, n*D] (n rows in a head), base [rows], scale [3] (1 in a head)."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+@dataclass
+class CompressorParams:
+    """wkv, wgate bf16 [w, D]; ape fp32 [ratio, w]; norm bf16 [Dc]; w = 2 Dc with overlap (CSA), else Dc (HCA)."""
+
+    wkv: Weight
+    wgate: Weight
+    ape: Tensor
+    norm: Tensor
+
+
+@dataclass
+class IndexerParams:
+    """wq_b [Hi * Di, q_lora_rank]; weights_proj bf16 [Hi, D]; its own compressor of width Di."""
+
+    wq_b: Weight
+    weights_proj: Weight
+    compressor: CompressorParams
+
+
+@dataclass
+class AttentionParams:
+    """Names as in the checkpoint. sink fp32 [H]; compressor on CSA and HCA layers, indexer on CSA layers."""
+
+    wq_a: Weight
+    q_norm: Tensor
+    wq_b: Weight
+    wkv: Weight
+    kv_norm: Tensor
+    wo_a: Weight
+    wo_b: Weight
+    sink: Tensor
+    compressor: CompressorParams | None
+    indexer: IndexerParams | None
+
+
+@dataclass
+class ExpertParams:
+    """w1 (gate), w3 (up) [I, D] and w2 (down) [D, I]; routed experts are stacked in front: [E, I, D], [E, D, I]."""
+
+    w1: Weight
+    w2: Weight
+    w3: Weight
+
+
+@dataclass
+class MoeParams:
+    """gate bf16 [E, D]; bias fp32 [E] on score-routed layers; tid2eid int64 [vocab, k] on hash-routed ones."""
+
+    gate: Weight
+    bias: Tensor | None
+    tid2eid: Tensor | None
+    experts: ExpertParams
+    shared: ExpertParams
+
+
+@dataclass
+class BlockParams:
+    attn_norm: Tensor
+    ffn_norm: Tensor
+    hc_attn: HyperParams
+    hc_ffn: HyperParams
+    attn: AttentionParams
+    ffn: MoeParams
+
+
+@dataclass
+class HeadParams:
+    """The collapse of the streams and the final norm; the vocabulary projection is shared."""
+
+    hc: HyperParams
+    norm: Tensor
+
+
+@dataclass
+class MtpParams:
+    """One multi-token-prediction block: mixes the next token's embedding into the streams, then a block and a head."""
+
+    e_proj: Weight
+    h_proj: Weight
+    enorm: Tensor
+    hnorm: Tensor
+    block: BlockParams
+    head: HeadParams
+
+
+@dataclass
+class ModelParams:
+    embed: Tensor
+    lm_head: Tensor
+    layers: list[BlockParams]
+    head: HeadParams
+    mtp: list[MtpParams]
