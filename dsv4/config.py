@@ -148,7 +148,9 @@ class ModelConfig:
                 raise ConfigError(f"{file.parent} has no config.json; is it a checkpoint folder?")
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, an integer of thousands of digits
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{file} must hold a JSON object, found {type(raw).__name__}")
@@ -182,24 +184,36 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_size(value: object, least: int = 1) -> bool:
+    """An integer from `least` to what any real model or machine stays far below."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**40
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_positive_real(value: object) -> bool:
+    if isinstance(value, int):  # an integer may be too large for a float
+        return is_size(value)
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def shown(value: object) -> str:
+    """What was found, for an error message: never longer than a line, and never an error of its own."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list nested as deeply
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _validate_model_config(c: ModelConfig) -> None:
     for name in _POSITIVE:
         value = getattr(c, name)
-        _require(_is_int(value) and 0 < value < 2**40, f"{name} must be a positive integer, found {value!r}")
+        _require(is_size(value), f"{name} must be a positive integer, found {shown(value)}")
     for name in _NOT_NEGATIVE:
         value = getattr(c, name)
-        _require(_is_int(value) and 0 <= value < 2**40, f"{name} must be an integer >= 0, found {value!r}")
+        _require(is_size(value, 0), f"{name} must be an integer >= 0, found {shown(value)}")
     for name in _POSITIVE_REAL:
         value = getattr(c, name)
-        _require(_is_real(value) and value > 0, f"{name} must be a positive number, found {value!r}")
+        _require(is_positive_real(value), f"{name} must be a positive number, found {shown(value)}")
     _require(c.n_shared_experts == 1, f"n_shared_experts must be 1, found {c.n_shared_experts}")
     _require(
         c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim < c.head_dim,
@@ -225,18 +239,46 @@ def _validate_model_config(c: ModelConfig) -> None:
     _require(c.num_hidden_layers <= 4096, f"num_hidden_layers must be at most 4096, found {c.num_hidden_layers}")
     for name in ("bos_token_id", "eos_token_id"):
         _require(getattr(c, name) < c.vocab_size, f"{name} {getattr(c, name)} is outside vocab_size {c.vocab_size}")
-    blocks = c.weight_block_size
+    _validate_parts(c)
+
+
+def _validate_parts(c: ModelConfig) -> None:
+    """The fields that hold more than one value."""
+    blocks, rope, ratios = c.weight_block_size, c.rope_scaling, c.compress_ratios
     _require(
-        len(blocks) == 2 and all(_is_int(b) and b > 0 for b in blocks),
-        f"weight_block_size must be two positive integers, found {blocks!r}",
+        isinstance(blocks, tuple) and len(blocks) == 2 and all(map(is_size, blocks)),
+        f"weight_block_size must be two positive integers, found {shown(blocks)}",
     )
-    if c.rope_scaling is not None:
-        for spec in fields(c.rope_scaling):
-            value = getattr(c.rope_scaling, spec.name)
-            _require(_is_real(value) and value > 0, f"rope_scaling.{spec.name} must be positive, found {value!r}")
+    if rope is not None:
+        _require(isinstance(rope, RopeScaling), f"rope_scaling must be a RopeScaling or None, found {shown(rope)}")
+        for spec in fields(rope):
+            value = getattr(rope, spec.name)
+            _require(is_positive_real(value), f"rope_scaling.{spec.name} must be positive, found {shown(value)}")
+        _require(
+            is_size(rope.original_max_position_embeddings),
+            "rope_scaling.original_max_position_embeddings must be an integer, "
+            f"found {shown(rope.original_max_position_embeddings)}",
+        )
+    if c.dspark is not None:
+        _validate_dspark(c.dspark, c)
+    _require(
+        isinstance(ratios, tuple) and all(is_size(ratio, 0) for ratio in ratios),
+        f"compress_ratios must be integers, found {shown(ratios)}",
+    )
     from dsv4.schedule import validate_ratios
 
     validate_ratios(c)
+
+
+def _validate_dspark(dspark: DSparkConfig, c: ModelConfig) -> None:
+    for name, least in (("block_size", 1), ("noise_token_id", 0), ("markov_rank", 1)):
+        value = getattr(dspark, name)
+        _require(is_size(value, least), f"dspark_{name} must be an integer >= {least}, found {shown(value)}")
+    targets = dspark.target_layer_ids
+    _require(
+        all(is_size(layer_idx, 0) and layer_idx < c.num_hidden_layers for layer_idx in targets),
+        f"dspark_target_layer_ids must be layers below {c.num_hidden_layers}, found {shown(targets)}",
+    )
 
 
 IndexKeyFormat = Literal["fp4", "fp8"]
@@ -256,16 +298,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_context_tokens", "max_concurrent_requests", "max_chunk_tokens"):
             value = getattr(self, name)
-            _require(_is_int(value) and value > 0, f"{name} must be a positive integer, found {value!r}")
+            _require(is_size(value), f"{name} must be a positive integer, found {shown(value)}")
         _require(
-            _is_int(self.max_draft_tokens) and 0 <= self.max_draft_tokens <= 64,
-            f"max_draft_tokens must be from 0 to 64, found {self.max_draft_tokens!r}",
+            is_size(self.max_draft_tokens, 0) and self.max_draft_tokens <= 64,
+            f"max_draft_tokens must be from 0 to 64, found {shown(self.max_draft_tokens)}",
         )
         _require(
             self.index_key_format in ("fp4", "fp8"),
-            f"index_key_format must be 'fp4' or 'fp8', found {self.index_key_format!r}",
+            f"index_key_format must be 'fp4' or 'fp8', found {shown(self.index_key_format)}",
         )
         _require(
-            self.num_blocks is None or (_is_int(self.num_blocks) and self.num_blocks > 0),
-            f"num_blocks must be a positive integer or None, found {self.num_blocks!r}",
+            self.num_blocks is None or is_size(self.num_blocks),
+            f"num_blocks must be a positive integer or None, found {shown(self.num_blocks)}",
         )

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from dsv4.config import CSA_RATIO, HCA_RATIO, ConfigError, DSparkConfig, ModelConfig, RopeScaling
+from dsv4.config import (
+    CSA_RATIO,
+    HCA_RATIO,
+    ConfigError,
+    DSparkConfig,
+    ModelConfig,
+    RopeScaling,
+    is_positive_real,
+    is_size,
+    shown,
+)
 
 # inference/config.json spelling -> published spelling
 _ALIASES = {
@@ -24,7 +34,7 @@ _ALIASES = {
 # keys with exactly one implemented value
 _FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("deepseek_v4",),
-    "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"]),
+    "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"], None),
     "num_key_value_heads": (1,),
     "scoring_func": ("sqrtsoftplus",),
     "topk_method": ("noaux_tc",),
@@ -66,21 +76,26 @@ _ATTENTION_RATIO = {
 
 def parse_model_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ModelConfig` from a parsed config.json; `ConfigError` names the offending key."""
+    is_inference = any(key in _ALIASES for key in raw)
     raw = _rename_aliases(raw)
     _check_fixed(raw)
-    model_fields = {f.name: f for f in fields(ModelConfig)}
-    known = set(model_fields) | set(_FIXED) | _IGNORED | _HF_KEYS | set(_DSPARK_KEYS) | set(_FLAT_YARN)
+    # `dspark` and the block size are read from the keys they are published under, not from our names for them
+    model_fields = {f.name for f in fields(ModelConfig)} - {"dspark", "weight_block_size"}
+    known = model_fields | set(_FIXED) | _IGNORED | _HF_KEYS | set(_DSPARK_KEYS) | set(_FLAT_YARN)
     known.add("quantization_config")
     unknown = sorted(set(raw) - known)
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        raise ConfigError(f"unknown keys: {', '.join(unknown[:5])}{more}; this may be a different architecture")
+        raise ConfigError(f"unknown keys: {_names(unknown[:5])}{more}; this may be a different architecture")
 
     values: dict[str, Any] = {k: v for k, v in raw.items() if k in model_fields}
     values["dspark"] = _parse_dspark(raw)
     values["rope_scaling"] = _parse_rope(raw, values)
     values["weight_block_size"] = _parse_quantization(raw)
     _parse_hf_layers(raw, values)
+    _parse_hf_rope_width(raw, values)
+    if is_inference:
+        _fill_inference(values)
     if isinstance(values.get("eos_token_id"), list):
         raise ConfigError("eos_token_id must be one id; pass further stop ids in SamplingParams.stop_token_ids")
     if "compress_ratios" in values:
@@ -95,6 +110,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _rename_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"keys must be strings, found {shown(key)}")
         name = _ALIASES.get(key, key)
         if name in renamed:
             raise ConfigError(f"{name} is given twice (also as {key})")
@@ -106,8 +123,13 @@ def _check_fixed(raw: Mapping[str, Any]) -> None:
     if raw.get("model_type") == "deepseek_v41" or "text_config" in raw:
         raise ConfigError("this is a DeepSeek-V4.1 model; dsv4 implements DeepSeek-V4 (model_type deepseek_v4) only")
     for key, allowed in _FIXED.items():
-        if key in raw and raw[key] not in allowed:
-            raise ConfigError(f"{key} must be {' or '.join(map(repr, allowed))}, found {raw[key]!r}")
+        # the type counts too: 1 is not true, and 1.0 is not 1
+        if key in raw and not any(type(raw[key]) is type(value) and raw[key] == value for value in allowed):
+            raise ConfigError(f"{key} must be {' or '.join(map(repr, allowed))}, found {shown(raw[key])}")
+
+
+def _names(keys: list[str]) -> str:
+    return ", ".join(shown(key).strip("'") for key in keys)
 
 
 def _expect_list(value: Any, key: str) -> list[Any]:
@@ -141,13 +163,15 @@ def _parse_dspark(raw: Mapping[str, Any]) -> DSparkConfig | None:
 def _parse_yarn(scaling: dict[str, Any], where: str) -> RopeScaling | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("yarn", "default"):
-        raise ConfigError(f"{where}.type must be 'yarn' or 'default', found {kind!r}")
+        raise ConfigError(f"{where}.type must be 'yarn' or 'default', found {shown(kind)}")
     if scaling.get("attention_factor", 1.0) != 1.0:
         raise ConfigError(f"{where}.attention_factor must be 1: DeepSeek-V4 does not rescale attention")
     unknown = sorted(set(scaling) - _YARN_KEYS - _ROPE_META - {"attention_factor"})
     if unknown:
-        raise ConfigError(f"{where} has unknown keys: {', '.join(unknown)} (DeepSeek-V4 has no mscale)")
+        raise ConfigError(f"{where} has unknown keys: {_names(unknown)} (DeepSeek-V4 has no mscale)")
     if kind == "default":
+        if _YARN_KEYS & set(scaling):
+            raise ConfigError(f"{where} holds {_names(sorted(_YARN_KEYS & set(scaling)))} but its type is not 'yarn'")
         return None
     missing = sorted({"factor", "original_max_position_embeddings"} - set(scaling))
     if missing:
@@ -165,8 +189,8 @@ def _parse_rope(raw: Mapping[str, Any], values: dict[str, Any]) -> RopeScaling |
         return _parse_yarn({"type": "yarn", **flat}, "rope")
     if raw.get("rope_parameters") is not None:
         parameters = _expect_dict(raw["rope_parameters"], "rope_parameters")
-        if "main" not in parameters or "compress" not in parameters:
-            raise ConfigError("rope_parameters must hold 'main' and 'compress'")
+        if set(parameters) != {"main", "compress"}:
+            raise ConfigError(f"rope_parameters must hold 'main' and 'compress', found {_names(sorted(parameters))}")
         main = _expect_dict(parameters["main"], "rope_parameters.main")
         compress = _expect_dict(parameters["compress"], "rope_parameters.compress")
         if _parse_yarn(main, "rope_parameters.main") is not None:
@@ -176,7 +200,11 @@ def _parse_rope(raw: Mapping[str, Any], values: dict[str, Any]) -> RopeScaling |
                 values[key] = source["rope_theta"]
         return _parse_yarn(compress, "rope_parameters.compress")
     if raw.get("rope_scaling") is not None:
-        return _parse_yarn(_expect_dict(raw["rope_scaling"], "rope_scaling"), "rope_scaling")
+        scaling = _expect_dict(raw["rope_scaling"], "rope_scaling")
+        misplaced = sorted({"rope_theta", "partial_rotary_factor"} & set(scaling))
+        if misplaced:
+            raise ConfigError(f"rope_scaling must not hold {', '.join(misplaced)}: they are keys of their own")
+        return _parse_yarn(scaling, "rope_scaling")
     return None
 
 
@@ -187,34 +215,63 @@ def _parse_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
     quantization = _expect_dict(quantization, "quantization_config")
     unknown = sorted(set(quantization) - _QUANT_KEYS)
     if unknown:
-        raise ConfigError(f"quantization_config has unknown keys: {', '.join(unknown)}")
+        raise ConfigError(f"quantization_config has unknown keys: {_names(unknown)}")
     block = _expect_list(quantization.get("weight_block_size", [128, 128]), "quantization_config.weight_block_size")
     if len(block) != 2:
-        raise ConfigError(f"quantization_config.weight_block_size must hold two sizes, found {block}")
+        raise ConfigError(f"quantization_config.weight_block_size must hold two sizes, found {shown(block)}")
     return (block[0], block[1])
 
 
 def _parse_hf_layers(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Hugging Face keeps layer types as words, the rope width as a fraction, and has no MTP entries."""
-    if "layer_types" in raw and "compress_ratios" not in raw:
-        rates = {"compressed_sparse_attention": CSA_RATIO, "heavily_compressed_attention": HCA_RATIO}
-        if raw.get("compress_rates") not in (None, rates):
-            raise ConfigError(f"compress_rates must be {rates}, found {raw['compress_rates']!r}")
+    """Hugging Face keeps layer kinds as words, and has no MTP entries."""
+    rates = {"compressed_sparse_attention": CSA_RATIO, "heavily_compressed_attention": HCA_RATIO}
+    if raw.get("compress_rates") not in (None, rates):
+        raise ConfigError(f"compress_rates must be {rates}, found {shown(raw['compress_rates'])}")
+    if raw.get("layer_types") is not None:
         names = _expect_list(raw["layer_types"], "layer_types")
         bad = [name for name in names if not isinstance(name, str) or name not in _ATTENTION_RATIO]
         if bad:
-            raise ConfigError(f"layer_types may hold {', '.join(_ATTENTION_RATIO)}; found {bad[0]!r}")
-        values["compress_ratios"] = [_ATTENTION_RATIO[name] for name in names]
-    if "mlp_layer_types" in raw and "num_hash_layers" not in raw:
+            raise ConfigError(f"layer_types may hold {', '.join(_ATTENTION_RATIO)}; found {shown(bad[0])}")
+        ratios = [_ATTENTION_RATIO[name] for name in names]
+        given = _expect_list(values.setdefault("compress_ratios", ratios), "compress_ratios")
+        if given[: len(ratios)] != ratios:
+            raise ConfigError(f"compress_ratios {shown(given)} contradict layer_types")
+    if raw.get("mlp_layer_types") is not None:
         kinds = _expect_list(raw["mlp_layer_types"], "mlp_layer_types")
         num_hash = sum(kind == "hash_moe" for kind in kinds)
         if kinds != ["hash_moe"] * num_hash + ["moe"] * (len(kinds) - num_hash):
             raise ConfigError("mlp_layer_types must be 'hash_moe' layers first, then 'moe'")
-        values["num_hash_layers"] = num_hash
-    fraction = raw.get("partial_rotary_factor")
-    if fraction is None and isinstance(raw.get("rope_parameters"), dict):
-        fraction = (raw["rope_parameters"].get("main") or {}).get("partial_rotary_factor")
-    if "qk_rope_head_dim" not in values and fraction is not None and isinstance(values.get("head_dim"), int):
-        if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
-            raise ConfigError(f"partial_rotary_factor must be between 0 and 1, found {fraction!r}")
-        values["qk_rope_head_dim"] = round(values["head_dim"] * fraction)
+        if len(kinds) != values.get("num_hidden_layers"):
+            raise ConfigError(f"mlp_layer_types has {len(kinds)} values; expected one per hidden layer")
+        if values.setdefault("num_hash_layers", num_hash) != num_hash:
+            raise ConfigError(f"num_hash_layers {shown(values['num_hash_layers'])} contradicts mlp_layer_types")
+
+
+def _parse_hf_rope_width(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Hugging Face keeps the rope width as a fraction of the head, in up to three places."""
+    parameters = raw.get("rope_parameters") or {}
+    sources = {"config": raw, **{f"rope_parameters.{key}": value for key, value in parameters.items()}}
+    for where, source in sources.items():
+        fraction, head_dim = source.get("partial_rotary_factor"), values.get("head_dim")
+        if fraction is None:
+            continue
+        if not isinstance(fraction, float) or not 0 < fraction < 1:
+            raise ConfigError(f"partial_rotary_factor must be between 0 and 1, found {shown(fraction)}")
+        if not isinstance(head_dim, int) or not is_size(head_dim):
+            raise ConfigError(f"partial_rotary_factor needs a head_dim, found {shown(head_dim)}")
+        width = int(head_dim * fraction)
+        if values.setdefault("qk_rope_head_dim", width) != width:
+            raise ConfigError(
+                f"partial_rotary_factor {fraction} of {where} gives a rope width of {width}, "
+                f"but qk_rope_head_dim is {shown(values['qk_rope_head_dim'])}"
+            )
+
+
+def _fill_inference(values: dict[str, Any]) -> None:
+    """`inference/config.json` leaves out what its siblings imply: the trained length and the number of MTP blocks."""
+    rope, ratios, num_layers = values["rope_scaling"], values.get("compress_ratios"), values.get("num_hidden_layers")
+    if rope is not None and is_size(rope.original_max_position_embeddings) and is_positive_real(rope.factor):
+        extended = rope.original_max_position_embeddings * rope.factor
+        values.setdefault("max_position_embeddings", int(extended) if is_positive_real(extended) else extended)
+    if isinstance(ratios, list) and isinstance(num_layers, int) and len(ratios) >= num_layers:
+        values.setdefault("num_nextn_predict_layers", len(ratios) - num_layers)

@@ -1,0 +1,72 @@
+"""Every operation of the model: its contract, its oracle, and (where written) its kernel, one file each.
+
+The model never calls an op by name; it is handed an `OpSet`. `TORCH` is the set of oracles: plain torch, any device, any
+float dtype, bitwise independent of how requests are batched or chunked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dsv4.formats.row_store import RowStore
+from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
+from dsv4.ops.attention import sparse_attention_ref
+from dsv4.ops.compress import compress_ref
+from dsv4.ops.hyper import hc_expand_ref, hc_head_ref, hc_post_ref, hc_pre_ref
+from dsv4.ops.indexer import index_queries_ref, index_topk_ref
+from dsv4.ops.linear import grouped_linear_ref, linear_ref
+from dsv4.ops.moe import moe_ref
+from dsv4.ops.norm import rms_norm_ref
+from dsv4.ops.rope import head_norm_rope_ref, rope_ref
+from dsv4.ops.router import route_ref
+from dsv4.ops.sampling import sample_ref
+
+
+@dataclass(frozen=True)
+class OpSet:
+    """One implementation of every op; the contract of each field is the docstring of its `_ref`."""
+
+    rms_norm: Callable[..., Tensor]
+    head_norm_rope: Callable[..., Tensor]
+    rope: Callable[..., Tensor]
+    hc_expand: Callable[..., Tensor]
+    hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    hc_post: Callable[..., Tensor]
+    hc_head: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    grouped_linear: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    moe: Callable[..., Tensor]
+    window_rows: Callable[..., RowStore]
+    append_swa: Callable[..., None]
+    compress: Callable[..., None]
+    index_queries: Callable[..., Tensor]
+    index_topk: Callable[..., Tensor]
+    sparse_attention: Callable[..., Tensor]
+    sample: Callable[..., Any]
+
+
+TORCH = OpSet(
+    rms_norm=rms_norm_ref,
+    head_norm_rope=head_norm_rope_ref,
+    rope=rope_ref,
+    hc_expand=hc_expand_ref,
+    hc_pre=hc_pre_ref,
+    hc_post=hc_post_ref,
+    hc_head=hc_head_ref,
+    linear=linear_ref,
+    grouped_linear=grouped_linear_ref,
+    route=route_ref,
+    moe=moe_ref,
+    window_rows=window_rows_ref,
+    append_swa=append_swa_ref,
+    compress=compress_ref,
+    index_queries=index_queries_ref,
+    index_topk=index_topk_ref,
+    sparse_attention=sparse_attention_ref,
+    sample=sample_ref,
+)

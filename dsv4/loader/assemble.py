@@ -1,0 +1,166 @@
+"""`ParameterStore`: collects weights by name, experts straight into their stacks, and builds `ModelParams` from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.loader.names import LogicalTensor
+from dsv4.model.parameters import (
+    AttentionParams,
+    BlockParams,
+    CompressorParams,
+    ExpertParams,
+    HeadParams,
+    HyperParams,
+    IndexerParams,
+    ModelParams,
+    MoeParams,
+    MtpParams,
+)
+from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
+
+
+class ParameterStore:
+    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated when its first expert comes."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self._weights: dict[str, Weight] = {}
+
+    def put(self, tensor: LogicalTensor, weight: Weight) -> None:
+        """Copy `weight` to the device, into its stack if it is an expert's. Experts of one stack share a format."""
+        if tuple(weight.shape) != tensor.shape:
+            raise ValueError(f"{tensor.name} must be {tensor.shape}, found {tuple(weight.shape)}")
+        name = tensor.parameter
+        if tensor.expert_idx is None:
+            self._weights[name] = _copy_weight(weight, self.device)
+            return
+        if name not in self._weights:
+            self._weights[name] = _empty_stack(weight, self.config.n_routed_experts, self.device)
+        _fill(self._weights[name], tensor.expert_idx, weight)
+
+    def build(self, num_mtp: int) -> ModelParams:
+        """The model's parameters; every name must have been put. The store must not be used afterwards."""
+        schedule = build_schedule(self.config, with_mtp=num_mtp > 0)
+        num_layers = self.config.num_hidden_layers
+        return ModelParams(
+            embed=self._plain("embed.weight"),
+            lm_head=self._plain("head.weight"),
+            layers=[self._block(f"layers.{layer.layer_idx}.", layer) for layer in schedule[:num_layers]],
+            head=self._head(""),
+            mtp=[self._mtp(f"mtp.{i}.", layer) for i, layer in enumerate(schedule[num_layers:])],
+        )
+
+    def _plain(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        assert isinstance(weight, Tensor), name
+        return weight
+
+    def _hyper(self, prefix: str) -> HyperParams:
+        return HyperParams(*(self._plain(f"{prefix}_{part}") for part in ("fn", "base", "scale")))
+
+    def _head(self, prefix: str) -> HeadParams:
+        return HeadParams(hc=self._hyper(f"{prefix}hc_head"), norm=self._plain(f"{prefix}norm.weight"))
+
+    def _compressor(self, prefix: str) -> CompressorParams:
+        return CompressorParams(
+            wkv=self._weights[f"{prefix}wkv.weight"],
+            wgate=self._weights[f"{prefix}wgate.weight"],
+            ape=self._plain(f"{prefix}ape"),
+            norm=self._plain(f"{prefix}norm.weight"),
+        )
+
+    def _attention(self, prefix: str, layer: LayerSpec) -> AttentionParams:
+        has_compressor = layer.attention is not AttentionKind.SWA
+        indexer = None
+        if layer.has_indexer:
+            indexer = IndexerParams(
+                wq_b=self._weights[f"{prefix}indexer.wq_b.weight"],
+                weights_proj=self._weights[f"{prefix}indexer.weights_proj.weight"],
+                compressor=self._compressor(f"{prefix}indexer.compressor."),
+            )
+        return AttentionParams(
+            wq_a=self._weights[f"{prefix}wq_a.weight"],
+            q_norm=self._plain(f"{prefix}q_norm.weight"),
+            wq_b=self._weights[f"{prefix}wq_b.weight"],
+            wkv=self._weights[f"{prefix}wkv.weight"],
+            kv_norm=self._plain(f"{prefix}kv_norm.weight"),
+            wo_a=self._weights[f"{prefix}wo_a.weight"],
+            wo_b=self._weights[f"{prefix}wo_b.weight"],
+            sink=self._plain(f"{prefix}attn_sink"),
+            compressor=self._compressor(f"{prefix}compressor.") if has_compressor else None,
+            indexer=indexer,
+        )
+
+    def _experts(self, prefix: str) -> ExpertParams:
+        return ExpertParams(*(self._weights[f"{prefix}{part}.weight"] for part in ("w1", "w2", "w3")))
+
+    def _block(self, prefix: str, layer: LayerSpec) -> BlockParams:
+        is_hash = layer.router is RouterKind.HASH
+        moe = MoeParams(
+            gate=self._weights[f"{prefix}ffn.gate.weight"],
+            bias=None if is_hash else self._plain(f"{prefix}ffn.gate.bias"),
+            tid2eid=self._plain(f"{prefix}ffn.gate.tid2eid") if is_hash else None,
+            experts=self._experts(f"{prefix}ffn.experts."),
+            shared=self._experts(f"{prefix}ffn.shared_experts."),
+        )
+        return BlockParams(
+            attn_norm=self._plain(f"{prefix}attn_norm.weight"),
+            ffn_norm=self._plain(f"{prefix}ffn_norm.weight"),
+            hc_attn=self._hyper(f"{prefix}hc_attn"),
+            hc_ffn=self._hyper(f"{prefix}hc_ffn"),
+            attn=self._attention(f"{prefix}attn.", layer),
+            ffn=moe,
+        )
+
+    def _mtp(self, prefix: str, layer: LayerSpec) -> MtpParams:
+        return MtpParams(
+            e_proj=self._weights[f"{prefix}e_proj.weight"],
+            h_proj=self._weights[f"{prefix}h_proj.weight"],
+            enorm=self._plain(f"{prefix}enorm.weight"),
+            hnorm=self._plain(f"{prefix}hnorm.weight"),
+            block=self._block(prefix, layer),
+            head=self._head(prefix),
+        )
+
+
+def _copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _copy_weight(weight: Weight, device: torch.device) -> Weight:
+    if isinstance(weight, Tensor):
+        return _copy_tensor(weight, device)
+    global_scale = None if weight.global_scale is None else _copy_tensor(weight.global_scale, device)
+    data, scale = _copy_tensor(weight.data, device), _copy_tensor(weight.scale, device)
+    return QuantTensor(data, scale, weight.format, global_scale, weight.block)
+
+
+def _empty_stack(weight: Weight, num_experts: int, device: torch.device) -> Weight:
+    def empty(part: Tensor) -> Tensor:
+        return torch.empty((num_experts, *part.shape), dtype=part.dtype, device=device)
+
+    if isinstance(weight, Tensor):
+        return empty(weight)
+    global_scale = None if weight.global_scale is None else empty(weight.global_scale)
+    return QuantTensor(empty(weight.data), empty(weight.scale), weight.format, global_scale, weight.block)
+
+
+def _fill(stack: Weight, expert_idx: int, weight: Weight) -> None:
+    if isinstance(stack, Tensor):
+        assert isinstance(weight, Tensor), "experts of one stack must share a format"
+        assert stack.dtype == weight.dtype, (stack.dtype, weight.dtype)
+        stack[expert_idx].copy_(weight)
+        return
+    assert isinstance(weight, QuantTensor), "experts of one stack must share a format"
+    assert stack.format is weight.format, (stack.format, weight.format)
+    assert stack.scale.dtype == weight.scale.dtype, (stack.scale.dtype, weight.scale.dtype)
+    stack.data[expert_idx].copy_(weight.data)
+    stack.scale[expert_idx].copy_(weight.scale)
+    if stack.global_scale is not None:
+        assert weight.global_scale is not None
+        stack.global_scale[expert_idx].copy_(weight.global_scale)

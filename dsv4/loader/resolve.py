@@ -1,0 +1,292 @@
+"""Matches a checkpoint's headers with the model: which stored tensors make up each weight, in which format.
+
+The stored dtype and the siblings decide the format of every single tensor, never the config or the model's name:
+
+| weight | siblings | format |
+|---|---|---|
+| F8_E4M3 [N, K] | .scale F8_E8M0 or F32 [ceil(N/bn), ceil(K/bk)] | fp8 |
+| I8 or U8 [N, K/2] | .scale F8_E8M0 [N, K/32] | mxfp4 |
+| U8 [N, K/2] | .weight_scale F8_E4M3 [N, K/16], .weight_scale_2 F32 scalar (.input_scale F32 scalar, unused) | nvfp4 |
+| BF16, F16, F32 [N, K] | none | plain |
+
+All disagreements are collected and reported in one error. No data is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsv4.config import ModelConfig
+from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.tensors import QuantFormat
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.header import CheckpointError, TensorInfo
+from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+SCALE_SUFFIXES = (".scale", ".weight_scale_inv")  # the second is transformers' name for the same thing
+NVFP4_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
+_MAX_LISTED = 5
+_DRAFT = re.compile(r"mtp\.(\d+)\.")
+_DSPARK = re.compile(r"mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.")
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How one weight is stored; the experts of one matrix must agree in it. `quant` is None for plain tensors."""
+
+    quant: QuantFormat | None
+    dtype: str
+    scale_dtype: str | None = None
+
+    def __str__(self) -> str:
+        if self.quant is None:
+            return self.dtype
+        return f"{self.quant} ({self.dtype} with {self.scale_dtype} scales)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one weight comes from: names of stored tensors. `rows` is set when it is a slice of a stack [E, R, K]."""
+
+    tensor: LogicalTensor
+    format: StoredFormat
+    data: str
+    scale: str | None = None
+    global_scale: str | None = None
+    rows: tuple[int, int] | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A checkpoint that fits its config: what will be read, in file order, and what deserves to be said (`notes`)."""
+
+    sources: tuple[Source, ...]
+    num_mtp: int
+    naming: Naming
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(source.nbytes for source in self.sources)
+
+
+def plan_load(checkpoint: Checkpoint, config: ModelConfig) -> LoadPlan:
+    """Match every stored tensor with the model; `CheckpointError` lists what is missing, unexpected or ill-formed."""
+    naming = detect_naming(checkpoint.tensors)
+    drafts = [name for name in checkpoint.tensors if _DRAFT.match(name)] if naming is Naming.OFFICIAL else []
+    skipped: Collection[str] = ()
+    notes: tuple[str, ...] = ()
+    if config.dspark is not None and drafts:
+        skipped, drafts = set(drafts), []
+        last = max(_draft_idx(name) for name in skipped)
+        notes = (f"DSpark draft head found (mtp.0..{last}): not supported for drafting, skipped",)
+    else:
+        _reject_dspark(checkpoint.path, config, drafts)
+    num_mtp = config.num_mtp_layers if drafts else 0
+    resolver = _Resolver(checkpoint, config, naming)
+    for tensor in expected_tensors(config, with_mtp=num_mtp > 0):
+        resolver.resolve(tensor)
+    for name in checkpoint.tensors:
+        if name not in resolver.claimed and name not in skipped:
+            resolver.problem("unexpected", name)
+    resolver.raise_problems()
+    order = checkpoint.in_file_order({source.data for source in resolver.sources})
+    place = {name: position for position, name in enumerate(order)}
+    sources = sorted(resolver.sources, key=lambda source: place[source.data])
+    return LoadPlan(tuple(sources), num_mtp, naming, notes)
+
+
+def weight_format(tensors: Collection[str], base: str, dtype: str) -> QuantFormat | None:
+    """Format of the weight `<base>.weight` of `dtype`, from its siblings among the stored names; None is plain."""
+    if dtype == "F8_E4M3":
+        return QuantFormat.FP8_BLOCK
+    if dtype in ("I8", "U8"):
+        is_nvfp4 = any(base + suffix in tensors for suffix in NVFP4_SUFFIXES[:2])
+        return QuantFormat.NVFP4 if is_nvfp4 else QuantFormat.MXFP4
+    return None
+
+
+def _draft_idx(name: str) -> int:
+    match = _DRAFT.match(name)
+    assert match is not None, name
+    return int(match[1])
+
+
+def _reject_dspark(path: Path, config: ModelConfig, drafts: list[str]) -> None:
+    """A DSpark head reuses the MTP names: loading its first block as MTP would draft nonsense without an error."""
+    announced = max(1, config.num_nextn_predict_layers)
+    found = [name for name in drafts if _DSPARK.match(name) or _draft_idx(name) >= announced]
+    if found:
+        raise CheckpointError(
+            f"{path} holds {found[0]} ({len(found)} such tensors), part of a DSpark draft head, but its config has no "
+            f"dspark_* keys and announces {config.num_nextn_predict_layers} MTP blocks"
+        )
+
+
+class _Resolver:
+    """Resolves tensors one by one, remembers which stored names are accounted for, and collects problems by kind."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, naming: Naming) -> None:
+        self.path = checkpoint.path
+        self.stored = checkpoint.tensors
+        self.config = config
+        self.naming = naming
+        self.claimed: set[str] = set()
+        self.sources: list[Source] = []
+        self.problems: dict[str, list[str]] = {}
+        self.stacks: dict[str, tuple[str, StoredFormat]] = {}
+        self.reported_stacks: set[str] = set()
+
+    def problem(self, kind: str, text: str) -> None:
+        self.problems.setdefault(kind, []).append(text)
+
+    def raise_problems(self) -> None:
+        if not self.problems:
+            return
+        lines = []
+        for kind, found in self.problems.items():
+            rest = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+            lines.append(f"  {kind} ({len(found)}): {'; '.join(found[:_MAX_LISTED])}{rest}")
+        raise CheckpointError(f"{self.path} does not fit its config ({self.naming} names):\n" + "\n".join(lines))
+
+    def resolve(self, tensor: LogicalTensor) -> None:
+        if self.naming is Naming.HF and tensor.role is Role.EXPERT:
+            if tensor.expert_idx == 0:
+                self._resolve_stack(tensor)
+            return
+        info = self._find(tensor)
+        if info is None:
+            return
+        if tensor.role is Role.TABLE:
+            self._resolve_plain(tensor, info, ("I64",))
+        elif tensor.role in (Role.PLAIN, Role.CONTROL):
+            self._resolve_plain(tensor, info, FLOAT_DTYPES)
+        else:
+            self._resolve_weight(tensor, info)
+
+    def _find(self, tensor: LogicalTensor) -> TensorInfo | None:
+        candidates = stored_names(tensor, self.naming)
+        present = [name for name in candidates if name in self.stored]
+        if not present:
+            self.problem("missing", candidates[0])
+            return None
+        self.claimed.add(present[0])  # a second spelling of the same tensor stays unclaimed: unexpected
+        return self.stored[present[0]]
+
+    def _check_shape(self, info: TensorInfo, expected: tuple[int, ...]) -> bool:
+        if info.shape == expected:
+            return True
+        self.problem("misshapen", f"{info.name} is {list(info.shape)}, expected {list(expected)}")
+        return False
+
+    def _check_dtype(self, info: TensorInfo, expected: tuple[str, ...]) -> bool:
+        if info.dtype in expected:
+            return True
+        self.problem("mistyped", f"{info.name} is {info.dtype}, expected {' or '.join(expected)}")
+        return False
+
+    def _resolve_plain(self, tensor: LogicalTensor, info: TensorInfo, dtypes: tuple[str, ...]) -> None:
+        if self._check_dtype(info, dtypes) and self._check_shape(info, tensor.shape):
+            self._add(Source(tensor, StoredFormat(None, info.dtype), info.name, nbytes=info.nbytes))
+
+    def _resolve_stack(self, tensor: LogicalTensor) -> None:
+        """Hugging Face's stacked experts: plain [E, 2 I, D] (w1 above w3) or [E, D, I] (w2)."""
+        info = self._find(tensor)
+        if info is None:
+            return
+        rows, cols = tensor.shape
+        num_parts = 1 if ".w2." in tensor.name else 2
+        expected = (self.config.n_routed_experts, num_parts * rows, cols)
+        if not (self._check_dtype(info, FLOAT_DTYPES) and self._check_shape(info, expected)):
+            return
+        start = rows if ".w3." in tensor.name else 0
+        share = info.nbytes // (self.config.n_routed_experts * num_parts)
+        for expert_idx in range(self.config.n_routed_experts):
+            name = tensor.name.replace(".experts.0.", f".experts.{expert_idx}.")
+            expert = replace(tensor, name=name, expert_idx=expert_idx)
+            stored = StoredFormat(None, info.dtype)
+            self._add(Source(expert, stored, info.name, rows=(start, start + rows), nbytes=share))
+
+    def _resolve_weight(self, tensor: LogicalTensor, info: TensorInfo) -> None:
+        base = info.name.removesuffix(".weight")
+        quant = weight_format(self.stored, base, info.dtype)
+        if quant is None:
+            if self._check_dtype(info, (*FLOAT_DTYPES, "F8_E4M3", "I8", "U8")) and self._check_shape(info, tensor.shape):
+                self._add(Source(tensor, StoredFormat(None, info.dtype), info.name, nbytes=info.nbytes))
+        elif quant is QuantFormat.NVFP4:
+            self._resolve_nvfp4(tensor, info, base)
+        else:
+            self._resolve_scaled(tensor, info, base, quant)
+
+    def _resolve_scaled(self, tensor: LogicalTensor, info: TensorInfo, base: str, quant: QuantFormat) -> None:
+        rows, cols = tensor.shape
+        scale = self._sibling(base, SCALE_SUFFIXES[: 1 if self.naming is Naming.OFFICIAL else 2])
+        if quant is QuantFormat.FP8_BLOCK:
+            block_rows, block_cols = self.config.weight_block_size
+            shape, scale_shape = tensor.shape, (-(-rows // block_rows), -(-cols // block_cols))
+            scale_dtypes: tuple[str, ...] = ("F8_E8M0", "F32")
+        else:
+            if not self._check_group(info, cols, MXFP4_GROUP):
+                return
+            shape, scale_shape = (rows, cols // 2), (rows, cols // MXFP4_GROUP)
+            scale_dtypes = ("F8_E8M0",)
+        good = self._check_shape(info, shape)
+        if scale is None or not (self._check_dtype(scale, scale_dtypes) and self._check_shape(scale, scale_shape) and good):
+            return
+        stored = StoredFormat(quant, _code_dtype(info.dtype), scale.dtype)
+        self._add(Source(tensor, stored, info.name, scale.name, nbytes=info.nbytes + scale.nbytes))
+
+    def _resolve_nvfp4(self, tensor: LogicalTensor, info: TensorInfo, base: str) -> None:
+        rows, cols = tensor.shape
+        if not self._check_group(info, cols, NVFP4_GROUP):
+            return
+        scale, global_scale = self._sibling(base, (".weight_scale",)), self._sibling(base, (".weight_scale_2",))
+        good = self._check_dtype(info, ("U8",)) and self._check_shape(info, (rows, cols // 2))
+        input_scale = self._sibling(base, (".input_scale",), required=False)  # activations stay BF16: checked, not used
+        for scalar in (global_scale, input_scale):
+            if scalar is not None:
+                good = self._check_dtype(scalar, ("F32",)) and self._check_scalar(scalar) and good
+        if scale is None or global_scale is None:
+            return
+        if self._check_dtype(scale, ("F8_E4M3",)) and self._check_shape(scale, (rows, cols // NVFP4_GROUP)) and good:
+            stored = StoredFormat(QuantFormat.NVFP4, _code_dtype(info.dtype), scale.dtype)
+            nbytes = info.nbytes + scale.nbytes + global_scale.nbytes
+            self._add(Source(tensor, stored, info.name, scale.name, global_scale.name, nbytes=nbytes))
+
+    def _sibling(self, base: str, suffixes: tuple[str, ...], required: bool = True) -> TensorInfo | None:
+        for suffix in suffixes:
+            if base + suffix in self.stored:
+                self.claimed.add(base + suffix)
+                return self.stored[base + suffix]
+        if required:
+            self.problem("missing", base + suffixes[0])
+        return None
+
+    def _check_scalar(self, info: TensorInfo) -> bool:
+        return info.shape == (1,) or self._check_shape(info, ())
+
+    def _check_group(self, info: TensorInfo, cols: int, group: int) -> bool:
+        if cols % group:
+            self.problem("misshapen", f"{info.name} is packed FP4, but {cols} columns are not a multiple of {group}")
+        return cols % group == 0
+
+    def _add(self, source: Source) -> None:
+        self.sources.append(source)
+        if source.tensor.expert_idx is None:
+            return
+        stack = source.tensor.parameter
+        name, expected = self.stacks.setdefault(stack, (source.data, source.format))
+        if source.format != expected and stack not in self.reported_stacks:
+            self.reported_stacks.add(stack)  # one line for the stack, not one for every expert in it
+            self.problem("mixed formats", f"{source.data} is {source.format}, but {name} is {expected}")
+
+
+def _code_dtype(dtype: str) -> str:
+    """I8 and U8 hold the same packed nibbles."""
+    return "U8" if dtype == "I8" else dtype

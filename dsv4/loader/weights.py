@@ -1,0 +1,84 @@
+"""A checkpoint's tensors -> `ModelParams`, streamed in file order. Strict: see `resolve.plan_load`.
+
+Peak memory is the model itself plus one matrix: data is mapped, copied once into its place, and experts go straight
+into preallocated stacks.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.loader.assemble import ParameterStore
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.header import CheckpointError
+from dsv4.loader.names import Role
+from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.resolve import LoadPlan, Source, plan_load
+from dsv4.model.parameters import ModelParams
+
+__all__ = ["CheckpointWarning", "LoadPlan", "load_params", "plan_load"]
+
+
+class CheckpointWarning(UserWarning):
+    """Something in a checkpoint was left out on purpose; `LoadPlan.notes` holds the same texts."""
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dequantize_to: torch.dtype | None = None,
+    progress: Progress = False,
+) -> ModelParams:
+    """Read the whole model.
+
+    dequantize_to: None keeps every weight as stored (quantised weights become `QuantTensor`; hyper-connections, `ape`,
+    sinks and router bias are fp32); a float dtype makes every weight that dtype (the `exact` numerics). Tables stay int64.
+    progress: True for a bar on stderr, or a function of (bytes done, bytes in total).
+    """
+    if dequantize_to is not None and not dequantize_to.is_floating_point:
+        raise ValueError(f"dequantize_to must be a float dtype or None, found {dequantize_to}")
+    plan = plan_load(checkpoint, config)
+    for note in plan.notes:
+        warnings.warn(note, CheckpointWarning, stacklevel=2)
+    store = ParameterStore(config, device)
+    with byte_progress(progress, plan.nbytes, "loading weights") as advance:
+        for source in plan.sources:
+            weight = read_weight(checkpoint, source, config)
+            if dequantize_to is not None and source.tensor.role is not Role.TABLE:
+                weight = dequantize(weight, dequantize_to)
+            store.put(source.tensor, weight)
+            advance(source.nbytes)
+    checkpoint.close()
+    return store.build(plan.num_mtp)
+
+
+def read_weight(checkpoint: Checkpoint, source: Source, config: ModelConfig) -> Weight:
+    """One weight in its stored format, as views of the mapped file."""
+    data = checkpoint.read(source.data)
+    tensor = source.tensor
+    if source.rows is not None:
+        data = data[tensor.expert_idx, source.rows[0] : source.rows[1]]
+    if tensor.role is Role.TABLE:
+        _check_table(source.data, data, config.n_routed_experts)
+    if source.format.quant is None:
+        return data.float() if tensor.role is Role.CONTROL else data
+    assert source.scale is not None
+    scale = checkpoint.read(source.scale)
+    if source.format.quant is QuantFormat.FP8_BLOCK:
+        return QuantTensor(data, scale, QuantFormat.FP8_BLOCK, block=config.weight_block_size)
+    global_scale = None if source.global_scale is None else checkpoint.read(source.global_scale).reshape(())
+    return QuantTensor(data.view(torch.uint8), scale, source.format.quant, global_scale)
+
+
+def _check_table(name: str, table: Tensor, num_experts: int) -> None:
+    lowest, highest = int(table.min()), int(table.max())
+    if lowest < 0 or highest >= num_experts:
+        bad = lowest if lowest < 0 else highest
+        raise CheckpointError(f"{name} names expert {bad}; the model has experts 0 to {num_experts - 1}")

@@ -1,0 +1,39 @@
+"""`ModelContext`: what every block of a running model shares. Frozen; travels as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.ops import OpSet
+from dsv4.ops.rope import rope_frequencies
+from dsv4.schedule import AttentionKind, LayerSpec
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """The config, the op set, the activation dtype, and the two rope tables' frequencies (fp32)."""
+
+    config: ModelConfig
+    ops: OpSet
+    dtype: torch.dtype
+    window_freqs: Tensor
+    compressed_freqs: Tensor
+
+    @classmethod
+    def build(cls, config: ModelConfig, ops: OpSet, dtype: torch.dtype, device: torch.device) -> ModelContext:
+        rope_dim = config.qk_rope_head_dim
+        return cls(
+            config=config,
+            ops=ops,
+            dtype=dtype,
+            window_freqs=rope_frequencies(rope_dim, config.rope_theta, None).to(device),
+            compressed_freqs=rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device),
+        )
+
+    def freqs(self, layer: LayerSpec) -> Tensor:
+        """A layer has one frequency table for everything in it; only layers that compress use YaRN."""
+        return self.window_freqs if layer.attention is AttentionKind.SWA else self.compressed_freqs

@@ -1,0 +1,80 @@
+"""The whole model: embedding, blocks, head. It owns no state; the cache comes in through handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.config import ModelConfig
+from dsv4.model.block import BlockOutput, block
+from dsv4.model.context import ModelContext
+from dsv4.model.mtp import mtp_block
+from dsv4.model.parameters import HeadParams, ModelParams
+from dsv4.ops import TORCH, OpSet
+from dsv4.schedule import build_schedule
+
+
+class Transformer:
+    """DeepSeek-V4 over given parameters.
+
+    Numerics follow from what it is handed: quantised weights, bf16 activations and quantised cache rows compute the
+    published (`official`) function; plain weights, plain rows and any float dtype the `exact` one.
+    """
+
+    def __init__(
+        self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, ops: OpSet = TORCH
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.schedule = build_schedule(config, with_mtp=bool(params.mtp))
+        self.context = ModelContext.build(config, ops, dtype, params.embed.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> streams [T, n, D]."""
+        hidden = self.params.embed[token_ids].to(self.context.dtype)
+        return self.context.ops.hc_expand(hidden, self.config.hc_mult)
+
+    def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
+        """One main layer on given streams [T, n, D]."""
+        return block(streams, self.params.layers[layer_idx], self.schedule[layer_idx], cache, batch, self.context)
+
+    def forward(
+        self, batch: TokenBatch, cache: Callable[[int], LayerCacheHandle],
+        observe: Callable[[int, BlockOutput], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The new tokens through every main layer -> streams [T, n, D]. `cache(layer_idx)` gives a layer's handle."""
+        streams = self.embed(batch.token_ids)
+        for layer_idx in range(self.config.num_hidden_layers):
+            output = self.block(layer_idx, streams, cache(layer_idx), batch)
+            streams = output.streams
+            if observe is not None:
+                observe(layer_idx, output)
+        return streams
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """streams [T, n, D] -> fp32 (or wider) logits [T, vocab]."""
+        return self._logits(streams, self.params.head)
+
+    def mtp(self, mtp_idx: int, streams: Tensor, batch: TokenBatch, cache: LayerCacheHandle) -> Tensor:
+        """MTP block: main streams of tokens t and batch.token_ids = tokens t + 1, at position t -> its streams."""
+        layer = self.schedule[self.config.num_hidden_layers + mtp_idx]
+        params = self.params.mtp[mtp_idx]
+        embedding = self.params.embed[batch.token_ids].to(self.context.dtype)
+        return mtp_block(streams, embedding, params, layer, cache, batch, self.context)
+
+    def mtp_logits(self, mtp_idx: int, streams: Tensor) -> Tensor:
+        """The MTP block's streams [T, n, D] -> logits [T, vocab] for token t + 2."""
+        return self._logits(streams, self.params.mtp[mtp_idx].head)
+
+    def _logits(self, streams: Tensor, head: HeadParams) -> Tensor:
+        config, ops = self.config, self.context.ops
+        hidden = ops.hc_head(
+            streams, head.hc.fn, head.hc.base, head.hc.scale, hc_eps=config.hc_eps, norm_eps=config.rms_norm_eps
+        )
+        normed = ops.rms_norm(hidden, head.norm, config.rms_norm_eps)
+        wide = torch.promote_types(self.context.dtype, torch.float32)
+        return ops.linear(normed, self.params.lm_head, out_dtype=wide)

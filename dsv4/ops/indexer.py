@@ -1,0 +1,78 @@
+"""The lightning indexer of CSA layers: scores every visible entry with small heads and picks the best.
+
+I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); visible are the entries s < floor((t + 1) / 4). A head weight may be
+negative, so a score may be too. Ties go to the lower entry.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView
+from dsv4.formats.row_store import decode_rows, encode_rows
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.hadamard import hadamard_ref
+from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, ordered_sum
+from dsv4.ops.rope import rope_ref
+from dsv4.ops.router import topk_select_ref
+
+
+def index_queries_ref(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
+    """q [T, Hi, Di] -> roped, and where keys are quantised rotated and quantised by the same rule as they are."""
+    q = rope_ref(q, positions, freqs)
+    if key_format.kind is RowKind.PLAIN:
+        return q
+    return decode_rows(encode_rows(hadamard_ref(q), key_format)).to(q.dtype)
+
+
+def num_visible(positions: Tensor, ratio: int) -> Tensor:
+    """Entries a token at each position may see: the one it closes itself included."""
+    return (positions + 1) // ratio
+
+
+def gather_entries(pages: PagedView, batch: TokenBatch, tokens: Tensor, entry_ids: Tensor) -> Tensor:
+    """Values [Q, N, dim] of entries [Q, N] of the requests of batch rows `tokens` [Q]; 0 where entry_ids is negative."""
+    valid = (entry_ids >= 0) & (batch.slots[tokens] >= 0).unsqueeze(-1)
+    safe = entry_ids.clamp_min(0)
+    slots = batch.slots[tokens].clamp_min(0).unsqueeze(-1)
+    blocks = batch.block_table[slots, safe // pages.entries_per_block].long().clamp_min(0)
+    values = pages.rows.gather(blocks, safe % pages.entries_per_block)
+    return values.masked_fill(~valid.unsqueeze(-1), 0.0)
+
+
+def index_topk_ref(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int
+) -> Tensor:
+    """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer."""
+    picks = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int64, device=q.device)
+    limits = num_visible(batch.positions, ratio).masked_fill(batch.slots < 0, 0)
+    for tokens in torch.arange(batch.num_tokens, device=q.device).split(QUERY_TILE):
+        limit = limits[tokens]
+        num_entries = int(limit.max())
+        if num_entries == 0:
+            continue
+        scores = torch.cat([
+            _score_tile(q[tokens], weights[tokens], keys, batch, tokens, limit, start)
+            for start in range(0, num_entries, KEY_TILE)
+        ], -1)  # fmt: skip
+        entry_ids = torch.arange(scores.shape[-1], device=q.device)
+        scores = scores.masked_fill(entry_ids >= limit.unsqueeze(-1), float("-inf"))
+        best = topk_select_ref(scores, top_k)
+        best = best.masked_fill(best >= limit.unsqueeze(-1), scores.shape[-1]).sort(-1).values
+        picks[tokens, : best.shape[-1]] = best.masked_fill(best == scores.shape[-1], -1)
+    return picks
+
+
+def _score_tile(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, tokens: Tensor, limit: Tensor, start: int
+) -> Tensor:
+    """Scores [Q, KEY_TILE] of entries start .. start + KEY_TILE - 1; meaningless beyond a query's limit."""
+    acc = accumulator(q)
+    entry_ids = torch.arange(start, start + KEY_TILE, device=q.device).expand(len(tokens), -1)
+    entry_ids = entry_ids.masked_fill(entry_ids >= limit.unsqueeze(-1), -1)
+    tile = gather_entries(keys, batch, tokens, entry_ids).to(acc)  # [Q, KEY_TILE, Di]
+    dots = torch.bmm(q.to(acc), tile.transpose(1, 2).contiguous())  # [Q, Hi, KEY_TILE]
+    return ordered_sum(weights.to(acc).unsqueeze(-1) * dots.relu(), 1)
+

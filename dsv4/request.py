@@ -1,0 +1,140 @@
+"""What a caller asks for (`SamplingParams`) and gets (`Completion`). No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it is; the message names the field and what would be accepted."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt. The defaults are the model card's: temperature 1, no filtering.
+
+    max_tokens          new tokens at most
+    temperature         0 is greedy: the largest logit, the lower id on a tie
+    top_k               keep the k most likely tokens; 0 keeps all
+    top_p               keep the fewest tokens whose probabilities reach top_p; 1 keeps all
+    min_p               drop tokens below min_p times the best probability; 0 drops none
+    repetition_penalty  divides positive (multiplies negative) logits of tokens seen in prompt or output; 1 is off
+    presence_penalty    subtracted once from tokens already generated; 0 is off
+    frequency_penalty   subtracted per earlier occurrence in the output; 0 is off
+    seed                the same seed gives the same text whatever else runs beside it
+    stop                strings that end the text; they are not part of it
+    stop_token_ids      ids that end the text besides the model's end of sequence
+    ignore_eos          go on past the model's end of sequence
+    logprobs            None: none; n: the log-probability of each token, and the n most likely ones beside it
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple)):
+                raise RequestError(f"{name} must be a list, found {type(value).__name__}")
+            object.__setattr__(self, name, tuple(value))
+        _check_integers(self)
+        _check_reals(self)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, found {text!r}")
+        for token_id in self.stop_token_ids:
+            if not _is_int(token_id) or token_id < 0:
+                raise RequestError(f"stop_token_ids must hold ids >= 0, found {token_id!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_INTEGER_RANGE = {"max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 100)}
+# name: (lowest, highest, lowest itself allowed)
+_REAL_RANGE = {
+    "temperature": (0.0, 100.0, True), "top_p": (0.0, 1.0, False), "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 100.0, False), "presence_penalty": (-100.0, 100.0, True),
+    "frequency_penalty": (-100.0, 100.0, True),
+}  # fmt: skip
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_integers(params: SamplingParams) -> None:
+    for name, (low, high) in _INTEGER_RANGE.items():
+        value = getattr(params, name)
+        if name == "logprobs" and value is None:
+            continue
+        if not _is_int(value) or not low <= value <= high:
+            raise RequestError(f"{name} must be an integer from {low} to {high}, found {value!r}")
+
+
+def _check_reals(params: SamplingParams) -> None:
+    for name, (low, high, closed) in _REAL_RANGE.items():
+        value = getattr(params, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not low <= value <= high or (value == low and not closed):
+            raise RequestError(f"{name} must be {'from' if closed else 'above'} {low:g} to {high:g}, found {value!r}")
+
+
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One generated token: its log-probability under the model, and the most likely tokens there, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt. `text` is None where the checkpoint has no tokenizer."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_context_tokens: int) -> None:
+    """Raise `RequestError` for an empty prompt, ids outside the vocabulary, or no room for one new token."""
+    if len(token_ids) == 0:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    for place, token_id in enumerate(token_ids):
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"prompt token {place} is {token_id!r}; ids run from 0 to {vocab_size - 1}")
+    if len(token_ids) >= max_context_tokens:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens; max_context_tokens is {max_context_tokens} and one must remain "
+            "for the answer: shorten the prompt or raise max_context_tokens"
+        )

@@ -1,0 +1,11 @@
+"""Settings shared by all tests."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run: a red test stays red until the code changes. Speed is not what these tests judge, so
+# there is no deadline. `--hypothesis-profile=explore` looks for new examples instead.
+settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
