@@ -200,7 +200,7 @@ def shown(value: object) -> str:
     try:
         text = ascii(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list nested as deeply
-        return f"a {type(value).__name__} too large to print"
+        return f"a value too large to print ({type(value).__name__})"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

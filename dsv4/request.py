@@ -104,8 +104,6 @@ def _check_reals(params: SamplingParams) -> None:
             raise RequestError(f"{name} must be {'from' if closed else 'above'} {low:g} to {high:g}, found {value!r}")
 
 
-
-
 @dataclass(frozen=True)
 class TokenLogprobs:
     """One generated token: its log-probability under the model, and the most likely tokens there, best first."""

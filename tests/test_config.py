@@ -211,7 +211,8 @@ def test_dspark_is_recognised_and_is_not_mtp():
 
 
 def hugging_face(tmp_path, **changes):
-    transformers = pytest.importorskip("transformers")
+    import transformers  # only here: importing it takes seconds
+
     transformers.DeepseekV4Config(**official(**changes)).save_pretrained(tmp_path)
     return json.loads((tmp_path / "config.json").read_text())
 
@@ -230,7 +231,8 @@ def test_hugging_face_spelling_as_transformers_writes_it(tmp_path):
 
 
 def test_hugging_face_full_dump_and_set_a(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.DeepseekV4Config.from_pretrained(SET_A)
     file = tmp_path / "config.json"
     config.to_json_file(file, use_diff=False)
@@ -330,7 +332,7 @@ def test_hugging_face_contradictions_are_named(tmp_path, path, value, message):
         ({"hidden_size": 0}, "hidden_size must be a positive integer, found 0"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
         ({"hidden_size": 10**4000}, "hidden_size must be a positive integer, found 1000.*[.]{3}$"),
-        ({"hidden_size": 10**5000}, "found a int too large to print"),
+        ({"hidden_size": 10**5000}, r"found a value too large to print \(int\)"),
         ({"num_hash_layers": -1}, "num_hash_layers must be an integer >= 0"),
         ({"num_hash_layers": 44}, "num_hash_layers 44 exceeds num_hidden_layers 43"),
         ({"swiglu_limit": float("nan")}, "swiglu_limit must be a positive number, found nan"),
@@ -505,11 +507,13 @@ def test_the_fuzz_templates_are_valid(template):
 
 def accept_or_name(raw):
     try:
-        config = ModelConfig.from_dict(raw)
+        outcome = ModelConfig.from_dict(raw)
     except ConfigError as error:
-        assert str(error).isascii()  # can be printed anywhere, whatever the file held
+        outcome = str(error)
+    if isinstance(outcome, str):
+        assert outcome.isascii()  # can be printed anywhere, whatever the file held
     else:
-        assert isinstance(hash(config), int)
+        assert isinstance(hash(outcome), int)
 
 
 @given(st.dictionaries(st.one_of(st.text(max_size=8), st.sampled_from(KNOWN_KEYS)), JSON, max_size=12))

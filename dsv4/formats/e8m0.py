@@ -21,8 +21,11 @@ def e8m0_to_float(codes: Tensor) -> Tensor:
 
 
 def ceil_e8m0(amax: Tensor, max_code: float) -> Tensor:
-    """uint8 code of the smallest power of two s with amax / max_code <= s, from the fp32 bits of the quotient."""
+    """uint8 code of the smallest power of two s with amax / max_code <= s, from the fp32 bits of the quotient.
+
+    Infinity and NaN give 255, the NaN scale: a NaN must come back as one even where the codes cannot hold it (E2M1).
+    """
     bits = (amax.float() / max_code).view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     has_fraction = (bits & 0x7FFFFF) != 0
-    return (exponent + has_fraction.to(torch.int32)).to(torch.uint8)
+    return (exponent + has_fraction.to(torch.int32)).clamp_max(255).to(torch.uint8)

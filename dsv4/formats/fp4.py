@@ -69,11 +69,15 @@ def mxfp4_fake_quantize(x: Tensor, group: int = MXFP4_GROUP) -> Tensor:
     return mxfp4_dequantize(*mxfp4_quantize(x, group), group).to(x.dtype)
 
 
-def nvfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight [..., K] -> packed bytes, E4M3 scales [..., K / 16] and the FP32 scale of the whole tensor."""
+def nvfp4_quantize(weight: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight [..., K] -> packed bytes, E4M3 scales [..., K / 16] and the FP32 scale of the whole tensor.
+
+    `global_scale` is given where matrices share one (w1 and w3 of an expert); values it cannot reach saturate.
+    """
     groups = weight.float().unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
-    global_scale = (amax.amax() / (E2M1_MAX * E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
+    if global_scale is None:
+        global_scale = (amax.amax() / (E2M1_MAX * E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
     scale = (amax / (E2M1_MAX * global_scale)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     step = (scale.float() * global_scale).unsqueeze(-1)
     quotient = torch.where(step > 0, groups / step, torch.zeros_like(groups))

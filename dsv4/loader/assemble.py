@@ -1,4 +1,4 @@
-"""`ParameterStore`: collects weights by name, experts straight into their stacks, and builds `ModelParams` from them."""
+"""`ParameterStore`: collects weights by name, experts straight into their stacks, and builds `ModelParams`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
 class ParameterStore:
-    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated when its first expert comes."""
+    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         self.config = config

@@ -116,9 +116,9 @@ def _open_indexed(root: Path) -> dict[str, TensorInfo]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
     shards = sorted(set(weight_map.values()))
-    outside = [shard for shard in shards if not shard.isprintable() or Path(shard).name != shard]
+    outside = [shard for shard in shards if not shard.isprintable() or len(shard) > 200 or Path(shard).name != shard]
     if outside:
-        raise CheckpointError(f"{index}: {ascii(outside[0])} is not the name of a file in this folder")
+        raise CheckpointError(f"{index}: {outside[0][:80]!a} is not the name of a file in this folder")
     missing = [shard for shard in shards if not (root / shard).is_file()]
     if missing:
         raise CheckpointError(f"{root}: {_first(missing)} named by the index {_are(missing)} missing")

@@ -1,7 +1,7 @@
 """Safetensors headers, read and checked before anything touches the data. Pure bytes and JSON: no tensor is made here.
 
-A file is: header length (u64, little endian), header (JSON object: name -> dtype, shape, data_offsets), data. Every rule
-of the format is checked, because a shard that was cut short or overwritten must be named before a model is half loaded.
+A file is: header length (u64, little endian), header (JSON object: name -> dtype, shape, data_offsets), data. Every
+rule of the format is checked: a shard that was cut short or overwritten must be named before a model is half loaded.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _parse_entry(file: Path, name: str, entry: object, data_start: int) -> Tenso
         raise CheckpointError(f"{where} must have dtype, shape and data_offsets, found {str(entry)[:80]}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{where} has an unknown dtype {str(dtype)[:40]!r}; expected one of {', '.join(ITEM_BYTES)}")
+        raise CheckpointError(
+            f"{where} has an unknown dtype {str(dtype)[:40]!r}; expected one of {', '.join(ITEM_BYTES)}"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_count(size) for size in shape):
         raise CheckpointError(f"{where} has an impossible shape {str(shape)[:80]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
@@ -133,7 +135,9 @@ def _check_ranges(file: Path, tensors: list[TensorInfo], data_start: int, file_b
                 f"{file} is truncated: tensor {info.name!r} ends at byte {info.end}, the file has {file_bytes}"
             )
         if info.start > position:
-            raise CheckpointError(f"{file}: {info.start - position} bytes before tensor {info.name!r} belong to nothing")
+            raise CheckpointError(
+                f"{file}: {info.start - position} bytes before tensor {info.name!r} belong to nothing"
+            )
         position = info.end
     if position != file_bytes:
         raise CheckpointError(f"{file}: {file_bytes - position} bytes after the last tensor belong to nothing")

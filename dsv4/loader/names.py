@@ -113,7 +113,9 @@ def _attention_tensors(config: ModelConfig, layer: LayerSpec) -> Iterator[Logica
     if layer.attention is not AttentionKind.SWA:
         yield from _compressor_tensors(config, "attn.compressor", layer.ratio, head, overlap)
     if layer.has_indexer:
-        yield LogicalTensor("attn.indexer.wq_b.weight", (config.index_n_heads * config.index_head_dim, rank), Role.LINEAR)
+        yield LogicalTensor(
+            "attn.indexer.wq_b.weight", (config.index_n_heads * config.index_head_dim, rank), Role.LINEAR
+        )
         yield LogicalTensor("attn.indexer.weights_proj.weight", (config.index_n_heads, hidden), Role.PLAIN)
         yield from _compressor_tensors(config, "attn.indexer.compressor", layer.ratio, config.index_head_dim, overlap)
 

@@ -139,18 +139,19 @@ class _Resolver:
         self.naming = naming
         self.claimed: set[str] = set()
         self.sources: list[Source] = []
-        self.problems: dict[str, list[str]] = {}
+        self.problems: dict[str, dict[str, None]] = {}  # ordered sets: a stacked tensor is looked at more than once
         self.stacks: dict[str, tuple[str, StoredFormat]] = {}
         self.reported_stacks: set[str] = set()
 
     def problem(self, kind: str, text: str) -> None:
-        self.problems.setdefault(kind, []).append(text)
+        self.problems.setdefault(kind, {})[text] = None
 
     def raise_problems(self) -> None:
         if not self.problems:
             return
         lines = []
-        for kind, found in self.problems.items():
+        for kind, texts in self.problems.items():
+            found = list(texts)
             rest = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
             lines.append(f"  {kind} ({len(found)}): {'; '.join(found[:_MAX_LISTED])}{rest}")
         raise CheckpointError(f"{self.path} does not fit its config ({self.naming} names):\n" + "\n".join(lines))
@@ -217,7 +218,9 @@ class _Resolver:
         base = info.name.removesuffix(".weight")
         quant = weight_format(self.stored, base, info.dtype)
         if quant is None:
-            if self._check_dtype(info, (*FLOAT_DTYPES, "F8_E4M3", "I8", "U8")) and self._check_shape(info, tensor.shape):
+            if self._check_dtype(info, (*FLOAT_DTYPES, "F8_E4M3", "I8", "U8")) and self._check_shape(
+                info, tensor.shape
+            ):
                 self._add(Source(tensor, StoredFormat(None, info.dtype), info.name, nbytes=info.nbytes))
         elif quant is QuantFormat.NVFP4:
             self._resolve_nvfp4(tensor, info, base)
@@ -237,7 +240,9 @@ class _Resolver:
             shape, scale_shape = (rows, cols // 2), (rows, cols // MXFP4_GROUP)
             scale_dtypes = ("F8_E8M0",)
         good = self._check_shape(info, shape)
-        if scale is None or not (self._check_dtype(scale, scale_dtypes) and self._check_shape(scale, scale_shape) and good):
+        if scale is None or not (
+            self._check_dtype(scale, scale_dtypes) and self._check_shape(scale, scale_shape) and good
+        ):
             return
         stored = StoredFormat(quant, _code_dtype(info.dtype), scale.dtype)
         self._add(Source(tensor, stored, info.name, scale.name, nbytes=info.nbytes + scale.nbytes))

@@ -18,6 +18,7 @@ _PARTS = (
     (".mlp.gate.", "router"), (".indexer.", "indexer"), (".compressor.", "compressor"), (".attn.", "attention"),
     (".self_attn.", "attention"), ("embed", "embedding"), ("lm_head.", "head"), ("hc_", "hyper-connections"),
     ("_hc.", "hyper-connections"), ("norm", "norms"), ("head.", "head"),
+    ("_proj.", "draft projections"),
 )  # fmt: skip
 
 

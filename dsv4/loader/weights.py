@@ -39,7 +39,7 @@ def load_params(
     """Read the whole model.
 
     dequantize_to: None keeps every weight as stored (quantised weights become `QuantTensor`; hyper-connections, `ape`,
-    sinks and router bias are fp32); a float dtype makes every weight that dtype (the `exact` numerics). Tables stay int64.
+    sinks and router bias are fp32); a float dtype makes every weight that dtype (the `exact` numerics) except tables.
     progress: True for a bar on stderr, or a function of (bytes done, bytes in total).
     """
     if dequantize_to is not None and not dequantize_to.is_floating_point:

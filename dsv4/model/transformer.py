@@ -25,9 +25,7 @@ class Transformer:
     published (`official`) function; plain weights, plain rows and any float dtype the `exact` one.
     """
 
-    def __init__(
-        self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, ops: OpSet = TORCH
-    ) -> None:
+    def __init__(self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, ops: OpSet = TORCH) -> None:
         self.config = config
         self.params = params
         self.schedule = build_schedule(config, with_mtp=bool(params.mtp))

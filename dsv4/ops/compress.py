@@ -62,9 +62,7 @@ def compress_ref(
     _write_tail(state.own, kv[:, -width:], score[:, -width:], batch)
 
 
-def _pool(
-    kv: Tensor, score: Tensor, ratio: int, state: CompressorView, batch: TokenBatch, tokens: Tensor
-) -> Tensor:
+def _pool(kv: Tensor, score: Tensor, ratio: int, state: CompressorView, batch: TokenBatch, tokens: Tensor) -> Tensor:
     """Entries [C, Dc] closed by the batch rows `tokens` [C]."""
     width = state.own.kv.shape[-1]
     ages = torch.arange(ratio - 1, -1, -1, device=kv.device)

@@ -35,7 +35,9 @@ def sinkhorn_ref(logits: Tensor, num_iters: int, eps: float) -> Tensor:
     return comb
 
 
-def hc_split_ref(mixes: Tensor, base: Tensor, scale: Tensor, num_iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def hc_split_ref(
+    mixes: Tensor, base: Tensor, scale: Tensor, num_iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """mixes [T, 2n + n*n] -> pre [T, n], post [T, n], comb [T, n, n]."""
     num_streams = round((mixes.shape[-1] + 1) ** 0.5) - 1  # 2n + n^2 = (n + 1)^2 - 1
     n = num_streams
@@ -72,9 +74,7 @@ def hc_post_ref(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Ten
     return (post.unsqueeze(-1) * out.to(post.dtype).unsqueeze(1) + mixed).to(streams.dtype)
 
 
-def hc_head_ref(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float
-) -> Tensor:
+def hc_head_ref(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
     """The final collapse [T, n, D] -> [T, D]: only the pre weights, fn [n, n*D], one scale."""
     mixes = _mixes(streams, fn, norm_eps)
     return _collapse(streams, sigmoid(mixes * scale.to(mixes.dtype) + base.to(mixes.dtype)) + hc_eps)

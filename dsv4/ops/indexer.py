@@ -6,6 +6,8 @@ negative, so a score may be too. Ties go to the lower entry.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,27 +44,38 @@ def gather_entries(pages: PagedView, batch: TokenBatch, tokens: Tensor, entry_id
     return values.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
-def index_topk_ref(
-    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int
-) -> Tensor:
-    """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer."""
+def index_topk_ref(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
+    """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer.
+
+    Equal scores: with quantised keys the lower entry wins, so that chunking cannot matter. Plain keys (`exact` numerics)
+    are picked by torch.topk over every entry the request has at the end of the call, because that is what the published
+    code does, and which of two equal scores it takes depends on that length.
+    """
+    is_plain = keys.rows.format.kind is RowKind.PLAIN
     picks = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int64, device=q.device)
     limits = num_visible(batch.positions, ratio).masked_fill(batch.slots < 0, 0)
-    for tokens in torch.arange(batch.num_tokens, device=q.device).split(QUERY_TILE):
+    widths = (batch.chunk_ends // ratio).masked_fill(batch.slots < 0, 0)
+    for tokens in _query_groups(widths if is_plain else torch.zeros_like(widths)):
         limit = limits[tokens]
-        num_entries = int(limit.max())
+        num_entries = int((widths[tokens] if is_plain else limit).max())
         if num_entries == 0:
             continue
         scores = torch.cat([
             _score_tile(q[tokens], weights[tokens], keys, batch, tokens, limit, start)
             for start in range(0, num_entries, KEY_TILE)
-        ], -1)  # fmt: skip
-        entry_ids = torch.arange(scores.shape[-1], device=q.device)
-        scores = scores.masked_fill(entry_ids >= limit.unsqueeze(-1), float("-inf"))
-        best = topk_select_ref(scores, top_k)
-        best = best.masked_fill(best >= limit.unsqueeze(-1), scores.shape[-1]).sort(-1).values
-        picks[tokens, : best.shape[-1]] = best.masked_fill(best == scores.shape[-1], -1)
+        ], -1)[:, :num_entries]  # fmt: skip
+        hidden = torch.arange(num_entries, device=q.device) >= limit.unsqueeze(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        best = scores.topk(min(top_k, num_entries), -1).indices if is_plain else topk_select_ref(scores, top_k)
+        best = best.masked_fill(best >= limit.unsqueeze(-1), num_entries).sort(-1).values
+        picks[tokens, : best.shape[-1]] = best.masked_fill(best == num_entries, -1)
     return picks
+
+
+def _query_groups(keys: Tensor) -> Iterator[Tensor]:
+    """Batch rows in groups of at most QUERY_TILE that share the same key."""
+    for key in keys.unique():
+        yield from (keys == key).nonzero().squeeze(-1).split(QUERY_TILE)
 
 
 def _score_tile(
@@ -75,4 +88,3 @@ def _score_tile(
     tile = gather_entries(keys, batch, tokens, entry_ids).to(acc)  # [Q, KEY_TILE, Di]
     dots = torch.bmm(q.to(acc), tile.transpose(1, 2).contiguous())  # [Q, Hi, KEY_TILE]
     return ordered_sum(weights.to(acc).unsqueeze(-1) * dots.relu(), 1)
-

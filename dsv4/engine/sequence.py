@@ -1,0 +1,92 @@
+"""`Sequence`: one request while it runs: its tokens, where it stands, and the text that has come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
+from dsv4.text.stop import StopBuffer
+from dsv4.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass
+class Sequence:
+    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. No slot means waiting."""
+
+    request_idx: int
+    params: SamplingParams
+    token_ids: list[int]
+    prompt_len: int
+    max_len: int
+    eos_token_id: int
+    slot: int | None = None
+    num_processed: int = 0
+    finish_reason: FinishReason | None = None
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _detokenizer: Detokenizer | None = None
+    _stop: StopBuffer | None = None
+
+    @classmethod
+    def start(
+        cls, request_idx: int, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int,
+        eos_token_id: int, tokenizer: Tokenizer | None,
+    ) -> Sequence:  # fmt: skip
+        """A checked prompt, not yet admitted."""
+        return cls(
+            request_idx=request_idx,
+            params=params,
+            token_ids=list(prompt),
+            prompt_len=len(prompt),
+            max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
+            eos_token_id=eos_token_id,
+            _detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
+            _stop=StopBuffer(params.stop) if tokenizer is not None else None,
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not yet in the cache: the rest of the prompt, or the token drawn last."""
+        return len(self.token_ids) - self.num_processed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
+        """Take the next token; returns the text that became certain. Sets `finish_reason` when this was the last."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        is_end = token_id == self.eos_token_id and not self.params.ignore_eos
+        if is_end or token_id in self.params.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            return self._emit("", is_last=True)
+        if len(self.token_ids) >= self.max_len:
+            self.finish_reason = FinishReason.LENGTH
+        text = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
+        return self._emit(text, is_last=self.finish_reason is not None)
+
+    def _emit(self, text: str, is_last: bool) -> str:
+        if self._detokenizer is None or self._stop is None:
+            return ""
+        if is_last:
+            text += self._detokenizer.flush()
+        out = self._stop.push(text)
+        if self._stop.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif is_last:
+            out += self._stop.flush()
+        self.text += out
+        return out
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            prompt_token_ids=tuple(self.token_ids[: self.prompt_len]),
+            token_ids=tuple(self.output_ids),
+            text=self.text if self._detokenizer is not None else None,
+            finish_reason=self.finish_reason,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+        )

@@ -1,0 +1,248 @@
+"""`LLM`: the offline API. Load a checkpoint, generate, look inside.
+
+    llm = LLM("path/to/checkpoint")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1)).text)
+
+Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.engine import Engine
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.weights import load_params
+from dsv4.model.block import BlockOutput
+from dsv4.model.parameters import ModelParams
+from dsv4.model.transformer import Transformer
+from dsv4.request import Completion, RequestError, SamplingParams
+from dsv4.text.tokenizer import Tokenizer
+
+Numerics = Literal["official", "exact"]
+Prompt = str | Sequence[int]
+
+DEFAULT_CONTEXT_TOKENS = 16384
+
+
+class LLM:
+    """A DeepSeek-V4 model, its cache and its tokenizer.
+
+    path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names)
+    device    where it runs
+    numerics  "official": every quantisation point of the published inference code, bf16 activations.
+              "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
+    engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
+    progress  show a progress bar while loading
+    """
+
+    def __init__(
+        self, path: str | Path, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
+        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, progress: bool = False,
+    ) -> None:  # fmt: skip
+        compute_dtype = _compute_dtype(numerics, dtype)
+        config = ModelConfig.from_pretrained(path)
+        exact_dtype = compute_dtype if numerics == "exact" else None
+        checkpoint = Checkpoint.open(path)
+        params = load_params(checkpoint, config, device=device, dequantize_to=exact_dtype, progress=progress)
+        has_tokenizer = (Path(path) / "tokenizer.json").exists()
+        tokenizer = Tokenizer.from_pretrained(path) if has_tokenizer else None
+        self._set_up(config, params, numerics, compute_dtype, engine, tokenizer)
+
+    @classmethod
+    def from_params(
+        cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
+        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
+    ) -> LLM:  # fmt: skip
+        """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on."""
+        llm = cls.__new__(cls)
+        llm._set_up(config, params, numerics, _compute_dtype(numerics, dtype), engine, tokenizer)
+        return llm
+
+    def _set_up(
+        self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
+        engine: EngineConfig | None, tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.numerics = numerics
+        self.tokenizer = tokenizer
+        self.model = Transformer(config, params, dtype)
+        limits = engine or EngineConfig(max_context_tokens=min(DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings))
+        self.cache = KVCacheManager(
+            config, self.model.schedule, limits, device=params.embed.device,
+            plain_dtype=dtype if numerics == "exact" else None,
+        )  # fmt: skip
+
+    # ---- generation ----
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt] | Sequence[int],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]: ...  # fmt: skip
+    def generate(
+        self, prompts: str | Sequence[Prompt] | Sequence[int],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order.
+
+        A single string gives a single completion; a list gives a list. One prompt of ids is written [[1, 2, 3]].
+        """
+        is_single = isinstance(prompts, str)
+        many: list[Prompt] = [prompts] if isinstance(prompts, str) else _check_prompts(prompts)
+        shared = params if params is not None else SamplingParams()
+        per_prompt = [shared] * len(many) if isinstance(shared, SamplingParams) else list(shared)
+        if len(per_prompt) != len(many):
+            raise RequestError(
+                f"{len(many)} prompts, but {len(per_prompt)} SamplingParams; give one, or one per prompt"
+            )
+        engine = Engine(self.model, self.cache, self.tokenizer)
+        sequences = [
+            engine.add(idx, self._encode(prompt), one)
+            for idx, (prompt, one) in enumerate(zip(many, per_prompt, strict=True))
+        ]
+        try:
+            while engine.has_work:
+                engine.step()
+        finally:
+            engine.abort()
+        completions = [sequence.completion() for sequence in sequences]
+        return completions[0] if is_single else completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text as it comes: pieces that join to the completion's text, never half a character."""
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
+        engine = Engine(self.model, self.cache, self.tokenizer)
+        engine.add(0, self._encode(prompt), params or SamplingParams())
+        return _stream(engine)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json; pass the prompt as a list of token ids")
+        return self.tokenizer.encode(prompt)
+
+    # ---- looking inside ----
+
+    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
+        """fp32 [len, vocab]: every position's logits, the tokens fed in pieces of `chunks` through the cached state."""
+        rows: list[Tensor] = []
+        self._run(token_ids, chunks, lambda batch, streams: rows.append(self.model.logits(streams).float()))
+        return torch.cat(rows)
+
+    def mtp_logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
+        """fp32 [len - 1, vocab]: row t from the main streams of token t and the id of token t + 1, for token t + 2."""
+        if not self.model.params.mtp:
+            raise RequestError("this checkpoint has no MTP block (no mtp.* tensors)")
+        if len(token_ids) < 2:
+            raise RequestError(f"mtp_logits needs at least two tokens, found {len(token_ids)}")
+        following = torch.tensor(list(token_ids)[1:], device=self.cache.device)
+        handle = self.cache.handle(self.config.num_hidden_layers)
+        rows: list[Tensor] = []
+
+        def draft(batch: TokenBatch, streams: Tensor) -> None:
+            pairs = batch.positions < len(following)  # the last token has no successor
+            if not pairs.any():
+                return
+            shifted = TokenBatch(
+                token_ids=following[batch.positions[pairs]],
+                positions=batch.positions[pairs],
+                slots=batch.slots[pairs],
+                chunk_starts=batch.chunk_starts[pairs],
+                chunk_ends=batch.chunk_ends[pairs].clamp_max(len(following)),
+                block_table=batch.block_table,
+            )
+            rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[pairs], shifted, handle)).float())
+
+        self._run(token_ids, chunks, draft)
+        return torch.cat(rows)
+
+    def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
+        """Per layer: streams after it, what its sublayers added, experts chosen, compressed entries picked."""
+        layers: list[BlockOutput] = []
+        self._run(token_ids, None, observe=lambda _, output: layers.append(output))
+        return layers
+
+    def layer(self, layer_idx: int, streams: Tensor, token_ids: Sequence[int]) -> BlockOutput:
+        """One block alone, as a prefill from position 0 on given streams [T, 4, D]."""
+        config = self.config
+        if not 0 <= layer_idx < config.num_hidden_layers:
+            raise RequestError(f"layer_idx {layer_idx} is outside 0 to {config.num_hidden_layers - 1}")
+        expected = (len(token_ids), config.hc_mult, config.hidden_size)
+        if tuple(streams.shape) != expected:
+            raise RequestError(
+                f"streams must be {list(expected)} for {len(token_ids)} tokens, found {list(streams.shape)}"
+            )
+        with self._slot(token_ids) as slot:
+            batch = self.cache.make_batch([slot], [list(token_ids)])
+            given = streams.to(device=self.cache.device, dtype=self.model.context.dtype)
+            return self.model.block(layer_idx, given, self.cache.handle(layer_idx), batch)
+
+    def _run(
+        self, token_ids: Sequence[int], chunks: Sequence[int] | None,
+        each: Callable[[TokenBatch, Tensor], None] | None = None,
+        observe: Callable[[int, BlockOutput], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Feed the tokens in pieces from position 0; `each` sees every piece's batch and final streams."""
+        pieces = list(chunks) if chunks is not None else [len(token_ids)]
+        if any(length < 1 for length in pieces) or sum(pieces) != len(token_ids):
+            raise RequestError(f"chunks must be positive and sum to {len(token_ids)}, found {pieces}")
+        remaining = list(token_ids)
+        with self._slot(token_ids) as slot:
+            for length in pieces:
+                batch = self.cache.make_batch([slot], [remaining[:length]])
+                streams = self.model.forward(batch, self.cache.handle, observe)
+                del remaining[:length]
+                if each is not None:
+                    each(batch, streams)
+
+    @contextmanager
+    def _slot(self, token_ids: Sequence[int]) -> Iterator[int]:
+        if len(token_ids) == 0:
+            raise RequestError("token_ids is empty; at least one token is needed")
+        slot = self.cache.admit(len(token_ids))
+        try:
+            yield slot
+        finally:
+            self.cache.release(slot)
+
+
+def _stream(engine: Engine) -> Iterator[str]:
+    try:
+        while engine.has_work:
+            yield from (result.text for result in engine.step() if result.text)
+    finally:
+        engine.abort()
+
+
+def _check_prompts(prompts: Sequence[Prompt] | Sequence[int]) -> list[Prompt]:
+    many = list(prompts)
+    if any(isinstance(prompt, int) for prompt in many):
+        raise RequestError("prompts is a flat list of ids; write one prompt of ids as [[1, 2, 3]]")
+    return many  # type: ignore[return-value]
+
+
+def _compute_dtype(numerics: str, dtype: torch.dtype | None) -> torch.dtype:
+    if numerics == "official":
+        if dtype not in (None, torch.bfloat16):
+            raise RequestError(f"numerics='official' computes in bfloat16; dtype {dtype} needs numerics='exact'")
+        return torch.bfloat16
+    if numerics == "exact":
+        chosen = dtype or torch.float32
+        if chosen not in (torch.float64, torch.float32, torch.bfloat16):
+            raise RequestError(f"dtype must be float64, float32 or bfloat16, found {chosen}")
+        return chosen
+    raise RequestError(f"numerics must be 'official' or 'exact', found {numerics!r}")

@@ -1,0 +1,196 @@
+"""Random models of any size: as a checkpoint in the official layout, or straight as `ModelParams`.
+
+Both make the same tensors, so a checkpoint written and loaded equals `random_params` of the same seed bit for bit. Only
+one matrix is in memory at a time while a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.tensors import QuantFormat, QuantTensor, dequantize
+from dsv4.loader.assemble import ParameterStore
+from dsv4.loader.checkpoint import INDEX_FILE
+from dsv4.loader.config_write import ExpertFormat, config_to_dict
+from dsv4.loader.header import ITEM_BYTES, CheckpointError
+from dsv4.loader.names import LogicalTensor, Role, expected_tensors
+from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.random_weights import Recipe, random_weight
+from dsv4.model.parameters import ModelParams
+
+__all__ = ["StoredTensor", "config_to_dict", "random_params", "stored_tensors", "write_checkpoint"]
+
+DEFAULT_SHARD_BYTES = 4 * 1024**3
+_INPUT_SCALE = 8.0 / (6.0 * 448.0)  # ModelOpt's rule for activations up to 8; nothing here uses it
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the file: name, safetensors dtype, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    experts: ExpertFormat = "mxfp4",
+    mtp_experts: ExpertFormat | None = None,
+    seed: int = 0,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    with_mtp: bool = True,
+    progress: Progress = False,
+) -> Path:
+    """Write config.json, shards and index to the new folder `path` and return it.
+
+    mtp_experts: format of the MTP blocks' routed experts, by default the same. A shard holds at most `shard_bytes` of
+    data (a larger single weight gets its own). The folder appears complete or not at all.
+    """
+    recipe = Recipe(config, experts, mtp_experts, seed)
+    if shard_bytes <= 0:
+        raise ValueError(f"shard_bytes must be positive, found {shard_bytes}")
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder; a checkpoint is never overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        _write_folder(partial, recipe, with_mtp, shard_bytes, progress)
+        partial.replace(target)
+    except BaseException:  # an interrupt must not leave gigabytes behind either
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def random_params(
+    config: ModelConfig,
+    *,
+    experts: ExpertFormat = "mxfp4",
+    mtp_experts: ExpertFormat | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dequantize_to: torch.dtype | None = None,
+    with_mtp: bool = True,
+) -> ModelParams:
+    """The model `write_checkpoint` would write and `load_params` would read, made in memory on `device`.
+
+    Bit for bit the same on the CPU; a GPU draws its own numbers of the same kind, and is much faster for large models.
+    """
+    recipe = Recipe(config, experts, mtp_experts, seed)
+    store = ParameterStore(config, device)
+    for tensor in expected_tensors(config, with_mtp):
+        weight = random_weight(tensor, recipe, device)
+        if dequantize_to is not None and tensor.role is not Role.TABLE:
+            weight = dequantize(weight, dequantize_to)
+        store.put(tensor, weight)
+    return store.build(config.num_mtp_layers if with_mtp else 0)
+
+
+def stored_tensors(tensor: LogicalTensor, recipe: Recipe) -> list[StoredTensor]:
+    """What the file holds for one weight of the model: the weight, then its scales. Nothing is generated."""
+    quant = recipe.format_of(tensor)
+    if quant is None:
+        dtype = {Role.TABLE: "I64", Role.CONTROL: "F32"}.get(tensor.role, "BF16")
+        return [StoredTensor(tensor.name, dtype, tensor.shape)]
+    rows, cols = tensor.shape
+    if quant is QuantFormat.FP8_BLOCK:
+        block_rows, block_cols = recipe.config.weight_block_size
+        scale_shape = (-(-rows // block_rows), -(-cols // block_cols))
+        scale_dtype = "F32" if recipe.has_fp32_scales else "F8_E8M0"
+        weight = StoredTensor(tensor.name, "F8_E4M3", tensor.shape)
+        return [weight, StoredTensor(f"{tensor.base}.scale", scale_dtype, scale_shape)]
+    if quant is QuantFormat.MXFP4:
+        weight = StoredTensor(tensor.name, "I8", (rows, cols // 2))
+        return [weight, StoredTensor(f"{tensor.base}.scale", "F8_E8M0", (rows, cols // MXFP4_GROUP))]
+    return [
+        StoredTensor(tensor.name, "U8", (rows, cols // 2)),
+        StoredTensor(f"{tensor.base}.weight_scale", "F8_E4M3", (rows, cols // NVFP4_GROUP)),
+        StoredTensor(f"{tensor.base}.weight_scale_2", "F32", ()),
+        StoredTensor(f"{tensor.base}.input_scale", "F32", ()),
+    ]
+
+
+def _stored_data(tensor: LogicalTensor, recipe: Recipe) -> list[Tensor]:
+    """The data of `stored_tensors`, in the same order."""
+    weight = random_weight(tensor, recipe)
+    if not isinstance(weight, QuantTensor):
+        return [weight]
+    if weight.global_scale is None:
+        return [weight.data, weight.scale]
+    return [weight.data, weight.scale, weight.global_scale, torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
+
+
+def _split_shards(tensors: list[LogicalTensor], recipe: Recipe, shard_bytes: int) -> Iterator[list[LogicalTensor]]:
+    shard: list[LogicalTensor] = []
+    filled = 0
+    for tensor in tensors:
+        nbytes = sum(stored.nbytes for stored in stored_tensors(tensor, recipe))
+        if shard and filled + nbytes > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += nbytes
+    yield shard
+
+
+def _write_folder(folder: Path, recipe: Recipe, with_mtp: bool, shard_bytes: int, progress: Progress) -> None:
+    tensors = expected_tensors(recipe.config, with_mtp)
+    total_bytes = sum(stored.nbytes for tensor in tensors for stored in stored_tensors(tensor, recipe))
+    shards = list(_split_shards(tensors, recipe, shard_bytes))
+    weight_map: dict[str, str] = {}
+    with byte_progress(progress, total_bytes, "writing weights") as advance:
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= dict.fromkeys(_write_shard(folder / name, shard, recipe, advance), name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    raw_config = config_to_dict(recipe.config, recipe.experts)
+    (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shard(file: Path, tensors: list[LogicalTensor], recipe: Recipe, advance: Callable[[int], None]) -> list[str]:
+    """Write one safetensors file, weight by weight, each at the place its header announces. Returns the names in it."""
+    stored = [part for tensor in tensors for part in stored_tensors(tensor, recipe)]
+    # widest items first keeps every tensor aligned to its item size
+    ordered = sorted(stored, key=lambda part: -ITEM_BYTES[part.dtype])
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    position = 0
+    for part in ordered:
+        offsets[part.name] = position
+        end = position + part.nbytes
+        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        data_start = stream.tell()
+        for tensor in tensors:
+            for part, data in zip(stored_tensors(tensor, recipe), _stored_data(tensor, recipe), strict=True):
+                raw = data.contiguous().flatten().view(torch.uint8).numpy()
+                assert raw.nbytes == part.nbytes, (part, data.shape, data.dtype)
+                stream.seek(data_start + offsets[part.name])
+                stream.write(raw.data)
+                advance(part.nbytes)
+    return [part.name for part in ordered]

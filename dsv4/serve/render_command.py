@@ -1,0 +1,77 @@
+"""`dsv4 render FILE.json`: print the prompt that a conversation becomes, exactly, without a newline at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsv4.text.chat import ChatError, encode_messages
+
+_KEYS = ("messages", "tools", "response_format", "reasoning_effort")
+
+
+def render_file(
+    file: Path,
+    *,
+    thinking: bool,
+    reasoning_effort: str | None = None,
+    profile: str = "preview",
+    drop_thinking: bool = True,
+    add_bos: bool = True,
+) -> str:
+    """The prompt for a JSON file: a list of messages, or an object with `messages` and optional `tools`,
+    `response_format` and `reasoning_effort` (an effort given as an argument wins). `ChatError` says what is wrong.
+    """
+    try:
+        conversation: Any = json.loads(file.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ChatError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"{file}: not a JSON file: {error}") from error
+    if isinstance(conversation, list):
+        conversation = {"messages": conversation}
+    if not isinstance(conversation, dict):
+        found = type(conversation).__name__
+        raise ChatError(f"{file}: expected a list of messages or an object with 'messages', found {found}")
+    unknown = sorted(set(conversation) - set(_KEYS))
+    if unknown or "messages" not in conversation:
+        found = f"unknown {', '.join(unknown)}" if unknown else "no messages"
+        raise ChatError(f"{file}: expected messages and optionally {', '.join(_KEYS[1:])}; found {found}")
+    return encode_messages(
+        conversation["messages"],
+        thinking=thinking,
+        tools=conversation.get("tools"),
+        response_format=conversation.get("response_format"),
+        reasoning_effort=reasoning_effort if reasoning_effort is not None else conversation.get("reasoning_effort"),
+        profile=profile,
+        drop_thinking=drop_thinking,
+        add_bos=add_bos,
+    )
+
+
+def render_command(
+    file: Annotated[Path, typer.Argument(help="JSON: a list of messages, or an object with messages and tools.")],
+    thinking: Annotated[bool, typer.Option("--thinking", help="Open the answer with reasoning.")] = False,
+    reasoning_effort: Annotated[str | None, typer.Option(help="low, high or max, as the profile knows.")] = None,
+    profile: Annotated[str, typer.Option(help="Effort prompts: preview (April) or final (0731, 0813).")] = "preview",
+    keep_thinking: Annotated[bool, typer.Option("--keep-thinking", help="Keep reasoning of earlier turns.")] = False,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the begin-of-sentence marker.")] = False,
+) -> None:
+    """Print exactly the prompt for a conversation, with no newline added."""
+    try:
+        prompt = render_file(
+            file,
+            thinking=thinking,
+            reasoning_effort=reasoning_effort,
+            profile=profile,
+            drop_thinking=not keep_thinking,
+            add_bos=not no_bos,
+        )
+    except ChatError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(code=1) from error
+    # Bytes, so that neither the platform's encoding nor its newlines touch the prompt.
+    typer.echo(prompt.encode("utf-8"), nl=False)

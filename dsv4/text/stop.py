@@ -1,0 +1,39 @@
+"""`StopBuffer`: lets text through as it comes, but never a part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopBuffer:
+    """Feed text with `push`; once `stopped`, the text that came before the first stop string has all been returned."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Text that is certain to come before any stop string."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]
+        if found:
+            self.stopped = True
+            out, self._held = self._held[: min(found)], ""
+            return out
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        split = len(self._held) - keep
+        out, self._held = self._held[:split], self._held[split:]
+        return out
+
+    def flush(self) -> str:
+        """The end of the stream: what was held back in case it became a stop string."""
+        out, self._held = self._held, ""
+        return "" if self.stopped else out
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,0 +1,328 @@
+"""How much memory a model takes and what fits on which GPU, before anything is loaded. No torch, no GPU, no weights.
+
+Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
+allocates by). Reserves, not measurements: workspace, CUDA graphs and context, by the formulas of `workspace_bytes`,
+`graph_bytes` and `CONTEXT_BYTES`.
+
+Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
+from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
+from dsv4.schedule import build_schedule
+from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
+from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights
+
+CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
+GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
+INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
+STAGED_EXPERT_LAYERS = 2  # offloaded experts: the layer in use and the one being copied
+CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
+MAX_GPUS_TRIED = 64
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What one GPU must hold for one workload, in bytes; `host` is what all experts take in the machine's memory."""
+
+    weights: int
+    cache: int
+    workspace: int
+    graphs: int
+    context: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace + self.graphs + self.context
+
+    @property
+    def without_cache(self) -> int:
+        return self.total - self.cache
+
+
+@dataclass(frozen=True)
+class GpuFit:
+    """What `gpus` GPUs of one kind can hold. `max_requests` is at each context; 0 where not even one request fits."""
+
+    gpu: Gpu
+    gpus: int
+    fits: bool
+    spare_bytes: int
+    min_gpus: int | None
+    max_requests: tuple[tuple[int, int], ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Per-GPU figures are in `budget`; `fits` has the chosen GPU first, or every known one."""
+
+    name: str
+    config: ModelConfig
+    engine: EngineConfig
+    experts: ExpertFormat
+    gpus: int
+    offload_experts: bool
+    weights: WeightSizes
+    schema: CacheSchema
+    budget: MemoryBudget
+    fits: tuple[GpuFit, ...]
+    summary: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`; sizes are bytes."""
+        schema, budget = self.schema, self.budget
+        return {
+            "model": self.name,
+            "engine": {
+                "max_context_tokens": self.engine.max_context_tokens,
+                "max_concurrent_requests": self.engine.max_concurrent_requests,
+                "max_chunk_tokens": self.engine.max_chunk_tokens,
+                "max_draft_tokens": self.engine.max_draft_tokens,
+                "index_key_format": self.engine.index_key_format,
+            },
+            "weights": {
+                "experts": self.experts,
+                "total_bytes": self.weights.total_bytes,
+                "num_tensors": self.weights.num_tensors,
+                "num_parameters": self.weights.num_parameters,
+                "num_draft_parameters": self.weights.num_draft_parameters,
+                "bytes_by_part": self.weights.by_part(),
+                "bytes_by_format": self.weights.by_format(),
+            },
+            "kv": {
+                "bytes_per_token": float(schema.bytes_per_token),  # a multiple of 1/128: exact
+                "bytes_per_block": schema.bytes_per_block,
+                "block_tokens": BLOCK_TOKENS,
+                "window_bytes_per_request": schema.window_bytes_per_request,
+                "position_bytes_per_request": schema.position_bytes_per_request,
+                "state_bytes_per_request": schema.state_bytes_per_request,
+                "num_blocks": schema.num_blocks,
+                "paged_bytes": schema.paged_bytes,
+                "state_cache_bytes": schema.state_cache_bytes,
+                "table_bytes": schema.table_bytes,
+                "padding_bytes": schema.padding_bytes,
+                "total_bytes": schema.total_bytes,
+            },
+            "gpu": {
+                "gpus": self.gpus,
+                "offload_experts": self.offload_experts,
+                "weights_bytes": budget.weights,
+                "cache_bytes": budget.cache,
+                "workspace_bytes": budget.workspace,
+                "graph_bytes": budget.graphs,
+                "context_bytes": budget.context,
+                "total_bytes": budget.total,
+                "host_bytes": budget.host,
+            },
+            "fits": [_fit_to_dict(fit) for fit in self.fits],
+            "summary": self.summary,
+        }
+
+
+def plan(
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    name: str = "model",
+    experts: ExpertFormat = "mxfp4",
+    gpu: str | None = None,
+    gpus: int = 1,
+    offload_experts: bool = False,
+    with_draft: bool = True,
+) -> Plan:
+    """Plan `engine`'s workload for the whole of `gpus` GPUs of the kind `gpu` (None: every known kind).
+
+    `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
+    """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= config.n_routed_experts:
+        raise ConfigError(f"gpus must be from 1 to the number of experts {config.n_routed_experts}, found {gpus!r}")
+    if engine.max_draft_tokens and not (with_draft and config.num_mtp_layers):
+        raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs MTP blocks, and they are not loaded")
+    kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
+    planner = _Planner(config, engine, count_weights(config, experts, with_draft=with_draft), offload_experts)
+    fits = tuple(planner.fit(kind, gpus) for kind in kinds)
+    requested = next((fit for fit in fits if fit.gpu.name == "h200"), fits[0])
+    budget = planner.budget(engine, gpus)
+    return Plan(
+        name=name,
+        config=config,
+        engine=engine,
+        experts=experts,
+        gpus=gpus,
+        offload_experts=offload_experts,
+        weights=planner.weights,
+        schema=planner.schema(engine),
+        budget=budget,
+        fits=fits,
+        summary=planner.advise(requested, budget),
+    )
+
+
+def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Activations alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens.
+
+    Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
+    experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
+    queries, picked entries) and experts (gate, up and activation of the chosen and the shared one, and their outputs).
+    Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), and FP32 logits twice for
+    each token that is sampled.
+    """
+    sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
+    num_tokens = max(engine.max_chunk_tokens, sampled)
+    hidden = config.hidden_size
+    streams = 2 * 2 * config.hc_mult * hidden + 3 * 2 * hidden + 4 * hidden
+    heads = 2 * config.num_attention_heads * config.head_dim
+    low_rank = config.q_lora_rank + config.o_groups * config.o_lora_rank
+    attention = 2 * (heads + low_rank + config.index_n_heads * config.index_head_dim) + 4 * config.index_topk
+    num_experts = config.num_experts_per_tok + config.n_shared_experts
+    experts = num_experts * 2 * (3 * config.moe_intermediate_size + hidden)
+    scores = 4 * min(num_tokens, INDEX_SCORE_ROWS) * -(-engine.max_context_tokens // CSA_RATIO)
+    logits = 2 * 4 * sampled * config.vocab_size
+    return num_tokens * (streams + max(attention, experts)) + scores + logits
+
+
+def graph_bytes(num_layers: int, engine: EngineConfig) -> int:
+    """Captured decode graphs: one per power of two up to the number of requests; their buffers are the workspace."""
+    num_sizes = (engine.max_concurrent_requests - 1).bit_length() + 1
+    return num_sizes * num_layers * GRAPH_BYTES_PER_LAYER
+
+
+class _Planner:
+    """One model in one format; answers what workloads cost and which fit."""
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, weights: WeightSizes, offload_experts: bool) -> None:
+        self.config = config
+        self.engine = engine
+        self.weights = weights
+        self.offload_experts = offload_experts
+        self.schedule = build_schedule(config, with_mtp=engine.max_draft_tokens > 0)
+
+    def schema(self, engine: EngineConfig) -> CacheSchema:
+        return build_cache_schema(self.config, self.schedule, engine, plain_itemsize=None)
+
+    def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
+        """One GPU's share of the workload `engine`."""
+        offload = self.offload_experts if offload_experts is None else offload_experts
+        share = replace(engine, max_concurrent_requests=-(-engine.max_concurrent_requests // gpus))
+        routed, num_experts = self.weights.routed_expert_bytes, self.config.n_routed_experts
+        on_gpu = routed // num_experts * -(-num_experts // gpus)
+        if offload:
+            num_blocks = sum(1 for tensor in self.weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
+            on_gpu = min(on_gpu, -(-STAGED_EXPERT_LAYERS * on_gpu // num_blocks))
+        return MemoryBudget(
+            weights=self.weights.total_bytes - routed + on_gpu,
+            cache=self.schema(share).total_bytes,
+            workspace=workspace_bytes(self.config, share),
+            graphs=graph_bytes(len(self.schedule), share),
+            context=CONTEXT_BYTES,
+            host=routed if offload else 0,
+        )
+
+    def fit(self, gpu: Gpu, gpus: int) -> GpuFit:
+        engine = self.engine
+        budget = self.budget(engine, gpus)
+        contexts = sorted(
+            {c for c in CONTEXTS if c <= self.config.max_position_embeddings} | {engine.max_context_tokens}
+        )
+        return GpuFit(
+            gpu=gpu,
+            gpus=gpus,
+            fits=budget.total <= gpu.usable_bytes,
+            spare_bytes=gpu.usable_bytes - budget.total,
+            min_gpus=self.min_gpus(gpu),
+            max_requests=tuple((context, self.max_requests(gpu, gpus, context)) for context in contexts),
+            max_context_tokens=self.max_context(gpu, gpus),
+        )
+
+    def max_requests(self, gpu: Gpu, gpus: int, context: int) -> int:
+        """Most requests of `context` tokens at once, over all GPUs."""
+
+        def fits(per_gpu: int) -> bool:
+            engine = replace(
+                self.engine, max_context_tokens=context, max_concurrent_requests=per_gpu * gpus, num_blocks=None
+            )
+            return self.budget(engine, gpus).total <= gpu.usable_bytes
+
+        one = self.schema(replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None))
+        per_request = one.total_bytes - one.padding_bytes
+        return gpus * _largest(fits, gpu.usable_bytes // per_request)
+
+    def max_context(self, gpu: Gpu, gpus: int) -> int:
+        """Longest context for `max_concurrent_requests` requests at once: whole blocks, or the model's own limit."""
+        limit = self.config.max_position_embeddings
+
+        def fits(num_blocks: int) -> bool:
+            context = min(num_blocks * BLOCK_TOKENS, limit)
+            engine = replace(self.engine, max_context_tokens=context, num_blocks=None)
+            return self.budget(engine, gpus).total <= gpu.usable_bytes
+
+        return min(_largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
+
+    def min_gpus(self, gpu: Gpu) -> int | None:
+        """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""
+        for gpus in range(1, min(MAX_GPUS_TRIED, self.config.n_routed_experts) + 1):
+            if self.budget(self.engine, gpus).total <= gpu.usable_bytes:
+                return gpus
+        return None
+
+    def advise(self, fit: GpuFit, budget: MemoryBudget) -> str:
+        """One line: what limits, and what would help."""
+        engine, where = self.engine, f"{fit.gpus} x {fit.gpu.name}"
+        max_requests = dict(fit.max_requests)[engine.max_context_tokens]
+        own_limit = " (the model's own limit)" if fit.max_context_tokens == self.config.max_position_embeddings else ""
+        capacity = (
+            f"{max_requests} requests of {engine.max_context_tokens} tokens fit, "
+            f"or {fit.max_context_tokens} tokens{own_limit} for {engine.max_concurrent_requests} requests"
+        )
+        if fit.fits:
+            return f"Fits on {where} with {_gib(fit.spare_bytes)} to spare; the KV cache limits: {capacity}."
+        more = [] if fit.min_gpus is None else [f"--gpus {fit.min_gpus}"]
+        if budget.without_cache > fit.gpu.usable_bytes:
+            offloaded = self.budget(engine, fit.gpus, offload_experts=True)
+            if not self.offload_experts and offloaded.total <= fit.gpu.usable_bytes:
+                more.append(f"--offload-experts ({_gib(offloaded.host)} of host memory)")
+            problem = (
+                f"weights and reserves limit: {_gib(budget.without_cache)} a GPU, {_gib(fit.gpu.usable_bytes)} usable"
+            )
+        else:
+            free = fit.gpu.usable_bytes - budget.without_cache
+            problem = f"the KV cache limits: {_gib(budget.cache)} a GPU, {_gib(free)} free; {capacity}"
+        advice = f"what helps: {' or '.join(more)}" if more else "a larger GPU or smaller experts would help"
+        return f"Does not fit on {where}: {problem}; {advice}."
+
+
+def _largest(fits: Callable[[int], bool], upper: int) -> int:
+    """The largest n in 0 .. upper with fits(n), where fits is true up to some point; 0 needs no test."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _fit_to_dict(fit: GpuFit) -> dict[str, Any]:
+    return {
+        "gpu": fit.gpu.name,
+        "usable_bytes": fit.gpu.usable_bytes,
+        "gpus": fit.gpus,
+        "fits": fit.fits,
+        "spare_bytes": fit.spare_bytes,
+        "min_gpus": fit.min_gpus,
+        "max_requests": {str(context): requests for context, requests in fit.max_requests},
+        "max_context_tokens": fit.max_context_tokens,
+    }

@@ -1,0 +1,41 @@
+"""Rows written into the real cache and read back: error of the FP8 half, exactness of the rope half, isolation."""
+
+import pytest
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.formats.row_store import decode_rows, encode_rows
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.schedule import build_schedule
+
+FP8_ROUND_TRIP = 0.036  # of a row's norm; the bound the entry format promises
+ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-10, 1.0, 300.0, 2.0**20])
+def test_entry_round_trip(magnitude):
+    generator = torch.Generator().manual_seed(5)
+    values = (torch.randn(257, 512, generator=generator) * magnitude).bfloat16()
+    decoded = decode_rows(encode_rows(values, ENTRY))
+    assert torch.equal(decoded[:, 448:], values[:, 448:])
+    error = (decoded[:, :448].double() - values[:, :448].double()).norm(dim=-1)
+    assert (error / values[:, :448].double().norm(dim=-1)).max().item() < FP8_ROUND_TRIP
+    assert error.max() > 0  # it is quantised at all
+
+
+@pytest.mark.parametrize("plain_dtype", [None, torch.float32])
+def test_rows_go_to_their_place_and_nowhere_else(plain_dtype):
+    config = ModelConfig.tiny()
+    engine = EngineConfig(max_context_tokens=512, max_concurrent_requests=2)
+    manager = KVCacheManager(config, build_schedule(config), engine, device="cpu", plain_dtype=plain_dtype)
+    generator = torch.Generator().manual_seed(6)
+    values = torch.randn(2, config.head_dim, generator=generator).to(plain_dtype or torch.bfloat16)
+    before = [manager.handle(layer).entries.rows.data.clone() for layer in (1, 2, 3, 4)]
+    store = manager.handle(3).entries.rows
+    index = (torch.tensor([5, 2]), torch.tensor([31, 0]))
+    store[index] = encode_rows(values, store.format)
+    assert torch.equal(store.gather(*index), decode_rows(encode_rows(values, store.format)))
+    for layer, old in zip((1, 2, 3, 4), before, strict=True):
+        changed = (manager.handle(layer).entries.rows.data != old).any(-1).nonzero().tolist()
+        assert changed == ([[2, 0], [5, 31]] if layer == 3 else [])

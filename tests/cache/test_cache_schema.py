@@ -1,0 +1,198 @@
+"""The cache's arithmetic: published figures, rounding of blocks, and that a plan of bytes is what gets allocated."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import (
+    ALIGNMENT,
+    blocks_at_position,
+    blocks_for_tokens,
+    build_cache_schema,
+    compute_block_budget,
+)
+from dsv4.config import ConfigError, EngineConfig, ModelConfig
+from dsv4.formats.rows import RowKind
+from dsv4.schedule import AttentionKind, build_schedule
+
+FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
+
+
+def schema_of(config, *, with_mtp=False, plain_itemsize=None, **limits):
+    schedule = build_schedule(config, with_mtp=with_mtp)
+    return build_cache_schema(config, schedule, EngineConfig(**limits), plain_itemsize=plain_itemsize)
+
+
+@pytest.mark.parametrize(
+    ("config", "index_key_format", "bytes_per_token", "window_bytes"),
+    [
+        (FLASH, "fp4", Fraction("3514.25"), 3_214_336),
+        (FLASH, "fp8", Fraction("3850.25"), 3_214_336),
+        (PRO, "fp4", Fraction("5031.4375"), 4_559_872),
+        (PRO, "fp8", Fraction("5511.4375"), 4_559_872),
+    ],
+)
+def test_published_figures(config, index_key_format, bytes_per_token, window_bytes):
+    schema = schema_of(config, index_key_format=index_key_format)
+    assert schema.bytes_per_token == bytes_per_token
+    assert schema.window_bytes_per_request == window_bytes
+    with_mtp = schema_of(config, with_mtp=True, index_key_format=index_key_format)
+    assert with_mtp.bytes_per_token == bytes_per_token
+    assert with_mtp.window_bytes_per_request == window_bytes + 74_752
+
+
+def test_flash_layers_have_the_formats_and_lengths_of_their_kind():
+    layers = schema_of(FLASH, max_draft_tokens=3).layers
+    kinds = [layer.attention for layer in layers]
+    assert [kinds.count(kind) for kind in AttentionKind] == [2, 21, 20]
+    for layer in layers:
+        assert (layer.window.kind, layer.window.row_bytes, layer.ring_len) == (RowKind.ENTRY_FP8, 584, 131)
+        assert layer.window_bytes_per_slot == 131 * 584
+        assert layer.position_bytes_per_slot == 131 * 4
+    swa, csa, hca = layers[0], layers[2], layers[3]
+    assert (swa.bytes_per_block, swa.state_bytes_per_slot, swa.entries, swa.compressor) == (0, 0, None, None)
+    assert (csa.entries_per_block, csa.entry_bytes_per_block, csa.index_bytes_per_block) == (32, 32 * 584, 32 * 68)
+    assert (csa.compressor.own.ring_len, csa.compressor.following.ring_len, csa.compressor.own.dim) == (7, 11, 512)
+    assert (csa.index_compressor.own.ring_len, csa.index_compressor.following.ring_len) == (7, 11)
+    assert csa.index_compressor.own.dim == 128
+    assert csa.state_bytes_per_slot == (7 + 11) * (512 + 128) * 2 * 4
+    assert (hca.entries_per_block, hca.bytes_per_block, hca.index_keys) == (1, 584, None)
+    assert (hca.compressor.own.ring_len, hca.compressor.following, hca.index_compressor) == (131, None, None)
+    assert hca.state_bytes_per_slot == 131 * 512 * 2 * 4
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_plain_rows(itemsize):
+    schema = schema_of(FLASH, plain_itemsize=itemsize)
+    assert schema.bytes_per_token == itemsize * Fraction(6880, 2)  # the reference's BF16 figure, scaled
+    tails = {layer.compressor.own.itemsize for layer in schema.layers if layer.compressor is not None}
+    assert tails == {8 if itemsize == 8 else 4}
+
+
+def test_blocks_round_up():
+    assert [blocks_for_tokens(n) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
+    # a block is owned from the moment its first CSA entry closes
+    assert [blocks_at_position(p) for p in (0, 3, 4, 128, 131, 132, 256, 259, 260)] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert all(blocks_at_position(p) <= blocks_for_tokens(p) for p in range(1000))
+
+
+def test_block_budget():
+    schedule = build_schedule(FLASH)
+    assert compute_block_budget(FLASH, schedule, 128, 1, 0) == 1
+    assert compute_block_budget(FLASH, schedule, 129, 1, 0) == 2
+    assert compute_block_budget(FLASH, schedule, 129, 5, 0) == 10
+    assert compute_block_budget(FLASH, schedule, 129, 5, 0.1) == 11
+    assert compute_block_budget(FLASH, schedule, 129, 5, 0.11) == 12
+    assert compute_block_budget(FLASH, schedule, 129, 5, Fraction(1, 1000)) == 11
+    assert compute_block_budget(FLASH, schedule, 1048576, 2) == 16384
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(0, 1, 0), (128, 0, 0), (1048577, 1, 0), (128, 1, -0.1), (128, 1, float("nan")), (128, 1, float("inf"))],
+)
+def test_impossible_budgets(arguments):
+    with pytest.raises(ConfigError):
+        compute_block_budget(FLASH, build_schedule(FLASH), *arguments)
+
+
+def test_impossible_schemas():
+    with pytest.raises(ConfigError, match="max_position_embeddings 1048576, found 1048577"):
+        schema_of(FLASH, max_context_tokens=1048577)
+    with pytest.raises(ConfigError, match="plain_itemsize must be None, 2, 4 or 8 bytes, found 3"):
+        schema_of(FLASH, plain_itemsize=3)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        schema_of(ModelConfig.tiny(head_dim=96))
+    schema_of(ModelConfig.tiny(head_dim=96), plain_itemsize=2)
+
+
+def test_every_layer_share_is_aligned_and_the_cost_is_counted():
+    schema = schema_of(ModelConfig.tiny(), max_context_tokens=640, max_concurrent_requests=3, max_draft_tokens=1)
+    pools = (*schema.paged_pools, *schema.state_pools)
+    assert all(pool.layer_stride % ALIGNMENT == 0 for pool in pools)
+    assert 0 < schema.padding_bytes < sum(len(pool.layer_ids) for pool in pools) * ALIGNMENT
+    data = schema.num_blocks * schema.bytes_per_block + schema.num_slots * (
+        schema.window_bytes_per_request + schema.position_bytes_per_request + schema.state_bytes_per_request
+    )
+    assert schema.total_bytes == data + schema.padding_bytes + schema.table_bytes
+
+
+TINY_CONFIGS = {
+    "tiny": ModelConfig.tiny(),
+    "hca first": ModelConfig.tiny(compress_ratios=(128, 128, 4, 128, 4, 0), head_dim=192, index_head_dim=64),
+    "window only": ModelConfig.tiny(compress_ratios=(0, 0, 0, 0, 0, 0)),
+    "no hca": ModelConfig.tiny(num_hidden_layers=2, compress_ratios=(4, 4, 0), sliding_window=33, num_hash_layers=0),
+}
+
+
+@pytest.mark.parametrize("with_mtp", [False, True])
+@pytest.mark.parametrize("plain_dtype", [None, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_plan_equals_allocation_byte_for_byte(name, plain_dtype, with_mtp):
+    config = TINY_CONFIGS[name]
+    engine = EngineConfig(
+        max_context_tokens=389, max_concurrent_requests=3, max_draft_tokens=2 if with_mtp else 0, index_key_format="fp8"
+    )
+    schedule = build_schedule(config, with_mtp=with_mtp)
+    itemsize = None if plain_dtype is None else plain_dtype.itemsize
+    for limits in (engine, replace(engine, num_blocks=7, index_key_format="fp4")):
+        schema = build_cache_schema(config, schedule, limits, plain_itemsize=itemsize)
+        manager = KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=plain_dtype)
+        assert manager.memory_bytes() == held_bytes(manager) == schema.total_bytes
+        assert manager.schema == schema
+
+
+@pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
+def test_real_allocation_is_within_five_percent_of_the_figures(config):
+    engine = EngineConfig(max_context_tokens=8192, max_concurrent_requests=1)
+    schedule = build_schedule(config)
+    manager = KVCacheManager(config, schedule, engine, device="cpu", plain_dtype=None)
+    schema = manager.schema
+    figures = schema.bytes_per_token * 8192 + schema.window_bytes_per_request
+    assert held_bytes(manager) == (
+        figures
+        + schema.position_bytes_per_request
+        + schema.state_bytes_per_request
+        + schema.padding_bytes
+        + schema.table_bytes
+    )
+    overhead = schema.position_bytes_per_request + schema.padding_bytes + schema.table_bytes
+    assert overhead * 20 < figures
+
+
+@pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
+def test_whole_allocation_of_long_contexts_is_within_five_percent(config):
+    engine = EngineConfig(max_context_tokens=config.max_position_embeddings, max_concurrent_requests=2)
+    # the meta device allocates nothing, but its tensors have the sizes they would have
+    manager = KVCacheManager(config, build_schedule(config), engine, device="meta", plain_dtype=None)
+    schema = manager.schema
+    figures = 2 * (schema.bytes_per_token * config.max_position_embeddings + schema.window_bytes_per_request)
+    assert figures < manager.memory_bytes() < figures * Fraction(105, 100)
+
+
+def held_bytes(manager):
+    """Bytes of the distinct storages behind every view the ops get, and the table."""
+    storages = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+
+    note(manager.block_table)
+    for layer in manager.schema.layers:
+        handle = manager.handle(layer.layer_idx)
+        note(handle.window.positions)
+        stores = [handle.window.rows] + [view.rows for view in (handle.entries, handle.index_keys) if view is not None]
+        for store in stores:
+            note(store.data)
+            if store.scales is not None:
+                note(store.scales)
+        for compressor in (handle.compressor, handle.index_compressor):
+            for tail in (None, None) if compressor is None else (compressor.own, compressor.following):
+                if tail is not None:
+                    note(tail.kv)
+                    note(tail.score)
+    return sum(storages.values())

@@ -1,0 +1,122 @@
+"""Imports run one way, and the modules that plan and speak without a model do not pull in torch."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dsv4"
+
+# each may import itself and what stands to its right in a line below, at any distance
+BASE = {"config", "config_json", "schedule", "request"}
+BELOW_ENGINE = ("loader", "model", "ops", "cache", "formats")
+MAY_IMPORT = {
+    "formats": set(),
+    "cache": {"formats"},
+    "ops": {"cache", "formats"},
+    "model": {"ops", "cache", "formats"},
+    "loader": {"model", "ops", "cache", "formats"},
+    "engine": set(BELOW_ENGINE),
+    "text": set(),
+    "llm": {"text", "engine", *BELOW_ENGINE},
+    "tools": {"llm", "text", "engine", *BELOW_ENGINE},
+    "serve": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
+}
+# the package's own face may import everything; `testing` may, but nobody imports it
+TOP = {"__init__", "__main__", "testing"}
+
+TORCH_FREE = [
+    "dsv4.config", "dsv4.config_json", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
+    "dsv4.engine.scheduler", "dsv4.tools.plan", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
+]  # fmt: skip
+
+
+def module_name(file):
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def part_of(module):
+    """`dsv4.ops.moe` -> `ops`; the package itself -> `__init__`."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imported_modules(tree, module, is_package):
+    """Every dsv4 module an AST imports, wherever in the file the import stands."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "dsv4")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            if target == "dsv4":  # `from dsv4 import llm` names the part after the import
+                yield from (f"dsv4.{alias.name}" for alias in node.names)
+            elif target.startswith("dsv4."):
+                yield target
+
+
+def wrong_imports(module, source, is_package=False):
+    part = part_of(module)
+    allowed = BASE if part in BASE else BASE | {part} | MAY_IMPORT.get(part, set())
+    return [
+        target
+        for target in imported_modules(ast.parse(source), module, is_package)
+        if part not in TOP and part_of(target) not in allowed
+    ]
+
+
+def test_every_part_has_a_rule():
+    assert {part_of(module) for module in MODULES} <= set(MAY_IMPORT) | BASE | TOP
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    file = MODULES[module]
+    assert wrong_imports(module, file.read_text(encoding="utf-8"), file.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("dsv4.formats.fp8", "from dsv4.cache.batch import TokenBatch", ["dsv4.cache.batch"]),
+        ("dsv4.ops.moe", "def f():\n    import dsv4.model.block", ["dsv4.model.block"]),
+        ("dsv4.ops.moe", "from ..model import block", ["dsv4.model"]),
+        ("dsv4.model.block", "from dsv4 import engine", ["dsv4.engine"]),
+        ("dsv4.config", "from dsv4.formats.rows import RowFormat", ["dsv4.formats.rows"]),
+        ("dsv4.text.chat", "from dsv4.engine.engine import Engine", ["dsv4.engine.engine"]),
+        ("dsv4.engine.engine", "from dsv4.testing.numeric import close", ["dsv4.testing.numeric"]),
+        ("dsv4.engine.engine", "from dsv4.loader.weights import load_params", []),
+        ("dsv4.serve.cli", "from dsv4.llm import LLM\nfrom . import protocol\nimport torch", []),
+    ],
+)
+def test_the_rule_itself(module, source, wrong):
+    assert wrong_imports(module, source) == wrong
+
+
+def torch_free_modules():
+    return [module for module in MODULES if any(fnmatch.fnmatchcase(module, pattern) for pattern in TORCH_FREE)]
+
+
+def test_torch_free_modules_do_not_import_torch():
+    modules = torch_free_modules()
+    assert {"dsv4.config", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.tools.plan"} <= set(modules)
+    program = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1:]:\n"
+        "    importlib.import_module(module)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(f'{module} imports torch')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
