@@ -28,12 +28,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "==> installing dsv4 and its dependencies into $(VENV) (a minute or two the first time)"
+	@echo "==> installing dsv4 and its dependencies into $(VENV) (a few minutes the first time)"
 	@$(PIP) --editable .
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "==> installing dsv4 with its development tools into $(VENV) (a minute or two the first time)"
+	@echo "==> installing dsv4 with its development tools into $(VENV) (a few minutes the first time)"
 	@$(PIP) --editable '.[dev]'
 	@touch $(RUNTIME) $@
 

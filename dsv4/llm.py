@@ -1,7 +1,7 @@
 """`LLM`: the offline API. Load a checkpoint, generate, look inside.
 
     llm = LLM("path/to/checkpoint")
-    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1)).text)
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1))[0].text)
 
 Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,23 +84,16 @@ class LLM:
 
     # ---- generation ----
 
-    @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
-    @overload
     def generate(
-        self, prompts: Sequence[Prompt] | Sequence[int],
+        self,
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]: ...  # fmt: skip
-    def generate(
-        self, prompts: str | Sequence[Prompt] | Sequence[int],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Completion | list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order.
 
-        A single string gives a single completion; a list gives a list. One prompt of ids is written [[1, 2, 3]].
+        One prompt, as a string or as a flat list of ids, is a list of one.
         """
-        is_single = isinstance(prompts, str)
-        many: list[Prompt] = [prompts] if isinstance(prompts, str) else _check_prompts(prompts)
+        many = _as_prompts(prompts)
         shared = params if params is not None else SamplingParams()
         per_prompt = [shared] * len(many) if isinstance(shared, SamplingParams) else list(shared)
         if len(per_prompt) != len(many):
@@ -117,8 +110,7 @@ class LLM:
                 engine.step()
         finally:
             engine.abort()
-        completions = [sequence.completion() for sequence in sequences]
-        return completions[0] if is_single else completions
+        return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes: pieces that join to the completion's text, never half a character."""
@@ -228,11 +220,11 @@ def _stream(engine: Engine) -> Iterator[str]:
         engine.abort()
 
 
-def _check_prompts(prompts: Sequence[Prompt] | Sequence[int]) -> list[Prompt]:
-    many = list(prompts)
-    if any(isinstance(prompt, int) for prompt in many):
-        raise RequestError("prompts is a flat list of ids; write one prompt of ids as [[1, 2, 3]]")
-    return many  # type: ignore[return-value]
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    is_flat = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+    return [prompts] if is_flat else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def _compute_dtype(numerics: str, dtype: torch.dtype | None) -> torch.dtype:

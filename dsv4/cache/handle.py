@@ -1,4 +1,4 @@
-"""`LayerCacheHandle`: the typed views of one layer's cache that its ops read and write. Making one allocates nothing."""
+"""`LayerCacheHandle`: the typed views of one layer's cache its ops read and write. Making one allocates nothing."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Engine:
         needed, total = blocks_at_position(sequence.max_len), self.cache.schema.num_blocks
         if needed > total:
             raise RequestError(
-                f"the request may reach {sequence.max_len} tokens, which need {needed} cache blocks; there are {total}: "
+                f"the request may reach {sequence.max_len} tokens, which need {needed} cache blocks of {total}: "
                 "lower max_tokens or raise num_blocks"
             )
         self._waiting.append(sequence)

@@ -13,11 +13,7 @@ FP4_AMAX_FLOOR = 6.0 * 2.0**-126
 
 def e8m0_to_float(codes: Tensor) -> Tensor:
     """uint8 codes (or torch.float8_e8m0fnu) -> fp32 powers of two. Code 0 is 2^-127, code 255 is NaN."""
-    bits = codes.view(torch.uint8).to(torch.int32)
-    # b << 23 is the fp32 exponent field; only b = 0 needs the subnormal 2^-127 instead
-    value = (bits << 23).view(torch.float32)
-    value = torch.where(bits == 0, torch.full_like(value, 2.0**-127), value)
-    return torch.where(bits == 255, torch.full_like(value, float("nan")), value)
+    return codes.view(torch.float8_e8m0fnu).float()
 
 
 def ceil_e8m0(amax: Tensor, max_code: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -57,9 +57,10 @@ def write_checkpoint(
     seed: int = 0,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     with_mtp: bool = True,
+    extra_files: Mapping[str, str] | None = None,
     progress: Progress = False,
 ) -> Path:
-    """Write config.json, shards and index to the new folder `path` and return it.
+    """Write config.json, shards, index and `extra_files` (name: text) to the new folder `path` and return it.
 
     mtp_experts: format of the MTP blocks' routed experts, by default the same. A shard holds at most `shard_bytes` of
     data (a larger single weight gets its own). The folder appears complete or not at all.
@@ -75,6 +76,8 @@ def write_checkpoint(
     partial.mkdir()
     try:
         _write_folder(partial, recipe, with_mtp, shard_bytes, progress)
+        for name, text in (extra_files or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         partial.replace(target)
     except BaseException:  # an interrupt must not leave gigabytes behind either
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The model's weights as plain data, in the checkpoint's own grouping. Filled by `dsv4.loader`, read by `dsv4.model`.
 
-`Weight` is a tensor or a `QuantTensor`; everything else is a tensor whose dtype is given below. D hidden size, n streams,
-H heads, E routed experts, I expert width.
+`Weight` is a tensor or a `QuantTensor`; everything else is a tensor whose dtype is given below. D hidden size,
+n streams, H heads, E routed experts, I expert width.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from dsv4.ops.rope import rope_ref
 def window_rows_ref(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat
 ) -> RowStore:
-    """kv [T, d] (the raw projection) -> this batch's encoded rows [T]: RMSNorm, rope at the token's position, encode."""
+    """kv [T, d] (the raw projection) -> this batch's encoded rows [T]: RMSNorm, rope at each position, encode."""
     return encode_rows(rope_ref(rms_norm_ref(kv, norm_weight, eps), positions, freqs), row_format)
 
 
 def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
-    """Write the rows [T] into the ring, in place. Of tokens that share a ring row the latest wins; padding writes nothing.
+    """Write the rows [T] into the ring, in place. Of tokens that share a ring row the latest wins.
 
-    Comes after attention: a chunk may be longer than the ring, and its first tokens still need the rows it replaces.
+    Padding writes nothing. Comes after attention: a chunk may be longer than the ring, and its first tokens still need the rows it replaces.
     """
     writers = last_writers(batch, window.ring_len)
     slots, positions = batch.slots[writers], batch.positions[writers]

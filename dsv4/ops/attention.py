@@ -1,7 +1,8 @@
 """Sparse attention: every query reads its window and some compressed entries through one shared K=V head, with a sink.
 
 For query t: keys are the window positions max(0, t - window + 1) .. t and the picked entries (CSA) or all visible ones
-(HCA), with no de-duplication. logit = q.k / sqrt(d); o = sum e^(l - M) v / (sum e^(l - M) + e^(sink - M)), M over real keys.
+(HCA), with no de-duplication. logit = q.k / sqrt(d); o = sum e^(l - M) v / (sum e^(l - M) + e^(sink - M)), M the
+highest logit of a real key.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def sparse_attention_ref(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
     batch: TokenBatch, *, window_len: int,
 ) -> Tensor:  # fmt: skip
-    """q [T, H, d], this batch's rows [T], the cache, picks [T, k] (-1 = none) or None for all visible entries -> [T, H, d].
+    """q [T, H, d], this batch's rows [T], the cache, picks [T, k] (-1: none) or None for all visible -> [T, H, d].
 
-    `rows` are not in the ring yet (see append_swa). Probabilities are rounded to q's dtype before they meet the values, the
-    denominator is not. A padded row, or one without keys, gives zeros.
+    `rows` are not in the ring yet (see append_swa). Probabilities are rounded to q's dtype before they meet the values,
+    the denominator is not. A padded row, or one without keys, gives zeros.
     """
     out = torch.zeros_like(q)
     fresh = decode_rows(rows)  # [T, d]

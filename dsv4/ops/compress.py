@@ -3,7 +3,8 @@
 Token t brings kv c_t and score z_t = gate + ape[t mod m]. CSA columns [0, Dc) of both belong to the *following* block's
 entry, columns [Dc, 2 Dc) to the token's *own* block; HCA has the own half only. When token t = m (i + 1) - 1 arrives,
 entry i = sum over slots of softmax_slot(z) * c, channel by channel, over the own halves of block i and, for CSA, the
-following halves of block i - 1 (absent for i = 0). Then norm, rope at position m i, encode, write behind the block table.
+following halves of block i - 1 (absent for i = 0). Then norm, rope at position m i, encode, write through the block
+table.
 """
 
 from __future__ import annotations

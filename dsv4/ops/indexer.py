@@ -35,7 +35,7 @@ def num_visible(positions: Tensor, ratio: int) -> Tensor:
 
 
 def gather_entries(pages: PagedView, batch: TokenBatch, tokens: Tensor, entry_ids: Tensor) -> Tensor:
-    """Values [Q, N, dim] of entries [Q, N] of the requests of batch rows `tokens` [Q]; 0 where entry_ids is negative."""
+    """Values [Q, N, dim] of entries [Q, N] of the requests of batch rows `tokens` [Q]; 0 where negative."""
     valid = (entry_ids >= 0) & (batch.slots[tokens] >= 0).unsqueeze(-1)
     safe = entry_ids.clamp_min(0)
     slots = batch.slots[tokens].clamp_min(0).unsqueeze(-1)
@@ -47,8 +47,8 @@ def gather_entries(pages: PagedView, batch: TokenBatch, tokens: Tensor, entry_id
 def index_topk_ref(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
     """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer.
 
-    Equal scores: with quantised keys the lower entry wins, so that chunking cannot matter. Plain keys (`exact` numerics)
-    are picked by torch.topk over every entry the request has at the end of the call, because that is what the published
+    Equal scores: with quantised keys the lower entry wins, so that chunking cannot matter. Plain keys (`exact`
+    numerics) are picked by torch.topk over every entry the request has at the end of the call, because that is what the published
     code does, and which of two equal scores it takes depends on that length.
     """
     is_plain = keys.rows.format.kind is RowKind.PLAIN

@@ -27,16 +27,15 @@ def rows_matmul(x: Tensor, weight: Tensor) -> Tensor:
     weight = weight.to(acc)
     num_rows = x.shape[0]
     padded = torch.nn.functional.pad(x.to(acc), (0, 0, 0, -num_rows % ROW_TILE))
-    tiles = [torch.nn.functional.linear(tile, weight) for tile in padded.split(ROW_TILE)]
-    return torch.cat(tiles)[:num_rows] if tiles else padded.new_zeros(0, weight.shape[0])
+    out = padded.new_empty(padded.shape[0], weight.shape[0])
+    for start in range(0, num_rows, ROW_TILE):
+        out[start : start + ROW_TILE] = torch.nn.functional.linear(padded[start : start + ROW_TILE], weight)
+    return out[:num_rows]
 
 
 def ordered_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, first element first."""
-    total = x.select(dim, 0)
-    for index in range(1, x.shape[dim]):
-        total = total + x.select(dim, index)
-    return total
+    """Sum over one dimension, first element first (a running sum has no other order)."""
+    return x.cumsum(dim).select(dim, -1)
 
 
 def exp(x: Tensor) -> Tensor:

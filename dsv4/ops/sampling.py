@@ -54,7 +54,7 @@ def sample_ref(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Repetition (prompt and output), presence and frequency (output only) penalties; logits unchanged without counts."""
+    """Repetition (prompt and output), presence and frequency (output only) penalties; none without counts."""
     if batch.prompt_mask is None or batch.output_counts is None:
         return logits
     counts = batch.output_counts.to(logits.dtype)

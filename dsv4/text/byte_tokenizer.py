@@ -7,17 +7,18 @@ from typing import Any
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import BYTE_CHARACTERS, TokenizerError
 
+MIN_VOCAB_SIZE = 2 + len(BYTE_CHARACTERS)
+
 
 def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
     """Ids 0 and 1 are begin and end of sentence, 2 to 257 the bytes, then as many other protocol markers as fit."""
-    if vocab_size < 2 + len(BYTE_CHARACTERS):
-        raise TokenizerError(f"a byte tokenizer needs a vocabulary of 258, found {vocab_size}")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise TokenizerError(f"a byte tokenizer needs a vocabulary of {MIN_VOCAB_SIZE}, found {vocab_size}")
     ends = (PROTOCOL.bos, PROTOCOL.eos)
     others = sorted(set(PROTOCOL.markers) - set(ends))
     byte_tokens = {character: 2 + byte for character, byte in BYTE_CHARACTERS.items()}
-    first_free = 2 + len(byte_tokens)
-    markers = {**{text: idx for idx, text in enumerate(ends)},
-               **{text: first_free + idx for idx, text in enumerate(others[: vocab_size - first_free])}}  # fmt: skip
+    markers = {text: idx for idx, text in enumerate(ends)}
+    markers |= {text: MIN_VOCAB_SIZE + idx for idx, text in enumerate(others[: vocab_size - MIN_VOCAB_SIZE])}
     added = [
         {"id": idx, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}

@@ -150,9 +150,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The end of the text: an unfinished character as U+FFFD. The detokenizer can then be used anew."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+        return self._decoder.decode(b"", final=True)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Any, options: ChatOptions | None = None) -> list[int]:

@@ -204,22 +204,32 @@ class _Planner:
         self.weights = weights
         self.offload_experts = offload_experts
         self.schedule = build_schedule(config, with_mtp=engine.max_draft_tokens > 0)
+        # sums over thousands of tensors, wanted for every candidate of a search
+        self.total_bytes = weights.total_bytes
+        self.routed_bytes = weights.routed_expert_bytes
+        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
+        self._cache_bytes: dict[EngineConfig, int] = {}
 
     def schema(self, engine: EngineConfig) -> CacheSchema:
         return build_cache_schema(self.config, self.schedule, engine, plain_itemsize=None)
+
+    def cache_bytes(self, engine: EngineConfig) -> int:
+        """The searches come back to the same workloads, so they are remembered."""
+        if engine not in self._cache_bytes:
+            self._cache_bytes[engine] = self.schema(engine).total_bytes
+        return self._cache_bytes[engine]
 
     def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
         """One GPU's share of the workload `engine`."""
         offload = self.offload_experts if offload_experts is None else offload_experts
         share = replace(engine, max_concurrent_requests=-(-engine.max_concurrent_requests // gpus))
-        routed, num_experts = self.weights.routed_expert_bytes, self.config.n_routed_experts
+        routed, num_experts = self.routed_bytes, self.config.n_routed_experts
         on_gpu = routed // num_experts * -(-num_experts // gpus)
         if offload:
-            num_blocks = sum(1 for tensor in self.weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
-            on_gpu = min(on_gpu, -(-STAGED_EXPERT_LAYERS * on_gpu // num_blocks))
+            on_gpu = min(on_gpu, -(-STAGED_EXPERT_LAYERS * on_gpu // self.num_moe_blocks))
         return MemoryBudget(
-            weights=self.weights.total_bytes - routed + on_gpu,
-            cache=self.schema(share).total_bytes,
+            weights=self.total_bytes - routed + on_gpu,
+            cache=self.cache_bytes(share),
             workspace=workspace_bytes(self.config, share),
             graphs=graph_bytes(len(self.schedule), share),
             context=CONTEXT_BYTES,

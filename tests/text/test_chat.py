@@ -266,6 +266,8 @@ def test_response_format_is_never_dropped_with_a_developer_message():
 
 # ---- merging, reminders, tasks ----
 
+CALLED = [user("a"), assistant("", tool_calls=[call("1", "f", {})])]
+
 
 def test_adjacent_user_messages_and_content_parts_join_with_a_blank_line():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -289,6 +291,18 @@ def test_action_task_opens_the_answer():
     for thinking, mark in ((False, "</think>"), (True, "<think>")):
         prompt = encode_messages([user("a", task="action"), assistant("Search")], thinking=thinking)
         assert prompt == f"{BOS}{USER}a{ASSISTANT}{mark}<｜action｜>Search{EOS}"
+
+
+def test_action_task_in_a_forgotten_turn_still_opens_as_the_mode_says():
+    messages = [user("a", task="action"), assistant("Search"), user("b")]
+    assert encode_messages(messages, thinking=True) == (
+        f"{BOS}{USER}a{ASSISTANT}<think><｜action｜>Search{EOS}{USER}b{ASSISTANT}<think>"
+    )
+
+
+def test_tool_result_joins_a_user_turn_that_asks_for_a_task():
+    messages = [*CALLED, user("b", task="query"), tool("1", "x")]
+    assert encode_messages(messages).endswith(f"{USER}b\n\n<tool_result>x</tool_result><｜query｜>")
 
 
 def test_task_after_an_answer():
@@ -356,8 +370,6 @@ def test_protocol_markers_are_complete():
 
 # ---- mistakes ----
 
-CALLED = [user("a"), assistant("", tool_calls=[call("1", "f", {})])]
-
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
@@ -373,6 +385,7 @@ CALLED = [user("a"), assistant("", tool_calls=[call("1", "f", {})])]
         ([user("a", tools=TOOLS)], "message 0: tools: allowed on system and developer messages only, found on user"),
         ([user("a", task="sing")], "message 0: task: expected one of action, .* found 'sing'"),
         ([user("a"), user("b", task="title")], "message 1: task: the message joins the user turn before it"),
+        ([user("a", task="title"), user("b")], "message 0: task: expected on the last message"),
         ([user("a", task="title"), system("S")], "message 0: task: expected on the last message"),
         ([tool("1", "x")], "message 0: role: a tool message needs an assistant message with tool_calls before it"),
         ([*CALLED, tool("2", "x")], "message 2: tool_call_id: expected one of '1'; found '2'"),

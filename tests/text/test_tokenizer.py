@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -241,10 +237,3 @@ def test_a_missing_marker_is_named():
     markerless = Tokenizer({**DEFINITION, "added_tokens": DEFINITION["added_tokens"][:2]}, "markerless")
     with pytest.raises(TokenizerError, match="markerless has no special token '<｜User｜>'"):
         encode_chat(markerless, [{"role": "user", "content": "a"}])
-
-
-def test_text_package_does_not_need_torch():
-    program = "import dsv4.text.tokenizer, dsv4.text.parse, sys; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)

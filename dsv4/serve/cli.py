@@ -1,0 +1,38 @@
+"""The `dsv4` command: registers the subcommands (one `*_command.py` each) and ends errors politely."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from dsv4.serve.generate_command import generate_command
+from dsv4.serve.info_command import info_command
+from dsv4.serve.plan_command import plan_command
+from dsv4.serve.render_command import render_command
+from dsv4.serve.synth_command import synth_command
+
+app = typer.Typer(
+    name="dsv4",
+    help="DeepSeek-V4 inference people can trust.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("generate")(generate_command)
+app.command("info")(info_command)
+app.command("plan")(plan_command)
+app.command("render")(render_command)
+app.command("synth")(synth_command)
+
+
+def main() -> None:
+    """Entry point. Bad input ends with one paragraph on stderr and exit code 2, never with a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"dsv4: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
