@@ -136,30 +136,34 @@ class LLM:
         return torch.cat(rows)
 
     def mtp_logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """fp32 [len - 1, vocab]: row t from the main streams of token t and the id of token t + 1, for token t + 2."""
+        """fp32 [len - 1, vocab]: row t from the main streams of token t and the id of token t + 1, for token t + 2.
+
+        The main model sees the tokens in one go; `chunks` (which sum to len - 1) are how the MTP block gets its pairs.
+        """
         if not self.model.params.mtp:
             raise RequestError("this checkpoint has no MTP block (no mtp.* tensors)")
         if len(token_ids) < 2:
             raise RequestError(f"mtp_logits needs at least two tokens, found {len(token_ids)}")
-        following = torch.tensor(list(token_ids)[1:], device=self.cache.device)
+        pieces = _check_chunks(chunks, len(token_ids) - 1)
         handle = self.cache.handle(self.config.num_hidden_layers)
         rows: list[Tensor] = []
 
         def draft(batch: TokenBatch, streams: Tensor) -> None:
-            pairs = batch.positions < len(following)  # the last token has no successor
-            if not pairs.any():
-                return
-            shifted = TokenBatch(
-                token_ids=following[batch.positions[pairs]],
-                positions=batch.positions[pairs],
-                slots=batch.slots[pairs],
-                chunk_starts=batch.chunk_starts[pairs],
-                chunk_ends=batch.chunk_ends[pairs].clamp_max(len(following)),
-                block_table=batch.block_table,
-            )
-            rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[pairs], shifted, handle)).float())
+            start = 0
+            for length in pieces:
+                here = slice(start, start + length)
+                pairs = TokenBatch(
+                    token_ids=batch.token_ids[start + 1 : start + length + 1],
+                    positions=batch.positions[here],
+                    slots=batch.slots[here],
+                    chunk_starts=torch.full_like(batch.slots[here], start),
+                    chunk_ends=torch.full_like(batch.slots[here], start + length),
+                    block_table=batch.block_table,
+                )
+                rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
+                start += length
 
-        self._run(token_ids, chunks, draft)
+        self._run(token_ids, None, draft)
         return torch.cat(rows)
 
     def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
@@ -189,9 +193,7 @@ class LLM:
         observe: Callable[[int, BlockOutput], None] | None = None,
     ) -> None:  # fmt: skip
         """Feed the tokens in pieces from position 0; `each` sees every piece's batch and final streams."""
-        pieces = list(chunks) if chunks is not None else [len(token_ids)]
-        if any(length < 1 for length in pieces) or sum(pieces) != len(token_ids):
-            raise RequestError(f"chunks must be positive and sum to {len(token_ids)}, found {pieces}")
+        pieces = _check_chunks(chunks, len(token_ids))
         remaining = list(token_ids)
         with self._slot(token_ids) as slot:
             for length in pieces:
@@ -218,6 +220,13 @@ def _stream(engine: Engine) -> Iterator[str]:
             yield from (result.text for result in engine.step() if result.text)
     finally:
         engine.abort()
+
+
+def _check_chunks(chunks: Sequence[int] | None, total: int) -> list[int]:
+    pieces = list(chunks) if chunks is not None else [total]
+    if any(length < 1 for length in pieces) or sum(pieces) != total:
+        raise RequestError(f"chunks must be positive and sum to {total}, found {pieces}")
+    return pieces
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

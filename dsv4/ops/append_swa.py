@@ -24,7 +24,8 @@ def window_rows_ref(
 def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
     """Write the rows [T] into the ring, in place. Of tokens that share a ring row the latest wins.
 
-    Padding writes nothing. Comes after attention: a chunk may be longer than the ring, and its first tokens still need the rows it replaces.
+    Padding writes nothing. Comes after attention: a chunk may be longer than the ring, and its first tokens still need
+    the rows it replaces.
     """
     writers = last_writers(batch, window.ring_len)
     slots, positions = batch.slots[writers], batch.positions[writers]

@@ -48,8 +48,8 @@ def index_topk_ref(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatc
     """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer.
 
     Equal scores: with quantised keys the lower entry wins, so that chunking cannot matter. Plain keys (`exact`
-    numerics) are picked by torch.topk over every entry the request has at the end of the call, because that is what the published
-    code does, and which of two equal scores it takes depends on that length.
+    numerics) are picked by torch.topk over every entry the request has at the end of the call, because that is what the
+    published code does, and which of two equal scores it takes depends on that length.
     """
     is_plain = keys.rows.format.kind is RowKind.PLAIN
     picks = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int64, device=q.device)

@@ -1,5 +1,6 @@
 """The memory plan: its arithmetic against the cache itself, its answers, its texts, and the command."""
 
+import io
 import json
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_summary_when_the_cache_limits():
 
 def test_text_fits_a_terminal_and_agrees_with_the_plan():
     result = plan(FLASH, EngineConfig(), name="flash")
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=io.StringIO())
     print_plan(result, console)
     text = console.export_text()
     assert "…" not in text

@@ -1,0 +1,118 @@
+"""The whole model against DeepSeek's own code: logits, single blocks, experts and picked entries of set A."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.testing.vectors import (
+    PURE_LAYER_RELATIVE,
+    PURE_LOGITS_ABS,
+    STRICT_LAYER,
+    VectorSet,
+    entries_missed,
+    pure_deviation,
+    quantised_failures,
+    relative_l2,
+)
+
+SET_A = Path(__file__).parents[1] / "vectors" / "setA"
+CASES = json.loads((SET_A / "cases.json").read_text())["cases"]
+LAYERS = json.loads((SET_A / "cases.json").read_text())["layer_cases"]["layers"]
+
+
+@cache
+def expected(name):
+    return VectorSet.open(SET_A).expected(name)
+
+
+def run_case(llm, set_a, case):
+    """Logits at the case's positions, fed exactly as the case was."""
+    run = llm.mtp_logits if case["kind"].startswith("mtp") else llm.logits
+    return run(set_a.token_ids(case), set_a.chunks(case))[case["positions"]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_exact_logits(exact_llm, set_a, case):
+    logits = run_case(exact_llm, set_a, case)
+    assert pure_deviation(logits, expected("expected_pure")[case["logits"]]) <= PURE_LOGITS_ABS
+
+
+@pytest.fixture(scope="module")
+def official_logits(official_llm, set_a):
+    return {case["id"]: run_case(official_llm, set_a, case) for case in CASES}
+
+
+def test_official_logits(official_logits):
+    """Every case on its own, then all rows together."""
+    table = expected("expected_quant")
+    failures = {}
+    columns = ([], [], [], [])
+    for case in CASES:
+        name = case["id"]
+        row = (
+            official_logits[name],
+            table[case["logits"]],
+            table[f"{name}.noise_maxabs"],
+            table[f"{name}.noise_cosdist"],
+        )
+        failures[name] = quantised_failures(*row)
+        for column, part in zip(columns, row, strict=True):
+            column.append(part)
+    failures["all rows"] = quantised_failures(*(torch.cat(column) for column in columns))
+    assert {name: found for name, found in failures.items() if found} == {}
+
+
+@pytest.mark.parametrize("numerics", ["exact", "official"])
+@pytest.mark.parametrize("layer_idx", LAYERS)
+def test_single_blocks(numerics, layer_idx, request, set_a):
+    """One block on a given input: this, not the logits, proves that every quantisation point is in its place."""
+    llm = request.getfixturevalue(f"{numerics}_llm")
+    table, tag = expected("layers"), "pure" if numerics == "exact" else "quant"
+    output = llm.layer(layer_idx, table["input"], table["tokens"].tolist())
+    rows = table["positions"]
+    for name in ("attn_out", "ffn_out", "streams"):
+        want = table[f"{tag}.{layer_idx}.{name}"]
+        reference = want.double() - table["input"].double()[rows] if name == "streams" else None
+        limit = PURE_LAYER_RELATIVE if numerics == "exact" else STRICT_LAYER[name]
+        assert relative_l2(getattr(output, name)[rows], want, reference) <= limit, name
+    assert torch.equal(output.experts, table[f"{tag}.{layer_idx}.experts"].long())
+    if output.entries is not None:
+        missed = entries_missed(output.entries, table[f"{tag}.{layer_idx}.entries"])
+        assert missed <= (0 if numerics == "exact" else STRICT_LAYER["entries"])
+
+
+def test_exact_trace(exact_llm, set_a):
+    """Streams of every layer, experts, and picked entries of a 300-token prefill."""
+    table = expected("trace_pure")
+    case = {"seq": set_a.cases["trace"]["seq"], "n": set_a.cases["trace"]["n"]}
+    layers = exact_llm.trace(set_a.token_ids(case))
+    for layer_idx, output in enumerate(layers):
+        rows = table["positions.streams"]
+        assert relative_l2(output.streams[rows], table[f"streams.{layer_idx}"]) <= PURE_LAYER_RELATIVE
+        assert torch.equal(output.experts, table[f"router.{layer_idx}.experts"].long())
+        if output.entries is not None:
+            assert torch.equal(output.entries, table[f"indexer.{layer_idx}.entries"].long())
+
+
+def test_official_trace(official_llm, set_a):
+    """Routers choose as published except within the noise the set records; entries within theirs."""
+    table, trace = expected("trace_quant"), set_a.cases["trace"]
+    layers = official_llm.trace(set_a.token_ids({"seq": trace["seq"], "n": trace["n"]}))
+    for layer_idx, output in enumerate(layers):
+        changed = (output.experts != table[f"router.{layer_idx}.experts"].long()).any(-1).double().mean()
+        assert changed <= 2 * trace["natural_router_changes"][layer_idx]
+        if output.entries is not None:
+            missed = entries_missed(output.entries, table[f"indexer.{layer_idx}.entries"])
+            assert missed <= 1.25 * trace["natural_indexer_miss"][str(layer_idx)]
+
+
+def test_vectors_are_the_published_files(set_a):
+    """A shard that was changed would make every other test here meaningless."""
+    for name, facts in set_a.cases["files"].items():
+        assert hashlib.sha256((SET_A / name).read_bytes()).hexdigest() == facts["sha256"], name
