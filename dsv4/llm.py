@@ -8,7 +8,7 @@ Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -18,14 +18,17 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.cache.schema import build_cache_schema
+from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
+from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
 from dsv4.model.transformer import Transformer
-from dsv4.request import Completion, RequestError, SamplingParams
+from dsv4.request import Completion, RequestError, SamplingParams, check_token_ids
+from dsv4.schedule import build_schedule
 from dsv4.text.tokenizer import Tokenizer
 
 Numerics = Literal["official", "exact"]
@@ -38,25 +41,28 @@ class LLM:
     """A DeepSeek-V4 model, its cache and its tokenizer.
 
     path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names)
-    device    where it runs
+    device    "cpu" or "cuda"
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
     progress  show a progress bar while loading
+
+    Requests of `generate` and of open streams share one engine and one cache. Not for several threads at once.
     """
 
     def __init__(
         self, path: str | Path, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, progress: bool = False,
     ) -> None:  # fmt: skip
-        compute_dtype = _compute_dtype(numerics, dtype)
+        compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         config = ModelConfig.from_pretrained(path)
-        exact_dtype = compute_dtype if numerics == "exact" else None
-        checkpoint = Checkpoint.open(path)
-        params = load_params(checkpoint, config, device=device, dequantize_to=exact_dtype, progress=progress)
+        limits = _limits(config, engine)  # with the tokenizer, before the weights: what fails at once should
         has_tokenizer = (Path(path) / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(path) if has_tokenizer else None
-        self._set_up(config, params, numerics, compute_dtype, engine, tokenizer)
+        exact_dtype = compute_dtype if numerics == "exact" else None
+        checkpoint = Checkpoint.open(path)
+        params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
+        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
 
     @classmethod
     def from_params(
@@ -65,22 +71,23 @@ class LLM:
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on."""
         llm = cls.__new__(cls)
-        llm._set_up(config, params, numerics, _compute_dtype(numerics, dtype), engine, tokenizer)
+        limits = _limits(config, engine)
+        llm._set_up(config, params, numerics, _compute_dtype(numerics, dtype), limits, tokenizer)
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
-        engine: EngineConfig | None, tokenizer: Tokenizer | None,
+        limits: EngineConfig, tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer
         self.model = Transformer(config, params, dtype)
-        limits = engine or EngineConfig(max_context_tokens=min(DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings))
         self.cache = KVCacheManager(
             config, self.model.schedule, limits, device=params.embed.device,
             plain_dtype=dtype if numerics == "exact" else None,
         )  # fmt: skip
+        self.engine = Engine(self.model, self.cache, tokenizer)
 
     # ---- generation ----
 
@@ -94,33 +101,32 @@ class LLM:
         One prompt, as a string or as a flat list of ids, is a list of one.
         """
         many = _as_prompts(prompts)
-        shared = params if params is not None else SamplingParams()
-        per_prompt = [shared] * len(many) if isinstance(shared, SamplingParams) else list(shared)
-        if len(per_prompt) != len(many):
-            raise RequestError(
-                f"{len(many)} prompts, but {len(per_prompt)} SamplingParams; give one, or one per prompt"
-            )
-        engine = Engine(self.model, self.cache, self.tokenizer)
         sequences = [
-            engine.add(idx, self._encode(prompt), one)
-            for idx, (prompt, one) in enumerate(zip(many, per_prompt, strict=True))
+            self.engine.prepare(self.encode(prompt), one)
+            for prompt, one in zip(many, _as_params(params, len(many)), strict=True)
         ]
         try:
-            while engine.has_work:
-                engine.step()
+            for sequence in sequences:
+                self.engine.submit(sequence)
+            while not all(sequence.is_done for sequence in sequences):
+                self.engine.step()
         finally:
-            engine.abort()
+            for sequence in sequences:
+                self.engine.abort(sequence)
         return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text as it comes: pieces that join to the completion's text, never half a character."""
+        """Text as it comes: pieces that join to the completion's text, never half a character.
+
+        The request starts with the first piece asked for; closing or dropping the iterator ends it. While a stream is
+        open, `generate` and other streams carry it along.
+        """
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
-        engine = Engine(self.model, self.cache, self.tokenizer)
-        engine.add(0, self._encode(prompt), params or SamplingParams())
-        return _stream(engine)
+        return _stream(self.engine, self.engine.prepare(self.encode(prompt), _as_params(params, 1)[0]))
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids of a text, without any marker added before or after it; ids as they are."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
@@ -131,8 +137,9 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
         """fp32 [len, vocab]: every position's logits, the tokens fed in pieces of `chunks` through the cached state."""
+        ids = self._check_ids(token_ids)
         rows: list[Tensor] = []
-        self._run(token_ids, chunks, lambda batch, streams: rows.append(self.model.logits(streams).float()))
+        self._run(ids, chunks, lambda batch, streams: rows.append(self.model.logits(streams).float()))
         return torch.cat(rows)
 
     def mtp_logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
@@ -142,9 +149,10 @@ class LLM:
         """
         if not self.model.params.mtp:
             raise RequestError("this checkpoint has no MTP block (no mtp.* tensors)")
-        if len(token_ids) < 2:
-            raise RequestError(f"mtp_logits needs at least two tokens, found {len(token_ids)}")
-        pieces = _check_chunks(chunks, len(token_ids) - 1)
+        ids = self._check_ids(token_ids)
+        if len(ids) < 2:
+            raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
+        pieces = _check_chunks(chunks, len(ids) - 1)
         handle = self.cache.handle(self.config.num_hidden_layers)
         rows: list[Tensor] = []
 
@@ -163,32 +171,37 @@ class LLM:
                 rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
                 start += length
 
-        self._run(token_ids, None, draft)
+        self._run(ids, None, draft)
         return torch.cat(rows)
 
     def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
         """Per layer: streams after it, what its sublayers added, experts chosen, compressed entries picked."""
         layers: list[BlockOutput] = []
-        self._run(token_ids, None, observe=lambda _, output: layers.append(output))
+        self._run(self._check_ids(token_ids), None, observe=lambda _, output: layers.append(output))
         return layers
 
     def layer(self, layer_idx: int, streams: Tensor, token_ids: Sequence[int]) -> BlockOutput:
         """One block alone, as a prefill from position 0 on given streams [T, 4, D]."""
         config = self.config
-        if not 0 <= layer_idx < config.num_hidden_layers:
-            raise RequestError(f"layer_idx {layer_idx} is outside 0 to {config.num_hidden_layers - 1}")
-        expected = (len(token_ids), config.hc_mult, config.hidden_size)
+        if not isinstance(layer_idx, int) or not 0 <= layer_idx < config.num_hidden_layers:
+            raise RequestError(f"layer_idx must be from 0 to {config.num_hidden_layers - 1}, found {shown(layer_idx)}")
+        ids = self._check_ids(token_ids)
+        expected = (len(ids), config.hc_mult, config.hidden_size)
         if tuple(streams.shape) != expected:
-            raise RequestError(
-                f"streams must be {list(expected)} for {len(token_ids)} tokens, found {list(streams.shape)}"
-            )
-        with self._slot(token_ids) as slot:
-            batch = self.cache.make_batch([slot], [list(token_ids)])
+            raise RequestError(f"streams must be {list(expected)} for {len(ids)} tokens, found {list(streams.shape)}")
+        with self._slot(ids) as slot:
+            batch = self.cache.make_batch([slot], [ids])
             given = streams.to(device=self.cache.device, dtype=self.model.context.dtype)
             return self.model.block(layer_idx, given, self.cache.handle(layer_idx), batch)
 
+    def _check_ids(self, token_ids: Iterable[int]) -> list[int]:
+        ids = check_token_ids(token_ids, self.config.vocab_size, "token")
+        if not ids:
+            raise RequestError("token_ids is empty; at least one token is needed")
+        return ids
+
     def _run(
-        self, token_ids: Sequence[int], chunks: Sequence[int] | None,
+        self, token_ids: list[int], chunks: Sequence[int] | None,
         each: Callable[[TokenBatch, Tensor], None] | None = None,
         observe: Callable[[int, BlockOutput], None] | None = None,
     ) -> None:  # fmt: skip
@@ -204,9 +217,7 @@ class LLM:
                     each(batch, streams)
 
     @contextmanager
-    def _slot(self, token_ids: Sequence[int]) -> Iterator[int]:
-        if len(token_ids) == 0:
-            raise RequestError("token_ids is empty; at least one token is needed")
+    def _slot(self, token_ids: list[int]) -> Iterator[int]:
         slot = self.cache.admit(len(token_ids))
         try:
             yield slot
@@ -214,26 +225,81 @@ class LLM:
             self.cache.release(slot)
 
 
-def _stream(engine: Engine) -> Iterator[str]:
+def _stream(engine: Engine, sequence: RequestSequence) -> Iterator[str]:
+    """Queues the request at the first `next`, so that a stream never read costs nothing."""
+    engine.submit(sequence)
+    num_given = 0
     try:
-        while engine.has_work:
-            yield from (result.text for result in engine.step() if result.text)
+        while True:
+            piece = sequence.text[num_given:]
+            if piece:
+                num_given += len(piece)
+                yield piece
+            elif sequence.is_done:
+                sequence.completion()  # raises if the request was dropped
+                return
+            else:
+                engine.step()
     finally:
-        engine.abort()
+        engine.abort(sequence)
+
+
+def _limits(config: ModelConfig, engine: EngineConfig | None) -> EngineConfig:
+    """The limits asked for, or the default ones; `ConfigError` if this model cannot have them."""
+    limits = engine or EngineConfig(max_context_tokens=min(DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings))
+    build_cache_schema(config, build_schedule(config), limits, plain_itemsize=None)
+    return limits
 
 
 def _check_chunks(chunks: Sequence[int] | None, total: int) -> list[int]:
     pieces = list(chunks) if chunks is not None else [total]
-    if any(length < 1 for length in pieces) or sum(pieces) != total:
-        raise RequestError(f"chunks must be positive and sum to {total}, found {pieces}")
+    if any(not isinstance(length, int) or length < 1 for length in pieces) or sum(pieces) != total:
+        raise RequestError(f"chunks must be positive integers that sum to {total}, found {shown(pieces)}")
     return pieces
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    is_flat = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-    return [prompts] if is_flat else list(prompts)  # type: ignore[list-item, arg-type]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be text, a list of token ids, or a list of those, found {shown(prompts)}")
+    many = list(prompts)
+    if not many:
+        raise RequestError("prompts is empty; expected at least one prompt of at least one token")
+    if all(_is_token_id(item) for item in many):
+        return [many]  # type: ignore[list-item]
+    for place, item in enumerate(many):
+        if _is_token_id(item) or isinstance(item, (bytes, Mapping)) or not isinstance(item, Iterable):
+            raise RequestError(f"prompt {place} must be text or a list of token ids, found {shown(item)}")
+    return many  # type: ignore[return-value]
+
+
+def _is_token_id(item: object) -> bool:
+    """An integer: Python's, numpy's, or a torch scalar. (A torch vector of one element is a prompt.)"""
+    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    shared = SamplingParams() if params is None else params
+    if isinstance(shared, SamplingParams):
+        return [shared] * count
+    if not isinstance(shared, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in shared):
+        raise RequestError(f"params must be one SamplingParams, or a list of them, found {shown(params)}")
+    if len(shared) != count:
+        raise RequestError(f"{count} prompts, but {len(shared)} SamplingParams; give one, or one per prompt")
+    return list(shared)
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RequestError(f"device must be 'cpu' or 'cuda', found {shown(device)}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise RequestError(f"device must be 'cpu' or 'cuda', found {str(chosen)!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise RequestError(f"device {str(chosen)!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return chosen
 
 
 def _compute_dtype(numerics: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -246,4 +312,4 @@ def _compute_dtype(numerics: str, dtype: torch.dtype | None) -> torch.dtype:
         if chosen not in (torch.float64, torch.float32, torch.bfloat16):
             raise RequestError(f"dtype must be float64, float32 or bfloat16, found {chosen}")
         return chosen
-    raise RequestError(f"numerics must be 'official' or 'exact', found {numerics!r}")
+    raise RequestError(f"numerics must be 'official' or 'exact', found {shown(numerics)}")

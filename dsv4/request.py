@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from dsv4.config import shown
 
 
 class RequestError(ValueError):
@@ -56,18 +59,18 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if not isinstance(value, (list, tuple)):
-                raise RequestError(f"{name} must be a list, found {type(value).__name__}")
+                raise RequestError(f"{name} must be a list, found {shown(value)}")
             object.__setattr__(self, name, tuple(value))
         _check_integers(self)
         _check_reals(self)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, found {text!r}")
+                raise RequestError(f"stop must hold non-empty strings, found {shown(text)}")
         for token_id in self.stop_token_ids:
             if not _is_int(token_id) or token_id < 0:
-                raise RequestError(f"stop_token_ids must hold ids >= 0, found {token_id!r}")
+                raise RequestError(f"stop_token_ids must hold ids >= 0, found {shown(token_id)}")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
+            raise RequestError(f"ignore_eos must be true or false, found {shown(self.ignore_eos)}")
 
     @property
     def has_penalties(self) -> bool:
@@ -93,15 +96,16 @@ def _check_integers(params: SamplingParams) -> None:
         if name == "logprobs" and value is None:
             continue
         if not _is_int(value) or not low <= value <= high:
-            raise RequestError(f"{name} must be an integer from {low} to {high}, found {value!r}")
+            raise RequestError(f"{name} must be an integer from {low} to {high}, found {shown(value)}")
 
 
 def _check_reals(params: SamplingParams) -> None:
     for name, (low, high, closed) in _REAL_RANGE.items():
         value = getattr(params, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = _is_int(value) or (isinstance(value, float) and math.isfinite(value))
         if not number or not low <= value <= high or (value == low and not closed):
-            raise RequestError(f"{name} must be {'from' if closed else 'above'} {low:g} to {high:g}, found {value!r}")
+            span = f"from {low:g} to {high:g}" if closed else f"above {low:g} and at most {high:g}"
+            raise RequestError(f"{name} must be a number {span}, found {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -124,15 +128,29 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_context_tokens: int) -> None:
-    """Raise `RequestError` for an empty prompt, ids outside the vocabulary, or no room for one new token."""
-    if len(token_ids) == 0:
-        raise RequestError("the prompt is empty; it needs at least one token")
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
+    """The ids as plain integers (numpy's and torch's are taken too); `RequestError` for any outside the vocabulary."""
+    checked = []
     for place, token_id in enumerate(token_ids):
-        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
-            raise RequestError(f"prompt token {place} is {token_id!r}; ids run from 0 to {vocab_size - 1}")
-    if len(token_ids) >= max_context_tokens:
+        try:
+            plain = -1 if isinstance(token_id, bool) else operator.index(token_id)
+        except TypeError:
+            plain = -1
+        if not 0 <= plain < vocab_size:
+            raise RequestError(f"{name} {place} is {shown(token_id)}; ids are integers from 0 to {vocab_size - 1}")
+        checked.append(plain)
+    return checked
+
+
+def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: int) -> list[int]:
+    """The ids as plain integers. `RequestError` for an empty prompt, an id outside the vocabulary, or no room for one
+    new token."""
+    checked = check_token_ids(token_ids, vocab_size, "prompt token")
+    if not checked:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    if len(checked) >= max_context_tokens:
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens; max_context_tokens is {max_context_tokens} and one must remain "
+            f"the prompt has {len(checked)} tokens; max_context_tokens is {max_context_tokens} and one must remain "
             "for the answer: shorten the prompt or raise max_context_tokens"
         )
+    return checked

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
+from dsv4.testing import interpreter
+
+# Without a GPU, kernels run in Triton's interpreter. It must be chosen before any test imports dsv4.ops.
+interpreter.without_gpu()
+
 # The same examples on every run: a red test stays red until the code changes. Speed is not what these tests judge, so
 # there is no deadline. `--hypothesis-profile=explore` looks for new examples instead.
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -168,6 +168,11 @@ class CacheSchema:
     def state_bytes_per_request(self) -> int:
         return sum(layer.state_bytes_per_slot for layer in self.layers)
 
+    def request_bytes(self, position: int) -> int:
+        """What one request holds once it has processed `position` tokens: its blocks, window and compressor state."""
+        fixed = self.window_bytes_per_request + self.position_bytes_per_request + self.state_bytes_per_request
+        return fixed + blocks_at_position(position) * self.bytes_per_block
+
     @property
     def paged_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.paged_pools)

@@ -2,17 +2,17 @@
 
 A request is admitted when a slot is free and the blocks of its longest possible life are, so no step can run out of
 blocks half-way. Each step feeds every running request its next piece: a chunk of prompt, or the token it drew last.
+
+One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from dsv4.cache.errors import CacheError
+from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.engine.sampler import draw
@@ -32,7 +32,7 @@ class StepResult:
 
 
 class Engine:
-    """Add requests, call `step` until `has_work` is false."""
+    """`add` requests, call `step` until `has_work` is false (or until those that matter are done)."""
 
     def __init__(self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None) -> None:
         self.model = model
@@ -40,20 +40,22 @@ class Engine:
         self.tokenizer = tokenizer
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._reserved_blocks = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, request_idx: int, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
-        """Queue a request. `RequestError` if it could never run."""
+    def prepare(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:
+        """A request that could run, not yet queued. `RequestError` if it could never."""
         config, limits = self.model.config, self.cache.engine
-        check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
+        token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
+        outside = [token_id for token_id in params.stop_token_ids if token_id >= config.vocab_size]
+        if outside:
+            raise RequestError(f"stop_token_ids holds {outside[0]}; ids are integers from 0 to {config.vocab_size - 1}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
         sequence = Sequence.start(
-            request_idx, prompt, params, max_context_tokens=limits.max_context_tokens,
+            token_ids, params, max_context_tokens=limits.max_context_tokens,
             eos_token_id=config.eos_token_id, tokenizer=self.tokenizer,
         )  # fmt: skip
         needed, total = blocks_at_position(sequence.max_len), self.cache.schema.num_blocks
@@ -62,44 +64,56 @@ class Engine:
                 f"the request may reach {sequence.max_len} tokens, which need {needed} cache blocks of {total}: "
                 "lower max_tokens or raise num_blocks"
             )
+        return sequence
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a prepared request."""
         self._waiting.append(sequence)
+
+    def add(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:
+        """`prepare` and `submit`."""
+        sequence = self.prepare(prompt, params)
+        self.submit(sequence)
         return sequence
 
     def step(self) -> list[StepResult]:
-        """Admit what fits, run one forward call, draw a token for every request whose known tokens are all in."""
-        self._admit()
-        pieces = self._next_pieces()
-        batch = self.cache.make_batch(
-            [self._slot(sequence) for sequence, _ in pieces],
-            [sequence.token_ids[sequence.num_processed :][:length] for sequence, length in pieces],
-        )
-        streams = self.model.forward(batch, self.cache.handle)
-        last_rows, ready, row = [], [], 0
-        for sequence, length in pieces:
-            sequence.num_processed += length
-            row += length
-            if sequence.num_pending == 0:
-                last_rows.append(row - 1)
-                ready.append(sequence)
-        return self._draw(streams[last_rows], ready) if ready else []
+        """Admit what fits, run one forward call, draw a token for every request whose known tokens are all in.
 
-    def abort(self) -> None:
-        """Drop every request and free what it held."""
-        for sequence in self._running:
-            self.cache.release(self._slot(sequence))
-        self._running, self._waiting, self._reserved_blocks = [], deque(), 0
+        If the call fails, every request in it is aborted: some layers may have moved on and others not, so none of
+        them could be continued.
+        """
+        self._admit()
+        if not self._running:
+            if self._waiting:
+                raise NoFreeSlot(f"{len(self._waiting)} requests wait for slots or blocks held outside this engine")
+            return []
+        try:
+            return self._forward(self._next_pieces())
+        except BaseException:
+            for sequence in list(self._running):
+                self.abort(sequence)
+            raise
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
+        if sequence in self._running:
+            self._release(sequence)
+            sequence.is_aborted = True
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+            sequence.is_aborted = True
 
     # ---- the parts of a step ----
 
     def _admit(self) -> None:
-        total = self.cache.schema.num_blocks
+        reserved = sum(blocks_at_position(sequence.max_len) for sequence in self._running)
         while self._waiting and self.cache.num_free_slots:
             needed = blocks_at_position(self._waiting[0].max_len)
-            if self._reserved_blocks + needed > total:
+            if reserved + needed > self.cache.schema.num_blocks:
                 return
             sequence = self._waiting.popleft()
             sequence.slot = self.cache.admit(sequence.max_len)
-            self._reserved_blocks += needed
+            reserved += needed
             self._running.append(sequence)
 
     def _next_pieces(self) -> list[tuple[Sequence, int]]:
@@ -112,21 +126,35 @@ class Engine:
             pieces.append((sequence, 1 + extra))
         return pieces
 
-    def _draw(self, streams: Tensor, ready: list[Sequence]) -> list[StepResult]:
+    def _forward(self, pieces: list[tuple[Sequence, int]]) -> list[StepResult]:
+        batch = self.cache.make_batch(
+            [_slot(sequence) for sequence, _ in pieces],
+            [sequence.token_ids[sequence.num_processed :][:length] for sequence, length in pieces],
+        )
+        streams = self.model.forward(batch, self.cache.handle)
+        last_rows, ready, row = [], [], 0
+        for sequence, length in pieces:
+            sequence.num_processed += length
+            row += length
+            if sequence.num_pending == 0:
+                last_rows.append(row - 1)
+                ready.append(sequence)
+        if not ready:
+            return []
         results = []
-        for sequence, (token_id, logprobs) in zip(ready, draw(self.model, streams, ready), strict=True):
+        for sequence, (token_id, logprobs) in zip(ready, draw(self.model, streams[last_rows], ready), strict=True):
             text = sequence.append(token_id, logprobs)
             results.append(StepResult(sequence, token_id, text))
             if sequence.finish_reason is not None:
-                self._finish(sequence)
+                self._release(sequence)
         return results
 
-    def _finish(self, sequence: Sequence) -> None:
-        self.cache.release(self._slot(sequence))
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.release(_slot(sequence))
+        sequence.slot = None
         self._running.remove(sequence)
-        self._reserved_blocks -= blocks_at_position(sequence.max_len)
 
-    def _slot(self, sequence: Sequence) -> int:
-        if sequence.slot is None:
-            raise CacheError("the request has no slot")
-        return sequence.slot
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, "a running request has a slot"
+    return sequence.slot

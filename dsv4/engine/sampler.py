@@ -58,7 +58,7 @@ def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> Sampling
         presence_penalty=column("presence_penalty", torch.float32),
         frequency_penalty=column("frequency_penalty", torch.float32),
         seeds=column("seed", torch.int64),
-        steps=torch.tensor([len(s.token_ids) - s.prompt_len for s in sequences], device=device),
+        steps=torch.tensor([sequence.num_output for sequence in sequences], device=device),
         prompt_mask=prompt_mask,
         output_counts=output_counts,
     )

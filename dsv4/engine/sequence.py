@@ -10,11 +10,14 @@ from dsv4.text.stop import StopBuffer
 from dsv4.text.tokenizer import Detokenizer, Tokenizer
 
 
-@dataclass
-class Sequence:
-    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. No slot means waiting."""
+class RequestAborted(RuntimeError):
+    """The request was dropped before its end, by its caller or because a forward call it shared failed."""
 
-    request_idx: int
+
+@dataclass(eq=False)
+class Sequence:
+    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot."""
+
     params: SamplingParams
     token_ids: list[int]
     prompt_len: int
@@ -23,6 +26,7 @@ class Sequence:
     slot: int | None = None
     num_processed: int = 0
     finish_reason: FinishReason | None = None
+    is_aborted: bool = False
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
@@ -30,12 +34,11 @@ class Sequence:
 
     @classmethod
     def start(
-        cls, request_idx: int, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int,
-        eos_token_id: int, tokenizer: Tokenizer | None,
+        cls, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
+        tokenizer: Tokenizer | None,
     ) -> Sequence:  # fmt: skip
         """A checked prompt, not yet admitted."""
         return cls(
-            request_idx=request_idx,
             params=params,
             token_ids=list(prompt),
             prompt_len=len(prompt),
@@ -49,6 +52,14 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known but not yet in the cache: the rest of the prompt, or the token drawn last."""
         return len(self.token_ids) - self.num_processed
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None or self.is_aborted
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def output_ids(self) -> list[int]:
@@ -82,7 +93,10 @@ class Sequence:
         return out
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None
+        """The result, once done; `RequestAborted` if there will be none."""
+        if self.is_aborted:
+            raise RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
+        assert self.finish_reason is not None, "the request is still running"
         return Completion(
             prompt_token_ids=tuple(self.token_ids[: self.prompt_len]),
             token_ids=tuple(self.output_ids),

@@ -1,4 +1,4 @@
-"""`QuantTensor`: a quantised weight that says what it is."""
+"""`QuantTensor`: a quantised weight that says what it is. `QuantActivation`: the input an FP8 product takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.fp4 import mxfp4_dequantize, nvfp4_dequantize
-from dsv4.formats.fp8 import fp8_block_dequantize
+from dsv4.formats.fp8 import fp8_block_dequantize, fp8_dequantize
 
 
 class QuantFormat(StrEnum):
@@ -67,6 +67,21 @@ class QuantTensor:
             return mxfp4_dequantize(self.data, self.scale).to(dtype)
         assert self.global_scale is not None
         return nvfp4_dequantize(self.data, self.scale, self.global_scale[..., None, None]).to(dtype)
+
+
+ACTIVATION_GROUP = 128
+
+
+@dataclass(frozen=True)
+class QuantActivation:
+    """An activation in E4M3, one E8M0 scale per row and 128 channels: codes [..., K], scale uint8 [..., K / 128]."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        """fp32 [..., K], exact."""
+        return fp8_dequantize(self.codes, self.scale, ACTIVATION_GROUP)
 
 
 Weight = Tensor | QuantTensor

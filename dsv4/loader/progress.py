@@ -19,7 +19,8 @@ def byte_progress(progress: Progress, total_bytes: int, title: str) -> Iterator[
         from rich.progress import Progress as RichProgress
 
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        with RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(title, total=total_bytes)
             yield lambda num_bytes: bar.advance(task, num_bytes)
     else:

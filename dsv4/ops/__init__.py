@@ -1,7 +1,7 @@
 """Every operation of the model: its contract, its oracle, and (where written) its kernel, one file each.
 
 The model never calls an op by name; it is handed an `OpSet`. `TORCH` is the set of oracles: plain torch, any device,
-any float dtype, bitwise independent of how requests are batched or chunked.
+any float dtype, bitwise independent of how requests are batched or chunked. The set of kernels is `dsv4.ops.triton_set.TRITON`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.formats.row_store import RowStore
+from dsv4.formats.tensors import QuantActivation
 from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
 from dsv4.ops.attention import sparse_attention_ref
 from dsv4.ops.compress import compress_ref
@@ -20,7 +21,7 @@ from dsv4.ops.hyper import hc_expand_ref, hc_head_ref, hc_post_ref, hc_pre_ref
 from dsv4.ops.indexer import index_queries_ref, index_topk_ref
 from dsv4.ops.linear import grouped_linear_ref, linear_ref
 from dsv4.ops.moe import moe_ref
-from dsv4.ops.norm import rms_norm_ref
+from dsv4.ops.norm import rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.rope import head_norm_rope_ref, rope_ref
 from dsv4.ops.router import route_ref
 from dsv4.ops.sampling import sample_ref
@@ -31,6 +32,7 @@ class OpSet:
     """One implementation of every op; the contract of each field is the docstring of its `_ref`."""
 
     rms_norm: Callable[..., Tensor]
+    rms_norm_quant: Callable[..., tuple[Tensor | None, QuantActivation]]
     head_norm_rope: Callable[..., Tensor]
     rope: Callable[..., Tensor]
     hc_expand: Callable[..., Tensor]
@@ -52,6 +54,7 @@ class OpSet:
 
 TORCH = OpSet(
     rms_norm=rms_norm_ref,
+    rms_norm_quant=rms_norm_quant_ref,
     head_norm_rope=head_norm_rope_ref,
     rope=rope_ref,
     hc_expand=hc_expand_ref,

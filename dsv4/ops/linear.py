@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
-from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat, QuantTensor, Weight, dequantize
 from dsv4.ops.invariant import accumulator, rows_matmul
-
-ACTIVATION_GROUP = 128
 
 
 def linear_ref(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:

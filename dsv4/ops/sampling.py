@@ -6,6 +6,7 @@ whatever is batched beside it, on any device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from dsv4.ops.router import topk_select_ref
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+_LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,21 @@ class SamplingBatch:
 def sample_ref(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [R, V] (fp32 or wider) -> token ids int64 [R]. Temperature 0 takes the largest logit, lower id on a tie.
 
-    Filters apply in this order: top-k, top-p within what top-k kept, min-p. Rows do not see each other.
+    Filters apply in this order: top-k, top-p within what top-k kept, min-p. Rows do not see each other. NaN and -inf
+    are never chosen while the row holds anything else; +inf wins over every number.
     """
-    wide = apply_penalties(logits.double(), batch)
+    wide = _numbers(apply_penalties(logits.double(), batch))
     is_greedy = batch.temperature == 0
-    scaled = wide / torch.where(is_greedy, 1.0, batch.temperature.double()).unsqueeze(-1)
-    keep = _keep_mask(scaled, batch)
+    scaled = _numbers(wide / torch.where(is_greedy, 1.0, batch.temperature.double()).unsqueeze(-1))
+    keep = keep_mask(scaled, batch)
     noise = gumbel_noise(batch.seeds, batch.steps, logits.shape[-1])
     drawn = topk_select_ref((scaled + noise).masked_fill(~keep, float("-inf")), 1).squeeze(-1)
     return torch.where(is_greedy, topk_select_ref(wide, 1).squeeze(-1), drawn)
+
+
+def _numbers(logits: Tensor) -> Tensor:
+    """NaN as -inf, and +inf as the largest number, so that a softmax over the row has a value."""
+    return logits.nan_to_num(nan=float("-inf"), posinf=_LARGEST, neginf=float("-inf"))
 
 
 def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -66,8 +74,8 @@ def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return penalised - batch.presence_penalty.to(logits.dtype).unsqueeze(-1) * (counts > 0)
 
 
-def _keep_mask(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """bool [R, V]: the tokens that may be drawn; at least the best one."""
+def keep_mask(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """bool [R, V]: the tokens that may be drawn of logits over temperature, without NaN or +inf; at least the best."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     top_k = torch.where(batch.top_k == 0, scaled.shape[-1], batch.top_k).unsqueeze(-1)
@@ -86,24 +94,28 @@ def token_logprobs(logits: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
-    """fp64 [R, V]: -log(-log u) with u in (0, 1) from Philox 4x32-10 at counter (v, step, 0, 0) and key seed."""
+    """[R, V]: -log(-log u) with u in (0, 1) from Philox 4x32-10 at counter (v, step, 0, 0) and key seed.
+
+    Values of fp32 in fp64: a vectorised log may differ in its last fp64 bit with an element's place in the tensor, and
+    the rounding takes that away.
+    """
     token_ids = torch.arange(vocab_size, device=seeds.device).unsqueeze(0)
-    bits = _philox(seeds.unsqueeze(-1), token_ids, steps.unsqueeze(-1))
+    steps = steps.unsqueeze(-1)
+    bits = philox(seeds.unsqueeze(-1), (token_ids, steps, torch.zeros_like(steps), torch.zeros_like(steps)))[0]
     uniform = ((bits >> 8).double() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(uniform)).float().double()
 
 
-def _philox(seed: Tensor, counter0: Tensor, counter1: Tensor) -> Tensor:
-    """First 32-bit word of Philox 4x32-10, in int64 arithmetic; operands broadcast."""
+def philox(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10 in int64 arithmetic: four 32-bit words from a 64-bit key and four counter words; all broadcast."""
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
-    zero = torch.zeros_like(seed + counter0 + counter1)
-    c0, c1, c2, c3 = counter0 + zero, (counter1 & _MASK) + zero, zero, zero
+    c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _MASK for word in counter))
     for _ in range(10):
         high0, low0 = _multiply(_PHILOX_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_PHILOX_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
         key0, key1 = (key0 + _PHILOX_WEYL[0]) & _MASK, (key1 + _PHILOX_WEYL[1]) & _MASK
-    return c0
+    return c0, c1, c2, c3
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate_command)
 app.command("info")(info_command)
@@ -27,12 +29,15 @@ app.command("render")(render_command)
 app.command("synth")(synth_command)
 
 
-def main() -> None:
-    """Entry point. Bad input ends with one paragraph on stderr and exit code 2, never with a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; the process's own arguments unless given. It always ends in `SystemExit`.
+
+    Bad input ends with one paragraph on stderr and exit code 2, never with a traceback.
+    """
     try:
-        app()
+        app(arguments)
     except (ValueError, OSError) as error:
-        print(f"dsv4: error: {error}", file=sys.stderr)
+        print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,22 +1,30 @@
-"""`dsv4 generate`: continue one prompt and stream the text."""
+"""`dsv4 generate`: continue one prompt and stream the text. Text or JSON goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
 
 if TYPE_CHECKING:
-    from dsv4.llm import LLM
+    from dsv4.llm import LLM, Prompt
 
 _DTYPES = ("float64", "float32", "bfloat16")
+_NUMERICS = ("official", "exact")
+DEFAULT_CONTEXT = 16384
 
 
 def generate_command(
@@ -28,55 +36,141 @@ def generate_command(
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the fewest tokens reaching this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divides logits of tokens seen; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of sequence.")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and of the N best.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help=f"Most tokens of prompt and answer. Default: the model's, up to {DEFAULT_CONTEXT}."),
+    ] = None,
     numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
     dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
 ) -> None:
-    """Continue a prompt.
+    """Continue a prompt and print the text as it comes.
 
+    A checkpoint without tokenizer.json takes --ids and prints ids.
+
+    \b
     Examples:
-
-    dsv4 generate --model ./checkpoint "Once upon a time" --max-tokens 64 --seed 7
-
-    dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
+      dsv4 generate --model ./checkpoint "Once upon a time" --seed 7
+      dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
     """
     if (prompt is None) == (ids is None):
         raise RequestError("give the prompt as text, or as --ids, not both and not neither")
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs needs --json")
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()),
+        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
     )  # fmt: skip
-    llm = _load(model, numerics, dtype, device)
     source = prompt if prompt is not None else _parse_ids(ids or "")
+    _check_choice("--numerics", numerics, _NUMERICS)
+    if dtype is not None:
+        _check_choice("--dtype", dtype, _DTYPES)
+    console = Console(stderr=True)
+    llm = _load(model, numerics, dtype, device, context, console)
+    streams_text = llm.tokenizer is not None and not as_json
+    run = complete(llm, source, params, console, _write if streams_text else None)
+    if as_json:
+        print(json.dumps(_to_dict(run), ensure_ascii=False))
+    elif streams_text:
+        print()
+    else:
+        print(",".join(map(str, run.completion.token_ids)))
+    console.print(f"[dim]{_summary(run)}; {numerics} numerics on {device}[/dim]", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A completion, what it took, and what it kept."""
+
+    completion: Completion
+    prompt_seconds: float  # until the first token
+    seconds: float
+    kv_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after the first; None if there is none."""
+        later = len(self.completion.token_ids) - 1
+        return later / (self.seconds - self.prompt_seconds) if later else None
+
+
+def complete(
+    llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, on_text: Callable[[str], None] | None
+) -> Run:
+    """Run one request to its end, with a progress bar on `console` while no text is being written."""
     start = time.perf_counter()
-    if as_json or llm.tokenizer is None:
-        completion = llm.generate([source], params)[0]
-        if as_json:
-            print(json.dumps(_to_dict(completion, time.perf_counter() - start), ensure_ascii=False))
-        else:
-            print(",".join(map(str, completion.token_ids)))
-        return
-    for piece in llm.stream(source, params):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    print()
-    Console(stderr=True).print(f"[dim]{time.perf_counter() - start:.1f} s on {device}, numerics {numerics}[/dim]")
+    sequence = llm.engine.add(llm.encode(prompt), params)
+    try:
+        with _bar(console, "reading the prompt", sequence.prompt_len) as update:
+            while sequence.num_output == 0:
+                llm.engine.step()
+                update(sequence.num_processed)
+        first = time.perf_counter()
+        num_written = 0
+        silent = console if on_text is None else Console(quiet=True)
+        with _bar(silent, "writing tokens", sequence.max_len - sequence.prompt_len) as update:
+            while True:
+                if on_text is not None:
+                    on_text(sequence.text[num_written:])
+                    num_written = len(sequence.text)
+                update(sequence.num_output)
+                if sequence.is_done:
+                    break
+                llm.engine.step()
+    finally:
+        llm.engine.abort(sequence)
+    return Run(
+        sequence.completion(), first - start, time.perf_counter() - start,
+        llm.cache.schema.request_bytes(sequence.num_processed),
+    )  # fmt: skip
 
 
-def _load(model: Path, numerics: str, dtype: str | None, device: str) -> LLM:
-    if dtype is not None and dtype not in _DTYPES:
-        raise RequestError(f"--dtype must be one of {', '.join(_DTYPES)}, found {dtype!r}")
-    import torch  # here, so that commands without a model start at once
+@contextmanager
+def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    visible = console.is_terminal and not console.quiet
+    with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.update(task, completed=done)
 
-    from dsv4.llm import LLM, Numerics
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RequestError(f"--device {device}: no CUDA device is available here; use --device cpu")
-    chosen: Numerics = numerics  # type: ignore[assignment]  # LLM checks the value
-    return LLM(model, device=device, numerics=chosen, dtype=getattr(torch, dtype) if dtype else None, progress=True)
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _load(
+    model: Path, numerics: str, dtype: str | None, device: str, context: int | None, console: Console
+) -> LLM:  # fmt: skip
+    config = ModelConfig.from_pretrained(model)
+    limits = EngineConfig(
+        max_context_tokens=min(DEFAULT_CONTEXT, config.max_position_embeddings) if context is None else context,
+        max_concurrent_requests=1,
+    )
+    import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
+
+    from dsv4.llm import LLM
+
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        llm = LLM(
+            model, device=device, numerics="exact" if numerics == "exact" else "official",
+            dtype=getattr(torch, dtype) if dtype else None, engine=limits, progress=True,
+        )  # fmt: skip
+    for note in notes:
+        console.print(f"dsv4: note: {note.message}", markup=False, highlight=False, soft_wrap=True)
+    return llm
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise RequestError(f"{option} must be one of {', '.join(choices)}, found {value!r}")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -86,11 +180,29 @@ def _parse_ids(text: str) -> list[int]:
         raise RequestError(f"--ids must be integers separated by commas, found {text!r}") from None
 
 
-def _to_dict(completion: Completion, seconds: float) -> dict[str, object]:
-    return {
+def _summary(run: Run) -> str:
+    num_prompt, num_new = len(run.completion.prompt_token_ids), len(run.completion.token_ids)
+    rate = f" at {run.tokens_per_second:.1f} tokens/s" if run.tokens_per_second is not None else ""
+    return (
+        f"{num_prompt} prompt tokens in {run.prompt_seconds:.2f} s, {num_new} new{rate} "
+        f"({run.completion.finish_reason}), {run.kv_bytes:,} bytes of KV cache"
+    )
+
+
+def _to_dict(run: Run) -> dict[str, object]:
+    completion = run.completion
+    fields: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_tokens": len(completion.prompt_token_ids),
         "finish_reason": str(completion.finish_reason),
-        "seconds": round(seconds, 3),
+        "seconds": round(run.seconds, 3),
+        "tokens_per_second": None if run.tokens_per_second is None else round(run.tokens_per_second, 3),
+        "kv_bytes": run.kv_bytes,
     }
+    if completion.logprobs is not None:
+        fields["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+            for one in completion.logprobs
+        ]
+    return fields

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dsv4.cache.schema import build_cache_schema
@@ -22,11 +23,10 @@ def info_command(
 ) -> None:
     """Schedule, parameters, bytes by format and KV bytes per token. Reads headers only: instant for any size.
 
+    \b
     Examples:
-
-    dsv4 info ./checkpoint
-
-    dsv4 info ./checkpoint --json
+      dsv4 info ./checkpoint
+      dsv4 info ./checkpoint --json
     """
     info = checkpoint_info(directory)
     if as_json:
@@ -85,7 +85,7 @@ def _print(info: dict[str, Any], console: Console) -> None:
         f"{layer['attention']}, {layer['router']} router" for layer in info["layers"] if not layer["is_mtp"]
     )
     num_mtp = sum(layer["is_mtp"] for layer in info["layers"])
-    console.print(f"[bold]{info['path']}[/bold]  ({info['naming']} names)")
+    console.print(f"[bold]{escape(info['path'])}[/bold]  ({info['naming']} names)", soft_wrap=True)
     console.print(f"layers      {len(info['layers']) - num_mtp}" + (f" + {num_mtp} MTP" if num_mtp else ""))
     for kind, count in kinds.items():
         console.print(f"            {count} x {kind}")
@@ -97,8 +97,9 @@ def _print(info: dict[str, Any], console: Console) -> None:
     console.print(table)
     kv = info["kv"]
     console.print(
-        f"cache       {kv['bytes_per_token']:,} bytes a token (FP8 index keys: {kv['bytes_per_token_fp8_index']:,}), "
-        f"{kv['window_bytes_per_request']:,} window and {kv['state_bytes_per_request']:,} state bytes a request"
+        f"cache       {kv['bytes_per_token']:,} bytes a token (FP8 index keys: {kv['bytes_per_token_fp8_index']:,})"
     )
+    window, state = kv["window_bytes_per_request"], kv["state_bytes_per_request"]
+    console.print(f"            {window:,} window and {state:,} state bytes a request")
     for note in info["notes"]:
-        console.print(f"[yellow]note[/yellow]        {note}")
+        console.print(f"[yellow]note[/yellow]        {escape(note)}", soft_wrap=True)

@@ -36,15 +36,12 @@ def plan_command(
 ) -> None:
     """What a model takes and how many requests fit, without a GPU and without the weights.
 
+    \b
     Examples:
-
-    dsv4 plan flash
-
-    dsv4 plan flash --gpu h200 --context 131072 --requests 16
-
-    dsv4 plan pro --gpu b200 --gpus 8 --json
-
-    dsv4 plan ./checkpoint --gpu 96 --offload-experts
+      dsv4 plan flash
+      dsv4 plan flash --gpu h200 --context 131072 --requests 16
+      dsv4 plan pro --gpu b200 --gpus 8 --json
+      dsv4 plan ./checkpoint --gpu 96 --offload-experts
     """
     model = resolve_target(target)
     expert_format = model.experts if experts is None else next((f for f in EXPERT_FORMATS if f == experts), None)

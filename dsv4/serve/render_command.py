@@ -60,18 +60,20 @@ def render_command(
     keep_thinking: Annotated[bool, typer.Option("--keep-thinking", help="Keep reasoning of earlier turns.")] = False,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the begin-of-sentence marker.")] = False,
 ) -> None:
-    """Print exactly the prompt for a conversation, with no newline added."""
-    try:
-        prompt = render_file(
-            file,
-            thinking=thinking,
-            reasoning_effort=reasoning_effort,
-            profile=profile,
-            drop_thinking=not keep_thinking,
-            add_bos=not no_bos,
-        )
-    except ChatError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(code=1) from error
+    """Print exactly the prompt for a conversation, with no newline added.
+
+    \b
+    Examples:
+      dsv4 render conversation.json
+      dsv4 render conversation.json --thinking --reasoning-effort max
+    """
+    prompt = render_file(
+        file,
+        thinking=thinking,
+        reasoning_effort=reasoning_effort,
+        profile=profile,
+        drop_thinking=not keep_thinking,
+        add_bos=not no_bos,
+    )
     # Bytes, so that neither the platform's encoding nor its newlines touch the prompt.
     typer.echo(prompt.encode("utf-8"), nl=False)

@@ -24,11 +24,10 @@ def synth_command(
 ) -> None:
     """Write a random model in the published layout. The text it generates is noise; shapes and formats are real.
 
+    \b
     Examples:
-
-    dsv4 synth ./tiny
-
-    dsv4 synth ./flash4 --preset flash --layers 4 --experts nvfp4
+      dsv4 synth ./tiny
+      dsv4 synth ./flash4 --preset flash --layers 4 --experts nvfp4
     """
     from dsv4.loader.synth import write_checkpoint  # here: it loads torch
 

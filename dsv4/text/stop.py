@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 class StopBuffer:
-    """Feed text with `push`; once `stopped`, the text that came before the first stop string has all been returned."""
+    """Feed text with `push`; once `stopped`, the text that came before the first stop string has all been returned.
+
+    The first is the one that ends first (of several that end there, the longest), so the result does not depend on how
+    the text was cut into pieces.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -18,10 +22,11 @@ class StopBuffer:
         if self.stopped:
             return ""
         self._held += text
-        found = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]
+        places = [(stop, self._held.find(stop)) for stop in self._stops]
+        found = [(place + len(stop), place) for stop, place in places if place >= 0]
         if found:
             self.stopped = True
-            out, self._held = self._held[: min(found)], ""
+            out, self._held = self._held[: min(found)[1]], ""
             return out
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         split = len(self._held) - keep

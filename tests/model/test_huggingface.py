@@ -17,6 +17,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mistakes_of_maths import gate_clamped_below_too
+from planted import Bed
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 
 from dsv4 import LLM, ModelConfig
@@ -28,6 +30,7 @@ NUM_TOKENS = 260
 LENGTHS = (3, 4, 5, 127, 128, 129, 255, 256, 257, NUM_TOKENS)
 DECODE_STARTS = (2, 126, 254)
 DECODE_STEPS = 5
+WIDE_FACTOR = 100  # a setting that matters moves the logits by at least this many limits
 TOKEN_IDS = torch.randint(0, 64, (NUM_TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -45,7 +48,9 @@ def models(request, tmp_path_factory):
     """Both models over one checkpoint: (Hugging Face's, ours)."""
     folder = tmp_path_factory.mktemp(request.param) / "checkpoint"
     write_checkpoint(folder, make_config(RATIOS[request.param]), experts="bf16", seed=11)
-    theirs, report = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    theirs, report = DeepseekV4ForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return theirs.eval(), LLM(folder, numerics="exact", dtype=torch.float32)
 
@@ -84,7 +89,7 @@ def test_decode(models, start):
 
 
 def test_the_comparison_sees_what_it_should(models, ours_in_one_go):
-    """The same weights with one setting changed leave the limit by far: selection, clamp, hash tables, routing scale."""
+    """The same weights with one setting changed leave the limit by far: selection, clamp, route scale, mixing, window."""
     theirs, ours = models
     expected = huggingface_logits(theirs, TOKEN_IDS)
     config, params = ours.config, ours.model.params
@@ -97,5 +102,13 @@ def test_the_comparison_sees_what_it_should(models, ours_in_one_go):
     )
     for change in changes:
         other = LLM.from_params(replace(config, **change), params, numerics="exact", dtype=torch.float32)
-        assert pure_deviation(other.logits(TOKEN_IDS), expected) > 100 * PURE_LOGITS_ABS, change
+        assert pure_deviation(other.logits(TOKEN_IDS), expected) > WIDE_FACTOR * PURE_LOGITS_ABS, change
     assert pure_deviation(ours_in_one_go, expected) <= PURE_LOGITS_ABS
+
+
+def test_lower_clamp_of_the_gate_shows(models, monkeypatch):
+    """At the published limit of 10 this mistake is almost invisible; at 0.75 it is not."""
+    theirs, ours = models
+    gate_clamped_below_too(Bed(ours, monkeypatch))
+    short = TOKEN_IDS[:8]
+    assert pure_deviation(ours.logits(short), huggingface_logits(theirs, short)) > WIDE_FACTOR * PURE_LOGITS_ABS

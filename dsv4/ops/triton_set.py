@@ -1,0 +1,20 @@
+"""`TRITON`: the op set of kernels, what a GPU runs. An op without a kernel is its oracle.
+
+Imports without Triton; only a launch needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsv4.ops import TORCH
+from dsv4.ops.norm import rms_norm, rms_norm_quant
+from dsv4.ops.rope import head_norm_rope, rope
+
+TRITON = replace(
+    TORCH,
+    rms_norm=rms_norm,
+    rms_norm_quant=rms_norm_quant,
+    head_norm_rope=head_norm_rope,
+    rope=rope,
+)

@@ -1,0 +1,187 @@
+"""Compiles kernels for GPUs that are not there, with the launch configurations really used, and reports what ptxas made.
+
+A benchmark case is built on the "meta" device and called. Its launchers run as they are; Triton's own JIT derives types,
+alignment and options from their arguments, and compiles for the given architecture instead of launching. So nothing is
+written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses it.
+
+    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases_*.py
+
+It runs in a process of its own, because TRITON_INTERPRET must not be set; `reports()` starts one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
+
+ARCHITECTURES = (90, 100)
+
+
+class CompileError(ValueError):
+    """The check could not run, or a kernel did not compile."""
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """One kernel as one case launches it on one architecture. Bytes of spills, shared memory and stack.
+
+    `sum_layouts`: shape and register layout of every floating sum. They decide its order: two kernels that must agree
+    bit for bit need the same.
+    """
+
+    case: str
+    kernel: str
+    arch: int
+    target: str
+    num_warps: int
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    uses_wgmma: bool
+    uses_tcgen05: bool
+    uses_tma: bool
+    uses_cp_async: bool
+    sum_layouts: list[str]
+
+
+def reports(modules: list[str] | None = None) -> list[CompileReport]:
+    """Compile every case of the modules for every architecture, in a fresh process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "dsv4.testing.compile_check", *(modules or case_modules())]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise CompileError(f"the compile check failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
+    return [CompileReport(**json.loads(line)) for line in run.stdout.splitlines()]
+
+
+def compile_case(case: BenchCase, arch: int) -> list[CompileReport]:
+    """Reports of the kernels that one case launches."""
+    with _offline(arch) as compiled:
+        case.build(torch.device("meta")).call()
+    if not compiled:
+        raise CompileError(f"{case.key} launched no kernel")
+    unique = {id(kernel): kernel for kernel in compiled}
+    return [_report(case.key, kernel, arch) for kernel in unique.values()]
+
+
+class _OfflineDriver:
+    """Answers what the JIT asks a driver. The architecture serves as device number, so that caches stay apart."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def _offline(arch: int) -> Iterator[list[Any]]:
+    """Inside, launches on "meta" tensors compile for `arch` and append the compiled kernel to the list."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from dsv4.ops import tl_utils
+
+    if tl_utils.IS_INTERPRETED:
+        raise CompileError("expected TRITON_INTERPRET not to be set")
+    compiled: list[Any] = []
+    run, devices = JITFunction.run, tl_utils.LAUNCH_DEVICES
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run, tl_utils.LAUNCH_DEVICES = compile_only, frozenset({"meta"})
+    driver.set_active(_OfflineDriver(arch))
+    try:
+        yield compiled
+    finally:
+        # the driver stays: there may be no other, and this process launches nothing
+        JITFunction.run, tl_utils.LAUNCH_DEVICES = run, devices
+
+
+def _report(case: str, kernel: Any, arch: int) -> CompileReport:
+    ptx: str = kernel.asm["ptx"]
+    target, log = _assemble(ptx, arch, kernel.metadata.enable_fp_fusion)
+    return CompileReport(
+        case=case,
+        kernel=kernel.metadata.name,
+        arch=arch,
+        target=target,
+        num_warps=kernel.metadata.num_warps,
+        registers=_number(r"Used (\d+) registers", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
+        stack_bytes=_number(r"(\d+) bytes stack frame", log),
+        shared_bytes=kernel.metadata.shared,
+        uses_wgmma="wgmma.mma_async" in ptx,
+        uses_tcgen05="tcgen05.mma" in ptx,
+        uses_tma="cp.async.bulk.tensor" in ptx,
+        uses_cp_async=re.search(r"cp\.async\.c[ag]", ptx) is not None,
+        sum_layouts=_sum_layouts(kernel.asm["ttgir"]),
+    )
+
+
+def _sum_layouts(ttgir: str) -> list[str]:
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    # "tt.reduce"(%x) <{axis = 1 : i32}> ({ ... arith.addf ... }) : (tensor<8x512xf32, #blocked>) -> ...
+    reduce = re.compile(r'"tt\.reduce"\(.*?\}\) : \(tensor<([^,]*), (#\w+)', re.DOTALL)
+    return [f"{match[1]} {layouts[match[2]]}" for match in reduce.finditer(ttgir) if "arith.addf" in match[0]]
+
+
+@cache
+def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
+    """Target name, and what ptxas says with -v: Triton's cache keeps the binary but not this."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    match = re.search(r"\.target (\w+)", ptx)
+    assert match is not None, "PTX without a target"
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "kernel.ptx")
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(ptx)
+        fusion = [] if has_fusion else ["--fmad=false"]
+        output = os.path.join(folder, "kernel.cubin")
+        command = [get_ptxas(arch).path, "-v", *fusion, f"--gpu-name={match[1]}", source, "-o", output]
+        run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise CompileError(f"ptxas failed: {run.stderr}")
+    return match[1], run.stderr
+
+
+def _number(pattern: str, log: str) -> int:
+    match = re.search(pattern, log)
+    if match is None:
+        raise CompileError(f"expected {pattern!r} in what ptxas printed, found:\n{log}")
+    return int(match[1])
+
+
+def main(modules: list[str]) -> None:
+    for case in load_cases(modules or case_modules()):
+        for arch in ARCHITECTURES:
+            for report in compile_case(case, arch):
+                print(json.dumps(asdict(report)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

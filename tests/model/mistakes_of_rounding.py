@@ -1,0 +1,122 @@
+"""Quantisation points of the published inference left out, moved or added. Each plants itself in a `Bed`.
+
+What a layer's cache rows are stored in is changed through the handle it is given: `*_rows` below take a handle and
+return one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from planted import Bed
+
+from dsv4.cache.handle import LayerCacheHandle, PagedView
+from dsv4.formats.e8m0 import E4M3_MAX
+from dsv4.formats.fp8 import fp8_fake_quantize
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.formats.tensors import QuantTensor, dequantize
+from dsv4.ops.hadamard import hadamard_ref
+from dsv4.ops.invariant import rows_matmul
+from dsv4.ops.linear import ACTIVATION_GROUP, linear_ref
+from dsv4.ops.moe import expert_ref
+
+
+def _unquantised_linear(right, x, weight, out_dtype=None):
+    return rows_matmul(x, dequantize(weight, torch.float32)).to(out_dtype or x.dtype)
+
+
+def no_activation_quantisation(bed: Bed) -> None:
+    bed.function(linear_ref, _unquantised_linear)
+
+
+def no_activation_quantisation_in_attention(bed: Bed) -> None:
+    bed.op("linear", _unquantised_linear)
+
+
+def no_activation_quantisation_in_experts(bed: Bed) -> None:
+    right = bed.llm.model.context.ops.linear
+    bed.function(linear_ref, _unquantised_linear)
+    bed.op("linear", lambda _, *args, **kwargs: right(*args, **kwargs))
+
+
+def activation_scale_not_a_power_of_two(bed: Bed) -> None:
+    def wrong(right, x, weight, out_dtype=None):
+        if not isinstance(weight, QuantTensor):
+            return right(x, weight, out_dtype)
+        groups = x.float().unflatten(-1, (-1, ACTIVATION_GROUP))
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / E4M3_MAX
+        rounded = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+        return _unquantised_linear(right, rounded.flatten(-2), weight, out_dtype or x.dtype)
+
+    bed.function(linear_ref, wrong)
+
+
+def fp8_before_wo_a(bed: Bed) -> None:
+    bed.op("grouped_linear", lambda right, x, weight: right(fp8_fake_quantize(x, ACTIVATION_GROUP), weight))
+
+
+def fp8_before_the_compressor(bed: Bed) -> None:
+    """Of all projections only the compressors' ask for an output wider than their input."""
+
+    def wrong(right, x, weight, out_dtype=None):
+        return right(x if out_dtype is None else fp8_fake_quantize(x, ACTIVATION_GROUP), weight, out_dtype)
+
+    bed.op("linear", wrong)
+
+
+def routing_weight_after_w2(bed: Bed) -> None:
+    def wrong(right, x, w1, w2, w3, limit, weight):
+        out = right(x, w1, w2, w3, limit, None)
+        return out if weight is None else (out.float() * weight.unsqueeze(-1)).to(x.dtype)
+
+    bed.function(expert_ref, wrong)
+
+
+def no_hadamard(bed: Bed) -> None:
+    bed.function(hadamard_ref, lambda right, x: x)
+
+
+def no_quantisation_of_index_queries(bed: Bed) -> None:
+    plain = RowFormat(RowKind.PLAIN, bed.llm.config.index_head_dim, itemsize=2)
+    bed.op("index_queries", lambda right, q, positions, freqs, _: hadamard_ref(right(q, positions, freqs, plain)))
+
+
+# ---- what the cache holds ----
+
+
+def _stored_as(rows: RowStore, row_format: RowFormat) -> RowStore:
+    return RowStore.allocate(rows.data.shape[:-1], row_format, torch.bfloat16, rows.data.device)
+
+
+def _plain(rows: RowStore) -> RowStore:
+    return _stored_as(rows, RowFormat(RowKind.PLAIN, rows.format.dim, itemsize=2))
+
+
+def plain_window_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    return replace(handle, window=replace(handle.window, rows=_plain(handle.window.rows)))
+
+
+def plain_entry_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    return replace(handle, entries=handle.entries and PagedView(_plain(handle.entries.rows)))
+
+
+def plain_kv_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    return plain_entry_rows(plain_window_rows(handle))
+
+
+def rope_dims_in_fp8_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    rows = handle.window.rows
+    return replace(
+        handle, window=replace(handle.window, rows=_stored_as(rows, RowFormat(RowKind.ENTRY_FP8, rows.format.dim)))
+    )
+
+
+def plain_index_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    return replace(handle, index_keys=PagedView(_plain(handle.index_keys.rows)))
+
+
+def fp8_index_rows(handle: LayerCacheHandle) -> LayerCacheHandle:
+    rows = handle.index_keys.rows
+    return replace(handle, index_keys=PagedView(_stored_as(rows, RowFormat(RowKind.INDEX_FP8, rows.format.dim))))

@@ -1,0 +1,47 @@
+"""The demo model's shape and how it is trained. Frozen; a run writes both into its summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.config import ModelConfig, RopeScaling
+
+
+def demo_config(**changes: object) -> ModelConfig:
+    """Flash in miniature: SWA, SWA, CSA, HCA, CSA, HCA, CSA and one MTP block; 12.8 M parameters.
+
+    The indexer chooses 64 of up to 512 entries at 2,048 tokens, so from token 256 on it really selects.
+    """
+    fields = dict(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=7, num_attention_heads=4, head_dim=128,
+        qk_rope_head_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128, sliding_window=128,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.5,
+        swiglu_limit=10.0, num_hash_layers=2, num_nextn_predict_layers=1, index_n_heads=4, index_head_dim=128,
+        index_topk=64, compress_ratios=(0, 0, 4, 128, 4, 128, 4, 0), max_position_embeddings=4096,
+        rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=1024),
+    )  # fmt: skip
+    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """progress runs from 0 to 1 over the time budget; shares below are of it."""
+
+    sequence_tokens: int = 2048
+    batch_sequences: int = 32
+    needle_share: float = 0.15
+    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
+    peak_rate: float = 2e-3
+    final_rate_share: float = 0.02
+    warmup_share: float = 0.03
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    dropout: float = 0.1  # on sublayer outputs: the corpus is read some thirty times
+    select_from: float = 0.25  # before it every compressed entry is attended to, after it the indexer's picks
+    quantise_from: float = 0.45
+    bias_step: float = 1e-3  # router bias moves by this towards balance after every step
+    mtp_weight: float = 0.3
+    index_weight: float = 1.0
+    evaluate_every_s: float = 40.0
+    seed: int = 20

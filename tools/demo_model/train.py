@@ -1,0 +1,314 @@
+"""Trains the demo model within a time budget and exports it.
+
+    python tools/demo_model/train.py --minutes 8 --out DIR
+
+Progress is wall time: the rate schedule, the switches (selection, quantisation) and the end all follow the clock, so a
+run ends in time on any machine. DIR gets curve.jsonl (as it goes), best.pt (the best state so far, whenever the held-out
+loss improves), and at the end flash-mini/, flash-mini-nvfp4/ and summary.json. `python train.py --export best.pt` makes
+the exports from a saved state alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+
+from card import model_card
+from data import Batch, Corpus, hash_table, write_needles
+from export import export_checkpoint
+from model import DemoModel, Output
+from settings import TrainSettings, demo_config
+
+HERE = Path(__file__).parent
+EXPORT_RESERVE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    total: Tensor
+    text: Tensor
+    mtp: Tensor
+    index: Tensor
+
+
+def losses(output: Output, batch: Batch, settings: TrainSettings) -> Loss:
+    """Weighted mean cross entropy, the MTP block's, and the indexer's."""
+    text = F.cross_entropy(output.logits.flatten(0, 1), batch.ids[:, 1:-1].flatten(), reduction="none")
+    mean = (text * batch.weights.flatten()).sum() / batch.weights.sum()
+    mtp = F.cross_entropy(output.mtp_logits.flatten(0, 1), batch.ids[:, 2:].flatten())
+    total = mean + settings.mtp_weight * mtp + settings.index_weight * output.index_loss
+    return Loss(total, mean.detach(), mtp.detach(), output.index_loss.detach())
+
+
+def learning_rate(progress: float, settings: TrainSettings) -> float:
+    """Linear warm-up, then a cosine down to `final_rate_share` of the peak."""
+    if progress < settings.warmup_share:
+        return settings.peak_rate * max(progress / settings.warmup_share, 0.01)
+    along = min((progress - settings.warmup_share) / (1 - settings.warmup_share), 1.0)
+    low = settings.final_rate_share
+    return settings.peak_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * along)))
+
+
+def make_optimizer(model: DemoModel, settings: TrainSettings) -> torch.optim.AdamW:
+    """Weight decay on matrices only: norms, hyper-connections, sinks and position biases have none."""
+    decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and "hc_" not in name and ".ape" not in name]
+    ids = {id(p) for p in decayed}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=settings.peak_rate, betas=settings.betas, fused=fused)
+
+
+@torch.no_grad()
+def balance_routers(model: DemoModel, loads: Tensor, step: float) -> None:
+    """Move every router bias a little towards the experts that got fewer tokens than the mean."""
+    for block, load in zip([*model.layers, *model.mtp], loads.float(), strict=True):
+        if not block.ffn.gate.is_hash:
+            block.ffn.gate.bias += step * torch.sign(load.mean() - load)
+
+
+@torch.no_grad()
+def evaluate(model: DemoModel, batches: list[Tensor]) -> dict[str, float]:
+    """Held-out perplexity of the main and the MTP head, and the indexer's recall of attention mass."""
+    model.eval()
+    sums = [0.0, 0.0, 0.0]
+    for ids in batches:
+        output = model(ids[:, :-2], ids[:, 1:-1])
+        sums[0] += float(F.cross_entropy(output.logits.flatten(0, 1), ids[:, 1:-1].flatten()))
+        sums[1] += float(F.cross_entropy(output.mtp_logits.flatten(0, 1), ids[:, 2:].flatten()))
+        sums[2] += float(output.index_recall)
+    model.train()
+    text, mtp, recall = (value / len(batches) for value in sums)
+    return {"heldout_perplexity": math.exp(text), "heldout_mtp_perplexity": math.exp(mtp), "index_recall": recall}
+
+
+@torch.no_grad()
+def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int) -> float:
+    """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text."""
+    model.eval()
+    generator = np.random.default_rng(7)
+    starts = generator.integers(0, len(corpus.heldout) - length, count)
+    ids = np.stack([corpus.heldout[start : start + length] for start in starts]).astype(np.int64)
+    places = [write_needles(row, corpus.words, generator, 1)[0] for row in ids]
+    tokens = torch.from_numpy(ids).to(corpus.device)
+    guesses = model(tokens).logits.argmax(-1)
+    model.train()
+    rows = torch.arange(count, device=tokens.device)
+    at = torch.tensor(places, device=tokens.device)
+    return float((guesses[rows, at - 1] == tokens[rows, at]).float().mean())
+
+
+def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings) -> bool:
+    """torch.compile every block; if a trial step does not run, leave them as they are and say so."""
+    if not next(model.parameters()).is_cuda:
+        return False
+    plain = [block.forward for block in [*model.layers, *model.mtp]]
+    try:
+        torch._dynamo.config.cache_size_limit = 64
+        for block in [*model.layers, *model.mtp]:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total
+        loss.backward()
+        if not torch.isfinite(loss):
+            raise ValueError(f"the compiled trial step gave a loss of {float(loss)}")
+    except Exception as error:  # whatever a compiler may raise; training without it is slower, not wrong
+        print(f"torch.compile is not usable here, going on without it: {type(error).__name__}: {str(error)[:300]}")
+        for block, forward in zip([*model.layers, *model.mtp], plain, strict=True):
+            block.forward = forward
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
+class Run:
+    """One training run: model, optimizer, clock and files."""
+
+    def __init__(self, options: argparse.Namespace, settings: TrainSettings) -> None:
+        self.started = time.monotonic()
+        self.settings = settings
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.budget_s = 60.0 * options.minutes
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(settings.seed)
+        torch.set_float32_matmul_precision("high")  # TF32: products of bf16 values stay exact
+        self.corpus = Corpus(options.data, device)
+        config = demo_config() if not options.toy else demo_config(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0))
+        self.model = DemoModel(
+            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            max_tokens=settings.sequence_tokens, dropout=settings.dropout,
+        )  # fmt: skip
+        table = hash_table(self.corpus.meta["token_counts"], config.n_routed_experts, config.num_experts_per_tok)
+        for block in self.model.layers:
+            if block.ffn.gate.is_hash:
+                block.ffn.gate.tid2eid.copy_(table)
+        self.model.to(device).train()
+        self.optimizer = make_optimizer(self.model, settings)
+        self.generator = np.random.default_rng(settings.seed)
+        self.heldout = self.corpus.heldout_batches(settings.batch_sequences, settings.sequence_tokens, 4)
+        self.curve = (self.out / "curve.jsonl").open("w", encoding="utf-8")
+        self.best = {"heldout_perplexity": math.inf}
+        self.steps = self.tokens = 0
+        self.is_compiled = compile_blocks(self.model, self._batch(), settings) if options.compile else False
+        self.ready = time.monotonic()
+
+    def _batch(self) -> Batch:
+        s = self.settings
+        return self.corpus.batch(
+            self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.answer_weight
+        )
+
+    @property
+    def progress(self) -> float:
+        """0 when the first step starts, 1 when the budget, less what export takes, is spent."""
+        end = self.started + self.budget_s - min(EXPORT_RESERVE_S, self.budget_s / 4)
+        return (time.monotonic() - self.ready) / max(end - self.ready, 1e-3)
+
+    def train(self) -> None:
+        next_evaluation = self.ready + self.settings.evaluate_every_s
+        while (progress := self.progress) < 1.0:
+            loss = self._step(progress)
+            if self.steps % 50 == 0:
+                self._record(progress, {
+                    "loss": float(loss.text), "mtp_loss": float(loss.mtp), "index_loss": float(loss.index),
+                    "rate": learning_rate(progress, self.settings),
+                })  # fmt: skip
+            if time.monotonic() >= next_evaluation:
+                self._evaluate(progress)
+                next_evaluation = time.monotonic() + self.settings.evaluate_every_s
+        self._evaluate(1.0)
+
+    def _step(self, progress: float) -> Loss:
+        settings, model = self.settings, self.model
+        model.select.fill_(progress >= settings.select_from)
+        model.quantise.fill_(progress >= settings.quantise_from)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(progress, settings)
+        batch = self._batch()
+        output = model(batch.ids[:, :-2], batch.ids[:, 1:-1])
+        loss = losses(output, batch, settings)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        balance_routers(model, output.loads, settings.bias_step)
+        self.steps += 1
+        self.tokens += batch.weights.numel()
+        return loss
+
+    def _record(self, progress: float, values: dict[str, float]) -> None:
+        row = {
+            "step": self.steps, "tokens": self.tokens, "progress": round(progress, 4),
+            "seconds": round(time.monotonic() - self.started, 1), **values,
+        }  # fmt: skip
+        if not all(math.isfinite(value) for value in values.values()):
+            raise ValueError(f"training diverged: {row}")
+        self.curve.write(json.dumps(row) + "\n")
+        self.curve.flush()
+        print(json.dumps(row), flush=True)
+
+    def _evaluate(self, progress: float) -> None:
+        """Held-out numbers as the finished model will run: quantised and selecting. Keeps the best quantised state."""
+        model = self.model
+        switches = model.select.clone(), model.quantise.clone()
+        model.select.fill_(True)
+        model.quantise.fill_(True)
+        values = evaluate(model, self.heldout)
+        values["needle_accuracy"] = needle_accuracy(model, self.corpus, self.settings.sequence_tokens, 16)
+        model.select.copy_(switches[0])
+        model.quantise.copy_(switches[1])
+        self._record(progress, values)
+        if values["heldout_perplexity"] < self.best["heldout_perplexity"]:
+            self.best = values | {"step": self.steps, "tokens": self.tokens, "progress": progress}
+            partial = self.out / ".best.partial"
+            torch.save({"state": model.state_dict(), "best": self.best, "config": model.config}, partial)
+            partial.replace(self.out / "best.pt")
+
+    def summary(self) -> dict[str, object]:
+        seconds = time.monotonic() - self.ready
+        return {
+            "best": self.best,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "epochs": self.tokens / self.corpus.meta["train_tokens"],
+            "setup_seconds": self.ready - self.started,
+            "train_seconds": seconds,
+            "unigram_perplexity": self.corpus.meta["unigram_perplexity"],
+            "compiled": self.is_compiled,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__,
+            "settings": asdict(self.settings),
+        }
+
+
+def export_all(saved: Path, out: Path, data: Path, summary: dict[str, object]) -> dict[str, int]:
+    """Both checkpoints from a saved best state; returns the bytes of each model file."""
+    best = torch.load(saved, map_location="cpu", weights_only=False)
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    sizes = {}
+    for name, experts in (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4")):
+        card = model_card(name, best["config"], meta, summary, experts)
+        sizes[name] = export_checkpoint(
+            best["state"], best["config"], out / name, experts, data / "tokenizer.json", card
+        )
+    return sizes
+
+
+def print_table(summary: dict[str, object], sizes: dict[str, int]) -> None:
+    best = summary["best"]
+    rows = {
+        "parameters": f"{summary['parameters']:,}",
+        "steps, tokens": f"{summary['steps']:,}, {summary['tokens']:,} ({summary['epochs']:.1f} epochs)",
+        "tokens per second": f"{summary['tokens_per_second']:,.0f} (compiled: {summary['compiled']})",
+        "held-out perplexity": f"{best['heldout_perplexity']:.2f} (unigram {summary['unigram_perplexity']:.0f})",
+        "held-out MTP perplexity": f"{best['heldout_mtp_perplexity']:.2f}",
+        "indexer recall of attention mass": f"{best['index_recall']:.3f}",
+        "needle accuracy": f"{best['needle_accuracy']:.2f}",
+        **{f"{name} bytes": f"{size:,}" for name, size in sizes.items()},
+    }
+    for label, value in rows.items():
+        print(f"{label:34} {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo model.")
+    parser.add_argument("--minutes", type=float, default=8.0, help="wall time from start to end, export included")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=HERE / "data")
+    parser.add_argument("--batch", type=int, help="sequences per step")
+    parser.add_argument("--length", type=int, help="tokens per sequence, a multiple of 128")
+    parser.add_argument("--rate", type=float, help="peak learning rate")
+    parser.add_argument("--toy", action="store_true", help="fewer layers: a smoke test on a CPU")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--export", type=Path, help="only export this saved state")
+    options = parser.parse_args()
+    if options.export is not None:
+        summary_file = options.out / "summary.json"
+        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else {}
+        print(export_all(options.export, options.out, options.data, summary))
+        return
+    given = {"batch_sequences": options.batch, "sequence_tokens": options.length, "peak_rate": options.rate}
+    run = Run(options, replace(TrainSettings(), **{k: v for k, v in given.items() if v is not None}))
+    run.train()
+    summary = run.summary()
+    (run.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    print_table(summary, export_all(run.out / "best.pt", run.out, options.data, summary))
+
+
+if __name__ == "__main__":
+    main()
