@@ -56,7 +56,7 @@ def attend_ref(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
         for tile, mask in zip(tiles, masks, strict=True)
     ]
     highest = torch.stack([tile.amax(-1) for tile in logits]).amax(0)  # [Q, H]
-    has_key = torch.isfinite(highest)
+    has_key = valid.any(-1, keepdim=True)  # [Q, 1]; not from the logits, or a NaN would pass for an absent key
     highest = torch.where(has_key, highest, torch.zeros_like(highest))
     total = torch.zeros_like(highest)
     out = torch.zeros(q.shape, dtype=acc, device=q.device)

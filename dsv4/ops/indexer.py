@@ -66,10 +66,15 @@ def index_topk_ref(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatc
         ], -1)[:, :num_entries]  # fmt: skip
         hidden = torch.arange(num_entries, device=q.device) >= limit.unsqueeze(-1)
         scores = scores.masked_fill(hidden, float("-inf"))
-        best = scores.topk(min(top_k, num_entries), -1).indices if is_plain else topk_select_ref(scores, top_k)
+        best = _published_topk(scores, top_k) if is_plain else topk_select_ref(scores, top_k)
         best = best.masked_fill(best >= limit.unsqueeze(-1), num_entries).sort(-1).values
         picks[tokens, : best.shape[-1]] = best.masked_fill(best == num_entries, -1)
     return picks
+
+
+def _published_topk(scores: Tensor, k: int) -> Tensor:
+    """torch.topk as the published CPU run did it: a GPU's would break ties its own way."""
+    return scores.cpu().topk(min(k, scores.shape[-1]), -1).indices.to(scores.device)
 
 
 def _query_groups(keys: Tensor) -> Iterator[Tensor]:

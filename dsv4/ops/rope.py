@@ -102,7 +102,7 @@ def _rope_kernel(
 
     cos, sin = rope_cos_sin(tl.load(positions_ptr + token), freqs_ptr, ROPE_DIM // 2)
     if INVERSE:
-        sin = -sin
+        sin = sin * -1.0  # `-sin` is 0 - sin in Triton, which loses the sign of a zero
     if HAS_NORM:
         # rope_ref(rms_norm_ref(q, None, eps), positions, freqs): the norm is rounded before it is rotated
         scale = inverse_rms(x.to(tl.float32), HEAD_DIM, eps)[:, None]

@@ -30,7 +30,7 @@ REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that tl_u
 
 
 class InterpreterError(ValueError):
-    """The interpreter was asked for too late."""
+    """The interpreter was asked for too late, or for something it cannot do faithfully."""
 
 
 def without_gpu() -> bool:
@@ -56,6 +56,7 @@ def repair(interpreter: Any) -> None:
     _repair_arithmetic(interpreter)
     _repair_dot(interpreter)
     _repair_language(interpreter)
+    _refuse_narrow_sums(interpreter)
     setattr(interpreter, REPAIRED, True)
 
 
@@ -97,7 +98,8 @@ def _repair_casts(interpreter: Any) -> None:
             data = convert_float(data, before, tl.float32, None).view(np.float32)
             before = tl.float32
         if after not in by_bits:
-            return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(after)), after)
+            with np.errstate(all="ignore"):  # overflow to infinity is an ordinary result
+                return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(after)), after)
         if before not in torch_types:  # an integer
             data, before = data.astype(np.float32), tl.float32
         return interpreter.TensorHandle(convert_float(data, before, after, None), after)
@@ -226,3 +228,18 @@ def _repair_language(interpreter: Any) -> None:
         return running[0]
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
+
+
+def _refuse_narrow_sums(interpreter: Any) -> None:
+    """`tl.sum` of bf16 or narrower accumulates in that format, in an order of the GPU's choosing: never what a kernel wants.
+
+    The interpreter cannot reproduce it, so it refuses. `tl.max`, `tl.min` and `tl.cumsum` widen by themselves.
+    """
+    plain_sum = interpreter.ReduceOps.sum
+
+    def checked_sum(self: Any, tensor: Any) -> Any:
+        if tensor.dtype.is_floating() and tensor.dtype.primitive_bitwidth < 32:
+            raise InterpreterError(f"expected a sum of fp32 or wider, found {tensor.dtype}: convert before tl.sum")
+        return plain_sum(self, tensor)
+
+    interpreter.ReduceOps.sum = checked_sum

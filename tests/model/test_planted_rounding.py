@@ -1,8 +1,8 @@
 """Every quantisation point of `official` numerics: left out, moved or added, a block leaves the strict limits.
 
 The logits cannot show this (rounding differences grow until they are as large as the quantisation itself); a single
-block on a given input can. Not listed, because no check of ours sees it: one activation scale per row instead of one per
-128 channels, which changes E4M3 values only where they fall below its smallest normal number.
+block on a given input can. Not listed, because no check of ours sees it: one activation scale per row instead of one
+per 128 channels, which changes E4M3 values only where they fall below its smallest normal number.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python tools/demo_model/train.py --minutes 8 --out DIR
 
 Progress is wall time: the rate schedule, the switches (selection, quantisation) and the end all follow the clock, so a
-run ends in time on any machine. DIR gets curve.jsonl (as it goes), best.pt (the best state so far, whenever the held-out
-loss improves), and at the end flash-mini/, flash-mini-nvfp4/ and summary.json. `python train.py --export best.pt` makes
-the exports from a saved state alone.
+run ends in time on any machine. DIR gets curve.jsonl (as it goes) and, now and then and at the end, the best state so
+far: flash-mini.tar and flash-mini-nvfp4.tar (checkpoints), master-N.safetensors (unquantised, bf16) and summary.json.
+`train.py --export DIR --out OTHER` makes the checkpoints anew from the master weights.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import argparse
 import json
 import math
 import sys
+import tarfile
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
@@ -31,8 +36,14 @@ from export import export_checkpoint
 from model import DemoModel, Output
 from settings import TrainSettings, demo_config
 
+from dsv4.config import ModelConfig
+from dsv4.loader.config_write import ExpertFormat
+
 HERE = Path(__file__).parent
-EXPORT_RESERVE_S = 20.0
+EXPORT_RESERVE_S = 25.0  # the last evaluation and the export
+PACK_EVERY_S = 110.0  # between saves of the best state, so that a killed run leaves something
+MASTER_FILE_BYTES = 15_000_000
+EXPORTS: tuple[tuple[str, ExpertFormat], ...] = (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4"))
 
 
 @dataclass(frozen=True)
@@ -82,14 +93,12 @@ def balance_routers(model: DemoModel, loads: Tensor, step: float) -> None:
 @torch.no_grad()
 def evaluate(model: DemoModel, batches: list[Tensor]) -> dict[str, float]:
     """Held-out perplexity of the main and the MTP head, and the indexer's recall of attention mass."""
-    model.eval()
     sums = [0.0, 0.0, 0.0]
     for ids in batches:
         output = model(ids[:, :-2], ids[:, 1:-1])
         sums[0] += float(F.cross_entropy(output.logits.flatten(0, 1), ids[:, 1:-1].flatten()))
         sums[1] += float(F.cross_entropy(output.mtp_logits.flatten(0, 1), ids[:, 2:].flatten()))
         sums[2] += float(output.index_recall)
-    model.train()
     text, mtp, recall = (value / len(batches) for value in sums)
     return {"heldout_perplexity": math.exp(text), "heldout_mtp_perplexity": math.exp(mtp), "index_recall": recall}
 
@@ -97,40 +106,55 @@ def evaluate(model: DemoModel, batches: list[Tensor]) -> dict[str, float]:
 @torch.no_grad()
 def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int) -> float:
     """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text."""
-    model.eval()
     generator = np.random.default_rng(7)
     starts = generator.integers(0, len(corpus.heldout) - length, count)
     ids = np.stack([corpus.heldout[start : start + length] for start in starts]).astype(np.int64)
     places = [write_needles(row, corpus.words, generator, 1)[0] for row in ids]
     tokens = torch.from_numpy(ids).to(corpus.device)
     guesses = model(tokens).logits.argmax(-1)
-    model.train()
     rows = torch.arange(count, device=tokens.device)
     at = torch.tensor(places, device=tokens.device)
     return float((guesses[rows, at - 1] == tokens[rows, at]).float().mean())
 
 
-def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings) -> bool:
-    """torch.compile every block; if a trial step does not run, leave them as they are and say so."""
-    if not next(model.parameters()).is_cuda:
-        return False
-    plain = [block.forward for block in [*model.layers, *model.mtp]]
+def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings, backend: str) -> bool:
+    """torch.compile every block; if a trial step does not run, leave them as they are and say so.
+
+    Blocks of one kind share the compiled code. Evaluation runs them uncompiled: compiling that variant too would take
+    longer than it saves.
+    """
+    blocks = [*model.layers, *model.mtp]
     try:
-        torch._dynamo.config.cache_size_limit = 64
-        for block in [*model.layers, *model.mtp]:
-            block.forward = torch.compile(block.forward, dynamic=False)
+        for block in blocks:
+            block.compile(backend=backend, dynamic=False)
         loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total
         loss.backward()
         if not torch.isfinite(loss):
             raise ValueError(f"the compiled trial step gave a loss of {float(loss)}")
     except Exception as error:  # whatever a compiler may raise; training without it is slower, not wrong
         print(f"torch.compile is not usable here, going on without it: {type(error).__name__}: {str(error)[:300]}")
-        for block, forward in zip([*model.layers, *model.mtp], plain, strict=True):
-            block.forward = forward
+        for block in blocks:
+            block._compiled_call_impl = None
         return False
     finally:
         model.zero_grad(set_to_none=True)
     return True
+
+
+@contextmanager
+def uncompiled(model: DemoModel) -> Iterator[None]:
+    """The blocks as written, in evaluation mode, for the length of a `with`."""
+    blocks = [*model.layers, *model.mtp]
+    compiled = [block._compiled_call_impl for block in blocks]
+    for block in blocks:
+        block._compiled_call_impl = None
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for block, call in zip(blocks, compiled, strict=True):
+            block._compiled_call_impl = call
 
 
 class Run:
@@ -142,6 +166,7 @@ class Run:
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.budget_s = 60.0 * options.minutes
+        self.data: Path = options.data
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32: products of bf16 values stay exact
@@ -161,9 +186,11 @@ class Run:
         self.heldout = self.corpus.heldout_batches(settings.batch_sequences, settings.sequence_tokens, 4)
         self.curve = (self.out / "curve.jsonl").open("w", encoding="utf-8")
         self.best = {"heldout_perplexity": math.inf}
+        self.best_state: dict[str, Tensor] = {}
         self.steps = self.tokens = 0
-        self.is_compiled = compile_blocks(self.model, self._batch(), settings) if options.compile else False
-        self.ready = time.monotonic()
+        backend = options.backend or ("inductor" if device.type == "cuda" else "none")
+        self.is_compiled = backend != "none" and compile_blocks(self.model, self._batch(), settings, backend)
+        self.ready = self.packed = time.monotonic()
 
     def _batch(self) -> Batch:
         s = self.settings
@@ -226,16 +253,26 @@ class Run:
         switches = model.select.clone(), model.quantise.clone()
         model.select.fill_(True)
         model.quantise.fill_(True)
-        values = evaluate(model, self.heldout)
-        values["needle_accuracy"] = needle_accuracy(model, self.corpus, self.settings.sequence_tokens, 16)
+        with uncompiled(model):
+            values = evaluate(model, self.heldout)
+            values["needle_accuracy"] = needle_accuracy(model, self.corpus, self.settings.sequence_tokens, 32)
         model.select.copy_(switches[0])
         model.quantise.copy_(switches[1])
         self._record(progress, values)
         if values["heldout_perplexity"] < self.best["heldout_perplexity"]:
             self.best = values | {"step": self.steps, "tokens": self.tokens, "progress": progress}
-            partial = self.out / ".best.partial"
-            torch.save({"state": model.state_dict(), "best": self.best, "config": model.config}, partial)
-            partial.replace(self.out / "best.pt")
+            self.best_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+            if time.monotonic() - self.packed >= PACK_EVERY_S:
+                self.save()
+
+    def save(self) -> dict[str, int]:
+        """Write summary.json, the master weights and both checkpoints of the best state so far."""
+        summary = self.summary()
+        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        save_master(self.best_state, self.out)
+        sizes = export_all(self.best_state, self.model.config, self.out, self.data, summary)
+        self.packed = time.monotonic()
+        return sizes
 
     def summary(self) -> dict[str, object]:
         seconds = time.monotonic() - self.ready
@@ -256,17 +293,46 @@ class Run:
         }
 
 
-def export_all(saved: Path, out: Path, data: Path, summary: dict[str, object]) -> dict[str, int]:
-    """Both checkpoints from a saved best state; returns the bytes of each model file."""
-    best = torch.load(saved, map_location="cpu", weights_only=False)
+def export_all(
+    state: dict[str, Tensor], config: ModelConfig, out: Path, data: Path, summary: dict[str, object]
+) -> dict[str, int]:
+    """Both checkpoints as flash-mini.tar and flash-mini-nvfp4.tar in `out`; returns the bytes of each model file."""
     meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
     sizes = {}
-    for name, experts in (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4")):
-        card = model_card(name, best["config"], meta, summary, experts)
-        sizes[name] = export_checkpoint(
-            best["state"], best["config"], out / name, experts, data / "tokenizer.json", card
-        )
+    for name, experts in EXPORTS:
+        with tempfile.TemporaryDirectory() as folder:
+            card = model_card(name, config, meta, summary, experts)
+            sizes[name] = export_checkpoint(state, config, Path(folder), experts, data / "tokenizer.json", card)
+            partial = out / f".{name}.partial"
+            with tarfile.open(partial, "w") as archive:
+                archive.add(folder, arcname=name)
+            partial.replace(out / f"{name}.tar")
     return sizes
+
+
+def save_master(state: dict[str, Tensor], out: Path) -> None:
+    """The unquantised weights as bf16 (tables as they are), in files of at most MASTER_FILE_BYTES."""
+    parts: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, value in state.items():
+        weight = value if not value.is_floating_point() or ".gate.bias" in name else value.to(torch.bfloat16)
+        nbytes = weight.numel() * weight.element_size()
+        if filled + nbytes > MASTER_FILE_BYTES:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = weight.contiguous()
+        filled += nbytes
+    for number, part in enumerate(parts):
+        save_file(part, out / f"master-{number}.safetensors")
+
+
+def load_master(folder: Path) -> dict[str, Tensor]:
+    """What `save_master` wrote, in fp32."""
+    files = sorted(folder.glob("master-*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no master-*.safetensors")
+    state = {name: value for file in files for name, value in load_file(file).items()}
+    return {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
 
 
 def print_table(summary: dict[str, object], sizes: dict[str, int]) -> None:
@@ -294,20 +360,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens per sequence, a multiple of 128")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--toy", action="store_true", help="fewer layers: a smoke test on a CPU")
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--export", type=Path, help="only export this saved state")
+    parser.add_argument("--backend", help="of torch.compile; 'none' to do without. Default: inductor on a GPU")
+    parser.add_argument("--export", type=Path, help="only export the master weights of this finished run's folder")
     options = parser.parse_args()
     if options.export is not None:
-        summary_file = options.out / "summary.json"
-        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else {}
-        print(export_all(options.export, options.out, options.data, summary))
+        summary = json.loads((options.export / "summary.json").read_text(encoding="utf-8"))
+        options.out.mkdir(parents=True, exist_ok=True)
+        print(export_all(load_master(options.export), demo_config(), options.out, options.data, summary))
         return
     given = {"batch_sequences": options.batch, "sequence_tokens": options.length, "peak_rate": options.rate}
     run = Run(options, replace(TrainSettings(), **{k: v for k, v in given.items() if v is not None}))
     run.train()
-    summary = run.summary()
-    (run.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-    print_table(summary, export_all(run.out / "best.pt", run.out, options.data, summary))
+    sizes = run.save()
+    print_table(run.summary(), sizes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""How far a result may be from its oracle. Every tolerance of the project is here; a test file holds none.
+
+| what | rule | function |
+|---|---|---|
+| indices, packing, casts, codes, fused against unfused, batched against single | the same bits | `assert_bitwise` |
+| float ops | at most twice the error the oracle itself makes in the working dtype, both against fp64 | `assert_close_to_oracle` |
+| products of quantised operands against the unquantised product | one bound per number format | `assert_within_format` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ORACLE_FACTOR = 2.0
+
+# `product_difference` between a product of quantised operands and the same product in fp64 without quantisation, for
+# normally distributed operands. bf16: both operands rounded; fp8: E4M3 per 128 on both sides; fp4: E2M1 weights (MXFP4 or
+# NVFP4) with E4M3 or wider activations. An error of one step in a scale, or swapped nibbles, is far outside.
+FORMAT_BOUNDS = {"bf16": 1e-5, "fp8": 1e-3, "mxfp4": 1e-2, "nvfp4": 1e-2}
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """x's bit patterns as integers, with one pattern for all NaNs: which NaN comes out of an operation is not defined."""
+    if not x.dtype.is_floating_point:
+        return x
+    bits = x.contiguous().view(_INTEGERS[x.element_size()])
+    is_nan = x.isnan() if x.element_size() > 1 else x.float().isnan()
+    return bits.masked_fill(is_nan, 0x7F if x.element_size() == 1 else -1)  # patterns that are NaNs themselves
+
+
+def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """The same shape, dtype and bits; any NaN equals any NaN, and -0 differs from 0."""
+    assert actual.dtype == expected.dtype, f"{what}: expected {expected.dtype}, found {actual.dtype}"
+    assert actual.shape == expected.shape, f"{what}: expected shape {expected.shape}, found {actual.shape}"
+    differs = bits_of(actual) != bits_of(expected.to(actual.device))
+    if not differs.any():
+        return
+    where = tuple(differs.nonzero()[0].tolist())
+    raise AssertionError(
+        f"{what}: {int(differs.sum())} of {differs.numel()} elements differ, the first at {where}: "
+        f"expected {expected[where].item()!r}, found {actual[where].item()!r}"
+    )
+
+
+def row_errors(actual: Tensor, exact: Tensor) -> Tensor:
+    """Largest error of each row (last dimension) in units of the row's largest exact value: small rows count like large."""
+    scale = exact.abs().amax(-1)
+    error = (actual.double() - exact).abs().amax(-1)
+    return error / torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def assert_close_to_oracle(actual: Tensor, oracle: Callable[[torch.dtype], Tensor], what: str = "result") -> None:
+    """`oracle(dtype)` computes the expected result from inputs converted to `dtype`; it is asked for actual's dtype and fp64.
+
+    The worst row may be at most ORACLE_FACTOR times as wrong as the oracle's worst row. Both are measured against fp64.
+    Everything must be finite where fp64 is.
+    """
+    working = oracle(actual.dtype)
+    exact = oracle(torch.float64)
+    assert exact.dtype == torch.float64, f"{what}: the oracle must give fp64 for fp64, found {exact.dtype}"
+    assert working.dtype == actual.dtype and working.shape == actual.shape, (
+        f"{what}: expected {working.dtype} {tuple(working.shape)}, found {actual.dtype} {tuple(actual.shape)}"
+    )
+    if actual.numel() == 0:
+        return
+    # rounding the exact result is unavoidable, even where the oracle was lucky
+    allowed = max(row_errors(working, exact).max().item(), row_errors(exact.to(actual.dtype), exact).max().item())
+    error = row_errors(actual, exact).max().item()
+    if not error <= ORACLE_FACTOR * allowed:  # a NaN must not pass
+        raise AssertionError(
+            f"{what}: error {error:.3e} of the row's largest value, expected at most {ORACLE_FACTOR} * {allowed:.3e}, "
+            "the oracle's own"
+        )
+
+
+def product_difference(actual: Tensor, expected: Tensor) -> float:
+    """1 - 2 <a, b> / (|a|^2 + |b|^2): half the squared relative error, whatever the scale; 0 for two zero tensors."""
+    a, b = actual.double().flatten(), expected.double().flatten()
+    norms = (a.square().sum() + b.square().sum()).item()
+    return 1 - 2 * (a @ b).item() / norms if norms else 0.0
+
+
+def assert_within_format(actual: Tensor, exact: Tensor, number_format: str, what: str = "product") -> None:
+    """A product of operands in `number_format` against the fp64 product of the unquantised operands."""
+    assert actual.shape == exact.shape, f"{what}: expected shape {exact.shape}, found {actual.shape}"
+    difference = product_difference(actual, exact)
+    bound = FORMAT_BOUNDS[number_format]
+    if not difference <= bound:
+        raise AssertionError(f"{what}: difference {difference:.3e}, expected at most {bound:.0e} for {number_format}")

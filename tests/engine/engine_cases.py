@@ -1,0 +1,47 @@
+"""A model small enough to run hundreds of steps, and a way to make it say what a test wants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dsv4.config import ModelConfig
+
+# One layer of each kind. The official numerics quantise activations in groups of 128, so no width is smaller.
+SMALL = ModelConfig.tiny(
+    vocab_size=300, hidden_size=128, num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128, 0),
+    num_nextn_predict_layers=1, num_attention_heads=2, q_lora_rank=128, o_lora_rank=64, n_routed_experts=4,
+    moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=1024,
+)  # fmt: skip
+
+FILLER = 2 + ord(".")
+
+
+def encode(text):
+    """Ids of the byte tokenizer."""
+    return [2 + byte for byte in text.encode("utf-8")]
+
+
+def let_it_say(llm, *answers):
+    """A request with seed s gives `answers[s]` (text or ids) token by token, then full stops, whatever its logits."""
+    scripts = [encode(answer) if isinstance(answer, str) else list(answer) for answer in answers]
+
+    def sample(logits, batch):
+        chosen = [
+            scripts[seed][step] if step < len(scripts[seed]) else FILLER
+            for seed, step in zip(batch.seeds.tolist(), batch.steps.tolist(), strict=True)
+        ]
+        assert len(chosen) == len(logits)
+        return torch.tensor(chosen)
+
+    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    return llm
+
+
+def assert_all_free(llm):
+    """Nothing is held, and the cache's books agree with the truth."""
+    llm.cache.check_integrity()
+    assert llm.cache.num_free_slots == llm.cache.schema.num_slots
+    assert llm.cache.num_free_blocks == llm.cache.schema.num_blocks
+    assert not llm.engine.has_work

@@ -1,0 +1,155 @@
+"""A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it and however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import SMALL, assert_all_free
+
+from dsv4.cache.errors import NoFreeSlot
+from dsv4.engine.sequence import RequestAborted
+from dsv4.request import SamplingParams
+
+
+def prompts_of(*lengths):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+MIXED = [
+    SamplingParams(max_tokens=6, temperature=0, logprobs=3),
+    SamplingParams(max_tokens=4, seed=1, logprobs=0, ignore_eos=True),
+    SamplingParams(max_tokens=7, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5),
+    SamplingParams(max_tokens=5, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(max_tokens=3, seed=4, min_p=0.05, presence_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("numerics", ["official", "exact"])
+def test_batched_equals_alone(make_llm, numerics):
+    """Prompt lengths around 4 and 128, where entries close; five requests share three slots."""
+    prompts = prompts_of(3, 130, 1, 127, 20)
+    together = make_llm(numerics, max_concurrent_requests=3).generate(prompts, MIXED)
+    alone_llm = make_llm(numerics)
+    alone = [alone_llm.generate([prompt], params)[0] for prompt, params in zip(prompts, MIXED, strict=True)]
+    assert together == alone
+    assert [len(one.token_ids) for one in together] == [6, 4, 7, 5, 3]
+    order = [3, 0, 4, 2, 1]
+    shuffled = alone_llm.generate([prompts[i] for i in order], [MIXED[i] for i in order])
+    assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize(("max_chunk_tokens", "lengths"), [(1, (9, 5, 14)), (13, (30, 5, 94)), (64, (75, 5, 141))])
+def test_prompts_cut_into_chunks_equal_one_go(make_llm, max_chunk_tokens, lengths):
+    """Prompts longer than a chunk are read over many steps while shorter ones already write.
+
+    Official numerics: the exact ones settle equal index scores by the length of the call, see `index_topk_ref`.
+    """
+    prompts, params = prompts_of(*lengths), MIXED[:3]
+    expected = make_llm("official").generate(prompts, params)
+    llm = make_llm("official", max_chunk_tokens=max_chunk_tokens)
+    sequences = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    num_mixed = 0
+    while llm.engine.has_work:
+        reading = [sequence for sequence in sequences if sequence.num_output == 0]
+        num_mixed += bool(llm.engine.step()) and any(sequence.num_output == 0 for sequence in reading)
+    assert num_mixed > 0, "some steps read one prompt and write another's answer"
+    assert [sequence.completion() for sequence in sequences] == expected
+
+
+def test_a_chunk_is_never_longer_than_the_limit(make_llm):
+    llm = make_llm(max_chunk_tokens=16)
+    sequences = [
+        llm.engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True)) for prompt in prompts_of(40, 3, 40)
+    ]
+    while llm.engine.has_work:
+        before = [sequence.num_processed for sequence in sequences]
+        llm.engine.step()
+        assert sum(sequence.num_processed for sequence in sequences) - sum(before) <= 16
+        llm.cache.check_integrity()
+
+
+def test_more_requests_than_slots_in_order(make_llm):
+    llm = make_llm(max_concurrent_requests=2)
+    prompts = prompts_of(*range(1, 8))
+    params = [SamplingParams(max_tokens=1 + i % 3, seed=i, ignore_eos=True) for i in range(7)]
+    started = []
+    sequences = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.cache.check_integrity()
+        assert sum(sequence.slot is not None for sequence in sequences) <= 2
+        started += [i for i, sequence in enumerate(sequences) if sequence.num_processed and i not in started]
+    assert started == list(range(7)), "first come, first served"
+    assert [len(sequence.completion().token_ids) for sequence in sequences] == [1 + i % 3 for i in range(7)]
+
+
+def test_scarce_blocks_make_requests_wait_not_fail(make_llm):
+    """Four slots but three blocks: a request that may need two must wait until they are free."""
+    llm = make_llm(num_blocks=3)
+    prompts, params = prompts_of(126, 4, 126, 4), SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = [make_llm().generate([prompt], params)[0] for prompt in prompts]
+    sequences = [llm.engine.add(prompt, params) for prompt in prompts]
+    most_running = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.cache.check_integrity()
+        most_running = max(most_running, sum(sequence.slot is not None for sequence in sequences))
+    assert most_running == 2, "the third would fit its prompt, but not its longest answer"
+    assert [sequence.completion() for sequence in sequences] == expected
+
+
+def test_streams_and_batches_share_the_engine(make_llm):
+    """Only one slot: a half-read stream does not block generate, which carries it to its end."""
+    llm = make_llm(max_concurrent_requests=1)
+    params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+    expected = llm.generate("abc", params)[0]
+    other = llm.generate("xyz", params)[0]
+    stream = llm.stream("abc", params)
+    pieces = [next(stream)]
+    assert llm.generate("xyz", params) == [other]
+    assert "".join(pieces + list(stream)) == expected.text
+
+
+def test_a_stream_not_yet_read_costs_nothing(make_llm):
+    llm = make_llm()
+    stream = llm.stream("abc", SamplingParams(max_tokens=2))
+    assert_all_free(llm)
+    del stream
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_failed_forward_call_frees_everything(make_llm, monkeypatch, error):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = llm.generate("abc", params)
+    stream = llm.stream("abc", params)
+    next(stream)
+    forward, calls = llm.model.forward, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.model, "forward", failing)
+    with pytest.raises(type(error)):
+        llm.generate(["xyz", "pq"], params)
+    assert_all_free(llm)
+    with pytest.raises(RequestAborted, match="dropped after"):
+        list(stream)
+    assert llm.generate("abc", params) == expected, "the cache is sound for whoever comes next"
+
+
+def test_slots_held_by_others_are_said_not_waited_for(make_llm):
+    llm = make_llm(max_concurrent_requests=1)
+    slot = llm.cache.admit(10)
+    with pytest.raises(NoFreeSlot, match="1 requests wait"):
+        llm.generate("abc")
+    llm.cache.release(slot)
+
+
+def test_a_step_without_requests_does_nothing(make_llm):
+    assert make_llm().engine.step() == []

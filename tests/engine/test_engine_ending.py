@@ -1,0 +1,190 @@
+"""How an answer ends and what is reported of it: stop strings, stop ids, end of sequence, limits, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from engine_cases import FILLER, SMALL, encode, let_it_say
+
+from dsv4.request import FinishReason, RequestError, SamplingParams
+
+EOS = SMALL.eos_token_id
+
+
+@pytest.fixture
+def say(make_llm):
+    """`say(answer, **params)`: the completion of a model that answers so."""
+
+    def ask(answer, prompt="?", **params):
+        return let_it_say(make_llm(), answer).generate(prompt, SamplingParams(**params))[0]
+
+    return ask
+
+
+def test_max_tokens(say):
+    done = say("abcdef", max_tokens=3)
+    assert (done.text, done.finish_reason, done.token_ids) == ("abc", FinishReason.LENGTH, tuple(encode("abc")))
+    assert done.prompt_token_ids == tuple(encode("?"))
+
+
+def test_context_full(make_llm):
+    llm = let_it_say(make_llm(max_context_tokens=10), "abcdefgh")
+    done = llm.generate("1234567", SamplingParams(max_tokens=100))[0]
+    assert (done.text, done.finish_reason) == ("abc", FinishReason.LENGTH)
+    done = llm.generate("123456789", SamplingParams(max_tokens=100))[0]
+    assert (done.text, done.finish_reason) == ("a", FinishReason.LENGTH)
+
+
+def test_end_of_sequence_is_a_token_but_not_text(say):
+    done = say([*encode("ab"), EOS, *encode("cd")], max_tokens=10)
+    assert (done.text, done.finish_reason) == ("ab", FinishReason.STOP)
+    assert done.token_ids == (*encode("ab"), EOS)
+
+
+def test_end_of_sequence_as_the_last_allowed_token_is_a_stop(say):
+    assert say([*encode("ab"), EOS], max_tokens=3).finish_reason is FinishReason.STOP
+
+
+def test_ignore_eos(say):
+    done = say([*encode("ab"), EOS, *encode("cd")], max_tokens=5, ignore_eos=True)
+    assert done.finish_reason is FinishReason.LENGTH
+    assert done.text.startswith("ab")
+    assert done.text.endswith("cd")
+    assert len(done.token_ids) == 5
+
+
+def test_stop_ids(say):
+    done = say("abcdef", max_tokens=10, stop_token_ids=[2 + ord("d"), 2 + ord("f")])
+    assert (done.text, done.finish_reason) == ("abc", FinishReason.STOP)
+    assert done.token_ids == tuple(encode("abcd"))
+    assert say("abcdef", max_tokens=4, stop_token_ids=[2 + ord("d")], ignore_eos=True).finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("answer", "stop", "text", "num_tokens"),
+    [
+        ("one END two", "END", "one ", 7),  # three tokens long
+        ("one EN, END", "END", "one EN, ", 11),  # a false start is given back
+        ("aaab", "aab", "a", 4),
+        ("END", "END", "", 3),
+        ("naïve", "ï", "na", 4),  # a stop of two bytes
+        ("a\n\nb", ["\n\n", "b"], "a", 3),
+    ],
+)
+def test_stop_strings(say, answer, stop, text, num_tokens):
+    done = say(answer, max_tokens=40, stop=stop)
+    assert (done.text, done.finish_reason, len(done.token_ids)) == (text, FinishReason.STOP, num_tokens)
+
+
+def test_text_held_for_a_stop_string_is_given_at_the_end(say):
+    done = say("one EN", max_tokens=6, stop="END")
+    assert (done.text, done.finish_reason) == ("one EN", FinishReason.LENGTH)
+    done = say([*encode("one EN"), EOS], max_tokens=60, stop="END")
+    assert (done.text, done.finish_reason) == ("one EN", FinishReason.STOP)
+
+
+def test_a_stop_string_completed_by_the_last_token_is_a_stop(say):
+    done = say("abEND", max_tokens=5, stop="END")
+    assert (done.text, done.finish_reason) == ("ab", FinishReason.STOP)
+
+
+def test_an_unfinished_character_at_the_end_is_replaced(say):
+    assert say(encode("né")[:2], max_tokens=2).text == "n\ufffd"
+
+
+def test_stop_ids_outside_the_vocabulary(make_llm):
+    with pytest.raises(RequestError, match="stop_token_ids holds 300; ids are integers from 0 to 299"):
+        make_llm().generate("a", SamplingParams(stop_token_ids=[3, 300]))
+
+
+# ---- streaming ----
+
+PIECES = "a é 漢字 🙂🙃 END? EN then END after"
+
+
+@pytest.mark.parametrize("stop", [(), ("END after",), ("🙃",)])
+def test_a_stream_joins_to_the_text_and_holds_whole_characters(make_llm, stop):
+    llm = let_it_say(make_llm(), PIECES)
+    params = SamplingParams(max_tokens=len(PIECES.encode()), stop=stop)
+    text = llm.generate("?", params)[0].text
+    pieces = list(llm.stream("?", params))
+    assert "".join(pieces) == text == (PIECES[: PIECES.index(stop[0])] if stop else PIECES)
+    assert all(pieces), "no empty piece"
+    assert "\ufffd" not in text
+    assert len(pieces) > 10, "it really comes piece by piece"
+    assert "🙂" in pieces, "a character of four tokens comes at once"
+
+
+def test_invalid_bytes_become_replacement_characters_in_both(make_llm):
+    broken = [2 + byte for byte in b"a\xff\xe6\xbcb\xf0\x9f"]
+    llm = let_it_say(make_llm(), broken)
+    params = SamplingParams(max_tokens=len(broken))
+    expected = b"a\xff\xe6\xbcb\xf0\x9f".decode("utf-8", errors="replace")
+    assert llm.generate("?", params)[0].text == expected == "".join(llm.stream("?", params))
+
+
+def test_streams_side_by_side(make_llm):
+    llm = let_it_say(make_llm(), "first é", "second 漢")
+    streams = [llm.stream("?", SamplingParams(max_tokens=10, seed=seed)) for seed in (0, 1)]
+    texts = ["", ""]
+    for _ in range(4):
+        for idx, stream in enumerate(streams):
+            texts[idx] += next(stream)
+    texts = [text + "".join(stream) for text, stream in zip(texts, streams, strict=True)]
+    assert texts == ["first é..", "second 漢"]
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_an_abandoned_stream_frees_its_slot_and_blocks(make_llm, how):
+    llm = let_it_say(make_llm(), "abcdefgh")
+    stream = llm.stream("x" * 130, SamplingParams(max_tokens=8))
+    assert next(stream) == "a"
+    assert llm.cache.num_free_slots == 3
+    assert llm.cache.num_free_blocks == llm.cache.schema.num_blocks - 1
+    if how == "close":
+        stream.close()
+    else:
+        del stream
+    assert llm.cache.num_free_slots == 4
+    assert llm.cache.num_free_blocks == llm.cache.schema.num_blocks
+    llm.cache.check_integrity()
+    assert llm.generate("?", SamplingParams(max_tokens=2))[0].text == "ab"
+
+
+# ---- log-probabilities ----
+
+
+def test_logprobs(make_llm):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=3, ignore_eos=True, repetition_penalty=1.0)
+    done = llm.generate([5, 6, 7], params)[0]
+    assert len(done.logprobs) == 4
+    rows = llm.logits([5, 6, 7, *done.token_ids]).double().log_softmax(-1).float()
+    for step, one in enumerate(done.logprobs):
+        row = rows[2 + step]
+        best = row.sort(descending=True, stable=True)
+        assert one.token_id == done.token_ids[step] == best.indices[0].item()
+        assert one.logprob == row[one.token_id].item()
+        assert one.top == tuple(zip(best.indices[:3].tolist(), best.values[:3].tolist(), strict=True))
+
+
+def test_logprobs_none_zero_and_of_a_token_outside_the_best(make_llm):
+    llm = let_it_say(make_llm(), [9, 9, FILLER])
+    assert llm.generate([5], SamplingParams(max_tokens=3))[0].logprobs is None
+    done = llm.generate([5], SamplingParams(max_tokens=3, logprobs=0))[0]
+    assert [(one.token_id, one.top) for one in done.logprobs] == [(9, ()), (9, ()), (FILLER, ())]
+    assert all(one.logprob < 0 and math.isfinite(one.logprob) for one in done.logprobs)
+    best = llm.generate([5], SamplingParams(max_tokens=1, logprobs=100))[0].logprobs[0]
+    assert len(best.top) == 100
+    assert [logprob for _, logprob in best.top] == sorted((logprob for _, logprob in best.top), reverse=True)
+
+
+def test_logprobs_are_the_models_not_the_samplers(make_llm):
+    """Penalties, temperature and filters change what is drawn, not what is reported."""
+    llm = let_it_say(make_llm(), "abc")
+    plain = llm.generate([5], SamplingParams(max_tokens=3, logprobs=2))[0]
+    bent = llm.generate(
+        [5], SamplingParams(max_tokens=3, logprobs=2, temperature=0.3, top_k=2, repetition_penalty=2.0, min_p=0.5)
+    )[0]
+    assert plain == bent

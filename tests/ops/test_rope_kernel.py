@@ -1,0 +1,121 @@
+"""The rope kernels against their oracles, bit for bit where no sum is involved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.config import ModelConfig
+from dsv4.ops.norm import rms_norm
+from dsv4.ops.rope import head_norm_rope, head_norm_rope_ref, rope, rope_frequencies, rope_ref
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, strided, transposed, wild
+from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
+
+EPS = 1e-6
+FLASH = ModelConfig.flash()
+
+
+def frequencies(rope_dim=64, is_compressed=True):
+    theta, scaling = (FLASH.compress_rope_theta, FLASH.rope_scaling) if is_compressed else (FLASH.rope_theta, None)
+    return rope_frequencies(rope_dim, theta, scaling).to(kernel_device())
+
+
+def positions(num_tokens, seed=0):
+    """Anywhere up to a million, the ends included."""
+    values = torch.randint(0, 1 << 20, (num_tokens,), generator=generator(seed))
+    values[0], values[-1] = 0, (1 << 20) - 1
+    return values.to(kernel_device())
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64, 512), (3, 9, 512), (2, 128, 512), (3, 64, 128), (5, 512), (2, 3, 5, 64)])
+def test_rope_is_the_oracle(shape, inverse):
+    x, at, freqs = wild(shape, seed=sum(shape)), positions(shape[0]), frequencies()
+    assert_bitwise(rope(x, at, freqs, inverse), rope_ref(x, at, freqs, inverse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_rope_of_other_dtypes_and_frequencies(dtype, is_compressed):
+    x, at, freqs = wild((4, 3, 96), dtype, seed=1), positions(4), frequencies(is_compressed=is_compressed)
+    assert_bitwise(rope(x, at, freqs), rope_ref(x, at, freqs))
+
+
+@pytest.mark.parametrize("rope_dim", [2, 16, 128])
+def test_rope_dims(rope_dim):
+    x, at, freqs = wild((3, 2, 128), seed=2), positions(3), frequencies(rope_dim, is_compressed=False)
+    assert_bitwise(rope(x, at, freqs, True), rope_ref(x, at, freqs, True))
+
+
+def test_infinities_and_nan_outside_the_rotated_dims_stay_there():
+    x, at, freqs = normal((2, 3, 512), seed=3), positions(2), frequencies()
+    x[0, 1, 447], x[1, 2, 0] = float("nan"), float("inf")
+    out = rope(x, at, freqs)
+    assert_bitwise(out, rope_ref(x, at, freqs))
+    assert out[0, 1, 448:].isfinite().all()
+
+
+@pytest.mark.parametrize("view", [lambda x: strided(x, 0), lambda x: strided(x, 1), lambda x: strided(x, 2), transposed])
+def test_rope_strides(view):
+    plain, at, freqs = wild((3, 9, 512), seed=4), positions(3), frequencies()
+    x = view(plain)
+    assert not x.is_contiguous()
+    assert_bitwise(rope(x, strided(at, 0), strided(freqs, 0)), rope_ref(plain, at, freqs))
+    assert_close_to_oracle(
+        head_norm_rope(x, at, freqs, EPS), lambda dtype: head_norm_rope_ref(plain.to(dtype), at, freqs, EPS)
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 7, 9, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_norm_rope_follows_its_oracle(heads, dtype):
+    q, at, freqs = wild((3, heads, 512), dtype, seed=heads), positions(3), frequencies()
+    out = head_norm_rope(q, at, freqs, EPS)
+    assert_close_to_oracle(out, lambda wide: head_norm_rope_ref(q.to(wide), at, freqs, EPS))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_fused_is_the_chain_of_unfused(head_dim):
+    q, at, freqs = wild((3, 17, head_dim), seed=5), positions(3), frequencies()
+    assert_bitwise(head_norm_rope(q, at, freqs, EPS), rope(rms_norm(q, None, EPS), at, freqs))
+
+
+def test_a_token_does_not_depend_on_the_batch():
+    q, at, freqs = wild((7, 16, 512), seed=6), positions(7), frequencies()
+    whole = head_norm_rope(q, at, freqs, EPS)
+    order = torch.randperm(7).to(q.device)
+    assert_bitwise(head_norm_rope(q[order], at[order], freqs, EPS), whole[order])
+    longer = head_norm_rope(padded_rows(q, 2), torch.cat((at, at[:2])), freqs, EPS)
+    assert_bitwise(longer[:7], whole)
+    assert_bitwise(head_norm_rope(q[3:4], at[3:4], freqs, EPS), whole[3:4])
+
+
+def test_no_tokens():
+    freqs = frequencies()
+    nothing = torch.empty(0, 64, 512, dtype=torch.bfloat16, device=freqs.device)
+    at = torch.empty(0, dtype=torch.int64, device=freqs.device)
+    assert head_norm_rope(nothing, at, freqs, EPS).shape == (0, 64, 512)
+    assert rope(nothing, at, freqs).shape == (0, 64, 512)
+
+
+def test_the_input_is_left_alone():
+    x, at, freqs = normal((2, 3, 512), seed=7), positions(2), frequencies()
+    before = x.clone()
+    out = rope(x, at, freqs)
+    assert out.data_ptr() != x.data_ptr()
+    assert_bitwise(x, before)
+
+
+def test_what_cannot_be_done_is_said():
+    x, at, freqs = normal((2, 3, 512)), positions(2), frequencies()
+    with pytest.raises(KernelInputError, match="found torch.float64 and torch.float32"):
+        rope(x.double(), at, freqs)
+    with pytest.raises(KernelInputError, match="fp32 frequencies, found torch.bfloat16 and torch.float64"):
+        rope(x, at, freqs.double())
+    with pytest.raises(KernelInputError, match=r"positions \[T\], found \(2, 3, 512\) and \(3,\)"):
+        rope(x, positions(3), freqs)
+    with pytest.raises(KernelInputError, match="power of two up to 512, found 6"):
+        rope(x, at, freqs[:3])
+    with pytest.raises(KernelInputError, match="power of two up to 32, found 64"):
+        head_norm_rope(x[..., :32], at, freqs, EPS)

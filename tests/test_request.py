@@ -1,0 +1,155 @@
+"""`SamplingParams` and prompts: every field's limits, and a message that names the field and what was found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, fields
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.request import FinishReason, RequestError, SamplingParams, check_prompt, check_token_ids
+
+HUGE = 10**5000  # cannot be a float, and Python refuses to print it
+NOT_A_NUMBER = [None, "1", "", [], math.nan, math.inf, -math.inf, True, False, HUGE, -HUGE, 1j]
+
+BAD = {
+    "max_tokens": [0, -1, 2**31, 1.0, 1.5, *NOT_A_NUMBER],
+    "temperature": [-1, -1e-9, 100.1, *NOT_A_NUMBER],
+    "top_k": [-1, 2**31, 5.0, *NOT_A_NUMBER],
+    "top_p": [0, 0.0, -0.5, 1.0000001, 2, *NOT_A_NUMBER],
+    "min_p": [-0.1, 1.1, *NOT_A_NUMBER],
+    "repetition_penalty": [0, 0.0, -1, 101, *NOT_A_NUMBER],
+    "presence_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
+    "frequency_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
+    "seed": [-1, 2**63, 0.0, *NOT_A_NUMBER],
+    "stop": [None, 3, [""], ["a", ""], [3], [None], {"a"}, b"a", [b"a"], ""],
+    "stop_token_ids": [None, 3, "1", [-1], [1.0], [True], ["1"], [None], {1}],
+    "ignore_eos": [None, 0, 1, "true", []],
+    "logprobs": [-1, 101, 1.0, True, False, "3", [], math.nan, HUGE],
+}
+
+GOOD = {
+    "max_tokens": [1, 2**31 - 1],
+    "temperature": [0, 0.0, 1e-45, 1, 100],
+    "top_k": [0, 1, 2**31 - 1],
+    "top_p": [1e-9, 0.5, 1, 1.0],
+    "min_p": [0, 0.0, 1, 1.0],
+    "repetition_penalty": [1e-3, 1, 100.0],
+    "presence_penalty": [-100, 0, 100.0],
+    "frequency_penalty": [-100.0, 0.5, 100],
+    "seed": [0, 2**63 - 1],
+    "stop": [(), ("a",), ("\n\n", "End")],
+    "stop_token_ids": [(), (0,), (5, 129279)],
+    "ignore_eos": [True, False],
+    "logprobs": [None, 0, 100],
+}
+
+
+def test_every_field_is_covered():
+    names = {spec.name for spec in fields(SamplingParams)}
+    assert set(BAD) == names
+    assert set(GOOD) == names
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nonsense_is_refused_by_name(name):
+    for value in BAD[name]:
+        with pytest.raises(RequestError, match=f"^{name} must .*found ") as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_limits_themselves_are_accepted(name):
+    for value in GOOD[name]:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+def built(values):
+    try:
+        return SamplingParams(**values), None
+    except RequestError as error:
+        return None, str(error)
+
+
+@given(st.dictionaries(st.sampled_from([spec.name for spec in fields(SamplingParams)]), JSON, max_size=4))
+def test_anything_is_accepted_whole_or_refused_by_name(values):
+    params, message = built(values)
+    if params is None:
+        assert message.split()[0] in values
+        return
+    for name, value in values.items():
+        held = getattr(params, name)
+        assert held == (tuple(value) if isinstance(value, list) else value) or held == (value,)
+
+
+def test_one_stop_string_and_lists():
+    params = SamplingParams(stop="end", stop_token_ids=[3, 4])
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3, 4)
+    assert hash(params) == hash(SamplingParams(stop=["end"], stop_token_ids=(3, 4)))
+
+
+def test_params_are_frozen_and_named():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().seed = 3
+    with pytest.raises(TypeError):
+        SamplingParams(64)
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "has_penalties"),
+    [
+        ({}, False),
+        ({"temperature": 0, "top_k": 3}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -1}, True),
+    ],
+)
+def test_penalties_are_noticed(change, has_penalties):
+    assert SamplingParams(**change).has_penalties is has_penalties
+
+
+def test_finish_reasons_are_plain_strings():
+    assert [str(reason) for reason in FinishReason] == ["stop", "length"]
+    assert FinishReason.STOP == "stop"
+
+
+# ---- prompts ----
+
+
+def test_ids_outside_the_vocabulary():
+    for token_id in (-1, 10, 2**70, HUGE, 1.0, "1", None, True, False, [1], math.nan):
+        with pytest.raises(RequestError, match=r"^prompt token 2 is .*; ids are integers from 0 to 9$"):
+            check_prompt([0, 9, token_id, 3], 10, 100)
+
+
+def test_ids_of_other_libraries_become_plain_integers():
+    for ids in (numpy.array([3, 0, 9]), torch.tensor([3, 0, 9]), (3, 0, 9), range(3, 6)):
+        checked = check_token_ids(ids, 10, "token")
+        assert checked == [int(token_id) for token_id in ids]
+        assert all(type(token_id) is int for token_id in checked)
+    with pytest.raises(RequestError, match="token 0"):
+        check_token_ids(torch.tensor([0.5]), 10, "token")
+
+
+def test_lengths():
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        check_prompt([], 10, 100)
+    assert check_prompt([1] * 99, 10, 100) == [1] * 99
+    with pytest.raises(RequestError, match="the prompt has 100 tokens; max_context_tokens is 100"):
+        check_prompt([1] * 100, 10, 100)
