@@ -40,7 +40,7 @@ def _norm_quant(rows: int, width: int, keep_plain: bool) -> BenchCase:
 CASES = [
     *(_norm(rows, width, True) for width in (4096, 7168) for rows in (1, 16, 256, 4096)),
     *(_norm(rows, width, True) for width in (512, 1024, 1536) for rows in (1, 4096)),
-    _norm(4096, 4096, False),
+    *(_norm(4096, width, False) for width in (512, 4096)),
     *(_norm_quant(rows, width, True) for width in (4096, 7168) for rows in (1, 16, 256, 4096)),
     *(_norm_quant(rows, width, False) for width in (1024, 1536) for rows in (1, 4096)),
 ]

@@ -1,4 +1,6 @@
-"""Cases of ops/rope.py: query heads and attention outputs of Flash (64 x 512) and Pro (128 x 512), index heads (64 x 128)."""
+"""Cases of ops/rope.py: query heads and attention outputs of Flash (64 x 512) and Pro (128 x 512), index heads (64 x
+128).
+"""
 
 from __future__ import annotations
 

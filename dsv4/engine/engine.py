@@ -9,14 +9,19 @@ One cache has one engine: two would promise the same blocks. Not for several thr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.sampler import draw
+from dsv4.engine.constraint import Constraint, ConstraintError
+from dsv4.engine.sampler import Undrawable, draw
 from dsv4.engine.sequence import Sequence
+from dsv4.engine.stats import EngineStats
+from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
 from dsv4.request import RequestError, SamplingParams, check_prompt
 from dsv4.text.tokenizer import Tokenizer
@@ -32,7 +37,10 @@ class StepResult:
 
 
 class Engine:
-    """`add` requests, call `step` until `has_work` is false (or until those that matter are done)."""
+    """`add` requests, call `step` until `has_work` is false (or until those that matter are done).
+
+    `observe`, when set, sees every layer's output of every step (`Transformer.forward`).
+    """
 
     def __init__(self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None) -> None:
         self.model = model
@@ -40,12 +48,34 @@ class Engine:
         self.tokenizer = tokenizer
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self.observe: Callable[[int, BlockOutput], None] | None = None
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_finished = self._num_aborted = self._num_failed = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def prepare(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:
+    def stats(self) -> EngineStats:
+        """Where the engine stands now."""
+        schema = self.cache.schema
+        return EngineStats(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_slots=schema.num_slots,
+            num_blocks_used=schema.num_blocks - self.cache.num_free_blocks,
+            num_blocks=schema.num_blocks,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_failed=self._num_failed,
+        )
+
+    def prepare(
+        self, prompt: Iterable[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Sequence:  # fmt: skip
         """A request that could run, not yet queued. `RequestError` if it could never."""
         config, limits = self.model.config, self.cache.engine
         token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
@@ -56,7 +86,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
         sequence = Sequence.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
-            eos_token_id=config.eos_token_id, tokenizer=self.tokenizer,
+            eos_token_id=config.eos_token_id, tokenizer=self.tokenizer, constraint=constraint,
         )  # fmt: skip
         needed, total = blocks_at_position(sequence.max_len), self.cache.schema.num_blocks
         if needed > total:
@@ -79,8 +109,9 @@ class Engine:
     def step(self) -> list[StepResult]:
         """Admit what fits, run one forward call, draw a token for every request whose known tokens are all in.
 
-        If the call fails, every request in it is aborted: some layers may have moved on and others not, so none of
-        them could be continued.
+        A request whose logits are no numbers, or whose constraint allows no token, fails alone (`Sequence.error`). If
+        the call itself fails, every request in it is aborted: some layers may have moved on and others not, so none
+        of them could be continued.
         """
         self._admit()
         if not self._running:
@@ -99,9 +130,11 @@ class Engine:
         if sequence in self._running:
             self._release(sequence)
             sequence.is_aborted = True
+            self._num_aborted += 1
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
             sequence.is_aborted = True
+            self._num_aborted += 1
 
     # ---- the parts of a step ----
 
@@ -131,23 +164,42 @@ class Engine:
             [_slot(sequence) for sequence, _ in pieces],
             [sequence.token_ids[sequence.num_processed :][:length] for sequence, length in pieces],
         )
-        streams = self.model.forward(batch, self.cache.handle)
+        streams = self.model.forward(batch, self.cache.handle, self.observe)
+        self._num_steps += 1
         last_rows, ready, row = [], [], 0
         for sequence, length in pieces:
+            self._num_prompt_tokens += max(0, min(length, sequence.prompt_len - sequence.num_processed))
             sequence.num_processed += length
             row += length
             if sequence.num_pending == 0:
                 last_rows.append(row - 1)
                 ready.append(sequence)
-        if not ready:
-            return []
+        return self._draw(streams[last_rows], ready) if ready else []
+
+    def _draw(self, streams: Tensor, ready: list[Sequence]) -> list[StepResult]:
+        """The next token of every request that is ready; those that are over, or cannot go on, leave."""
         results = []
-        for sequence, (token_id, logprobs) in zip(ready, draw(self.model, streams[last_rows], ready), strict=True):
-            text = sequence.append(token_id, logprobs)
-            results.append(StepResult(sequence, token_id, text))
+        for sequence, drawn in zip(ready, draw(self.model, streams, ready), strict=True):
+            if isinstance(drawn, Undrawable):
+                self._fail(sequence, drawn.reason)
+                continue
+            text = sequence.append(drawn.token_id, drawn.logprobs)
+            self._num_output_tokens += 1
+            results.append(StepResult(sequence, drawn.token_id, text))
             if sequence.finish_reason is not None:
                 self._release(sequence)
+                self._num_finished += 1
+            elif sequence.constraint is not None:
+                try:
+                    sequence.constraint.accept(drawn.token_id)
+                except ConstraintError as error:
+                    self._fail(sequence, str(error))
         return results
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        self._release(sequence)
+        sequence.error = reason
+        self._num_failed += 1
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.release(_slot(sequence))

@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsv4.engine.constraint import ConstraintError
 from dsv4.engine.sequence import Sequence
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingBatch, token_logprobs
 from dsv4.request import TokenLogprobs
 
 
-def draw(
-    model: Transformer, streams: Tensor, sequences: SequenceOf[Sequence]
-) -> list[tuple[int, TokenLogprobs | None]]:
-    """streams [R, n, D], one row per sequence -> its next token id, and log-probabilities where it asked for them."""
+@dataclass(frozen=True)
+class Drawn:
+    """A request's next token, and its log-probabilities where it asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
+class Undrawable:
+    """A request that has no next token, and why. It says nothing about the others of the call."""
+
+    reason: str
+
+
+def draw(model: Transformer, streams: Tensor, sequences: SequenceOf[Sequence]) -> list[Drawn | Undrawable]:
+    """streams [R, n, D], one row per sequence -> what each draws. Log-probabilities are the model's own, before any
+    constraint."""
     logits = model.logits(streams)  # [R, vocab]
-    token_ids = model.context.ops.sample(logits, _sampling_batch(sequences, logits)).tolist()
+    poisoned = logits.isnan().any(-1).tolist()
+    masked, stuck = _apply_constraints(logits, sequences)
+    token_ids = model.context.ops.sample(masked, _sampling_batch(sequences, logits)).tolist()
     asked = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     logprobs: dict[int, TokenLogprobs] = {}
     if asked:
         table = token_logprobs(logits[asked])
         for row, row_logprobs in zip(asked, table, strict=True):
             logprobs[row] = _top(row_logprobs, token_ids[row], sequences[row].params.logprobs or 0)
-    return [(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    drawn: list[Drawn | Undrawable] = []
+    for row, token_id in enumerate(token_ids):
+        if poisoned[row]:
+            position = len(sequences[row].token_ids)
+            drawn.append(Undrawable(f"the model gave no numbers (NaN logits) for the token at position {position}"))
+        elif row in stuck:
+            drawn.append(Undrawable(stuck[row]))
+        else:
+            drawn.append(Drawn(token_id, logprobs.get(row)))
+    return drawn
+
+
+def _apply_constraints(logits: Tensor, sequences: SequenceOf[Sequence]) -> tuple[Tensor, dict[int, str]]:
+    """The logits with every forbidden token at -inf, and the rows that cannot go on with the reason."""
+    stuck: dict[int, str] = {}
+    masked = logits
+    for row, sequence in enumerate(sequences):
+        if sequence.constraint is None:
+            continue
+        try:
+            allowed = sequence.constraint.allowed()  # [vocab]
+        except ConstraintError as error:
+            stuck[row] = str(error)
+            continue
+        if not allowed.any():
+            stuck[row] = "the constraint allows no token"
+            continue
+        if masked is logits:
+            masked = logits.clone()
+        masked[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
+    return masked, stuck
 
 
 def _top(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:

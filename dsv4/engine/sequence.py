@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from dsv4.engine.constraint import Constraint
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.stop import StopBuffer
 from dsv4.text.tokenizer import Detokenizer, Tokenizer
@@ -14,9 +15,18 @@ class RequestAborted(RuntimeError):
     """The request was dropped before its end, by its caller or because a forward call it shared failed."""
 
 
+class RequestFailed(RuntimeError):
+    """The request could not be continued, through no fault of the others: its logits were no numbers, or its
+    constraint allowed no token."""
+
+
 @dataclass(eq=False)
 class Sequence:
-    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot."""
+    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
+
+    `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
+    draw and told what was drawn.
+    """
 
     params: SamplingParams
     token_ids: list[int]
@@ -27,6 +37,8 @@ class Sequence:
     num_processed: int = 0
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
+    error: str | None = None
+    constraint: Constraint | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
@@ -35,7 +47,7 @@ class Sequence:
     @classmethod
     def start(
         cls, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | None, constraint: Constraint | None = None,
     ) -> Sequence:  # fmt: skip
         """A checked prompt, not yet admitted."""
         return cls(
@@ -44,6 +56,7 @@ class Sequence:
             prompt_len=len(prompt),
             max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
             eos_token_id=eos_token_id,
+            constraint=constraint,
             _detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
             _stop=StopBuffer(params.stop) if tokenizer is not None else None,
         )
@@ -55,7 +68,7 @@ class Sequence:
 
     @property
     def is_done(self) -> bool:
-        return self.finish_reason is not None or self.is_aborted
+        return self.finish_reason is not None or self.is_aborted or self.error is not None
 
     @property
     def num_output(self) -> int:
@@ -93,7 +106,9 @@ class Sequence:
         return out
 
     def completion(self) -> Completion:
-        """The result, once done; `RequestAborted` if there will be none."""
+        """The result, once done; `RequestAborted` or `RequestFailed` if there will be none."""
+        if self.error is not None:
+            raise RequestFailed(self.error)
         if self.is_aborted:
             raise RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
         assert self.finish_reason is not None, "the request is still running"

@@ -1,7 +1,8 @@
 """Every operation of the model: its contract, its oracle, and (where written) its kernel, one file each.
 
 The model never calls an op by name; it is handed an `OpSet`. `TORCH` is the set of oracles: plain torch, any device,
-any float dtype, bitwise independent of how requests are batched or chunked. The set of kernels is `dsv4.ops.triton_set.TRITON`.
+any float dtype, bitwise independent of how requests are batched or chunked. The set of kernels is
+`dsv4.ops.triton_set.TRITON`.
 """
 
 from __future__ import annotations

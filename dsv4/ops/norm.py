@@ -36,8 +36,9 @@ def rms_norm_quant_ref(
     return (normed if keep_plain else None), QuantActivation(codes, scale)
 
 
-# key: K rounded up to a power of two. Tiles of 4,096 values on four warps: a thread has four 16-byte loads of bf16 under way.
-# `head_norm_rope` uses the same tiles, so that a row's sum has the same order there: fused and unfused agree in every bit.
+# key: K rounded up to a power of two. Tiles of 4,096 values on four warps: a thread has four 16-byte loads of bf16
+# under way. `head_norm_rope` uses the same tiles, so that a row's sum has the same order there: fused and unfused
+# agree in every bit.
 ROW_CONFIGS = {
     64: LaunchConfig(rows=8, num_warps=1),
     128: LaunchConfig(rows=8, num_warps=1),
@@ -78,8 +79,8 @@ def _rms_norm_kernel(
     if HAS_OUT:
         tl.store(out_ptr + rows[:, None] * K + cols[None, :], rounded, mask=mask)
     if HAS_CODES:
-        # codes, scale = fp8_quantize(normed, GROUP). Stored as groups, not as rows: a store of bytes in the shape of the
-        # load would widen the load's layout, and with it change the order of the sum.
+        # codes, scale = fp8_quantize(normed, GROUP). Stored as groups, not as rows: a store of bytes in the shape of
+        # the load would widen the load's layout, and with it change the order of the sum.
         NUM_GROUPS: tl.constexpr = BLOCK // GROUP
         codes, scale = quantize_e4m3(tl.reshape(rounded.to(tl.float32), [ROWS * NUM_GROUPS, GROUP]))
         tile_groups = tl.arange(0, ROWS * NUM_GROUPS)

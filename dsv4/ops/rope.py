@@ -1,7 +1,7 @@
 """Rotary embedding on the last dims of a head: interleaved pairs, fp32 angles, plain or YaRN frequencies.
 
-Kernel: one program per token and HEADS heads. The whole head is read once for its norm (or to be copied), its last dims are
-read again from cache as pairs; a token's 32 cosines and sines are computed once per program.
+Kernel: one program per token and HEADS heads. The whole head is read once for its norm (or to be copied), its last
+dims are read again from cache as pairs; a token's 32 cosines and sines are computed once per program.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _launch(x: Tensor, positions: Tensor, freqs: Tensor, eps: float | None, inve
     check_launch(x, positions, freqs)
     num_tokens, head_dim, rope_dim = x.shape[0], x.shape[-1], 2 * freqs.shape[0]
     if x.dtype not in KERNEL_DTYPES or freqs.dtype != torch.float32:
-        raise KernelInputError(f"expected one of {KERNEL_DTYPES} and fp32 frequencies, found {x.dtype} and {freqs.dtype}")
+        raise KernelInputError(
+            f"expected one of {KERNEL_DTYPES} and fp32 frequencies, found {x.dtype} and {freqs.dtype}"
+        )
     if x.dim() < 2 or positions.shape != (num_tokens,):
         raise KernelInputError(
             f"expected x [T, ..., K] and positions [T], found {tuple(x.shape)} and {tuple(positions.shape)}"

@@ -64,8 +64,8 @@ LAUNCH_DEVICES = frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"})
 def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
     """`triton.jit`, with or without arguments.
 
-    Name every size that varies from call to call (rows, tokens) in `do_not_specialize`: one compiled kernel then serves all
-    batches, which saves compilation and keeps a row's result independent of how many rows there are.
+    Name every size that varies from call to call (rows, tokens) in `do_not_specialize`: one compiled kernel then
+    serves all batches, which saves compilation and keeps a row's result independent of how many rows there are.
     """
     if function is None:
         return lambda inner: jit(inner, do_not_specialize=do_not_specialize)
@@ -85,7 +85,9 @@ def check_launch(*tensors: Tensor | None) -> None:
             f"expected tensors on one device of {sorted(LAUNCH_DEVICES)}, found {found}; the TORCH op set runs anywhere"
         )
     if IS_INTERPRETED and not _interpreter_is_repaired():
-        raise KernelInputError("TRITON_INTERPRET=1 computes wrong bits: call dsv4.testing.interpreter.without_gpu() first")
+        raise KernelInputError(
+            "TRITON_INTERPRET=1 computes wrong bits: call dsv4.testing.interpreter.without_gpu() first"
+        )
 
 
 def _interpreter_is_repaired() -> bool:
@@ -133,7 +135,9 @@ _FP4_FLOOR_BITS = tl.constexpr(_fp32_bits(FP4_AMAX_FLOOR))
 
 @jit
 def abs_bits(x):
-    """fp32 -> int32 bits of |x|. Their order is the values' order, with NaN above infinity: an integer max keeps NaN."""
+    """fp32 -> int32 bits of |x|. Their order is the values' order, with NaN above infinity: an integer max keeps
+    NaN.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -211,7 +215,9 @@ def e2m1_decode(nibble):
 
 @jit
 def quantize_e2m1(x):
-    """fp32 [R, group] -> packed bytes uint8 [R, group / 2] (even element low) and E8M0 codes uint8 [R], as `mxfp4_quantize`."""
+    """fp32 [R, group] -> packed bytes uint8 [R, group / 2] (even element low) and E8M0 codes uint8 [R], as
+    `mxfp4_quantize`.
+    """
     scale = e2m1_scale(tl.max(abs_bits(x), axis=1))
     nibbles = e2m1_encode(x * e8m0_reciprocal(scale)[:, None])
     even, odd = tl.split(tl.reshape(nibbles, [x.shape[0], x.shape[1] // 2, 2]))
@@ -230,8 +236,8 @@ _HALF_PI_LOW = tl.constexpr(6.07710050650619224932e-11)
 def cos_sin(angle):
     """fp32 angle -> cos and sin, exact to fp32 for |angle| up to 1.6 million (graceful beyond).
 
-    Cody-Waite reduction and Taylor series in fp64: no slow path, no library, and the same bits in the interpreter and on a
-    GPU. The series ends where the next term, at pi / 4, is below 2^-52.
+    Cody-Waite reduction and Taylor series in fp64: no slow path, no library, and the same bits in the interpreter
+    and on a GPU. The series ends where the next term, at pi / 4, is below 2^-52.
     """
     wide = angle.to(tl.float64)
     quadrant = tl.floor(wide * _TWO_OVER_PI + 0.5)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from dsv4.serve.bench_command import bench_app
 from dsv4.serve.generate_command import generate_command
 from dsv4.serve.info_command import info_command
 from dsv4.serve.plan_command import plan_command
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench_app, name="bench")
 app.command("generate")(generate_command)
 app.command("info")(info_command)
 app.command("plan")(plan_command)

@@ -1,8 +1,9 @@
-"""Timing of single ops on a GPU, with the bytes and operations each case must move, and records that say where they are from.
+"""Timing of single ops on a GPU, with the bytes and operations each case must move, and records that say where they
+are from.
 
 A case is captured in a CUDA graph; before every replay the L2 cache is overwritten; the time is that between two events
-around the replay. Nothing waits for the host in between, since the flush gives it time to run ahead. What remains of the
-launch itself is measured on an empty graph (`launch_us`) and recorded, not subtracted.
+around the replay. Nothing waits for the host in between, since the flush gives it time to run ahead. What remains of
+the launch itself is measured on an empty graph (`launch_us`) and recorded, not subtracted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ class Work:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """`build(device)` makes inputs and the call. It must also work on the device "meta", where the compile check runs it:
-    random and constant tensors only, nothing that reads a value."""
+    """`build(device)` makes inputs and the call. It must also work on the device "meta", where the compile check
+    runs it: random and constant tensors only, nothing that reads a value."""
 
     op: str
     name: str
@@ -119,7 +120,9 @@ class Timer:
 
     def times_us(self, call: Callable[[], Any]) -> list[float]:
         graph = self._capture(call)
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.samples)]
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.samples)
+        ]
         for start, end in pairs:
             self._flush.zero_()
             start.record()
@@ -274,6 +277,3 @@ def table(records: Iterable[dict[str, Any]]) -> str:
     ]
     return "\n".join(lines)
 
-
-def as_dict(comparison: Comparison) -> dict[str, Any]:
-    return asdict(comparison)

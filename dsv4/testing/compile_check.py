@@ -1,8 +1,10 @@
-"""Compiles kernels for GPUs that are not there, with the launch configurations really used, and reports what ptxas made.
+"""Compiles kernels for GPUs that are not there, with the launch configurations really used, and reports what ptxas
+made.
 
-A benchmark case is built on the "meta" device and called. Its launchers run as they are; Triton's own JIT derives types,
-alignment and options from their arguments, and compiles for the given architecture instead of launching. So nothing is
-written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses it.
+A benchmark case is built on the "meta" device and called. Its launchers run as they are; Triton's own JIT derives
+types, alignment and options from their arguments, and compiles for the given architecture instead of launching. So
+nothing is written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses
+it.
 
     python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases_*.py
 

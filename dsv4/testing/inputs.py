@@ -13,6 +13,20 @@ def kernel_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def elementwise_block() -> int:
+    """Values per program in elementwise test kernels: many in the interpreter, where a program costs the same at any
+    size.
+    """
+    return 1024 if torch.cuda.is_available() else 1 << 16
+
+
+def whole_blocks(x: Tensor) -> Tensor:
+    """x [N] with zeros behind it, up to a multiple of `elementwise_block()`."""
+    width = x.element_size()
+    padding = -x.numel() % elementwise_block()
+    return torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, padding * width)).view(x.dtype)
+
+
 def generator(seed: int) -> torch.Generator:
     """Draws on the CPU, so that a GPU run sees the same numbers."""
     return torch.Generator().manual_seed(seed)
@@ -24,7 +38,8 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: in
 
 
 def wild(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Rows of very different magnitude (2^-20 .. 2^10), single outliers a thousand times their row, both zeros, a zero row.
+    """Rows of very different magnitude (2^-20 .. 2^10), single outliers a thousand times their row, both zeros, a
+    zero row.
 
     Finite, and its squares are finite in fp32.
     """

@@ -1,18 +1,20 @@
 """Triton's CPU interpreter, made bit-faithful, so that a machine without a GPU can run the kernels.
 
-Unrepaired, Triton 3.6 computes bf16 on raw bit patterns, truncates casts to bf16, and loses carries, subnormals, NaN and
-saturation in casts to E4M3, all without a word. `repair()` replaces those parts by torch's conversions and by fp32
+Unrepaired, Triton 3.6 computes bf16 on raw bit patterns, truncates casts to bf16, and loses carries, subnormals, NaN
+and saturation in casts to E4M3, all without a word. `repair()` replaces those parts by torch's conversions and by fp32
 arithmetic that is rounded once per operation, which is what the GPU does. It also
 
 * rounds `tl.fma` once, and gives `tl.maximum`, `tl.minimum` and `tl.clamp` the GPU's treatment of NaN;
 * lets `range` and indexing take a tensor again with numpy 2.4 and newer;
-* patches the language once per launch instead of at every call of a helper, which makes kernels about three times faster.
+* patches the language once per launch instead of at every call of a helper, which makes kernels about three times
+  faster.
 
-What it cannot give: the GPU's order of summation, its approximate exp, sin, cos and rsqrt, and the tf32 rounding of fp32
-`tl.dot` operands. Kernels avoid the last two where bits matter.
+What it cannot give: the GPU's order of summation, its approximate exp, sin, cos and rsqrt, and the tf32 rounding of
+fp32 `tl.dot` operands. Kernels avoid the last two where bits matter.
 
 `TRITON_INTERPRET=1` must stand in the environment before triton is imported, because decorators read it;
-`without_gpu()` sets it when there is no CUDA device, and is called once, by `tests/conftest.py`. On a GPU nothing is touched.
+`without_gpu()` sets it when there is no CUDA device, and is called once, by `tests/conftest.py`. On a GPU nothing is
+touched.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class InterpreterError(ValueError):
 
 
 def without_gpu() -> bool:
-    """Switch to the repaired interpreter if there is no CUDA device and Triton is installed; say whether it is in use."""
+    """Switch to the repaired interpreter if there is no CUDA device and Triton is installed; say whether it is in
+    use.
+    """
     if torch.cuda.is_available():
         return False
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -231,7 +235,8 @@ def _repair_language(interpreter: Any) -> None:
 
 
 def _refuse_narrow_sums(interpreter: Any) -> None:
-    """`tl.sum` of bf16 or narrower accumulates in that format, in an order of the GPU's choosing: never what a kernel wants.
+    """`tl.sum` of bf16 or narrower accumulates in that format, in an order of the GPU's choosing: never what a
+    kernel wants.
 
     The interpreter cannot reproduce it, so it refuses. `tl.max`, `tl.min` and `tl.cumsum` widen by themselves.
     """

@@ -3,8 +3,8 @@
 | what | rule | function |
 |---|---|---|
 | indices, packing, casts, codes, fused against unfused, batched against single | the same bits | `assert_bitwise` |
-| float ops | at most twice the error the oracle itself makes in the working dtype, both against fp64 | `assert_close_to_oracle` |
-| products of quantised operands against the unquantised product | one bound per number format | `assert_within_format` |
+| float ops | at most twice the oracle's own error in the working dtype, against fp64 | `assert_close_to_oracle` |
+| quantised products against the unquantised product | one bound per number format | `assert_within_format` |
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import Tensor
 ORACLE_FACTOR = 2.0
 
 # `product_difference` between a product of quantised operands and the same product in fp64 without quantisation, for
-# normally distributed operands. bf16: both operands rounded; fp8: E4M3 per 128 on both sides; fp4: E2M1 weights (MXFP4 or
-# NVFP4) with E4M3 or wider activations. An error of one step in a scale, or swapped nibbles, is far outside.
+# normally distributed operands. bf16: both operands rounded; fp8: E4M3 per 128 on both sides; fp4: E2M1 weights
+# (MXFP4 or NVFP4) with E4M3 or wider activations. An error of one step in a scale, or swapped nibbles, is far outside.
 FORMAT_BOUNDS = {"bf16": 1e-5, "fp8": 1e-3, "mxfp4": 1e-2, "nvfp4": 1e-2}
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """x's bit patterns as integers, with one pattern for all NaNs: which NaN comes out of an operation is not defined."""
+    """x's bit patterns as integers, with one pattern for all NaNs: which NaN comes out of an operation is not
+    defined.
+    """
     if not x.dtype.is_floating_point:
         return x
     bits = x.contiguous().view(_INTEGERS[x.element_size()])
@@ -48,14 +50,17 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "result") -> No
 
 
 def row_errors(actual: Tensor, exact: Tensor) -> Tensor:
-    """Largest error of each row (last dimension) in units of the row's largest exact value: small rows count like large."""
+    """Largest error of each row (last dimension) in units of the row's largest exact value: small rows count like
+    large.
+    """
     scale = exact.abs().amax(-1)
     error = (actual.double() - exact).abs().amax(-1)
     return error / torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def assert_close_to_oracle(actual: Tensor, oracle: Callable[[torch.dtype], Tensor], what: str = "result") -> None:
-    """`oracle(dtype)` computes the expected result from inputs converted to `dtype`; it is asked for actual's dtype and fp64.
+    """`oracle(dtype)` computes the expected result from inputs converted to `dtype`; it is asked for actual's dtype
+    and fp64.
 
     The worst row may be at most ORACLE_FACTOR times as wrong as the oracle's worst row. Both are measured against fp64.
     Everything must be finite where fp64 is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import SMALL, assert_all_free
+from engine_cases import ONE_LAYER, SMALL, assert_all_free
 
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
@@ -14,10 +14,12 @@ from dsv4.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def params_of():
+def models():
+    """name: (config, params, numerics)"""
     return {
-        "official": random_params(SMALL),
-        "exact": random_params(SMALL, dequantize_to=torch.float32),
+        "official": (SMALL, random_params(SMALL), "official"),
+        "exact": (SMALL, random_params(SMALL, dequantize_to=torch.float32), "exact"),
+        "one layer": (ONE_LAYER, random_params(ONE_LAYER, dequantize_to=torch.float32), "exact"),
     }
 
 
@@ -27,13 +29,14 @@ def tokenizer():
 
 
 @pytest.fixture
-def make_llm(params_of, tokenizer):
-    """`make_llm(numerics, with_tokenizer, **limits)`. When the test is over, every cache must be free again."""
+def make_llm(models, tokenizer):
+    """`make_llm(model, with_tokenizer, **limits)`. When the test is over, every cache must be free again."""
     made = []
 
-    def make(numerics="exact", with_tokenizer=True, **limits):
+    def make(model="one layer", with_tokenizer=True, **limits):
+        config, params, numerics = models[model]
         llm = LLM.from_params(
-            SMALL, params_of[numerics], numerics=numerics, tokenizer=tokenizer if with_tokenizer else None,
+            config, params, numerics=numerics, tokenizer=tokenizer if with_tokenizer else None,
             engine=EngineConfig(**{"max_context_tokens": 512, "max_concurrent_requests": 4, **limits}),
         )  # fmt: skip
         made.append(llm)

@@ -15,6 +15,9 @@ SMALL = ModelConfig.tiny(
     moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=1024,
 )  # fmt: skip
 
+# Enough where only the engine matters, and much faster.
+ONE_LAYER = replace(SMALL, num_hidden_layers=1, compress_ratios=(0,), num_nextn_predict_layers=0)
+
 FILLER = 2 + ord(".")
 
 

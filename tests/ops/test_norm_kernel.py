@@ -1,4 +1,6 @@
-"""The RMSNorm kernels against their oracles, with hostile inputs; fused against unfused and batched against single, bit for bit."""
+"""The RMSNorm kernels against their oracles, with hostile inputs; fused against unfused and batched against single,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.tl_utils import KernelInputError
-from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
+from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 EPS = 1e-6
@@ -28,7 +30,7 @@ def test_every_width(width, has_weight):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 7, 8, 9])
+@pytest.mark.parametrize("rows", around(8))
 def test_every_dtype_and_rows_around_the_tile(dtype, rows):
     x = wild((rows, 512), dtype, seed=rows)
     weight = normal((512,), torch.float32, seed=2)

@@ -36,7 +36,10 @@ def test_the_kernels_written_so_far_are_found():
 def test_oracle_and_kernel_share_a_signature(name):
     oracle, kernel = PAIRS[name]
     assert inspect.signature(oracle) == inspect.signature(kernel)
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in inspect.signature(oracle).parameters.values())
+    assert all(
+        parameter.annotation is not inspect.Parameter.empty
+        for parameter in inspect.signature(oracle).parameters.values()
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)

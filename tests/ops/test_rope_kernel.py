@@ -56,7 +56,9 @@ def test_infinities_and_nan_outside_the_rotated_dims_stay_there():
     assert out[0, 1, 448:].isfinite().all()
 
 
-@pytest.mark.parametrize("view", [lambda x: strided(x, 0), lambda x: strided(x, 1), lambda x: strided(x, 2), transposed])
+@pytest.mark.parametrize(
+    "view", [lambda x: strided(x, 0), lambda x: strided(x, 1), lambda x: strided(x, 2), transposed]
+)
 def test_rope_strides(view):
     plain, at, freqs = wild((3, 9, 512), seed=4), positions(3), frequencies()
     x = view(plain)

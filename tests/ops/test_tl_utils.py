@@ -34,7 +34,7 @@ from dsv4.ops.tl_utils import (
     quantize_e4m3,
     tl,
 )
-from dsv4.testing.inputs import generator, kernel_device, wild
+from dsv4.testing.inputs import elementwise_block, generator, kernel_device, whole_blocks, wild
 from dsv4.testing.numeric import assert_bitwise
 
 
@@ -74,7 +74,7 @@ def quantize_kernel(x_ptr, codes_ptr, scale_ptr, ROWS: tl.constexpr, GROUP: tl.c
 
 @jit
 def cos_sin_kernel(angle_ptr, cos_ptr, sin_ptr, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cos, sin = cos_sin(tl.load(angle_ptr + offsets))
     tl.store(cos_ptr + offsets, cos)
     tl.store(sin_ptr + offsets, sin)
@@ -85,7 +85,9 @@ def scale_corners():
     powers = torch.exp2(torch.arange(-126, 120).double())
     exact = torch.cat([(limit * powers).float() for limit in (E4M3_MAX, E2M1_MAX, 1.0)])
     near = torch.cat((exact, torch.nextafter(exact, exact * 2), torch.nextafter(exact, exact * 0)))
-    random = torch.rand(1500, generator=generator(0)) * torch.exp2(torch.randint(-126, 127, (1500,), generator=generator(1)))
+    random = torch.rand(1500, generator=generator(0)) * torch.exp2(
+        torch.randint(-126, 127, (1500,), generator=generator(1))
+    )
     special = torch.tensor([0.0, float("inf"), float("nan"), torch.finfo(torch.float32).max, 1e-4, 1e-5])
     return torch.nn.functional.pad(torch.cat((near, random, special)), (0, 4096))[:4096].to(kernel_device())
 
@@ -152,11 +154,14 @@ def test_a_nan_reaches_the_scale_of_its_e2m1_group():
 def test_cos_and_sin_are_exact_to_fp32():
     positions = torch.randint(0, 1 << 20, (1 << 16,), generator=generator(6)).float()
     freqs = torch.exp(-torch.rand(1 << 16, generator=generator(7)) * 14)
-    quarters = (torch.arange(1 << 12).double() * (torch.pi / 2)).float()  # next to the zeros, where reduction is hardest
-    angles = torch.cat((positions * freqs, positions, quarters, -quarters, torch.tensor([0.0, 1048575.0])))
-    angles = torch.nn.functional.pad(angles, (0, next_power_of_2(len(angles)) - len(angles))).to(kernel_device())
+    quarters = (
+        torch.arange(1 << 12).double() * (torch.pi / 2)
+    ).float()  # next to the zeros, where reduction is hardest
+    angles = torch.cat((positions * freqs, positions, quarters, -quarters[1:], torch.tensor([0.0, 1048575.0])))
+    angles = whole_blocks(angles.to(kernel_device()))
     cos, sin = torch.empty(2, len(angles), device=angles.device)
-    cos_sin_kernel[(1,)](angles, cos, sin, BLOCK=len(angles), num_warps=8, enable_fp_fusion=False)
+    grid = (len(angles) // elementwise_block(),)
+    cos_sin_kernel[grid](angles, cos, sin, BLOCK=elementwise_block(), enable_fp_fusion=False)
     wide = angles.cpu().double()
     assert_bitwise(cos.cpu(), wide.cos().float())
     assert_bitwise(sin.cpu(), wide.sin().float())
@@ -206,7 +211,9 @@ def test_without_triton_the_oracles_work_and_a_launch_says_why_not():
         "try:\n    TRITON.rms_norm(x, None, 0.0)\n"
         "except TritonMissingError as error:\n    print(error)\n"
     )
-    assert run.stdout == "_rms_norm_kernel needs Triton, which is not installed here; use the TORCH op set\n", run.stderr
+    assert run.stdout == "_rms_norm_kernel needs Triton, which is not installed here; use the TORCH op set\n", (
+        run.stderr
+    )
 
 
 def test_the_unrepaired_interpreter_is_refused():

@@ -1,4 +1,4 @@
-"""`dsv4 render`: exact bytes on standard output, one clear line on standard error."""
+"""`dsv4 render`: exact bytes on standard output; a mistake is a `ChatError`, which the command line prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from dsv4.serve.render_command import render_command
-from dsv4.text.chat import encode_messages
+from dsv4.text.chat import ChatError, encode_messages
 
 FIXTURES = Path(__file__).parents[1] / "text" / "fixtures"
 APP = typer.Typer()
@@ -73,12 +73,12 @@ def test_mistakes(tmp_path, content, expected):
     file = tmp_path / "chat.json"
     file.write_bytes(content)
     result = render(file)
-    assert result.exit_code == 1
-    assert expected in result.stderr
+    assert isinstance(result.exception, ChatError)
+    assert expected in str(result.exception)
     assert result.stdout_bytes == b""
 
 
 def test_missing_file(tmp_path):
     result = render(tmp_path / "none.json")
-    assert result.exit_code == 1
-    assert "cannot be read: No such file" in result.stderr
+    assert isinstance(result.exception, ChatError)
+    assert "cannot be read: No such file" in str(result.exception)

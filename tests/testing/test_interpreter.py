@@ -13,7 +13,7 @@ import torch
 
 from dsv4.ops.tl_utils import jit, tl
 from dsv4.testing import interpreter
-from dsv4.testing.inputs import generator, kernel_device
+from dsv4.testing.inputs import elementwise_block, generator, kernel_device, whole_blocks
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 E4M3_MAX = 448.0
@@ -82,15 +82,11 @@ def count_kernel(n_ptr, out_ptr):
     tl.store(out_ptr, total)
 
 
-def launch_cast(x, dtype, block=65536):
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    padded = -(-x.numel() // block) * block
-    source = torch.nn.functional.pad(x.view(torch.uint8).view(x.numel(), -1), (0, 0, 0, padded - x.numel()))
-    source = source.flatten().view(x.dtype)
-    result = torch.empty(padded, dtype=dtype, device=x.device)
-    cast_kernel[(padded // block,)](source, result, BLOCK=block)
-    out.copy_(result[: x.numel()])
-    return out
+def launch_cast(x, dtype):
+    source = whole_blocks(x)
+    result = torch.empty(source.shape, dtype=dtype, device=x.device)
+    cast_kernel[(len(source) // elementwise_block(),)](source, result, BLOCK=elementwise_block())
+    return result[: len(x)]
 
 
 def fp32_corners():
@@ -103,7 +99,9 @@ def fp32_corners():
 
 
 def e4m3_corners():
-    """Every midpoint between neighbouring E4M3 values and one fp32 step to each side, specials, and the saturation range."""
+    """Every midpoint between neighbouring E4M3 values and one fp32 step to each side, specials, and the saturation
+    range.
+    """
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     steps = torch.cat((codes, middles, torch.tensor([464.0, 480.0, 1e6, 3e38, float("inf"), 2.0**-10, 2.0**-149])))
@@ -135,14 +133,14 @@ def test_casts_to_e4m3_round_to_even_and_saturate(source):
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_e4m3_codes_come_back(target):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(kernel_device()).view(torch.float8_e4m3fn)
-    assert_bitwise(launch_cast(codes, target, block=256), codes.to(target))
+    assert_bitwise(launch_cast(codes, target), codes.to(target))
 
 
 def test_integers_and_bf16():
     integers = torch.randint(-70000, 70000, (4096,), generator=generator(2), dtype=torch.int32).to(kernel_device())
-    assert_bitwise(launch_cast(integers, torch.bfloat16, block=4096), integers.float().to(torch.bfloat16))
+    assert_bitwise(launch_cast(integers, torch.bfloat16), integers.float().to(torch.bfloat16))
     values = integers.float().to(torch.bfloat16)
-    assert_bitwise(launch_cast(values, torch.int32, block=4096), values.to(torch.int32))
+    assert_bitwise(launch_cast(values, torch.int32), values.to(torch.int32))
 
 
 def bf16_pairs():
@@ -153,9 +151,11 @@ def bf16_pairs():
 
 
 def launch_binary(a, b, op):
-    out = torch.empty_like(a)
-    binary_kernel[(1,)](a, b, out, BLOCK=a.numel(), OP=op, enable_fp_fusion=False)
-    return out
+    left, right = whole_blocks(a), whole_blocks(b)
+    out = torch.empty_like(left)
+    grid = (len(out) // elementwise_block(),)
+    binary_kernel[grid](left, right, out, BLOCK=elementwise_block(), OP=op, enable_fp_fusion=False)
+    return out[: len(a)]
 
 
 @pytest.mark.parametrize("op", ["add", "sub", "mul"])
@@ -201,10 +201,18 @@ def test_fma_rounds_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32])
 def test_dot_accumulates_in_fp32(dtype):
-    a, b = (torch.randn(shape, generator=generator(9)).to(kernel_device()).to(dtype) for shape in ((64, 128), (128, 32)))
+    """Whole numbers, so that every machine's order of summation gives the same bits; sums need more bits than bf16
+    has.
+    """
+    source = generator(9)
+    a, b = (
+        torch.randint(-8, 9, shape, generator=source).to(kernel_device()).float() for shape in ((64, 128), (128, 32))
+    )
     out = torch.empty(64, 32, device=a.device)
-    dot_kernel[(1,)](a, b, out, M=64, N=32, K=128)
-    assert_close_to_oracle(out, lambda wide: a.to(wide) @ b.to(wide))
+    dot_kernel[(1,)](a.to(dtype), b.to(dtype), out, M=64, N=32, K=128)
+    exact = (a.cpu().double() @ b.cpu().double()).float()
+    assert (exact != exact.to(torch.bfloat16).float()).any()
+    assert_bitwise(out.cpu(), exact)
 
 
 def test_reductions():
@@ -238,5 +246,7 @@ def test_too_late_is_an_error():
         "except interpreter.InterpreterError as error:\n    print(error)\n"
     )
     root = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", program], cwd=root, env={"PATH": "/usr/bin"}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, env={"PATH": "/usr/bin"}, capture_output=True, text=True
+    )
     assert "expected triton not to be imported" in run.stdout, run.stderr

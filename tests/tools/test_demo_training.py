@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 
+import functions
 import quantise
 from export import export_checkpoint, plain_params
 from model import DemoModel
@@ -21,16 +22,18 @@ from dsv4.config import ModelConfig
 from dsv4.formats.fp4 import mxfp4_fake_quantize
 from dsv4.formats.fp8 import fp8_block_dequantize, fp8_block_quantize, fp8_fake_quantize
 
+NEARLY_PARALLEL = 0.999
 SAME_IN_DOUBLE = 1e-9  # two orders of summation in fp64; a wrong mask, index or rotation is off by more than 1e-2
 
 
-def toy_config(**changes):
-    sizes = dict(vocab_size=64, num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0), index_n_heads=8, index_topk=8)
-    return ModelConfig.tiny(**(sizes | changes))
+def toy_config():
+    return ModelConfig.tiny(
+        vocab_size=64, num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0), index_n_heads=8, index_topk=8
+    )
 
 
 def toy_model(config, dtype, seed=1, max_tokens=384):
-    """Random weights of every kind, far from the initial ones where those are trivial (sinks, tables, biases, norms)."""
+    """Random weights of every kind, far from the initial ones where those are trivial (sinks, tables, norms)."""
     torch.manual_seed(seed)
     model = DemoModel(config, dtype=dtype, max_tokens=max_tokens)
     for name, tensor in model.state_dict().items():
@@ -45,7 +48,9 @@ def toy_model(config, dtype, seed=1, max_tokens=384):
 def double_model():
     model = toy_model(toy_config(), torch.float64)
     model.select.fill_(True)
-    return model, LLM.from_params(model.config, plain_params(model, torch.float64), numerics="exact", dtype=torch.float64)
+    return model, LLM.from_params(
+        model.config, plain_params(model, torch.float64), numerics="exact", dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("length", [3, 4, 37, 129, 300])
@@ -125,7 +130,11 @@ def test_every_parameter_gets_a_gradient():
     ids = torch.randint(2, 64, (1, 257))
     output = model(ids[:, :-1], ids[:, 1:])
     (output.logits.logsumexp(-1).mean() + output.mtp_logits.logsumexp(-1).mean() + output.index_loss).backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
+    without = [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()
+    ]
     assert without == []
 
 
@@ -175,3 +184,17 @@ def test_demo_config_is_flash_in_miniature():
     assert replace(config, index_topk=8).index_topk == 8
     for size in (config.hidden_size, config.q_lora_rank, config.moe_intermediate_size):
         assert size % 128 == 0
+
+
+def test_short_sinkhorn_gradient_is_near_the_whole_one():
+    """Only the last steps are differentiated; the direction of the gradient must survive that."""
+    logits = torch.randn(4, 4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    target = torch.rand(4, 4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    comb = torch.softmax(logits, 1) + 1e-6
+    comb = comb / (comb.sum(0, keepdim=True) + 1e-6)
+    for _ in range(19):
+        comb = comb / (comb.sum(1, keepdim=True) + 1e-6)
+        comb = comb / (comb.sum(0, keepdim=True) + 1e-6)
+    (whole,) = torch.autograd.grad((comb * target).sum(), logits)
+    (short,) = torch.autograd.grad((functions.sinkhorn(logits, 20, 1e-6) * target).sum(), logits)
+    assert torch.nn.functional.cosine_similarity(whole.flatten(), short.flatten(), 0) > NEARLY_PARALLEL

@@ -7,7 +7,10 @@ from typing import Any
 from dsv4.config import ModelConfig
 from dsv4.schedule import build_schedule
 
-_FORMATS = {"mxfp4": "FP8 (128 x 128 blocks) with MXFP4 experts, the official format", "nvfp4": "FP8 with NVFP4 experts"}
+_FORMATS = {
+    "mxfp4": "FP8 (128 x 128 blocks) with MXFP4 experts, the official format",
+    "nvfp4": "FP8 with NVFP4 experts",
+}
 
 
 def model_card(name: str, config: ModelConfig, meta: dict[str, Any], summary: dict[str, Any], experts: str) -> str:
@@ -23,8 +26,9 @@ def model_card(name: str, config: ModelConfig, meta: dict[str, Any], summary: di
 A DeepSeek-V4 model in miniature, trained from scratch on freely licensed English text so that the engine has something
 real to run on any machine. It writes in the manner of its books and manuals; it knows nothing and answers nothing.
 
-Format: {_FORMATS[experts]}. Layers: {kinds}; one MTP block; {config.n_routed_experts} experts, top {config.num_experts_per_tok}
-and one shared; hidden size {config.hidden_size}; vocabulary {config.vocab_size}; the indexer keeps {config.index_topk} entries.
+Format: {_FORMATS[experts]}.
+Layers: {kinds}; one MTP block. {config.n_routed_experts} experts, top {config.num_experts_per_tok}, and one shared;
+hidden size {config.hidden_size}; vocabulary {config.vocab_size}; the indexer keeps {config.index_topk} entries.
 
 ## Data
 
@@ -53,8 +57,8 @@ def _training(summary: dict[str, Any]) -> str:
     best = summary["best"]
     return (
         f"{summary['parameters']:,} parameters, {summary['tokens']:,} tokens in {summary['steps']:,} steps "
-        f"({summary['train_seconds'] / 60:.1f} minutes on one {summary['device']}), quantisation-aware in the second half, "
-        f"the indexer trained towards the attention mass. Held-out perplexity {best['heldout_perplexity']:.2f} "
+        f"({summary['train_seconds'] / 60:.1f} minutes on one {summary['device']}), quantisation-aware in the second "
+        f"half, the indexer trained towards the attention mass. Held-out perplexity {best['heldout_perplexity']:.2f} "
         f"(unigram baseline {summary['unigram_perplexity']:.0f}), indexer recall of attention mass "
         f"{best['index_recall']:.3f}, recall of a fact beyond the sliding window {best['needle_accuracy']:.2f}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 
@@ -96,7 +97,7 @@ _POD_CODE = re.compile(r"[A-Z]<+\s?((?:[^<>]|<[^<>]*>)*?)\s?>+")
 
 
 def clean_pod(text: str) -> str:
-    """Prose paragraphs of a POD page: commands and verbatim (indented) paragraphs go, formatting codes lose their shell."""
+    """Prose paragraphs of a POD page: commands and verbatim paragraphs go, formatting codes lose their shell."""
     kept = []
     for part in paragraphs(normalise(text)):
         if part.startswith((" ", "=")):
@@ -109,8 +110,24 @@ def clean_pod(text: str) -> str:
     return "\n\n".join(kept) + "\n"
 
 
+_HTML_PARAGRAPH = re.compile(r"<p\b[^>]*>(.*?)</p>", re.S | re.I)
+
+
+def clean_html(text: str) -> str:
+    """Prose of the <p> elements of a page."""
+    kept = []
+    for part in _HTML_PARAGRAPH.findall(text):
+        plain = _unwrap(html.unescape(re.sub(r"<[^>]*>", "", part)))
+        if is_prose(plain):
+            kept.append(plain)
+    return normalise("\n\n".join(kept))
+
+
 def clean_text_manual(text: str, paragraphs_per_document: int = 60) -> Iterator[tuple[str, str]]:
     """A manual rendered as text: prose paragraphs, in documents of a few pages."""
     kept = [_unwrap(part) for part in paragraphs(normalise(text)) if is_prose(part)]
     for start in range(0, len(kept), paragraphs_per_document):
-        yield f"part {start // paragraphs_per_document}", "\n\n".join(kept[start : start + paragraphs_per_document]) + "\n"
+        yield (
+            f"part {start // paragraphs_per_document}",
+            "\n\n".join(kept[start : start + paragraphs_per_document]) + "\n",
+        )

@@ -24,10 +24,11 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout without an installation
+
+from sources import SOURCES, Document, fetch
 
 from dsv4.text.protocol import PROTOCOL
-from sources import SOURCES, Document, fetch
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"

@@ -67,7 +67,11 @@ class NeedleWords:
 
 
 def write_needles(
-    ids: np.ndarray, words: NeedleWords, generator: np.random.Generator, num_facts: int, min_distance: int = MIN_DISTANCE
+    ids: np.ndarray,
+    words: NeedleWords,
+    generator: np.random.Generator,
+    num_facts: int,
+    min_distance: int = MIN_DISTANCE,
 ) -> list[int]:
     """Write facts into the first part of `ids` and questions about each into the rest, in place.
 

@@ -80,7 +80,7 @@ def _shared_scale(state: dict[str, Tensor], tensor: LogicalTensor) -> Tensor:
 def export_checkpoint(
     state: dict[str, Tensor], config: ModelConfig, folder: Path, experts: ExpertFormat, tokenizer: Path, card: str
 ) -> int:
-    """Write config.json, generation_config.json, model.safetensors, tokenizer.json and README.md; returns the bytes of weights."""
+    """Write weights, configs, tokenizer and README.md (`card`) into `folder`; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file(stored_tensors(state, config, experts), weights, metadata={"format": "pt"})

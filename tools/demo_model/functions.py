@@ -36,14 +36,30 @@ def rope(x: Tensor, tables: Tensor, inverse: bool = False) -> Tensor:
     return torch.cat((x[..., : -2 * half], rotated.to(x.dtype)), -1)
 
 
+GRADIENT_ITERS = 3  # of Sinkhorn's steps, the last ones: the earlier ones have all but converged to the same scales
+
+
 def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
-    """logits [n, n, N] (source, destination, token) -> comb of the same shape; columns last."""
-    comb = torch.softmax(logits, 1) + eps
-    comb = comb / (comb.sum(0, keepdim=True) + eps)
-    for _ in range(num_iters - 1):
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
-        comb = comb / (comb.sum(0, keepdim=True) + eps)
-    return comb
+    """logits [n, n, N] (source, destination, token) -> comb of the same shape; columns last.
+
+    Dividing rows and columns in turn only ever scales them, so the steps run on the two scale vectors: comb = rows *
+    kernel * columns. Gradients reach the kernel directly and through the last few steps, which keeps the graph short.
+    """
+    kernel = torch.softmax(logits, 1) + eps
+    with torch.no_grad():
+        rows = torch.ones_like(kernel[:, :1])
+        columns = 1 / (kernel.sum(0, keepdim=True) + eps)
+        for _ in range(num_iters - 1 - GRADIENT_ITERS):
+            rows, columns = _rescale(kernel, rows, columns, eps)
+    for _ in range(min(num_iters - 1, GRADIENT_ITERS)):
+        rows, columns = _rescale(kernel, rows, columns, eps)
+    return rows * kernel * columns
+
+
+def _rescale(kernel: Tensor, rows: Tensor, columns: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / (sum x + eps) of the scaled kernel, for rows and then for columns, written for the scales."""
+    rows = 1 / ((kernel * columns).sum(1, keepdim=True) + eps / rows)
+    return rows, 1 / ((kernel * rows).sum(0, keepdim=True) + eps / columns)
 
 
 def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
@@ -75,9 +91,10 @@ def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """X'[k] = post[k] o + sum_j comb[j, k] X[j]."""
     batch, length, n, _ = streams.shape
     flat = wide(streams).flatten(0, 1)  # [N, n, D]
-    mixed = torch.bmm(comb.permute(2, 1, 0), flat)  # [N, destination, D]
-    added = post.t().unsqueeze(-1) * wide(out).flatten(0, 1).unsqueeze(1)
-    return (mixed + added).to(streams.dtype).view(batch, length, n, -1)
+    mixed = post.t().unsqueeze(-1) * wide(out).flatten(0, 1).unsqueeze(1)  # [N, destination, D]
+    for source in range(n):  # four fused multiply-adds; a batched 4 x 4 product is far slower
+        mixed = mixed + comb[source].t().unsqueeze(-1) * flat[:, source : source + 1]
+    return mixed.to(streams.dtype).view(batch, length, n, -1)
 
 
 def hc_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, hc_eps: float, norm_eps: float) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dsv4.config import ModelConfig, RopeScaling
 
 
-def demo_config(**changes: object) -> ModelConfig:
+def demo_config(**changes: Any) -> ModelConfig:
     """Flash in miniature: SWA, SWA, CSA, HCA, CSA, HCA, CSA and one MTP block; 12.8 M parameters.
 
     The indexer chooses 64 of up to 512 entries at 2,048 tokens, so from token 256 on it really selects.
     """
-    fields = dict(
+    config = ModelConfig(
         vocab_size=4096, hidden_size=256, num_hidden_layers=7, num_attention_heads=4, head_dim=128,
         qk_rope_head_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128, sliding_window=128,
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, routed_scaling_factor=1.5,
@@ -20,7 +21,7 @@ def demo_config(**changes: object) -> ModelConfig:
         index_topk=64, compress_ratios=(0, 0, 4, 128, 4, 128, 4, 0), max_position_embeddings=4096,
         rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=1024),
     )  # fmt: skip
-    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,4 +45,5 @@ class TrainSettings:
     mtp_weight: float = 0.3
     index_weight: float = 1.0
     evaluate_every_s: float = 40.0
+    needle_questions: int = 32  # per evaluation
     seed: int = 20

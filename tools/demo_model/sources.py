@@ -16,6 +16,7 @@ from pathlib import Path
 
 from clean import (
     clean_encyclopaedia,
+    clean_html,
     clean_jargon,
     clean_literature,
     clean_pod,
@@ -124,6 +125,25 @@ def _read_perl(root: Path) -> Iterator[Document]:
             yield path.stem, clean_pod(path.read_text(encoding="utf-8", errors="replace"))
 
 
+LINUX_PARTS = (  # guides that explain; the rest describes single devices
+    "RCU", "admin-guide", "block", "core-api", "dev-tools", "doc-guide", "driver-api", "filesystems", "kernel-hacking",
+    "locking", "maintainer", "mm", "networking", "power", "process", "scheduler", "security", "timers", "virt",
+)  # fmt: skip
+
+
+def _read_linux(root: Path) -> Iterator[Document]:
+    for path in _files(root, "*.rst.txt"):
+        name = str(path).split("_sources/")[-1].removesuffix(".rst.txt")
+        if name.split("/")[0] in LINUX_PARTS:
+            yield name, clean_rst(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _read_postgresql(root: Path) -> Iterator[Document]:
+    for path in _files(root, "*.html"):
+        if not path.name.startswith("release"):
+            yield path.stem, clean_html(path.read_text(encoding="utf-8", errors="replace"))
+
+
 def _read_manual(root: Path) -> Iterator[Document]:
     for path in _files(root, "*.txt.gz"):
         if "/doc/" not in str(path):
@@ -140,6 +160,8 @@ SOURCES = (
     Source("jargon", ("jargon-text",), "debian", "Jargon File 4.4.7: public domain", _read_jargon),
     Source("python", ("python3.11-doc",), "debian", "Python documentation: PSF licence, examples 0BSD", _read_python),
     Source("perl", ("perl-doc",), "debian", "Perl documentation: Artistic licence or GPL 1+", _read_perl),
+    Source("linux", ("linux-doc-6.1",), "debian", "Linux kernel documentation: GPL 2", _read_linux),
+    Source("postgresql", ("postgresql-doc-15",), "debian", "PostgreSQL documentation: PostgreSQL licence", _read_postgresql),
     Source(
         "developers", ("developers-reference",), "debian", "Debian Developer's Reference: GPL 2+", _read_manual
     ),

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout without an installation
 
 from card import model_card
 from data import Batch, Corpus, hash_table, write_needles
@@ -171,7 +171,9 @@ class Run:
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32: products of bf16 values stay exact
         self.corpus = Corpus(options.data, device)
-        config = demo_config() if not options.toy else demo_config(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0))
+        config = (
+            demo_config() if not options.toy else demo_config(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0))
+        )
         self.model = DemoModel(
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             max_tokens=settings.sequence_tokens, dropout=settings.dropout,
@@ -194,9 +196,7 @@ class Run:
 
     def _batch(self) -> Batch:
         s = self.settings
-        return self.corpus.batch(
-            self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.answer_weight
-        )
+        return self.corpus.batch(self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.answer_weight)
 
     @property
     def progress(self) -> float:
@@ -255,7 +255,9 @@ class Run:
         model.quantise.fill_(True)
         with uncompiled(model):
             values = evaluate(model, self.heldout)
-            values["needle_accuracy"] = needle_accuracy(model, self.corpus, self.settings.sequence_tokens, 32)
+            values["needle_accuracy"] = needle_accuracy(
+                model, self.corpus, self.settings.sequence_tokens, self.settings.needle_questions
+            )
         model.select.copy_(switches[0])
         model.quantise.copy_(switches[1])
         self._record(progress, values)

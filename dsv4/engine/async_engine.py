@@ -1,0 +1,195 @@
+"""`AsyncEngine`: one thread that steps an `Engine`, for any number of asynchronous callers.
+
+The thread alone touches the engine and the cache. Callers leave commands (queue this, drop that) which it carries out
+between two steps, and it leaves events in their streams. Nobody waits for anybody: a caller that does not read, or has
+gone, costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from dsv4.engine.engine import Engine, StepResult
+from dsv4.engine.events import ErrorEvent, RequestEvent, RequestStream, TokenEvent
+from dsv4.engine.sequence import RequestAborted, RequestFailed
+from dsv4.engine.sequence import Sequence as RequestSequence
+from dsv4.engine.stats import EngineStats
+
+
+class EngineBusy(RuntimeError):
+    """The queue is full; try again later."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine takes no more requests: it is shutting down, or has."""
+
+
+class AsyncEngine:
+    """`start`, `submit` prepared requests, read their streams, `stop`.
+
+    max_waiting  requests that may wait for a slot before further ones are refused (`EngineBusy`)
+    on_step      called in the engine's thread after every step, with its statistics
+    """
+
+    def __init__(
+        self, engine: Engine, *, max_waiting: int = 256, on_step: Callable[[EngineStats], None] | None = None
+    ) -> None:
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
+        self.engine = engine
+        self._max_waiting = max_waiting
+        self._on_step = on_step
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_draining = False
+        self._owners: dict[RequestSequence, tuple[RequestStream, int]] = {}
+        self._num_open = 0  # submitted and not ended; guarded by _changed
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
+        self.last_error: Exception | None = None
+
+    # ---- callers, any thread ----
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step or command."""
+        return self._stats
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not ended."""
+        return self._num_open
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._thread.is_alive() and not self._is_draining
+
+    def start(self) -> None:
+        """Start the thread; once."""
+        self._thread.start()
+
+    def submit(self, sequences: Sequence[RequestSequence]) -> RequestStream:
+        """Queue prepared requests (`Engine.prepare`) as one group; call it in the event loop that reads the stream."""
+        with self._changed:
+            if not self.is_accepting:
+                raise EngineStopped("the engine is shutting down and takes no more requests")
+            num_waiting = self._num_open - self.engine.cache.schema.num_slots
+            if num_waiting > 0 and num_waiting + len(sequences) > self._max_waiting:
+                raise EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
+            stream = RequestStream(sequences, self._cancel)
+            self._num_open += len(sequences)
+            self._commands.append(lambda: self._add(stream))
+            self._changed.notify()
+        return stream
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Take no more requests, finish those there are, end the thread. After `timeout` seconds what still runs is
+        dropped. Blocks; returns whether everything was finished."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify()
+        if not self._thread.is_alive():
+            return True
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            return True
+        with self._changed:
+            self._commands.append(self._drop_all)
+            self._changed.notify()
+        self._thread.join()
+        return False
+
+    def drain(self) -> None:
+        """Take no more requests from now on; does not wait."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify()
+
+    def _cancel(self, stream: RequestStream) -> None:
+        with self._changed:
+            self._commands.append(lambda: self._drop(stream))
+            self._changed.notify()
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._commands or self.engine.has_work or self._is_draining):
+                    self._changed.wait()
+                commands, self._commands = self._commands, deque()
+                if self._is_draining and not commands and not self.engine.has_work:
+                    return
+            for command in commands:
+                command()
+            if self.engine.has_work:
+                self._step()
+            self._stats = self.engine.stats()
+
+    def _step(self) -> None:
+        results: list[StepResult] = []
+        try:
+            results = self.engine.step()
+        except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
+            self.last_error = error
+        self._publish(results, time.perf_counter())
+        if self._on_step is not None:
+            self._on_step(self.engine.stats())
+
+    def _publish(self, results: Sequence[StepResult], seconds: float) -> None:
+        """Events of a step to their streams: the new tokens, then the requests that ended without one."""
+        events: dict[RequestStream, list[RequestEvent]] = defaultdict(list)
+        for result in results:
+            sequence = result.sequence
+            stream, choice = self._owners[sequence]
+            logprobs = sequence.logprobs[-1] if sequence.logprobs else None
+            token = TokenEvent(choice, result.token_id, result.text, logprobs, sequence.finish_reason, seconds)
+            events[stream].append(token)
+        for sequence in [one for one in self._owners if one.is_done]:
+            stream, choice = self._owners[sequence]
+            if sequence.error is not None:
+                events[stream].append(ErrorEvent(choice, RequestFailed(sequence.error), seconds))
+            elif sequence.is_aborted:
+                dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
+                events[stream].append(ErrorEvent(choice, dropped, seconds))
+            self._forget(sequence)
+        for stream, produced in events.items():
+            _deliver(stream, produced)
+
+    def _add(self, stream: RequestStream) -> None:
+        for choice, sequence in enumerate(stream.sequences):
+            self._owners[sequence] = (stream, choice)
+            self.engine.submit(sequence)
+
+    def _drop(self, stream: RequestStream) -> None:
+        """Free what a stream still holds, and end it for whoever may still be reading."""
+        seconds = time.perf_counter()
+        ended: list[RequestEvent] = []
+        for choice, sequence in enumerate(stream.sequences):
+            if sequence in self._owners:
+                self.engine.abort(sequence)
+                self._forget(sequence)
+                ended.append(ErrorEvent(choice, RequestAborted("the request was cancelled"), seconds))
+        if ended:
+            _deliver(stream, ended)
+
+    def _drop_all(self) -> None:
+        for stream in {stream for stream, _ in self._owners.values()}:
+            self._drop(stream)
+
+    def _forget(self, sequence: RequestSequence) -> None:
+        del self._owners[sequence]
+        with self._changed:
+            self._num_open -= 1
+
+
+def _deliver(stream: RequestStream, events: list[RequestEvent]) -> None:
+    """Hand events to the stream's own loop. A loop that is closed has no reader left."""
+    if not stream.loop.is_closed():
+        try:
+            stream.loop.call_soon_threadsafe(stream.push, events)
+        except RuntimeError:
+            return

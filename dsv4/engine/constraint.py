@@ -1,0 +1,21 @@
+"""What may come next in a request whose output must follow a rule (a JSON schema, a forced tool call)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class ConstraintError(RuntimeError):
+    """The rule cannot be followed any further: it met a limit of its own, or a token it does not allow."""
+
+
+class Constraint(Protocol):
+    """One request's rule, at one place in its output. Called by the engine only, between forward calls."""
+
+    def allowed(self) -> Tensor:
+        """bool [vocab], on the CPU: the tokens that may come next, the end of sequence among them where it may end."""
+
+    def accept(self, token_id: int) -> None:
+        """The request has drawn this token. `ConstraintError` if the rule cannot go on."""

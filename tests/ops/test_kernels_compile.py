@@ -1,0 +1,55 @@
+"""Every kernel, as the benchmark cases launch it, compiles for Hopper and Blackwell without spilling registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4.testing.bench import case_modules, load_cases
+from dsv4.testing.compile_check import ARCHITECTURES, reports
+
+CASES = [case.key for case in load_cases(case_modules())]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Reports by case and architecture."""
+    found = {}
+    for report in reports():
+        found.setdefault((report.case, report.arch), []).append(report)
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_without_spills(compiled, case, arch):
+    kernels = compiled[case, arch]
+    assert [(kernel.kernel, kernel.spill_bytes) for kernel in kernels if kernel.spill_bytes] == []
+    assert all(0 < kernel.registers <= 255 and kernel.shared_bytes <= 227 * 1024 for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_norms_that_must_agree_sum_in_the_same_order(compiled, arch):
+    """Fused and unfused are the same bits on a GPU only if the sum has the same tile and register layout."""
+
+    def layouts(case):
+        (kernel,) = compiled[case, arch]
+        assert len(kernel.sum_layouts) == 1
+        return kernel.sum_layouts
+
+    assert layouts("rms_norm/plain-4096x512") == layouts("head_norm_rope/4096x64x512")
+    for width in (4096, 7168):
+        assert layouts(f"rms_norm/weighted-4096x{width}") == layouts(f"rms_norm_quant/both-4096x{width}")
+    for width in (1024, 1536):
+        assert layouts(f"rms_norm/weighted-4096x{width}") == layouts(f"rms_norm_quant/codes-4096x{width}")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_batch_size_does_not_change_the_kernel(compiled, arch):
+    for op, shape in (
+        ("rms_norm", "weighted-{}x4096"),
+        ("rms_norm_quant", "both-{}x7168"),
+        ("head_norm_rope", "{}x64x512"),
+    ):
+        (one,) = compiled[f"{op}/{shape.format(1)}", arch]
+        (many,) = compiled[f"{op}/{shape.format(4096)}", arch]
+        assert (one.registers, one.sum_layouts) == (many.registers, many.sum_layouts)

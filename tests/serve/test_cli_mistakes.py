@@ -1,0 +1,281 @@
+"""Bad input on the command line: exit code 2, one paragraph on stderr that names the culprit, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def assert_refused(ran, *words):
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("dsv4: error: ")
+    assert ran.err.count("\n") == 1, ran.err
+    assert ran.err.endswith("\n")
+    assert len(ran.err) < 1000
+    for word in words:
+        assert word in ran.err, f"{word!r} is not in {ran.err!r}"
+
+
+@pytest.fixture
+def damaged(checkpoint, tmp_path):
+    """A copy to damage."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(checkpoint, folder)
+    return folder
+
+
+def edit_json(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def edit_header(folder, change):
+    """Rewrite the shard with another header over the same data."""
+    raw = (folder / SHARD).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+# ---- checkpoints: generate and info see the same mistakes ----
+
+
+def remove_shard(folder):
+    (folder / SHARD).unlink()
+
+
+def truncate_shard(folder):
+    with (folder / SHARD).open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1000)
+
+
+def empty_shard(folder):
+    (folder / SHARD).write_bytes(b"")
+
+
+def corrupt_header(folder):
+    with (folder / SHARD).open("r+b") as file:
+        file.seek(8)
+        file.write(b"\xff\xfe{{{")
+
+
+def boundless_header(folder):
+    with (folder / SHARD).open("r+b") as file:
+        file.write((2**63).to_bytes(8, "little"))
+
+
+def wrong_dtype(folder):
+    edit_header(folder, lambda header: header["norm.weight"].update(dtype="I16"))
+
+
+def wrong_shape(folder):
+    edit_header(folder, lambda header: header["norm.weight"].update(shape=[2, 128]))
+
+
+def missing_tensor(folder):
+    (folder / "model.safetensors.index.json").unlink()
+
+    def rename(header):
+        header["norm.wait"] = header.pop("norm.weight")
+
+    edit_header(folder, rename)
+
+
+def contradiction(folder):
+    edit_json(folder / "config.json", lambda config: config.update(hidden_size=512))
+
+
+def other_model(folder):
+    edit_json(folder / "config.json", lambda config: config.update(model_type="llama"))
+
+
+def unknown_key(folder):
+    edit_json(folder / "config.json", lambda config: config.update(quantum_heads=3))
+
+
+def impossible_schedule(folder):
+    edit_json(folder / "config.json", lambda config: config.update(compress_ratios=[0, 7, 0]))
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text('{"vocab_size": ')
+
+
+def broken_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+DAMAGE = [
+    (remove_shard, [SHARD, "missing"]),
+    (truncate_shard, [SHARD]),
+    (empty_shard, [SHARD]),
+    (corrupt_header, [SHARD, "header"]),
+    (boundless_header, [SHARD, "header"]),
+    (wrong_dtype, ["norm.weight"]),
+    (wrong_shape, ["norm.weight"]),
+    (missing_tensor, ["norm.weight", "norm.wait"]),
+    (contradiction, ["512"]),
+    (other_model, ["config.json", "model_type", "llama"]),
+    (unknown_key, ["config.json", "quantum_heads"]),
+    (impossible_schedule, ["config.json", "compress_ratios", "7"]),
+    (no_config, ["no config.json"]),
+    (broken_config, ["config.json", "not valid JSON"]),
+    (broken_index, ["model.safetensors.index.json"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+def test_damaged_checkpoints(dsv4, damaged, damage, words):
+    damage(damaged)
+    before = {file.name: file.stat().st_size for file in damaged.iterdir()}
+    assert_refused(dsv4("generate", "--model", damaged, "Hello", "--max-tokens", 1), *words)
+    assert_refused(dsv4("info", damaged), *words)
+    assert_refused(dsv4("info", damaged, "--json"), *words)
+    assert {file.name: file.stat().st_size for file in damaged.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"type": "WordLevel"}}'])
+def test_a_broken_tokenizer(dsv4, damaged, content):
+    (damaged / "tokenizer.json").write_text(content)
+    assert_refused(dsv4("generate", "--model", damaged, "Hello"), "tokenizer.json")
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--top-p", "0"], ["top_p"]),
+        (["--top-k", "-3"], ["top_k", "-3"]),
+        (["--min-p", "2"], ["min_p"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty"]),
+        (["--max-tokens", "0"], ["max_tokens"]),
+        (["--seed", "-1"], ["seed"]),
+        (["--stop", ""], ["stop"]),
+        (["--logprobs", "3"], ["--logprobs needs --json"]),
+        (["--numerics", "fast"], ["--numerics", "official, exact", "fast"]),
+        (["--dtype", "float16"], ["--dtype", "float16"]),
+        (["--dtype", "float32"], ["numerics='official'", "float32"]),
+        (["--device", "tpu"], ["device", "tpu"]),
+        (["--device", "cuda:77"], ["device", "cuda:77"]),
+        (["--context", "0"], ["max_context_tokens"]),
+        (["--context", "99999999"], ["max_context_tokens", "16384"]),
+        (["--ids", "1,2"], ["as text, or as --ids"]),
+    ],
+)
+def test_options_of_generate(dsv4, checkpoint, options, words):
+    assert_refused(dsv4("generate", "--model", checkpoint, "Hello", *options), *words)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], ["as text, or as --ids"]),
+        ([""], ["the prompt is empty"]),
+        (["--ids", ""], ["--ids"]),
+        (["--ids", "1,,2"], ["--ids", "1,,2"]),
+        (["--ids", "1;2"], ["--ids", "1;2"]),
+        (["--ids", "1,512"], ["prompt token 1 is 512", "0 to 511"]),
+        (["--ids=-1"], ["prompt token 0 is -1"]),
+        (["Hello", "--context", "5"], ["5 tokens", "max_context_tokens is 5"]),
+    ],
+)
+def test_prompts_of_generate(dsv4, checkpoint, prompt, words):
+    assert_refused(dsv4("generate", "--model", checkpoint, *prompt), *words)
+
+
+def test_text_without_a_tokenizer(dsv4, damaged):
+    (damaged / "tokenizer.json").unlink()
+    assert_refused(dsv4("generate", "--model", damaged, "Hello"), "no tokenizer.json", "token ids")
+    assert_refused(dsv4("generate", "--model", damaged, "--ids", "3", "--stop", "x"), "stop strings need a tokenizer")
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "x", "--model"], ["info"], ["plan"], ["synth", "new", "--preset"], ["render"]]
+)
+def test_paths_that_do_not_exist(dsv4, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(dsv4(*command, "nowhere"), "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "0"], ["--layers", "1 to 5"]),
+        (["--layers", "6"], ["--layers", "1 to 5", "6"]),
+        (["--experts", "int4"], ["--experts", "mxfp4", "int4"]),
+        (["--preset", "huge"], ["huge", "flash, pro, tiny"]),
+    ],
+)
+def test_synth_writes_nothing_when_it_refuses(dsv4, tmp_path, options, words):
+    assert_refused(dsv4("synth", tmp_path / "new", *options), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_synth_never_overwrites(dsv4, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    assert_refused(dsv4("synth", tmp_path / "mine"), "mine", "never overwritten")
+    assert_refused(dsv4("synth", tmp_path / "mine" / "notes.txt"), "notes.txt")
+    assert_refused(dsv4("synth", tmp_path / "mine" / "notes.txt" / "below"), "notes.txt")
+    assert [file.name for file in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpu", "abacus"], ["abacus"]),
+        (["--gpus", "0"], ["gpus"]),
+        (["--context", "0"], ["max_context_tokens"]),
+        (["--context", "99999999"], ["max_context_tokens"]),
+        (["--requests", "-1"], ["max_concurrent_requests"]),
+        (["--experts", "int4"], ["--experts"]),
+        (["--index-keys", "fp2"], ["--index-keys", "fp2"]),
+    ],
+)
+def test_options_of_plan(dsv4, options, words):
+    assert_refused(dsv4("plan", "flash", *options), *words)
+
+
+def test_render_names_the_message(dsv4, tmp_path):
+    file = tmp_path / "chat.json"
+    file.write_text('[{"role": "robot"}]')
+    assert_refused(dsv4("render", file), "message 0", "role")
+    file.write_text("{")
+    assert_refused(dsv4("render", file), "chat.json", "not a JSON file")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x"],
+        ["generate", "x", "--model"],
+        ["generate", "x", "--model", "m", "--max-tokens", "many"],
+        ["info"],
+        ["frobnicate"],
+        ["plan", "flash", "--frobnicate"],
+        ["plan", "flash", "pro"],
+    ],
+)
+def test_wrong_usage(dsv4, arguments):
+    ran = dsv4(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Error: " in ran.err
+    assert "Traceback" not in ran.err
