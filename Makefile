@@ -9,14 +9,16 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo test lint types unit-test format gpu-test bench clean help
+.PHONY: demo serve-demo test lint types unit-test browser-test format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      generate text from a small random model (CPU)"
 	@echo "make test      lint, format check, types and every CPU test"
 	@echo "make lint | types | unit-test | format    one part of it"
-	@echo "make gpu-test  the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
+	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
+	@echo "make serve-demo      serve the demo model at http://127.0.0.1:8000"
+	@echo "make gpu-test  the op tests on this GPU and the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make bench     every benchmark, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make clean     remove .venv, the demo model and caches"
 
@@ -34,7 +36,7 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing dsv4 with its development tools into $(VENV) (a few minutes the first time)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev,serve]'
 	@touch $(RUNTIME) $@
 
 # ---- what people run ----
@@ -47,6 +49,9 @@ $(DEMO)/tiny/config.json: | $(RUNTIME)
 demo: $(RUNTIME) $(DEMO)/tiny/config.json
 	@echo "==> generating 32 tokens (the weights are random, so is the text)"
 	@$(BIN)/dsv4 generate --model $(DEMO)/tiny "The capital of France is" --max-tokens 32
+
+serve-demo: $(DEV) $(DEMO)/tiny/config.json
+	@$(BIN)/dsv4 serve --model $(DEMO)/tiny
 
 test: lint types unit-test
 
@@ -63,6 +68,10 @@ unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
 	@$(BIN)/python -m pytest -q
 
+browser-test: $(DEV)
+	@echo "==> pytest (the page in Chromium)"
+	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/serve
+
 format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -70,6 +79,7 @@ format: $(DEV)
 # ---- on a GPU machine: no virtual environment, no installation ----
 
 gpu-test:
+	$(GPU_PYTHON) -m pytest -q tests/ops tests/testing
 	$(GPU_PYTHON) -m pytest -q -m gpu
 
 bench:

@@ -1,8 +1,8 @@
 """Times every op of the cases_*.py beside this file on the current GPU, and compares two record files.
 
-    python benchmarks/bench_ops.py                         all cases, records appended to benchmarks/results/<gpu>.jsonl
-    python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file
-    python benchmarks/bench_ops.py --compare OLD NEW       no GPU needed; exit status 1 if something became slower
+python benchmarks/bench_ops.py                         all cases, records appended to benchmarks/results/<gpu>.jsonl
+python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file
+python benchmarks/bench_ops.py --compare OLD NEW       no GPU needed; exit status 1 if something became slower
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from hypothesis import HealthCheck, settings
 
 from dsv4.testing import interpreter
@@ -14,3 +16,10 @@ interpreter.without_gpu()
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+def pytest_report_header():
+    """Tests that cannot be collected here are named, not left out in silence."""
+    if importlib.util.find_spec("fastapi") is None:
+        return "left out: the tests of the server, whose libraries (pip install 'dsv4[serve,dev]') are not installed"
+    return None

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
+from dsv4.cache.errors import NoFreeSlot
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.events import ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.sequence import RequestAborted, RequestFailed
@@ -133,6 +134,9 @@ class AsyncEngine:
         results: list[StepResult] = []
         try:
             results = self.engine.step()
+        except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
+            self.last_error = error
+            self._drop_all()
         except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
             self.last_error = error
         self._publish(results, time.perf_counter())

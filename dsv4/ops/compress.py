@@ -5,6 +5,9 @@ entry, columns [Dc, 2 Dc) to the token's *own* block; HCA has the own half only.
 entry i = sum over slots of softmax_slot(z) * c, channel by channel, over the own halves of block i and, for CSA, the
 following halves of block i - 1 (absent for i = 0). Then norm, rope at position m i, encode, write through the block
 table.
+
+The sums have one order everywhere: the 8 slots of a CSA entry one after the other, the 128 of an HCA entry in eight runs of
+16, each first to last, then the runs in pairs. The kernels are in ops/compress_kernels.py.
 """
 
 from __future__ import annotations
@@ -16,13 +19,25 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, TailView
+from dsv4.config import CSA_RATIO, HCA_RATIO
 from dsv4.formats.row_store import encode_rows
 from dsv4.formats.rows import RowKind
+from dsv4.ops.compress_kernels import (
+    POOL_RUNS,
+    BatchArguments,
+    CompressorArguments,
+    TailArguments,
+    _compress_kernel,
+    _compress_pair_kernel,
+    _finish_kernel,
+)
 from dsv4.ops.hadamard import hadamard_ref
 from dsv4.ops.history import gather_history, last_writers
 from dsv4.ops.invariant import exp, ordered_sum
-from dsv4.ops.norm import rms_norm_ref
+from dsv4.ops.norm import KERNEL_DTYPES, rms_norm_ref
 from dsv4.ops.rope import rope_ref
+from dsv4.ops.row_kernels import RowTarget, check_norm_weight, row_shape, row_target, rows_per_tile
+from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,17 @@ class CompressorSpec:
     freqs: Tensor
     eps: float
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One call of `compress` without the batch: the projections [T, w], and what they are made into and kept in."""
+
+    kv: Tensor
+    gate: Tensor
+    spec: CompressorSpec
+    state: CompressorView
+    pages: PagedView
 
 
 def compress_ref(
@@ -63,6 +89,12 @@ def compress_ref(
     _write_tail(state.own, kv[:, -width:], score[:, -width:], batch)
 
 
+def compress_pair_ref(attention: Compression, index: Compression, batch: TokenBatch) -> None:
+    """`compress` of both compressors of a CSA layer. They share nothing, so the order does not matter."""
+    for job in (attention, index):
+        compress_ref(job.kv, job.gate, job.spec, job.state, job.pages, batch)
+
+
 def _pool(kv: Tensor, score: Tensor, ratio: int, state: CompressorView, batch: TokenBatch, tokens: Tensor) -> Tensor:
     """Entries [C, Dc] closed by the batch rows `tokens` [C]."""
     width = state.own.kv.shape[-1]
@@ -75,8 +107,16 @@ def _pool(kv: Tensor, score: Tensor, ratio: int, state: CompressorView, batch: T
     slots_kv = torch.cat([part[0] for part in parts], 1)  # [C, slots, Dc]
     slots_score = torch.cat([part[1] for part in parts], 1)
     weight = exp(slots_score - slots_score.amax(1, keepdim=True))
-    weight = weight / ordered_sum(weight, 1).unsqueeze(1)
-    return ordered_sum(weight * slots_kv, 1)
+    return _sum_of_slots(weight * slots_kv) / _sum_of_slots(weight)
+
+
+def _sum_of_slots(x: Tensor) -> Tensor:
+    """x [C, slots, Dc] -> [C, Dc] in the order of the module's docstring."""
+    runs = POOL_RUNS if x.shape[1] == HCA_RATIO else 1
+    total = ordered_sum(x.unflatten(1, (runs, -1)), 2)  # [C, runs, Dc]
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total.squeeze(1)
 
 
 def _tail_rows(
@@ -101,3 +141,162 @@ def _write_tail(tail: TailView, kv: Tensor, score: Tensor, batch: TokenBatch) ->
     where = (batch.slots[writers], batch.positions[writers] % tail.ring_len)
     tail.kv[where] = kv[writers].to(tail.kv.dtype)
     tail.score[where] = score[writers].to(tail.score.dtype)
+
+
+# ---- launchers ----
+
+
+@dataclass(frozen=True)
+class CompressPlan:
+    """How a launch is cut: `config.rows` tokens a program; HCA columns `cols` at a time, over programs if `is_split`.
+
+    No plan changes a bit of the result.
+    """
+
+    config: LaunchConfig
+    cols: int = 64
+    is_split: bool = False
+
+
+# By the number of tokens: few (decode) get a program each, many (prefill) share one, so that 16 tokens of a CSA chunk close
+# the four entries that one tile finishes together.
+FEW_TOKENS = 512
+CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4))
+CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4))
+HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4))
+HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), is_split=True)
+
+
+def compress(
+    kv: Tensor, gate: Tensor, spec: CompressorSpec, state: CompressorView, pages: PagedView, batch: TokenBatch
+) -> None:
+    """See `compress_ref`. fp32 projections with contiguous columns, fp32 tails, quantised pages.
+
+    One launch; two for an HCA layer with more than FEW_TOKENS tokens.
+    """
+    is_few = batch.num_tokens <= FEW_TOKENS
+    if state.following is None:
+        plan = HCA_FEW if is_few else HCA_MANY
+    else:
+        plan = CSA_FEW if is_few else CSA_MANY
+    launch_compress(Compression(kv, gate, spec, state, pages), batch, plan)
+
+
+def compress_pair(attention: Compression, index: Compression, batch: TokenBatch) -> None:
+    """See `compress_pair_ref`. One launch; the same bits as two calls of `compress`."""
+    launch_compress_pair(attention, index, batch, CSA_FEW if batch.num_tokens <= FEW_TOKENS else CSA_MANY)
+
+
+def launch_compress(job: Compression, batch: TokenBatch, plan: CompressPlan) -> None:
+    """`compress` by a given plan."""
+    arguments, target, shape = _arguments(job, batch)
+    num_tokens = batch.num_tokens
+    if num_tokens == 0:
+        return
+    dim, config, places = shape["DIM"], plan.config, _batch_arguments(batch)
+    cuts = _cuts(job, config)
+    cols = min(plan.cols, dim)
+    grid = (-(-num_tokens // config.rows), dim // cols if plan.is_split else 1)
+    _compress_kernel[grid](
+        arguments, target, places, num_tokens, **cuts, **shape, COLS=cols, POOL_COLS=cols if plan.is_split else dim,
+        FINISH_ROWS=0 if plan.is_split else _finish_rows(dim, config), **config.options,
+    )  # fmt: skip
+    if plan.is_split:
+        rows, options = rows_per_tile(dim)
+        _finish_kernel[(-(-num_tokens // rows),)](
+            arguments, target, places, num_tokens, RATIO=cuts["RATIO"], PER_BLOCK=cuts["PER_BLOCK"], ROWS=rows,
+            **shape, **options,
+        )  # fmt: skip
+
+
+def launch_compress_pair(attention: Compression, index: Compression, batch: TokenBatch, plan: CompressPlan) -> None:
+    """`compress_pair` by a given plan."""
+    arguments, target, shape = _arguments(attention, batch)
+    index_arguments, index_target, index_shape = _arguments(index, batch)
+    cuts, config = _cuts(attention, plan.config), plan.config
+    if cuts != _cuts(index, config) or attention.state.following is None:
+        raise KernelInputError("expected two CSA compressors with rings and pages of the same lengths")
+    if batch.num_tokens == 0:
+        return
+    _compress_pair_kernel[(-(-batch.num_tokens // config.rows), 2)](
+        arguments, target, index_arguments, index_target, _batch_arguments(batch), batch.num_tokens, **cuts, **shape,
+        COLS=min(plan.cols, shape["DIM"]), INDEX_COLS=min(plan.cols, index_shape["DIM"]),
+        FINISH_ROWS=_finish_rows(shape["DIM"], config), INDEX_FINISH_ROWS=_finish_rows(index_shape["DIM"], config),
+        **{f"INDEX_{name}": value for name, value in index_shape.items()}, **config.options,
+    )  # fmt: skip
+
+
+def _cuts(job: Compression, config: LaunchConfig) -> dict[str, int]:
+    ratio, following = job.spec.ratio, job.state.following
+    reach = ratio if following is None else 2 * ratio
+    return {
+        "RATIO": ratio,
+        "OWN_LEN": job.state.own.ring_len,
+        "FOLLOWING_LEN": 0 if following is None else following.ring_len,
+        "PER_BLOCK": job.pages.entries_per_block,
+        "GROUP": config.rows,
+        "CANDIDATES": next_power_of_2(config.rows + reach - 1),
+        "TAIL_ROWS": 1 if config.rows == 1 else 8,
+    }
+
+
+def _finish_rows(dim: int, config: LaunchConfig) -> int:
+    """Rows of a tile that gives each thread at least 8 values in a row, as `rms_norm`'s does: its sums have the same order."""
+    return max(256 * config.num_warps // dim, min(config.rows, 4))
+
+
+def _batch_arguments(batch: TokenBatch) -> BatchArguments:
+    table = batch.block_table.contiguous()
+    tensors = (batch.positions, batch.slots, batch.chunk_starts, batch.chunk_ends)
+    return BatchArguments(*(tensor.contiguous() for tensor in tensors), table, table.stride(0))
+
+
+def _arguments(job: Compression, batch: TokenBatch) -> tuple[CompressorArguments, RowTarget, dict[str, int]]:
+    """What the kernels are given for one compressor; every mistake the kernels could not survive is found here."""
+    spec, state, pages = job.spec, job.state, job.pages
+    dim = pages.rows.format.dim
+    is_overlapping = state.following is not None
+    width = 2 * dim if is_overlapping else dim
+    check_launch(job.kv, job.gate, spec.ape, spec.norm_weight, spec.freqs, state.own.kv, pages.rows.data, batch.positions)
+    if spec.ratio != (CSA_RATIO if is_overlapping else HCA_RATIO):
+        raise KernelInputError(
+            f"expected {CSA_RATIO} tokens per entry with overlap or {HCA_RATIO} without, found {spec.ratio}"
+        )
+    for name, projection in (("kv", job.kv), ("gate", job.gate)):
+        _check_fp32(name, projection, (batch.num_tokens, width))
+    _check_fp32("ape", spec.ape, (spec.ratio, width))
+    if spec.dtype not in KERNEL_DTYPES:
+        raise KernelInputError(f"expected entries rounded to one of {KERNEL_DTYPES}, found {spec.dtype}")
+    shape = row_shape(pages.rows.format, spec.freqs)
+    own = _tail_arguments(state.own, dim)
+    return CompressorArguments(
+        kv=job.kv,
+        kv_stride=job.kv.stride(0),
+        gate=job.gate,
+        gate_stride=job.gate.stride(0),
+        ape=spec.ape.contiguous(),
+        own=own,
+        following=own if state.following is None else _tail_arguments(state.following, dim),
+        pooled=torch.empty(batch.num_tokens, dim, dtype=spec.dtype, device=job.kv.device),
+        norm_weight=check_norm_weight(spec.norm_weight, dim),
+        freqs=spec.freqs.contiguous(),
+        eps=spec.eps,
+    ), row_target(pages.rows), shape
+
+
+def _check_fp32(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
+    if values.dtype != torch.float32 or values.shape != shape or values.stride(-1) != 1:
+        raise KernelInputError(
+            f"expected {name} in fp32 of shape {shape} with contiguous columns, found {values.dtype} "
+            f"{tuple(values.shape)} with strides {values.stride()}"
+        )
+
+
+def _tail_arguments(tail: TailView, dim: int) -> TailArguments:
+    for name, ring in (("kv", tail.kv), ("score", tail.score)):
+        _check_fp32(f"a tail's {name}", ring, (*tail.kv.shape[:2], dim))
+    if tail.kv.stride() != tail.score.stride():
+        raise KernelInputError(
+            f"expected kv and score tails with the same strides, found {tail.kv.stride()} and {tail.score.stride()}"
+        )
+    return TailArguments(tail.kv, tail.score, *tail.kv.stride()[:2])

@@ -5,14 +5,59 @@ X [T, n, D] streams; u = X flattened; m = (fn u) * rsqrt(mean(u^2) + eps).
   post = 2 sigmoid(m[n:2n] * scale[1] + base[n:2n])
   comb = sinkhorn(m[2n:] * scale[2] + base[2n:])              after it X'[k] = post[k] o + sum_j comb[j, k] X[j]
 comb moves stream j into stream k: the first index is the source, so the mixing matrix is comb transposed.
+
+Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the steps; `hc_boundary` is everything between one
+sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A fused op
+gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time and changes nothing.
+
+Kernels are in hyper_kernels.py, which says how they work. They take four streams of bf16 and fp32 mixing weights;
+non-contiguous tensors are copied first.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from dsv4.formats.fp8 import fp8_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.ops.hyper_kernels import (
+    FROM_EMBEDDING,
+    FROM_STREAMS,
+    FROM_SUBLAYER,
+    MIX_COLS,
+    NUM_STREAMS,
+    SUB_ROWS,
+    hc_post_kernel,
+    hyper_kernel,
+)
 from dsv4.ops.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
+from dsv4.ops.norm import ROW_CONFIGS, rms_norm_ref
+from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2, pick_config
+
+
+@dataclass(frozen=True)
+class HyperSettings:
+    """Constants of a model's hyper-connections; norm_eps is also that of the RMSNorm behind them."""
+
+    num_iters: int
+    hc_eps: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class HyperInput:
+    """What a sublayer starts from: the streams [T, n, D] it will be mixed into, its normed input [T, D] (and that input's
+    FP8 codes, if asked for), and the weights post [T, n] and comb [T, n, n] for mixing, in at least fp32."""
+
+    streams: Tensor
+    hidden: Tensor
+    quant: QuantActivation | None
+    post: Tensor
+    comb: Tensor
 
 
 def hc_expand_ref(hidden: Tensor, num_streams: int) -> Tensor:
@@ -78,3 +123,267 @@ def hc_head_ref(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_
     """The final collapse [T, n, D] -> [T, D]: only the pre weights, fn [n, n*D], one scale."""
     mixes = _mixes(streams, fn, norm_eps)
     return _collapse(streams, sigmoid(mixes * scale.to(mixes.dtype) + base.to(mixes.dtype)) + hc_eps)
+
+
+def hc_enter_ref(
+    source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+    has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """Into the first sublayer: `hc_pre`, then RMSNorm, then FP8 codes of the rounded result if `has_codes`.
+
+    source: streams [T, n, D], handed on as they are, or an embedding [T, D], which `hc_expand` makes into streams first.
+    """
+    streams = hc_expand_ref(source, fn.shape[1] // source.shape[-1]) if source.dim() == 2 else source
+    hidden, post, comb = hc_pre_ref(
+        streams, fn, base, scale, num_iters=settings.num_iters, hc_eps=settings.hc_eps, norm_eps=settings.norm_eps
+    )
+    normed = rms_norm_ref(hidden, norm_weight, settings.norm_eps)
+    quant = QuantActivation(*fp8_quantize(normed, ACTIVATION_GROUP)) if has_codes else None
+    return HyperInput(streams, normed, quant, post, comb)
+
+
+def hc_boundary_ref(
+    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base and scale.
+
+    The streams between the two are rounded to their dtype. New tensors throughout.
+    """
+    return hc_enter_ref(hc_post_ref(out, streams, post, comb), fn, base, scale, norm_weight, settings, has_codes)
+
+
+def hc_head_norm_ref(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
+) -> Tensor:
+    """`hc_head`, then the final RMSNorm: [T, n, D] -> [T, D]."""
+    return rms_norm_ref(
+        hc_head_ref(streams, fn, base, scale, hc_eps=hc_eps, norm_eps=norm_eps), norm_weight, norm_eps
+    )
+
+
+# ---- launchers ----
+
+HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4)
+HC_POST_COLS = 256  # four rows of 256: a warp reads 512 bytes of a row
+MAX_ROWS = 4096  # per launch: bounds the workspace, which is NUM_SPLITS * MIX_COLS fp32 a row
+
+
+@dataclass(frozen=True)
+class HyperVariant:
+    """How a launch is cut up. Only `split_cols` decides bits (the order of sums); it is the same at every batch size."""
+
+    tile_rows: int  # tokens of a program in step 1: fn is read and taken apart once for them
+    num_workers: int  # programs of a tile that share step 2
+    worker_tokens: int  # tokens a worker takes at once; their Sinkhorn iterations run side by side
+    num_roles: int  # 2: Sinkhorn and collapse of a token go to different workers
+    split_cols: int = 64
+
+
+FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32, worker_tokens=1, num_roles=2)
+MANY_ROWS = HyperVariant(tile_rows=64, num_workers=16, worker_tokens=4, num_roles=1)
+FEW_ROWS_LIMIT = 64
+# with codes, ptxas by itself stops at 128 registers and spills a few bytes
+CODES_REGISTERS = 168
+
+
+@dataclass(frozen=True)
+class HyperCall:
+    """Arguments of `launch_hyper`. x: streams [T, 4, D] or an embedding [T, D]; out, post and comb come with a sublayer
+    to finish first; norm_weight None leaves out the norm; num_iters 0 is a head."""
+
+    x: Tensor
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    settings: HyperSettings
+    norm_weight: Tensor | None = None
+    has_codes: bool = False
+    out: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+    @property
+    def source(self) -> int:
+        if self.out is not None:
+            return FROM_SUBLAYER
+        return FROM_EMBEDDING if self.x.dim() == 2 else FROM_STREAMS
+
+    @property
+    def num_mixes(self) -> int:
+        return NUM_STREAMS * (NUM_STREAMS + 2) if self.settings.num_iters else NUM_STREAMS
+
+    def rows(self, start: int, stop: int) -> HyperCall:
+        out, post, comb = (None if x is None else x[start:stop] for x in (self.out, self.post, self.comb))
+        return replace(self, x=self.x[start:stop], out=out, post=post, comb=comb)
+
+
+def hc_enter(
+    source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+    has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """See `hc_enter_ref`. One launch for up to MAX_ROWS rows."""
+    return launch_hyper(HyperCall(source, fn, base, scale, settings, norm_weight, has_codes))
+
+
+def hc_boundary(
+    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """See `hc_boundary_ref`. One launch for up to MAX_ROWS rows."""
+    return launch_hyper(HyperCall(streams, fn, base, scale, settings, norm_weight, has_codes, out, post, comb))
+
+
+def hc_pre(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `hc_pre_ref`."""
+    result = launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(num_iters, hc_eps, norm_eps)))
+    return result.hidden, result.post, result.comb
+
+
+def hc_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
+    """See `hc_head_ref`."""
+    return launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(0, hc_eps, norm_eps))).hidden
+
+
+def hc_head_norm(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
+) -> Tensor:
+    """See `hc_head_norm_ref`. One launch for up to MAX_ROWS rows."""
+    return launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(0, hc_eps, norm_eps), norm_weight)).hidden
+
+
+def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See `hc_post_ref`."""
+    check_launch(out, streams, post, comb)
+    _check_streams(out, streams, post, comb)
+    num_tokens, _, hidden_size = streams.shape
+    new_streams = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    if new_streams.numel():
+        grid = (-(-num_tokens // HC_POST_CONFIG.rows), -(-hidden_size // HC_POST_COLS))
+        hc_post_kernel[grid](
+            _dense(out), _dense(streams), _dense(post), _dense(comb), new_streams, num_tokens,
+            D=hidden_size, ROWS=HC_POST_CONFIG.rows, COLS=HC_POST_COLS, **HC_POST_CONFIG.options,
+        )  # fmt: skip
+    return new_streams
+
+
+def launch_hyper(call: HyperCall, variant: HyperVariant | None = None) -> HyperInput:
+    """`hyper_kernel` for a checked call. The variant follows from the number of rows unless a benchmark chooses it.
+
+    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
+    """
+    _check_call(call)
+    num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
+    result = _empty_result(call)
+    for start in range(0, num_tokens, MAX_ROWS):
+        rows = slice(start, start + MAX_ROWS)
+        quant = None if result.quant is None else QuantActivation(result.quant.codes[rows], result.quant.scale[rows])
+        part = HyperInput(result.streams[rows], result.hidden[rows], quant, result.post[rows], result.comb[rows])
+        chosen = variant or (FEW_ROWS if num_tokens <= FEW_ROWS_LIMIT else MANY_ROWS)
+        if hidden_size:
+            _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen)
+    return result
+
+
+def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant) -> None:
+    num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
+    # tile and warps of the RMSNorm kernel: the same sum in the same order
+    block, config = pick_config(ROW_CONFIGS, hidden_size, "the hidden size")
+    num_splits, num_tiles = -(-hidden_size // variant.split_cols), -(-num_tokens // variant.tile_rows)
+    x, device = _dense(call.x), call.x.device
+    partial = torch.empty(num_tiles, num_splits, variant.tile_rows, MIX_COLS, dtype=torch.float32, device=device)
+    weights = torch.empty(num_tokens, MIX_COLS, dtype=torch.float32, device=device)
+    # an unused pointer still needs a tensor of the right kind
+    out, post, comb = (x if tensor is None else _dense(tensor) for tensor in (call.out, call.post, call.comb))
+    quant = result.quant
+    hyper_kernel[(num_splits, num_tiles)](
+        out, x, post, comb, _dense(call.fn), _dense(call.base), _dense(call.scale),
+        x if call.norm_weight is None else _dense(call.norm_weight), result.streams, result.hidden,
+        result.hidden if quant is None else quant.codes, result.hidden if quant is None else quant.scale,
+        result.post, result.comb, partial, weights, _counters(device, num_splits), num_tokens,
+        call.settings.norm_eps, call.settings.hc_eps,
+        D=hidden_size, BLOCK=block, GROUP=ACTIVATION_GROUP, SPLIT=variant.split_cols, NUM_SPLITS=num_splits,
+        SPLIT_BLOCK=next_power_of_2(num_splits), TILE=variant.tile_rows,
+        NUM_WORKERS=min(variant.num_workers, num_splits), WORKER_TOKENS=variant.worker_tokens,
+        NUM_ROLES=variant.num_roles, NUM_MIXES=call.num_mixes, NUM_ITERS=call.settings.num_iters, SOURCE=call.source,
+        HAS_NORM=call.norm_weight is not None, HAS_CODES=quant is not None,
+        **LaunchConfig(variant.tile_rows, config.num_warps).options, **({"maxnreg": CODES_REGISTERS} if quant else {}),
+    )  # fmt: skip
+
+
+@cache
+def _counters(device: torch.device, num_splits: int) -> Tensor:
+    """Arrivals per tile, for all launches on a device with this many splits: always a multiple of it between launches."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise KernelInputError("expected one hyper-connection launch of this shape before the capture of a graph, found none")
+    return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
+
+
+def _empty_result(call: HyperCall) -> HyperInput:
+    num_tokens, hidden_size, device = call.x.shape[0], call.x.shape[-1], call.x.device
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_tokens, *shape, dtype=dtype, device=device)
+
+    quant = None
+    if call.has_codes:
+        quant = QuantActivation(
+            codes=empty(hidden_size, dtype=torch.float8_e4m3fn),
+            scale=empty(hidden_size // ACTIVATION_GROUP, dtype=torch.uint8),
+        )
+    is_handed_on = call.source == FROM_STREAMS
+    return HyperInput(
+        streams=call.x if is_handed_on else empty(NUM_STREAMS, hidden_size, dtype=call.x.dtype),
+        hidden=empty(hidden_size, dtype=call.x.dtype),
+        quant=quant,
+        post=empty(NUM_STREAMS, dtype=torch.float32),
+        comb=empty(NUM_STREAMS, NUM_STREAMS, dtype=torch.float32),
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x contiguous and 16-byte aligned: a kernel compiled for less would sum in another order."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
+def _check_call(call: HyperCall) -> None:
+    check_launch(call.x, call.fn, call.base, call.scale, call.norm_weight, call.out, call.post, call.comb)
+    if call.out is not None and call.post is not None and call.comb is not None:
+        _check_streams(call.out, call.x, call.post, call.comb)
+    else:
+        _check_x(call.x)
+    hidden_size, num_mixes = call.x.shape[-1], call.num_mixes
+    if call.settings.num_iters < 0:
+        raise KernelInputError(f"expected at least one Sinkhorn iteration, found {call.settings.num_iters}")
+    num_scales = 3 if num_mixes > NUM_STREAMS else 1
+    shapes = {"fn": (num_mixes, NUM_STREAMS * hidden_size), "base": (num_mixes,), "scale": (num_scales,)}
+    for name, expected in shapes.items():
+        _check_tensor(name, getattr(call, name), expected, torch.float32)
+    if call.norm_weight is not None and call.norm_weight.shape != (hidden_size,):
+        raise KernelInputError(f"expected a norm of shape ({hidden_size},), found {tuple(call.norm_weight.shape)}")
+    if call.has_codes and hidden_size % ACTIVATION_GROUP:
+        raise KernelInputError(f"FP8 codes need a multiple of {ACTIVATION_GROUP} columns, found {hidden_size}")
+
+
+def _check_x(x: Tensor) -> None:
+    if x.dtype != torch.bfloat16 or x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[1] != NUM_STREAMS):
+        raise KernelInputError(
+            f"expected streams [T, {NUM_STREAMS}, D] or an embedding [T, D] of bf16, found {tuple(x.shape)} of {x.dtype}"
+        )
+
+
+def _check_streams(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:
+    _check_x(streams)
+    num_tokens, hidden_size = streams.shape[0], streams.shape[-1]
+    _check_tensor("streams", streams, (num_tokens, NUM_STREAMS, hidden_size), torch.bfloat16)
+    _check_tensor("sublayer output", out, (num_tokens, hidden_size), torch.bfloat16)
+    _check_tensor("post", post, (num_tokens, NUM_STREAMS), torch.float32)
+    _check_tensor("comb", comb, (num_tokens, NUM_STREAMS, NUM_STREAMS), torch.float32)
+
+
+def _check_tensor(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise KernelInputError(f"{what}: expected {shape} of {dtype}, found {tuple(tensor.shape)} of {tensor.dtype}")

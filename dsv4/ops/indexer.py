@@ -18,7 +18,7 @@ from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.hadamard import hadamard_ref
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, ordered_sum
 from dsv4.ops.rope import rope_ref
-from dsv4.ops.router import topk_select_ref
+from dsv4.ops.topk import topk_select_ref
 
 
 def index_queries_ref(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import typer
 
 from dsv4.serve.bench_command import bench_app
+from dsv4.serve.chat_command import chat_command
 from dsv4.serve.generate_command import generate_command
 from dsv4.serve.info_command import info_command
 from dsv4.serve.plan_command import plan_command
 from dsv4.serve.render_command import render_command
+from dsv4.serve.serve_command import serve_command
 from dsv4.serve.synth_command import synth_command
 
 app = typer.Typer(
@@ -24,10 +26,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
+app.command("chat")(chat_command)
 app.command("generate")(generate_command)
 app.command("info")(info_command)
 app.command("plan")(plan_command)
 app.command("render")(render_command)
+app.command("serve")(serve_command)
 app.command("synth")(synth_command)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
+from dsv4.serve.load import DEFAULT_CONTEXT, check_numerics, engine_limits, load_llm
 
 if TYPE_CHECKING:
     from dsv4.llm import LLM, Prompt
-
-_DTYPES = ("float64", "float32", "bfloat16")
-_NUMERICS = ("official", "exact")
-DEFAULT_CONTEXT = 16384
 
 
 def generate_command(
@@ -68,11 +64,10 @@ def generate_command(
         repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
     )  # fmt: skip
     source = prompt if prompt is not None else _parse_ids(ids or "")
-    _check_choice("--numerics", numerics, _NUMERICS)
-    if dtype is not None:
-        _check_choice("--dtype", dtype, _DTYPES)
+    check_numerics(numerics, dtype)
     console = Console(stderr=True)
-    llm = _load(model, numerics, dtype, device, context, console)
+    limits = engine_limits(ModelConfig.from_pretrained(model), context=context, requests=1)
+    llm = load_llm(model, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
     streams_text = llm.tokenizer is not None and not as_json
     run = complete(llm, source, params, console, _write if streams_text else None)
     if as_json:
@@ -143,34 +138,6 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], N
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _load(
-    model: Path, numerics: str, dtype: str | None, device: str, context: int | None, console: Console
-) -> LLM:  # fmt: skip
-    config = ModelConfig.from_pretrained(model)
-    limits = EngineConfig(
-        max_context_tokens=min(DEFAULT_CONTEXT, config.max_position_embeddings) if context is None else context,
-        max_concurrent_requests=1,
-    )
-    import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
-
-    from dsv4.llm import LLM
-
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always")
-        llm = LLM(
-            model, device=device, numerics="exact" if numerics == "exact" else "official",
-            dtype=getattr(torch, dtype) if dtype else None, engine=limits, progress=True,
-        )  # fmt: skip
-    for note in notes:
-        console.print(f"dsv4: note: {note.message}", markup=False, highlight=False, soft_wrap=True)
-    return llm
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise RequestError(f"{option} must be one of {', '.join(choices)}, found {value!r}")
 
 
 def _parse_ids(text: str) -> list[int]:

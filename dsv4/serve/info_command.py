@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
@@ -90,7 +90,7 @@ def _print(info: dict[str, Any], console: Console) -> None:
     for kind, count in kinds.items():
         console.print(f"            {count} x {kind}")
     console.print(f"parameters  {info['parameters']['main']:,} + {info['parameters']['draft']:,} in draft blocks")
-    table = Table("weights by format", "bytes", box=None, header_style="bold")
+    table = Table("weights by format", Column("bytes", justify="right"), box=None, header_style="bold")
     for name, num_bytes in info["weights"]["bytes_by_format"].items():
         table.add_row(name, f"{num_bytes:,}")
     table.add_row("total", f"{info['weights']['total_bytes']:,}")

@@ -59,7 +59,8 @@ CEILINGS = {"H200": Ceiling(read=4.63e12, copy=4.26e12, flops={"bf16": 792e12, "
 class Work:
     """One call of an op, and what it cannot avoid: bytes in, bytes out, multiply-adds counted as two operations.
 
-    Inputs that fit the cache and are used by every row (a weight vector) count once.
+    Inputs that fit the cache and are used by every row (a weight vector) count once. The call returns every tensor it
+    wrote, those written in place too, and gives the same bits when it is repeated: the graph test compares them.
     """
 
     call: Callable[[], Any]
@@ -113,7 +114,7 @@ class Timer:
         if not torch.cuda.is_available():
             raise BenchError("benchmarks need a CUDA GPU, found none")
         self.samples = samples
-        cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+        cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._flush = torch.empty(4 * cache_bytes, dtype=torch.uint8, device="cuda")
         self._word = torch.zeros(1, device="cuda")
         self.launch_us = statistics.median(self.times_us(lambda: self._word.zero_()))
@@ -276,4 +277,3 @@ def table(records: Iterable[dict[str, Any]]) -> str:
         for r in records
     ]
     return "\n".join(lines)
-

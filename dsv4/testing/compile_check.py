@@ -60,14 +60,24 @@ class CompileReport:
     sum_layouts: list[str]
 
 
-def reports(modules: list[str] | None = None) -> list[CompileReport]:
+@dataclass(frozen=True)
+class CompileFailure:
+    """A case that did not compile, and why."""
+
+    case: str
+    arch: int
+    error: str
+
+
+def reports(modules: list[str] | None = None) -> list[CompileReport | CompileFailure]:
     """Compile every case of the modules for every architecture, in a fresh process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "dsv4.testing.compile_check", *(modules or case_modules())]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"the compile check failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
-    return [CompileReport(**json.loads(line)) for line in run.stdout.splitlines()]
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # Triton prints too
+    return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
 
 
 def compile_case(case: BenchCase, arch: int) -> list[CompileReport]:
@@ -147,8 +157,13 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
 def _sum_layouts(ttgir: str) -> list[str]:
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
     # "tt.reduce"(%x) <{axis = 1 : i32}> ({ ... arith.addf ... }) : (tensor<8x512xf32, #blocked>) -> ...
-    reduce = re.compile(r'"tt\.reduce"\(.*?\}\) : \(tensor<([^,]*), (#\w+)', re.DOTALL)
-    return [f"{match[1]} {layouts[match[2]]}" for match in reduce.finditer(ttgir) if "arith.addf" in match[0]]
+    # or, where the operand is itself a reduction's result, tensor<32xf32, #ttg.slice<{dim = 0, parent = #blocked}>>
+    reduce = re.compile(r'"tt\.reduce"\(.*?\}\) : \(tensor<([^,]*), (#.*?)>\) ->', re.DOTALL)
+
+    def spelled_out(layout: str) -> str:
+        return re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), layout)
+
+    return [f"{match[1]} {spelled_out(match[2])}" for match in reduce.finditer(ttgir) if "arith.addf" in match[0]]
 
 
 @cache
@@ -181,8 +196,12 @@ def _number(pattern: str, log: str) -> int:
 def main(modules: list[str]) -> None:
     for case in load_cases(modules or case_modules()):
         for arch in ARCHITECTURES:
-            for report in compile_case(case, arch):
-                print(json.dumps(asdict(report)))
+            try:
+                results: list[Any] = list(compile_case(case, arch))
+            except Exception as error:  # whatever a compiler raises belongs to this case, and the others go on
+                results = [CompileFailure(case.key, arch, f"{type(error).__name__}: {error}")]
+            for result in results:
+                print(json.dumps(asdict(result)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ arithmetic that is rounded once per operation, which is what the GPU does. It al
 
 * rounds `tl.fma` once, and gives `tl.maximum`, `tl.minimum` and `tl.clamp` the GPU's treatment of NaN;
 * lets `range` and indexing take a tensor again with numpy 2.4 and newer;
-* patches the language once per launch instead of at every call of a helper, which makes kernels about three times
-  faster.
+* patches the language once per launch instead of at every call of a helper: a kernel made of 100 helper calls or 100
+  `tl.sum` ran 2.5 to 3.4 times faster (two runs, a shared 2-core machine). Plain operations are dearer, 0.17 ms instead
+  of 0.10 to 0.13 there, because each one silences numpy's warnings.
 
 What it cannot give: the GPU's order of summation, its approximate exp, sin, cos and rsqrt, and the tf32 rounding of
 fp32 `tl.dot` operands. Kernels avoid the last two where bits matter.

@@ -196,3 +196,11 @@ def held_bytes(manager):
                     note(tail.kv)
                     note(tail.score)
     return sum(storages.values())
+
+
+def test_a_request_grows_block_by_block():
+    """Flash: 3,514.25 bytes a token, in blocks of 128; window, positions and tails are there from the start."""
+    schema = schema_of(FLASH)
+    fixed, block = 3_214_336 + 22_016 + 11_776_000, 449_824
+    sizes = [schema.request_bytes(position) for position in (0, 3, 4, 131, 132, 8192)]
+    assert sizes == [fixed + count * block for count in (0, 0, 1, 1, 2, 64)]

@@ -48,7 +48,9 @@ def test_single_blocks(llm, set_a):
             assert relative_l2(getattr(output, name)[rows].cpu(), want) <= limit
 
 
-def test_chunking_is_bitwise_the_same(llm, set_a):
+def test_chunking_is_bitwise_the_same(set_a):
+    """In `official` numerics; in `exact` a tie of index scores falls by the length of the row (see index_topk_ref)."""
+    llm = LLM(set_a.model_path, device="cuda")
     token_ids = set_a.cases["sequences"]["t300"][:140]
     one_go = llm.logits(token_ids)
     assert torch.equal(llm.logits(token_ids, [1, 3, 60, 64, 12]), one_go)

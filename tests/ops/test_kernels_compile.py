@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsv4.testing.bench import case_modules, load_cases
-from dsv4.testing.compile_check import ARCHITECTURES, reports
+from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
 CASES = [case.key for case in load_cases(case_modules())]
 
@@ -23,6 +23,7 @@ def compiled():
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_without_spills(compiled, case, arch):
     kernels = compiled[case, arch]
+    assert [kernel.error for kernel in kernels if isinstance(kernel, CompileFailure)] == []
     assert [(kernel.kernel, kernel.spill_bytes) for kernel in kernels if kernel.spill_bytes] == []
     assert all(0 < kernel.registers <= 255 and kernel.shared_bytes <= 227 * 1024 for kernel in kernels)
 

@@ -145,6 +145,13 @@ def test_the_draw_is_the_largest_of_logit_and_noise_among_the_kept(values, setti
     assert sample_ref(torch.tensor([values]), make_batch(row)).tolist() == [expected]
 
 
+def test_top_k_of_a_large_tie_keeps_the_lower_ids():
+    logits = torch.zeros(1, 5000, dtype=torch.float64)
+    logits[0, 4000] = 1.0
+    keep = keep_mask(logits, make_batch({"top_k": 6}))
+    assert keep[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 4000]
+
+
 def test_a_row_without_any_number_still_gives_a_token():
     logits = torch.tensor([[NAN, NAN], [-INF, -INF], [NAN, -INF]])
     for temperature in (0.0, 1.0):
@@ -263,6 +270,7 @@ def test_noise_does_not_depend_on_its_place_in_the_tensor(vocab_size):
         assert same_bits(together[row : row + 1], gumbel_noise(seeds[row : row + 1], steps[row : row + 1], vocab_size))
     wider = gumbel_noise(seeds, steps, vocab_size + 5)
     assert same_bits(wider[:, :vocab_size], together), "a token's noise does not depend on the vocabulary's size"
+    assert same_bits(together, together.float().double()), "rounded, so that the last bits of a logarithm do not count"
 
 
 # ---- distribution ----

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
 
 from dsv4.serve.cli import main
+
+# `make test` installs the libraries of the server; a GPU machine may do without them. tests/conftest.py says so.
+SERVER_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx", "openai", "schemathesis")
+if any(importlib.util.find_spec(library) is None for library in SERVER_LIBRARIES):
+    collect_ignore_glob = ["test_server_*.py", "test_page*.py"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +44,25 @@ def checkpoint(tmp_path_factory):
         main(["synth", str(folder), "--layers", "2"])
     assert not ended.value.code
     return folder
+
+
+@pytest.fixture(scope="session")
+def served_params():
+    """Parameters of the model that the servers of the tests serve."""
+    import torch
+    from server_cases import SERVED
+
+    from dsv4.loader.synth import random_params
+
+    return random_params(SERVED, dequantize_to=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def live(served_params):
+    """A server of the test file's own. At the end of it nothing may be held any more."""
+    from server_cases import make_llm, start_server
+
+    server = start_server(make_llm(served_params))
+    yield server
+    server.wait_until_free()
+    server.stop()

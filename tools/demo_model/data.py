@@ -16,8 +16,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-NUM_NAMES = NUM_THINGS = 64
-MAX_FACTS = 8
+NUM_NAMES, NUM_THINGS = 48, 64
 MIN_DISTANCE = 160  # more than the 128-token window and the few tokens of a fact
 
 
@@ -42,7 +41,7 @@ class NeedleWords:
         things = [word for word in words if len(word) >= 4 and word.islower()][100 : 100 + NUM_THINGS]
         if len(names) < NUM_NAMES or len(things) < NUM_THINGS:
             raise ValueError(
-                f"the vocabulary has {len(names)} names and {len(things)} things; expected {NUM_NAMES} of each"
+                f"the vocabulary has {len(names)} names and {len(things)} things; expected {NUM_NAMES} and {NUM_THINGS}"
             )
 
         def encode(text: str) -> tuple[int, ...]:
@@ -128,14 +127,15 @@ class Corpus:
         self.words = NeedleWords.choose(tokenizer, meta["token_counts"])
 
     def batch(
-        self, generator: np.random.Generator, count: int, length: int, needle_share: float, answer_weight: float
-    ) -> Batch:
+        self, generator: np.random.Generator, count: int, length: int, needle_share: float, max_facts: int,
+        answer_weight: float,
+    ) -> Batch:  # fmt: skip
         """`count` random stretches; each becomes a needle task with probability `needle_share`."""
         starts = generator.integers(0, len(self.train) - length - 2, count)
         ids = np.stack([self.train[start : start + length + 2] for start in starts]).astype(np.int64)
         weights = np.ones((count, length), dtype=np.float32)
         for row in np.flatnonzero(generator.random(count) < needle_share):
-            for place in write_needles(ids[row], self.words, generator, int(generator.integers(1, MAX_FACTS + 1))):
+            for place in write_needles(ids[row], self.words, generator, int(generator.integers(1, max_facts + 1))):
                 if 1 <= place <= length:
                     weights[row, place - 1] = answer_weight  # target t is token t + 1
         return Batch(*(torch.from_numpy(part).to(self.device, non_blocking=True) for part in (ids, weights)))

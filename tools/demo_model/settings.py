@@ -9,7 +9,7 @@ from dsv4.config import ModelConfig, RopeScaling
 
 
 def demo_config(**changes: Any) -> ModelConfig:
-    """Flash in miniature: SWA, SWA, CSA, HCA, CSA, HCA, CSA and one MTP block; 12.8 M parameters.
+    """Flash in miniature: SWA, SWA, CSA, HCA, CSA, HCA, CSA and one MTP block; 13.0 M parameters.
 
     The indexer chooses 64 of up to 512 entries at 2,048 tokens, so from token 256 on it really selects.
     """
@@ -31,6 +31,7 @@ class TrainSettings:
     sequence_tokens: int = 2048
     batch_sequences: int = 32
     needle_share: float = 0.15
+    max_facts: int = 8  # facts in one needle task: from 1 to this
     answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
     peak_rate: float = 2e-3
     final_rate_share: float = 0.02

@@ -161,7 +161,9 @@ SOURCES = (
     Source("python", ("python3.11-doc",), "debian", "Python documentation: PSF licence, examples 0BSD", _read_python),
     Source("perl", ("perl-doc",), "debian", "Perl documentation: Artistic licence or GPL 1+", _read_perl),
     Source("linux", ("linux-doc-6.1",), "debian", "Linux kernel documentation: GPL 2", _read_linux),
-    Source("postgresql", ("postgresql-doc-15",), "debian", "PostgreSQL documentation: PostgreSQL licence", _read_postgresql),
+    Source(
+        "postgresql", ("postgresql-doc-15",), "debian", "PostgreSQL documentation: PostgreSQL licence", _read_postgresql
+    ),
     Source(
         "developers", ("developers-reference",), "debian", "Debian Developer's Reference: GPL 2+", _read_manual
     ),

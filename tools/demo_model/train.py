@@ -196,7 +196,9 @@ class Run:
 
     def _batch(self) -> Batch:
         s = self.settings
-        return self.corpus.batch(self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.answer_weight)
+        return self.corpus.batch(
+            self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.max_facts, s.answer_weight
+        )
 
     @property
     def progress(self) -> float:

@@ -1,0 +1,119 @@
+"""Cases of ops/compress.py. Flash and Pro have the same shapes: CSA 2 x 512 and 2 x 128 columns, HCA 512.
+
+`closing` puts every request on the last token of a block (for CSA that is every fourth step), `open` on another one. The
+variants are other cuts of the same work (`CompressPlan`); those that the launchers use have no variant in their name.
+"""
+
+from __future__ import annotations
+
+import torch
+from benchmarks.cases_append_swa import decode, one_chunk
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import CompressorView, PagedView, TailView
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.compress import (
+    Compression,
+    CompressorSpec,
+    CompressPlan,
+    compress,
+    compress_pair,
+    launch_compress,
+    launch_compress_pair,
+)
+from dsv4.ops.tl_utils import LaunchConfig
+from dsv4.testing.bench import BenchCase, Work
+
+EPS = 1e-6
+CSA, HCA = 4, 128
+ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
+INDEX = RowFormat(RowKind.INDEX_FP4, 128)
+CLOSING, OPEN = 5119, 5117  # the last token of a CSA block and of an HCA block; neither
+
+
+def _job(fmt: RowFormat, ratio: int, batch: TokenBatch, device: torch.device) -> Compression:
+    slots, width = batch.block_table.shape[0], fmt.dim * (2 if ratio == CSA else 1)
+
+    def tail(length: int) -> TailView:
+        shape = (slots, length, fmt.dim)
+        return TailView(torch.randn(shape, device=device), torch.randn(shape, device=device))
+
+    spec = CompressorSpec(
+        ratio=ratio,
+        ape=torch.randn(ratio, width, device=device),
+        norm_weight=torch.randn(fmt.dim, device=device, dtype=torch.bfloat16),
+        freqs=torch.rand(32, device=device),
+        eps=EPS,
+        dtype=torch.bfloat16,
+    )
+    return Compression(
+        kv=torch.randn(batch.num_tokens, width, device=device),
+        gate=torch.randn(batch.num_tokens, width, device=device),
+        spec=spec,
+        state=CompressorView(tail(ratio), tail(2 * ratio) if ratio == CSA else None),
+        pages=PagedView(RowStore.allocate((batch.block_table.numel(), 128 // ratio), fmt, torch.bfloat16, device)),
+    )
+
+
+def _bytes(fmt: RowFormat, ratio: int, tokens: int, *, is_decode: bool, is_closing: bool) -> tuple[int, int]:
+    """Read and written, at the least: the new rows, the ring rows a closing token needs, tails, entries."""
+    halves = 2 if ratio == CSA else 1
+    row = 2 * fmt.dim * 4  # kv and score of one half
+    if not is_decode:
+        last = (ratio + 2 * ratio if ratio == CSA else ratio) * row
+        return tokens * halves * row + last, last + tokens // ratio * fmt.row_bytes
+    ring = tokens * (halves * ratio - 1) * row if is_closing else 0
+    return tokens * halves * row + ring, tokens * (halves * row + (fmt.row_bytes if is_closing else 0))
+
+
+def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressPlan | None = None) -> BenchCase:
+    """CSA: both compressors of a layer."""
+    formats = (ENTRY, INDEX) if ratio == CSA else (ENTRY,)
+
+    def build(device: torch.device) -> Work:
+        if kind == "prefill":
+            batch = one_chunk(tokens, device, num_blocks=-(-tokens // 128))
+        else:
+            batch = decode(tokens, device, CLOSING if kind == "closing" else OPEN)
+        jobs = [_job(fmt, ratio, batch, device) for fmt in formats]
+        moved = [
+            _bytes(fmt, ratio, tokens, is_decode=kind != "prefill", is_closing=kind == "closing") for fmt in formats
+        ]
+
+        def call() -> tuple[torch.Tensor, ...]:
+            if ratio == HCA:
+                job = jobs[0]
+                if plan is None:
+                    compress(job.kv, job.gate, job.spec, job.state, job.pages, batch)
+                else:
+                    launch_compress(job, batch, plan)
+            elif plan is None:
+                compress_pair(*jobs, batch)
+            else:
+                launch_compress_pair(*jobs, batch, plan)
+            return tuple(job.pages.rows.data for job in jobs)
+
+        return Work(call, sum(read for read, _ in moved), sum(written for _, written in moved))
+
+    op = "compress_pair" if ratio == CSA else "compress"
+    name = f"{'csa' if ratio == CSA else 'hca'}-{kind}-{tokens}" + (f"-{variant}" if variant else "")
+    return BenchCase(op, name, {"tokens": tokens, "ratio": ratio, "kind": kind, "variant": variant}, build)
+
+
+def _plan(rows: int, num_warps: int, cols: int = 64, is_split: bool = False) -> CompressPlan:
+    return CompressPlan(LaunchConfig(rows=rows, num_warps=num_warps), cols, is_split)
+
+
+CASES = [
+    *(_case(CSA, tokens, kind) for kind in ("closing", "open") for tokens in (1, 16, 64, 256)),
+    *(_case(HCA, tokens, kind) for kind in ("closing", "open") for tokens in (1, 16, 64, 256)),
+    *(_case(CSA, tokens, "prefill") for tokens in (512, 4096, 8192, 32768)),
+    *(_case(HCA, tokens, "prefill") for tokens in (512, 4096, 8192, 32768)),
+    _case(CSA, 1, "closing", "2-warps", _plan(1, 2)),
+    _case(CSA, 8192, "prefill", "4-rows", _plan(4, 4)),
+    _case(CSA, 8192, "prefill", "16-rows-2-warps", _plan(16, 2)),
+    _case(HCA, 1, "closing", "8-warps", _plan(1, 8, 128)),
+    _case(HCA, 16, "closing", "split", _plan(16, 4, is_split=True)),
+    _case(HCA, 8192, "prefill", "32-columns", _plan(128, 2, 32, is_split=True)),
+]

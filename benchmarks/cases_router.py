@@ -1,0 +1,58 @@
+"""Cases of ops/router.py: the dense router of Flash (256 experts of 4096) and Pro (384 of 7168), a hash layer, the choice."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops.router import GATE_CONFIGS, GateConfig, activation_topk, launch_route, route
+from dsv4.testing.bench import BenchCase, Work, nbytes
+
+MODELS = {"flash": (4096, 256, 6), "pro": (7168, 384, 6)}
+VOCABULARY = 129280
+SMALL, MIDDLE, LARGE = GATE_CONFIGS.values()
+VARIANTS = {
+    1: {"-warps8": GateConfig(64, 16, True, num_warps=8)},
+    64: {"-rows64": MIDDLE},
+    256: {"-unsplit": LARGE},
+    4096: {"-64x64": GateConfig(64, 64, False, num_warps=4, num_stages=2)},
+}
+
+
+def _route(model: str, rows: int, is_hash: bool = False, variant: tuple[str, GateConfig] | None = None) -> BenchCase:
+    width, num_experts, top_k = MODELS[model]
+
+    def build(device: torch.device) -> Work:
+        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+        gate = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16)
+        bias = torch.randn(num_experts, device=device)
+        table = torch.randint(0, num_experts, (VOCABULARY, top_k), device=device) if is_hash else None
+        token_ids = torch.randint(0, VOCABULARY, (rows,), device=device)
+        given = None if is_hash else bias
+
+        def call() -> object:
+            if variant is None:
+                return route(x, gate, given, table, token_ids, top_k=top_k, scale=1.5)
+            return launch_route(x, gate, given, table, token_ids, top_k, 1.5, False, variant[1])
+
+        flops = 2 * rows * num_experts * width
+        return Work(call, nbytes(x, gate, bias, token_ids), rows * top_k * 12, flops)
+
+    name = f"{model}-{'hash' if is_hash else 'dense'}-{rows}{variant[0] if variant else ''}"
+    shape: dict[str, int | str] = {"rows": rows, "width": width, "experts": num_experts, "top_k": top_k}
+    return BenchCase("route", name, shape | {"variant": variant[0] if variant else ""}, build)
+
+
+def _choice(rows: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        logits, bias = torch.randn(rows, 256, device=device), torch.randn(256, device=device)
+        return Work(lambda: activation_topk(logits, bias, top_k=6, scale=1.5), nbytes(logits, bias), rows * 6 * 12)
+
+    return BenchCase("activation_topk", f"{rows}x256", {"rows": rows, "experts": 256}, build)
+
+
+CASES = [
+    *(_route(model, rows) for model in MODELS for rows in (1, 16, 64, 256, 4096)),
+    *(_route("flash", rows, variant=item) for rows, variants in VARIANTS.items() for item in variants.items()),
+    *(_route("flash", rows, is_hash=True) for rows in (1, 4096)),
+    *(_choice(rows) for rows in (1, 4096)),
+]

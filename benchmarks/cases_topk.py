@@ -1,0 +1,36 @@
+"""Cases of ops/topk.py: index top-k (512 and 1024 of up to 262,144 candidates, ascending), and best first."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops.topk import TOPK_CONFIG, TopkConfig, launch_topk
+from dsv4.testing.bench import BenchCase, Work, nbytes
+
+# the default and what it is compared with
+VARIANTS = {
+    "": TOPK_CONFIG,
+    "-tile4096": TopkConfig(tile=4096, max_chunks=32),
+    "-warps16": TopkConfig(tile=4096, num_warps=16),
+}
+
+
+def _case(rows: int, columns: int, k: int, ascending: bool = True, variant: str = "") -> BenchCase:
+    def build(device: torch.device) -> Work:
+        scores = torch.randn(rows, columns, device=device)
+        config = VARIANTS[variant]
+        return Work(lambda: launch_topk(scores, k, None, ascending, config), nbytes(scores), rows * k * 8)
+
+    order = "" if ascending else "-best-first"
+    shape: dict[str, int | str] = {"rows": rows, "columns": columns, "k": k, "ascending": str(ascending)}
+    return BenchCase("topk_select", f"{k}-of-{columns}x{rows}{order}{variant}", shape | {"variant": variant}, build)
+
+
+CASES = [
+    *(_case(1, 262144, 512, variant=variant) for variant in VARIANTS),
+    *(_case(rows, 262144, 512) for rows in (16, 64)),
+    _case(1, 262144, 1024),
+    *(_case(rows, columns, 512) for columns in (2048, 16384) for rows in (1, 64, 256)),
+    _case(4096, 2048, 512),
+    _case(1, 262144, 512, ascending=False),
+]

@@ -1,0 +1,385 @@
+"""Kernels of ops/compress.py, apart from their contract because the two together would be too long for one file.
+
+A program owns GROUP neighbouring tokens and makes the entries they close. The rings are read and written in one launch, and
+programs run in any order, so everything that touches a request's rings belongs to one program, that of the first token of
+its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a barrier, the tails.
+All other entries are made of this batch's rows alone. Nothing else is shared between programs.
+
+An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`, which
+gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once. HCA has 128 slots: columns are taken
+COLS at a time, the slots as eight runs side by side. Few tokens: one launch, the program goes through the columns itself.
+Many: the columns are spread over programs, and `_finish_kernel` follows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from dsv4.ops.row_kernels import row_offsets, store_rows
+from dsv4.ops.tl_utils import jit, tl
+
+POOL_RUNS = 8  # see `_pool` in ops/compress.py
+_POOL_RUNS = tl.constexpr(POOL_RUNS)
+
+
+class BatchArguments(NamedTuple):
+    """The tensors of a `TokenBatch`."""
+
+    positions: Any
+    slots: Any
+    chunk_starts: Any
+    chunk_ends: Any
+    table: Any
+    table_stride: int
+
+
+class TailArguments(NamedTuple):
+    """One ring of raw rows: [slots, len, DIM] each, with the same strides."""
+
+    kv: Any
+    score: Any
+    slot_stride: int
+    row_stride: int
+
+
+class CompressorArguments(NamedTuple):
+    """What differs between two compressors of one layer. `pooled` is scratch [T, DIM]; ape [RATIO, w] is contiguous."""
+
+    kv: Any
+    kv_stride: int
+    gate: Any
+    gate_stride: int
+    ape: Any
+    own: TailArguments
+    following: TailArguments
+    pooled: Any
+    norm_weight: Any
+    freqs: Any
+    eps: float
+
+
+# ---- the exponential ----
+
+# Chebyshev interpolation of e^r for |r| <= ln 2 / 2; relative error 2^-45
+_EXP_0, _EXP_1 = tl.constexpr(1.0000000000000144), tl.constexpr(1.0000000000000246)
+_EXP_2, _EXP_3 = tl.constexpr(0.4999999999942387), tl.constexpr(0.16666666666361285)
+_EXP_4, _EXP_5 = tl.constexpr(0.041666667045689526), tl.constexpr(0.008333333447773728)
+_EXP_6, _EXP_7 = tl.constexpr(0.0013888801125018367), tl.constexpr(0.00019841094826590665)
+_EXP_8, _EXP_9 = tl.constexpr(2.4884706488337773e-05), tl.constexpr(2.767057755607018e-06)
+_LOG2_E, _LN_2 = tl.constexpr(1.0 / math.log(2.0)), tl.constexpr(math.log(2.0))
+_ROUND_FP64 = tl.constexpr(1.5 * 2.0**52)  # adding it rounds to an integer, which then stands in the low bits
+
+
+@jit
+def exp_of_difference(x):
+    """fp32 x <= 0 (a score minus the highest) -> e^x in fp32, as `exp` of ops/invariant.py: computed in fp64, rounded once.
+
+    The rounding hides the error of the polynomial but for one value in two million. Below -150 (and for -inf) the result
+    is 0; NaN stays. A third of the instructions of tl_math's `exp_negative`: a CSA layer needs 1,280 a token, and a long
+    prefill should wait for memory, not for these.
+    """
+    wide = tl.where(x < -150.0, -150.0, x).to(tl.float64)
+    shifted = tl.fma(wide, _LOG2_E, _ROUND_FP64)
+    r = tl.fma(shifted - _ROUND_FP64, -_LN_2, wide)
+    p = tl.fma(r, _EXP_9, _EXP_8)
+    p = tl.fma(p, r, _EXP_7)
+    p = tl.fma(p, r, _EXP_6)
+    p = tl.fma(p, r, _EXP_5)
+    p = tl.fma(p, r, _EXP_4)
+    p = tl.fma(p, r, _EXP_3)
+    p = tl.fma(p, r, _EXP_2)
+    p = tl.fma(p, r, _EXP_1)
+    p = tl.fma(p, r, _EXP_0)
+    scaled = p.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
+    return tl.where(x != x, x, scaled.to(tl.float64, bitcast=True).to(tl.float32))
+
+
+# ---- pooling ----
+
+
+@jit
+def _overlapping_slot(
+    job, token, slot, position, start, cols, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
+    OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
+):  # fmt: skip
+    """kv and score [DIM] of one of the 2 * RATIO slots of a CSA entry, oldest first; absent rows give 0 and -inf."""
+    AGE: tl.constexpr = 2 * RATIO - 1 - SLOT
+    HALF: tl.constexpr = 0 if SLOT < RATIO else DIM
+    LEN: tl.constexpr = FOLLOWING_LEN if SLOT < RATIO else OWN_LEN
+    tail = job.following if SLOT < RATIO else job.own
+    wanted = position - AGE
+    is_fresh = wanted >= start
+    row = token - AGE
+    place = slot * tail.slot_stride + (tl.maximum(wanted, 0) % LEN) * tail.row_stride
+    kv_row = tl.where(is_fresh, job.kv + row * job.kv_stride + HALF, tail.kv + place)
+    score_row = tl.where(is_fresh, job.gate + row * job.gate_stride + HALF, tail.score + place)
+    exists = (wanted >= 0) & (cols >= 0)
+    kv = tl.load(kv_row + cols, mask=exists, other=0.0)
+    score = tl.load(score_row + cols, mask=exists, other=float("-inf"))
+    # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its block
+    ape = tl.load(job.ape + (SLOT % RATIO) * 2 * DIM + HALF + cols, mask=is_fresh & (cols >= 0), other=0.0)
+    return kv, score + ape
+
+
+@jit
+def _pool_overlapping(
+    job, token, slot, position, start, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Pool COLS columns of a CSA entry into its scratch row: slots one after the other, as `ordered_sum`."""
+    cols = first_col + tl.arange(0, COLS)
+    kvs = ()
+    scores = ()
+    for index in tl.static_range(2 * RATIO):
+        kv, score = _overlapping_slot(
+            job, token, slot, position, start, cols, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+        )
+        kvs = kvs + (kv,)  # noqa: RUF005 (kernels have no starred expressions)
+        scores = scores + (score,)  # noqa: RUF005
+    highest = scores[0]
+    for index in tl.static_range(1, 2 * RATIO):
+        highest = tl.maximum(highest, scores[index])
+    total = exp_of_difference(scores[0] - highest)
+    pooled = total * kvs[0]
+    for index in tl.static_range(1, 2 * RATIO):
+        weight = exp_of_difference(scores[index] - highest)
+        total = total + weight
+        pooled = pooled + weight * kvs[index]
+    entry = tl.div_rn(pooled, total)
+    tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
+
+
+@jit
+def _sum_of_runs(x):
+    """fp32 [POOL_RUNS, C] -> [C]: neighbours first, as `_sum_of_runs` in ops/compress.py."""
+    x = tl.trans(x)
+    C: tl.constexpr = x.shape[0]
+    left, right = tl.split(tl.reshape(x, [C, 4, 2]))
+    left, right = tl.split(tl.reshape(left + right, [C, 2, 2]))
+    left, right = tl.split(left + right)
+    return left + right
+
+
+@jit
+def _plain_slots(job, token, slot, position, start, cols, STEP: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
+                 LEN: tl.constexpr):  # fmt: skip
+    """kv and score [POOL_RUNS, C] of the slots at place STEP of every run of an HCA entry."""
+    slots = tl.arange(0, _POOL_RUNS) * (RATIO // _POOL_RUNS) + STEP
+    ages = RATIO - 1 - slots
+    wanted = position - ages
+    is_fresh = (wanted >= start)[:, None]
+    rows = (token - ages)[:, None]
+    place = (slot * job.own.slot_stride + (wanted % LEN) * job.own.row_stride)[:, None]
+    cols = cols[None, :]
+    kv = tl.load(tl.where(is_fresh, job.kv + rows * job.kv_stride, job.own.kv + place) + cols)
+    score = tl.load(tl.where(is_fresh, job.gate + rows * job.gate_stride, job.own.score + place) + cols)
+    ape = tl.load(job.ape + slots[:, None] * DIM + cols, mask=is_fresh, other=0.0)
+    return kv, score + ape
+
+
+@jit
+def _pool_plain(
+    job, token, slot, position, start, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, LEN: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Pool COLS columns of an HCA entry into its scratch row: POOL_RUNS runs of slots side by side, then their sum."""
+    cols = first_col + tl.arange(0, COLS)
+    kvs = ()
+    scores = ()
+    for step in tl.static_range(RATIO // _POOL_RUNS):
+        kv, score = _plain_slots(job, token, slot, position, start, cols, step, RATIO, DIM, LEN)
+        kvs = kvs + (kv,)  # noqa: RUF005 (kernels have no starred expressions)
+        scores = scores + (score,)  # noqa: RUF005
+    highest = scores[0]
+    for step in tl.static_range(1, RATIO // _POOL_RUNS):
+        highest = tl.maximum(highest, scores[step])
+    highest = tl.max(highest, axis=0)[None, :]
+    total = exp_of_difference(scores[0] - highest)
+    pooled = total * kvs[0]
+    for step in tl.static_range(1, RATIO // _POOL_RUNS):
+        weight = exp_of_difference(scores[step] - highest)
+        total = total + weight
+        pooled = pooled + weight * kvs[step]
+    entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))
+    tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
+
+
+@jit
+def _pool_entry(
+    job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+):  # fmt: skip
+    """Pool the entry that `token` closes: columns first_col .. first_col + POOL_COLS of it, COLS at a time."""
+    position = tl.load(batch.positions + token)
+    slot = tl.load(batch.slots + token)
+    start = tl.load(batch.chunk_starts + token)
+    for col in range(first_col, first_col + POOL_COLS, COLS):
+        if FOLLOWING_LEN > 0:
+            _pool_overlapping(job, token, slot, position, start, col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
+        else:
+            _pool_plain(job, token, slot, position, start, col, RATIO, DIM, OWN_LEN, COLS)
+
+
+# ---- entries and tails ----
+
+
+@jit
+def _finish_entries(
+    job, target, batch, tokens, mask, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
+    DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Norm, rope, encode the pooled entries that `tokens` [R] close, and write them through the block table."""
+    entries = tl.load(batch.positions + tokens, mask=mask, other=0) // RATIO
+    slots = tl.load(batch.slots + tokens, mask=mask, other=0)
+    blocks = tl.load(batch.table + slots * batch.table_stride + entries // PER_BLOCK, mask=mask, other=-1)
+    mask = mask & (blocks >= 0)
+    offsets = row_offsets(target, blocks, entries % PER_BLOCK)
+    store_rows(
+        job.pooled, tokens * DIM, mask, job.norm_weight, entries * RATIO, job.freqs, job.eps,
+        target, offsets, target, offsets, mask,
+        KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, False,
+    )  # fmt: skip
+
+
+@jit
+def _write_tail(
+    job, tail, token, slot, start, end, first_col, HALF: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
+    LEN: tl.constexpr, TAIL_ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The last LEN rows of the chunk whose first token is `token` into one ring: kv and score = gate + ape."""
+    cols = first_col + tl.arange(0, COLS)[None, :]
+    for first in range(tl.maximum(start, end - LEN), end, TAIL_ROWS):
+        positions = (first + tl.arange(0, TAIL_ROWS))[:, None]
+        mask = (positions < end) & (cols >= 0)
+        rows = token + positions - start
+        kv = tl.load(job.kv + rows * job.kv_stride + HALF + cols, mask=mask)
+        gate = tl.load(job.gate + rows * job.gate_stride + HALF + cols, mask=mask)
+        ape = tl.load(job.ape + (positions % RATIO) * WIDTH + HALF + cols, mask=mask)
+        place = slot * tail.slot_stride + (positions % LEN) * tail.row_stride + cols
+        tl.store(tail.kv + place, kv, mask=mask)
+        tl.store(tail.score + place, gate + ape, mask=mask)
+
+
+@jit
+def _write_tails(
+    job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_COLS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.load(batch.slots + token)
+    start = tl.load(batch.chunk_starts + token)
+    end = tl.load(batch.chunk_ends + token)
+    if FOLLOWING_LEN > 0:
+        _write_tail(
+            job, job.following, token, slot, start, end, first_col, 0, 2 * DIM, RATIO, FOLLOWING_LEN, TAIL_ROWS, TAIL_COLS
+        )
+        _write_tail(job, job.own, token, slot, start, end, first_col, DIM, 2 * DIM, RATIO, OWN_LEN, TAIL_ROWS, TAIL_COLS)
+    else:
+        _write_tail(job, job.own, token, slot, start, end, first_col, 0, DIM, RATIO, OWN_LEN, TAIL_ROWS, TAIL_COLS)
+
+
+# ---- kernels ----
+
+
+@jit
+def _compress_group(
+    job, target, batch, num_tokens, first_col, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
+    PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Tokens group * GROUP and following: their entries, FINISH_ROWS at a time (0: pooled only), then the tails."""
+    REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
+    base = tl.program_id(0).to(tl.int64) * GROUP
+    lanes = tl.arange(0, CANDIDATES)  # GROUP tokens, and those behind them whose entries may belong to this program
+    mask = base + lanes < num_tokens
+    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0)
+    slots = tl.load(batch.slots + base + lanes, mask=mask, other=-1)
+    ages = positions - tl.load(batch.chunk_starts + base + lanes, mask=mask, other=0)  # since the chunk's first token
+    # an entry that reaches back before its chunk belongs to the program of the chunk's first token
+    owners = tl.where(ages < REACH - 1, lanes - ages, lanes)
+    is_mine = (slots >= 0) & (owners >= 0) & (owners < GROUP)
+    pending = tl.where(is_mine & ((positions + 1) % RATIO == 0), lanes, CANDIDATES)
+    following = tl.min(pending, axis=0)
+    while following < CANDIDATES:
+        if FINISH_ROWS > 0:
+            finish_lanes = tl.arange(0, FINISH_ROWS)
+            tokens = base + tl.zeros([FINISH_ROWS], tl.int64)
+            count = 0
+            while (following < CANDIDATES) & (count < FINISH_ROWS):
+                _pool_entry(
+                    job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS, POOL_COLS
+                )
+                tokens = tl.where(finish_lanes == count, base + following, tokens)
+                count += 1
+                pending = tl.where(lanes == following, CANDIDATES, pending)
+                following = tl.min(pending, axis=0)
+            tl.debug_barrier()  # the scratch rows are read back by other threads
+            _finish_entries(
+                job, target, batch, tokens, finish_lanes < count, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
+                SCALE_BYTES,
+            )  # fmt: skip
+        else:
+            _pool_entry(job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS, POOL_COLS)
+            pending = tl.where(lanes == following, CANDIDATES, pending)
+            following = tl.min(pending, axis=0)
+
+    tl.debug_barrier()  # every row of a ring that an entry needs has been read
+    leaders = tl.where((slots >= 0) & (ages == 0) & (lanes < GROUP), lanes, CANDIDATES)
+    leader = tl.min(leaders, axis=0)
+    while leader < CANDIDATES:
+        _write_tails(job, batch, base + leader, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, TAIL_ROWS, POOL_COLS)
+        leaders = tl.where(lanes == leader, CANDIDATES, leaders)
+        leader = tl.min(leaders, axis=0)
+
+
+@jit(do_not_specialize=("num_tokens",))
+def _compress_kernel(
+    job, target, batch, num_tokens, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
+    PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    _compress_group(
+        job, target, batch, num_tokens, tl.program_id(1) * POOL_COLS, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP,
+        CANDIDATES, COLS, POOL_COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=("num_tokens",))
+def _compress_pair_kernel(
+    job, target, index_job, index_target, batch, num_tokens,
+    RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    INDEX_COLS: tl.constexpr, INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
+    INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Two CSA compressors with the same rings' lengths; program_id(1) chooses."""
+    if tl.program_id(1) == 0:
+        _compress_group(
+            job, target, batch, num_tokens, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP, CANDIDATES, COLS, DIM,
+            FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+        )  # fmt: skip
+    else:
+        _compress_group(
+            index_job, index_target, batch, num_tokens, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP, CANDIDATES,
+            INDEX_COLS, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM, INDEX_LOG2_DIM,
+            INDEX_SCALE_BYTES,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=("num_tokens",))
+def _finish_kernel(
+    job, target, batch, num_tokens, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Entries pooled by `_compress_kernel` with FINISH_ROWS = 0."""
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = tokens < num_tokens
+    positions = tl.load(batch.positions + tokens, mask=mask, other=0)
+    mask = mask & (tl.load(batch.slots + tokens, mask=mask, other=-1) >= 0) & ((positions + 1) % RATIO == 0)
+    if tl.max(mask.to(tl.int32), axis=0) > 0:
+        _finish_entries(
+            job, target, batch, tokens, mask, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES
+        )

@@ -1,0 +1,402 @@
+"""Kernels of ops/hyper.py, apart from their contracts because the two together would be too long for one file.
+
+`_hyper_kernel` is one launch for (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32 matrix
+fn [24, 4 D] is far larger than one token's streams, so the columns are split over many programs, and one program would
+need too long to read it:
+
+1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and stores
+   them, and leaves 24 partial dots and a partial sum of squares per token in `partial`.
+2. It then adds one to the tile's counter. The programs that arrive last become workers: they wait for the few still
+   missing, sum the partials in split order, and finish tokens: sigmoid, Sinkhorn, collapse, norm.
+
+Nothing depends on who arrives last: the partials, the order of their sum and every step after it are fixed by the layer's
+shape. Counters only grow, by the number of splits a launch, so no launch has to reset them and a CUDA graph can be replayed.
+Waiting cannot hang: a worker waits for programs of its own tile, which the GPU starts before those of later tiles, and a
+tile has fewer workers than the GPU has multiprocessors. In the interpreter, where programs run one after another, the last
+one does all the work.
+
+The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts that
+add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All tiles are 16 rows high inside, so a
+token's bits do not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dsv4.ops.norm import inverse_rms
+from dsv4.ops.tl_utils import INTERPRET, jit, quantize_e4m3, tl
+
+NUM_STREAMS = 4
+MIX_COLS = 32  # columns of a row of partials: 24 dots (4 in a head), then the sum of squares
+SUB_ROWS = 16  # rows of one matrix product
+
+# where the streams come from
+FROM_STREAMS, FROM_EMBEDDING, FROM_SUBLAYER = 0, 1, 2
+
+_MIX_COLS = tl.constexpr(MIX_COLS)
+_SUB_ROWS = tl.constexpr(SUB_ROWS)
+_FROM_STREAMS, _FROM_EMBEDDING = tl.constexpr(FROM_STREAMS), tl.constexpr(FROM_EMBEDDING)
+_FROM_SUBLAYER = tl.constexpr(FROM_SUBLAYER)
+
+
+# ---- streams ----
+
+
+@jit
+def _load_stream(x_ptr, rows, cols, mask, STREAM: tl.constexpr, D: tl.constexpr):
+    """Columns of one stream of x [T, 4, D] as fp32 [rows, cols]."""
+    return tl.load(x_ptr + rows[:, None] * (4 * D) + STREAM * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, STREAM: tl.constexpr):
+    """post[k] o + sum_j comb[j, k] X[j] in fp32, for k = STREAM."""
+    comb = comb_ptr + rows * 16 + STREAM
+    mixed = tl.load(comb, mask=row_mask, other=0.0)[:, None] * x0
+    mixed = mixed + tl.load(comb + 4, mask=row_mask, other=0.0)[:, None] * x1
+    mixed = mixed + tl.load(comb + 8, mask=row_mask, other=0.0)[:, None] * x2
+    mixed = mixed + tl.load(comb + 12, mask=row_mask, other=0.0)[:, None] * x3
+    return tl.load(post_ptr + rows * 4 + STREAM, mask=row_mask, other=0.0)[:, None] * out + mixed
+
+
+@jit
+def _streams_after(
+    out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D: tl.constexpr, SOURCE: tl.constexpr
+):  # fmt: skip
+    """The four streams [rows, cols] in x's dtype, wherever they come from."""
+    dtype = x_ptr.dtype.element_ty
+    if SOURCE == _FROM_EMBEDDING:
+        x0 = tl.load(x_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+        return x0, x0, x0, x0
+    x0 = _load_stream(x_ptr, rows, cols, mask, 0, D)
+    x1 = _load_stream(x_ptr, rows, cols, mask, 1, D)
+    x2 = _load_stream(x_ptr, rows, cols, mask, 2, D)
+    x3 = _load_stream(x_ptr, rows, cols, mask, 3, D)
+    if SOURCE == _FROM_STREAMS:
+        return x0.to(dtype), x1.to(dtype), x2.to(dtype), x3.to(dtype)
+    out = tl.load(out_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    new0 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 0)
+    new1 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 1)
+    new2 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 2)
+    new3 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 3)
+    return new0.to(dtype), new1.to(dtype), new2.to(dtype), new3.to(dtype)
+
+
+@jit
+def _store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D: tl.constexpr):
+    offsets = rows[:, None] * (4 * D) + cols[None, :]
+    tl.store(streams_ptr + offsets, x0, mask=mask)
+    tl.store(streams_ptr + offsets + D, x1, mask=mask)
+    tl.store(streams_ptr + offsets + 2 * D, x2, mask=mask)
+    tl.store(streams_ptr + offsets + 3 * D, x3, mask=mask)
+
+
+@jit(do_not_specialize=("num_tokens",))
+def hc_post_kernel(
+    out_ptr, x_ptr, post_ptr, comb_ptr, streams_ptr, num_tokens,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    row_mask = rows < num_tokens
+    mask = row_mask[:, None] & (cols < D)[None, :]
+    x0, x1, x2, x3 = _streams_after(
+        out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D, _FROM_SUBLAYER
+    )  # fmt: skip
+    _store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
+
+
+# ---- partial dots ----
+
+
+@jit
+def _load_fn(fn_ptr, cols, STREAM: tl.constexpr, D: tl.constexpr, NUM_MIXES: tl.constexpr):
+    """fn's columns of one stream, transposed: fp32 [cols, MIX_COLS]."""
+    mixes = tl.arange(0, _MIX_COLS)
+    mask = (cols < D)[:, None] & (mixes < NUM_MIXES)[None, :]
+    return tl.load(fn_ptr + mixes[None, :] * (4 * D) + STREAM * D + cols[:, None], mask=mask, other=0.0)
+
+
+@jit
+def _three_parts(x):
+    """fp32 [K, MIX_COLS] -> bf16 [K, 4 MIX_COLS]: three parts that add up to x (24 bits of mantissa are three times
+    eight) and a zero, side by side. One wide matrix per stream passes through shared memory faster than three."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    pairs = tl.join(tl.join(high, low), tl.join(middle, tl.zeros_like(high)))  # [K, MIX_COLS, 2, 2]
+    return tl.reshape(pairs, [x.shape[0], 4 * _MIX_COLS])
+
+
+@jit
+def _sum_of_parts(x):
+    """fp32 [R, 4 MIX_COLS], accumulators of the parts -> their sum [R, MIX_COLS], the small ones first."""
+    high_low, middle_zero = tl.split(tl.reshape(x, [x.shape[0], _MIX_COLS, 2, 2]))
+    high, low = tl.split(high_low)
+    middle, _ = tl.split(middle_zero)
+    return high + (middle + low)
+
+
+@jit
+def _keep_layout(x):
+    """x itself. The compiler does not look through it: else it would compute new streams in the layout of a matrix
+    operand, once in every warp, which takes four times the registers."""
+    if INTERPRET:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@jit
+def _square_sum(x):
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
+
+
+# ---- finishing a token ----
+
+
+@jit
+def _token_weights(
+    partial_ptr, base, scale, weights_ptr, post_ptr, row, token, norm_eps, hc_eps,
+    D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    NUM_MIXES: tl.constexpr,
+):  # fmt: skip
+    """Sum a token's partials and leave its 4 pre weights, 4 post weights and 16 exponentials in `weights`."""
+    mixes = tl.arange(0, _MIX_COLS)
+    splits = tl.arange(0, SPLIT_BLOCK)
+    offsets = (splits[:, None] * TILE + row) * _MIX_COLS + mixes[None, :]
+    # written by other multiprocessors a moment ago: .cg reads from the cache they share
+    partial = tl.load(partial_ptr + offsets, mask=(splits < NUM_SPLITS)[:, None], other=0.0, cache_modifier=".cg")
+    sums = tl.sum(partial, axis=0)
+    # rows_matmul(wide.flatten(1), fn) * rsqrt(mean_square + norm_eps)
+    mean_square = tl.div_rn(tl.sum(tl.where(mixes == NUM_MIXES, sums, 0.0), axis=0), 4.0 * D)
+    logits = sums * tl.div_rn(1.0, tl.sqrt_rn(mean_square + norm_eps)) * scale + base
+    # sigmoid(z) = 1 / (1 + exp(-z)) for pre and post, exp(z - max of its row) for comb: one exp in fp64 serves all
+    rows_of_four = tl.reshape(logits, [_MIX_COLS // 4, 4])
+    row_max = tl.broadcast_to(tl.max(rows_of_four, axis=1)[:, None], [_MIX_COLS // 4, 4])
+    is_gate = mixes < 8
+    power = tl.exp(tl.where(is_gate, -logits, logits - tl.reshape(row_max, [_MIX_COLS])).to(tl.float64))
+    gate = (1.0 / (1.0 + power)).to(tl.float32)
+    gate = tl.where(mixes < 4, gate + hc_eps, gate * 2.0)
+    row_ptr = weights_ptr + token * _MIX_COLS + mixes
+    tl.store(row_ptr, tl.where(is_gate, gate, power.to(tl.float32)), mask=mixes < NUM_MIXES)
+    if NUM_MIXES > 4:
+        tl.store(post_ptr + token * 4 + mixes - 4, gate, mask=is_gate & (mixes >= 4))
+
+
+@jit
+def _load_row(x_ptr, token, STREAM: tl.constexpr, cols, mask, D: tl.constexpr, IS_SHARED: tl.constexpr):
+    """One stream of a token, whole: [1, BLOCK]. `IS_SHARED`: x is [T, D], the same row for every stream."""
+    start = token * D if IS_SHARED else token * (4 * D) + STREAM * D
+    return tl.load(x_ptr + start + cols, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@jit
+def _collapse(x0, x1, x2, x3, weights_ptr, token):
+    """y = sum_j pre[j] X[j], rounded."""
+    pre = weights_ptr + token * _MIX_COLS
+    y = tl.load(pre, cache_modifier=".cg") * x0.to(tl.float32)
+    y = y + tl.load(pre + 1, cache_modifier=".cg") * x1.to(tl.float32)
+    y = y + tl.load(pre + 2, cache_modifier=".cg") * x2.to(tl.float32)
+    y = y + tl.load(pre + 3, cache_modifier=".cg") * x3.to(tl.float32)
+    return y.to(x0.dtype)
+
+
+@jit
+def _store_codes(codes_ptr, scale_ptr, hidden, token, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """FP8 codes of a row [1, BLOCK], as `_rms_norm_kernel` of ops/norm.py writes them."""
+    groups = tl.arange(0, BLOCK // GROUP)
+    codes, scale = quantize_e4m3(tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP]))
+    group_mask = groups < D // GROUP
+    code_offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(codes_ptr + token * D + code_offsets, codes, mask=group_mask[:, None])
+    tl.store(scale_ptr + token * (D // GROUP) + groups, scale, mask=group_mask)
+
+
+@jit
+def _reciprocal(x):
+    """1 / x for x between 1e-6 and 8: an approximation and one Newton step, without the slow path of a division."""
+    if INTERPRET:
+        return 1.0 / x
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+    return tl.fma(tl.fma(-x, guess, 1.0), guess, guess)
+
+
+@jit
+def _normalise(a, b, c, d, eps):
+    """Four numbers over their sum plus eps."""
+    inverse = _reciprocal((((a + b) + c) + d) + eps)
+    return a * inverse, b * inverse, c * inverse, d * inverse
+
+
+@jit
+def _softmax_row(a, b, c, d, eps):
+    """Four exponentials over their sum, plus eps."""
+    inverse = _reciprocal(((a + b) + c) + d)
+    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
+
+
+@jit
+def _load_four(ptr, mask):
+    return (
+        tl.load(ptr, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 1, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 2, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 3, mask=mask, other=1.0, cache_modifier=".cg"),
+    )
+
+
+@jit
+def _store_four(ptr, a, b, c, d, mask):
+    tl.store(ptr, a, mask=mask)
+    tl.store(ptr + 1, b, mask=mask)
+    tl.store(ptr + 2, c, mask=mask)
+    tl.store(ptr + 3, d, mask=mask)
+
+
+@jit
+def _sinkhorn(weights_ptr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr):
+    """Exponentials of some tokens -> comb. The 4 x 4 matrix is sixteen variables, so that no step leaves a thread."""
+    powers = weights_ptr + tokens * _MIX_COLS + 8
+    c00, c01, c02, c03 = _load_four(powers, mask)
+    c10, c11, c12, c13 = _load_four(powers + 4, mask)
+    c20, c21, c22, c23 = _load_four(powers + 8, mask)
+    c30, c31, c32, c33 = _load_four(powers + 12, mask)
+    # comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
+    c00, c01, c02, c03 = _softmax_row(c00, c01, c02, c03, eps)
+    c10, c11, c12, c13 = _softmax_row(c10, c11, c12, c13, eps)
+    c20, c21, c22, c23 = _softmax_row(c20, c21, c22, c23, eps)
+    c30, c31, c32, c33 = _softmax_row(c30, c31, c32, c33, eps)
+    # comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
+    c00, c10, c20, c30 = _normalise(c00, c10, c20, c30, eps)
+    c01, c11, c21, c31 = _normalise(c01, c11, c21, c31, eps)
+    c02, c12, c22, c32 = _normalise(c02, c12, c22, c32, eps)
+    c03, c13, c23, c33 = _normalise(c03, c13, c23, c33, eps)
+    for _ in range(NUM_ITERS - 1):
+        # comb = comb / (ordered_sum(comb, -1).unsqueeze(-1) + eps)
+        c00, c01, c02, c03 = _normalise(c00, c01, c02, c03, eps)
+        c10, c11, c12, c13 = _normalise(c10, c11, c12, c13, eps)
+        c20, c21, c22, c23 = _normalise(c20, c21, c22, c23, eps)
+        c30, c31, c32, c33 = _normalise(c30, c31, c32, c33, eps)
+        # comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
+        c00, c10, c20, c30 = _normalise(c00, c10, c20, c30, eps)
+        c01, c11, c21, c31 = _normalise(c01, c11, c21, c31, eps)
+        c02, c12, c22, c32 = _normalise(c02, c12, c22, c32, eps)
+        c03, c13, c23, c33 = _normalise(c03, c13, c23, c33, eps)
+    comb = comb_ptr + tokens * 16
+    _store_four(comb, c00, c01, c02, c03, mask)
+    _store_four(comb + 4, c10, c11, c12, c13, mask)
+    _store_four(comb + 8, c20, c21, c22, c23, mask)
+    _store_four(comb + 12, c30, c31, c32, c33, mask)
+
+
+# ---- the launch ----
+
+
+@jit
+def _partial_dots(
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, tile, split, num_tokens,
+    D: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NUM_MIXES: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Step 1 of a program: new streams, their partial dots with fn and their partial squares."""
+    cols = split * SPLIT + tl.arange(0, SPLIT)
+    mixes = tl.arange(0, _MIX_COLS)
+    # everything is asked for before anything is waited for
+    fn0 = _load_fn(fn_ptr, cols, 0, D, NUM_MIXES)
+    fn1 = _load_fn(fn_ptr, cols, 1, D, NUM_MIXES)
+    fn2 = _load_fn(fn_ptr, cols, 2, D, NUM_MIXES)
+    fn3 = _load_fn(fn_ptr, cols, 3, D, NUM_MIXES)
+    for sub in range(TILE // _SUB_ROWS):
+        tile_rows = sub * _SUB_ROWS + tl.arange(0, _SUB_ROWS)
+        rows = tile.to(tl.int64) * TILE + tile_rows
+        row_mask = rows < num_tokens
+        mask = row_mask[:, None] & (cols < D)[None, :]
+        x0, x1, x2, x3 = _streams_after(
+            out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D, SOURCE
+        )  # fmt: skip
+        if SOURCE != _FROM_STREAMS:
+            _store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
+        x0, x1, x2, x3 = _keep_layout(x0), _keep_layout(x1), _keep_layout(x2), _keep_layout(x3)
+        parts = tl.dot(x0, _three_parts(fn0))
+        parts = tl.dot(x1, _three_parts(fn1), parts)
+        parts = tl.dot(x2, _three_parts(fn2), parts)
+        parts = tl.dot(x3, _three_parts(fn3), parts)
+        squares = ((_square_sum(x0) + _square_sum(x1)) + _square_sum(x2)) + _square_sum(x3)
+        partial = tl.where((mixes == NUM_MIXES)[None, :], squares[:, None], _sum_of_parts(parts))
+        tl.store(partial_ptr + tile_rows[:, None] * _MIX_COLS + mixes[None, :], partial)
+
+
+@jit(do_not_specialize=("num_tokens",))
+def hyper_kernel(
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
+    streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
+    partial_ptr, weights_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, NUM_WORKERS: tl.constexpr, WORKER_TOKENS: tl.constexpr,
+    NUM_ROLES: tl.constexpr, NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
+):  # fmt: skip
+    split, tile = tl.program_id(0), tl.program_id(1)
+    mixes = tl.arange(0, _MIX_COLS)
+    base = tl.load(base_ptr + mixes, mask=mixes < NUM_MIXES, other=0.0)
+    scale_idx = tl.minimum(mixes // 4, 2) if NUM_MIXES > 4 else mixes * 0
+    scale = tl.load(scale_ptr + scale_idx, mask=mixes < NUM_MIXES, other=0.0)
+    tile_partial_ptr = partial_ptr + tile.to(tl.int64) * (NUM_SPLITS * TILE * _MIX_COLS)
+    _partial_dots(
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr + split * (TILE * _MIX_COLS),
+        tile, split, num_tokens, D, SPLIT, TILE, NUM_MIXES, SOURCE,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+    order = (arrived % NUM_SPLITS).to(tl.int32)
+    complete = arrived - order + NUM_SPLITS
+
+    first_token = tile.to(tl.int64) * TILE
+    tile_tokens = tl.minimum(num_tokens - tile * TILE, TILE)
+    # an item is WORKER_TOKENS tokens in one role: collapse and norm, or Sinkhorn
+    num_items = tl.cdiv(tile_tokens, WORKER_TOKENS) * NUM_ROLES
+    num_workers = tl.minimum(num_items, NUM_WORKERS)
+    worker = order - (NUM_SPLITS - num_workers)
+    if INTERPRET:
+        worker = tl.where(order == NUM_SPLITS - 1, 0, -1)
+        num_workers = 1
+    if worker >= 0:
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = cols < D
+        if HAS_NORM:
+            norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
+        if not INTERPRET:
+            while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
+                pass
+        for item in range(worker, num_items, num_workers):
+            first_row = (item // NUM_ROLES) * WORKER_TOKENS
+            collapses = item % NUM_ROLES == 0
+            for row in range(first_row, tl.minimum(first_row + WORKER_TOKENS, tile_tokens)):
+                token = first_token + row
+                # asked for before the weights are known
+                row_ptr = x_ptr if SOURCE != _FROM_SUBLAYER else streams_ptr
+                x0 = _load_row(row_ptr, token, 0, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
+                x1 = _load_row(row_ptr, token, 1, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
+                x2 = _load_row(row_ptr, token, 2, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
+                x3 = _load_row(row_ptr, token, 3, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
+                _token_weights(
+                    tile_partial_ptr, base, scale, weights_ptr, new_post_ptr, row, token, norm_eps, hc_eps,
+                    D, NUM_SPLITS, SPLIT_BLOCK, TILE, NUM_MIXES,
+                )  # fmt: skip
+                tl.debug_barrier()  # the weights pass from thread to thread through memory
+                if collapses:
+                    hidden = _collapse(x0, x1, x2, x3, weights_ptr, token)
+                    if HAS_NORM:
+                        # rms_norm_ref(hidden, norm_weight, norm_eps)
+                        wide = hidden.to(tl.float32)
+                        normed = wide * inverse_rms(wide, D, norm_eps)[:, None] * norm_weight.to(tl.float32)
+                        hidden = normed.to(hidden.dtype)
+                    tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
+                    if HAS_CODES:
+                        _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
+            if NUM_MIXES > 4:
+                if item % NUM_ROLES == NUM_ROLES - 1:
+                    rows = first_row + tl.arange(0, WORKER_TOKENS)
+                    _sinkhorn(weights_ptr, new_comb_ptr, first_token + rows, rows < tile_tokens, hc_eps, NUM_ITERS)

@@ -1,0 +1,147 @@
+"""The grammar an answer must follow: a JSON schema, a tool call that must (or must not) come, reasoning before it.
+
+Tool calls are written exactly as the protocol writes them (`dsv4.text.chat`), their arguments following each function's
+schema. A string without further rules is written raw, as the model was trained to; one with rules (pattern, length,
+format) is written as JSON, where the rules can be enforced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsv4.serve.grammar import GrammarError
+from dsv4.text.protocol import PROTOCOL
+
+# Enough for any indentation; without a bound a model can fill its whole answer with spaces.
+_WHITESPACE = "[ \\n\\r\\t]{1,64}"
+_RAW_STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
+_NOT_AN_OBJECT = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "minProperties", "maxProperties")
+
+Calls = Literal["never", "may", "must"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRules:
+    """thinking: the answer begins inside an open think block. schema: the JSON schema of the content, None for any
+    text. calls: whether tools are called. functions: name and parameter schema of those that may be. one_call: at most
+    one call."""
+
+    thinking: bool
+    schema: Mapping[str, Any] | None = None
+    calls: Calls = "never"
+    functions: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    one_call: bool = False
+
+
+def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
+    """Lark text of an answer. `special` gives a marker's grammar symbol. `GrammarError` for what cannot be enforced."""
+    if rules.calls == "must" and not rules.functions:
+        raise GrammarError("a tool must be called, and there is none")
+    dsml = special(PROTOCOL.dsml)
+    plain = f"& ~/(?s:.*){PROTOCOL.dsml}(?s:.*)/"
+    lines = []
+    if rules.thinking:
+        lines += [f"start: THOUGHT? {special(PROTOCOL.think_close)} answer"]
+        lines += [r"THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/"]
+    else:
+        lines += ["start: answer"]
+    if rules.calls == "must":
+        lines += ['answer: "\\n\\n<" block']
+    elif rules.schema is not None:
+        lines += ["answer: content" + (' | "\\n\\n<" block' if rules.calls == "may" else "")]
+    else:
+        # The text before a block and the "<" that opens it are one terminal: a lexer takes the longest match.
+        lines += ["answer: TEXT?" + (" | OPENING block" if rules.calls == "may" else "")]
+        lines += [f"TEXT: /(?s:.*)/ {plain}", f"OPENING: /(?s:.*)</ {plain}"]
+    if rules.schema is not None and rules.calls != "must":
+        lines += [f"content: {_json(rules.schema)}"]
+    if rules.calls != "never":
+        lines += _block(rules, dsml)
+        lines += [f"RAW: /(?s:.*)<\\// {plain}"]
+    return "\n".join(lines) + "\n"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    # The library's own options travel in the schema; the caller's are replaced.
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _WHITESPACE}}, ensure_ascii=False)}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _block(rules: AnswerRules, dsml: str) -> list[str]:
+    """The block of calls, from the marker after its first `<` on."""
+    name = PROTOCOL.tool_calls_block_name
+    more = "" if rules.one_call else r' ("\n" call)*'
+    lines = [f'block: {dsml} {_text(f"{name}>{chr(10)}")} call{more} "\\n</" {dsml} {_text(f"{name}>")}']
+    lines += ["call: " + " | ".join(f"call_{idx}" for idx in range(len(rules.functions)))]
+    for idx, (function, parameters) in enumerate(rules.functions):
+        opening = _text(f'invoke name="{function}">\n')
+        lines += [f'call_{idx}: "<" {dsml} {opening} arguments_{idx} "\\n</" {dsml} "invoke>"']
+        lines += _arguments(idx, function, parameters, dsml)
+    return lines
+
+
+def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) -> list[str]:
+    """Rules `arguments_<idx>`: the required parameters, then any of the others, in the schema's order."""
+    where = f"the parameters of {function}"
+    unsupported = [key for key in _NOT_AN_OBJECT if key in schema]
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if unsupported or schema.get("type", "object") != "object" or not isinstance(properties, dict):
+        found = ", ".join(unsupported) or "another type"
+        raise GrammarError(f"{where}: a call can be enforced for an object with properties, found {found}")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise GrammarError(f"{where}: required must be a list of names")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    named = {**properties, **{name: {} for name in required if name not in properties}}
+    lines: list[str] = []
+    needed: list[str] = []
+    optional: list[str] = []
+    for place, (name, parameter) in enumerate(named.items()):
+        rule = f"parameter_{idx}_{place}"
+        if '"' in name or "\n" in name:
+            raise GrammarError(f"{where}: a name with a quote or a line break cannot be written: {name[:40]!r}")
+        lines += [f"{rule}: {_parameter(name, parameter, shared, dsml)}"]
+        (needed if name in required else optional).append(rule)
+    # `rest_k`: any of the optional parameters from the k-th on, each after a line break
+    for place in reversed(range(len(optional))):
+        tail = f" rest_{idx}_{place + 1}" if place + 1 < len(optional) else ""
+        lines += [f'rest_{idx}_{place}: ("\\n" {optional[place]})?{tail}']
+    if needed:
+        tail = f" rest_{idx}_0" if optional else ""
+        return [f"arguments_{idx}: " + ' "\\n" '.join(needed) + tail, *lines]
+    starts = [rule + (f" rest_{idx}_{k + 1}" if k + 1 < len(optional) else "") for k, rule in enumerate(optional)]
+    return [f"arguments_{idx}: " + " | ".join([*starts, '""']), *lines]
+
+
+def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> str:
+    """One parameter, up to its closing tag."""
+    closing = f'{dsml} "parameter>"'
+    head = f'parameter name="{name}" string='
+    choices = _string_choices(schema)
+    if choices is not None:
+        values = " | ".join(_text(f"{choice}</") for choice in choices) if choices else "RAW"
+        opening = _text(f'{head}"true">')
+        return f'"<" {dsml} {opening} ({values}) {closing}'
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError(f"the schema of {name[:40]!r} must be an object, found {type(schema).__name__}")
+    inner = {**({} if schema is True else {"not": {}} if schema is False else schema), **shared}
+    opening = _text(f'{head}"false">')
+    return f'"<" {dsml} {opening} {_json(inner)} "</" {closing}'
+
+
+def _string_choices(schema: Any) -> list[str] | None:
+    """For a string to be written raw: its values, or none if any will do. None for everything else."""
+    if not isinstance(schema, dict) or schema.get("type") != "string" or set(schema) - _RAW_STRING_KEYS:
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return None
+    if "enum" in schema and ("const" in schema or not values):
+        return None  # a contradiction, or nothing at all: the JSON form says so
+    return None if any(PROTOCOL.dsml in value for value in values) else values

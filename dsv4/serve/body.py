@@ -1,0 +1,115 @@
+"""From the bytes of a request to checked JSON, and from that to a request model. Every failure is a 4xx `ApiError`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from dsv4.config import shown
+from dsv4.serve.errors import ApiError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
+    """The JSON object in `body`. Strict: UTF-8, no NaN, no key twice, no lone surrogate, no deeper than allowed."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} does not fit", code="invalid_utf8") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is nested deeper than {max_depth} levels", code="too_deep") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, found {type(value).__name__}", code="invalid_json")
+    _check_tree(value, max_depth)
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} appears twice in one object")
+    return result
+
+
+def _check_tree(value: Any, max_depth: int) -> None:
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if isinstance(item, str):
+            if not item.isascii() and _has_surrogate(item):
+                raise ApiError(400, f"text is not valid Unicode: lone surrogate in {shown(item)}", code="invalid_utf8")
+        elif isinstance(item, (dict, list)):
+            if depth > max_depth:
+                raise ApiError(400, f"the body is nested deeper than {max_depth} levels", code="too_deep")
+            if isinstance(item, dict):
+                stack += [(key, depth) for key in item]
+                stack += [(child, depth + 1) for child in item.values()]
+            else:
+                stack += [(child, depth + 1) for child in item]
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def validate(model: type[Model], value: dict[str, Any]) -> Model:
+    """`value` as a request model. `ApiError` 400 names the field: one that is not supported, missing or wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _to_api_error(model, error) from None
+
+
+def _to_api_error(model: type[BaseModel], error: ValidationError) -> ApiError:
+    details = error.errors(include_url=False, include_context=False)
+    # A value that fits no member of a union is reported once per member; the deepest report is about the one meant.
+    chosen = max(details, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    param = _path(chosen["loc"], model)
+    if chosen["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: this server does not support it", code="unsupported_parameter", param=param)
+    if chosen["type"] == "missing":
+        return ApiError(400, f"{param}: required, and missing", code="missing_required_parameter", param=param)
+    message = chosen["msg"].removeprefix("Value error, ")
+    if chosen["type"] == "value_error":  # our own, which begin with the field
+        field = leading_field(message)
+        param = ".".join(part for part in (param, field) if part)
+        message = message if field is None else message.partition(": ")[2]
+    else:
+        message = f"{message[:1].lower()}{message[1:]}, found {shown(chosen['input'])}"
+    return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+
+
+def leading_field(message: str) -> str | None:
+    """The field a message of this package begins with: `stop: ...`, `reasoning_effort (final profile): ...`."""
+    match = re.match(r"([a-z_]+)(?: \([^)]*\))?: ", message)
+    return match[1] if match else None
+
+
+def _path(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """`messages[0].content`, without the names pydantic gives to the members of a union."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and (not part[0].isupper() or part in model.model_fields) and part not in _TAGS:
+            path += f".{part}" if path else part
+    return path
+
+
+_TAGS = ("str", "int", "float", "bool", "list", "dict", "function-after", "none")

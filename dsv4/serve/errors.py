@@ -1,0 +1,37 @@
+"""Errors of the HTTP interface, in the shape OpenAI's clients read: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(ValueError):
+    """A request that is answered with a status other than 200. `param` names the field, `code` is for programs."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, code=self.code, param=self.param)
+
+
+def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The JSON of an error answer."""
+    return {"error": {"message": message, "type": _TYPES.get(status, _family(status)), "param": param, "code": code}}
+
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def _family(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"

@@ -1,0 +1,108 @@
+"""Constraints from grammars, through llguidance: `GrammarCompiler` once per model, `GrammarConstraint` per request.
+
+A grammar is Lark text as llguidance reads it; `<[id]>` in it is a special token. Special tokens match nothing else, so
+text rules cannot produce a marker of the protocol. What the grammars are is in `answer_grammar.py`.
+"""
+
+from __future__ import annotations
+
+import llguidance
+import torch
+from torch import Tensor
+
+from dsv4.engine.constraint import ConstraintError
+from dsv4.text.protocol import PROTOCOL
+from dsv4.text.tokenizer import Tokenizer, TokenizerError
+
+
+class GrammarError(ValueError):
+    """A schema or grammar that cannot be enforced; the text says what is wrong with it."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and one vocabulary. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special_ids = {idx for idx, token in enumerate(tokens) if not token}
+        for marker in PROTOCOL.markers:
+            try:
+                special_ids.add(tokenizer.special_id(marker))
+            except TokenizerError:  # a small test tokenizer has only some of them
+                continue
+        special_ids.add(eos_token_id)
+        wrapper = _Vocabulary(tokenizer, tokens, sorted(special_ids), eos_token_id)
+        self._grammar_tokens = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(wrapper), n_vocab=vocab_size, eos_token=eos_token_id
+        )
+        # ids that stand for no text must never be drawn, whatever the grammar
+        self._has_text = torch.tensor([bool(token) for token in tokens])  # [vocab]
+
+    def special(self, marker: str) -> str:
+        """A marker of the protocol as a grammar symbol."""
+        return f"<[{self._tokenizer.special_id(marker)}]>"
+
+    def compile(self, lark: str) -> CompiledGrammar:
+        """Check and compile; `GrammarError` with the first line of what llguidance says."""
+        matcher = llguidance.LLMatcher(
+            self._grammar_tokens, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0, limits=_limits()
+        )
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        return CompiledGrammar(matcher, self._has_text)
+
+
+class CompiledGrammar:
+    """A grammar at its start; every request takes a copy."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self._matcher = matcher
+        self._has_text = has_text
+
+    def constraint(self) -> GrammarConstraint:
+        return GrammarConstraint(self._matcher.deep_copy(), self._has_text)
+
+
+class GrammarConstraint:
+    """One request's place in a grammar; implements `dsv4.engine.constraint.Constraint`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self._matcher = matcher
+        self._has_text = has_text
+
+    def allowed(self) -> Tensor:
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [vocab / 8]
+        if self._matcher.is_error():
+            raise ConstraintError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+        flags = (bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        return flags.flatten()[: len(self._has_text)].bool() & self._has_text
+
+    def accept(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise ConstraintError(f"the grammar does not allow token {token_id}")
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special_ids: list[int], eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.special_token_ids = special_ids
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8"))
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """Smaller than the library's: a schema comes from outside, and its errors go back there."""
+    return llguidance.LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+
+
+def _first_line(text: str) -> str:
+    """Without the place in our grammar, which means nothing to whoever wrote the schema."""
+    line = text.strip().split("\n")[0]
+    return line.rpartition("failed to compile JSON schema: ")[2][:300]

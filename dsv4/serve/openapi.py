@@ -1,0 +1,99 @@
+"""The OpenAPI document: the request and answer models, and every status a route can give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from dsv4.serve.protocol import ChatRequest, CompletionRequest
+from dsv4.serve.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ErrorBody,
+    Health,
+    Live,
+    ModelCard,
+    ModelList,
+    TextCompletion,
+)
+
+_REFERENCE = "#/components/schemas/{model}"
+_REQUESTS = (ChatRequest, CompletionRequest)
+_ANSWERS = (ChatCompletion, ChatCompletionChunk, TextCompletion, ModelCard, ModelList, Health, Live, ErrorBody)
+_STATUS = {
+    400: "A field is wrong, missing or not supported; the message names it.",
+    401: "No valid API key.",
+    403: "A host name this server does not answer to.",
+    404: "No such model.",
+    413: "The body is too large.",
+    415: "The body is not application/json, or is compressed.",
+    500: "This request could not be continued; others go on.",
+    503: "The queue is full, or the server is shutting down.",
+}
+
+
+def openapi_document(version: str, *, has_key: bool) -> dict[str, Any]:
+    """The whole document; `has_key`: the server wants an API key."""
+    requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REFERENCE)[1]
+    answers = models_json_schema([(model, "serialization") for model in _ANSWERS], ref_template=_REFERENCE)[1]
+    components: dict[str, Any] = {"schemas": {**requests["$defs"], **answers["$defs"]}}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "dsv4", "version": version, "description": "DeepSeek-V4 behind OpenAI's interface."},
+        "paths": _paths(),
+        "components": components,
+    }
+    if has_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in document["paths"].items():
+            if path.startswith(("/v1/", "/live")):
+                for operation in methods.values():
+                    operation["security"] = [{"key": []}]
+    return document
+
+
+def _paths() -> dict[str, Any]:
+    posting = (400, 401, 403, 404, 413, 415, 500, 503)
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    page = {"description": "The chat page.", "content": {"text/html": {"schema": {"type": "string"}}}}
+    metrics = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    health = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down.")}}
+    return {
+        "/v1/chat/completions": {"post": _posting("Answer a conversation", ChatRequest, ChatCompletion, posting)},
+        "/v1/completions": {"post": _posting("Continue a text", CompletionRequest, TextCompletion, posting)},
+        "/v1/models": {"get": {"summary": "The model", "responses": _answers(ModelList, (401, 403))}},
+        "/v1/models/{name}": {
+            "get": {"summary": "The model", "parameters": [name], "responses": _answers(ModelCard, (401, 403, 404))}
+        },
+        "/live": {"get": {"summary": "The engine now", "responses": _answers(Live, (401, 403))}},
+        "/health": {"get": {"summary": "Whether requests are taken", **health}},
+        "/metrics": {"get": {"summary": "Metrics", "responses": {"200": metrics, **_errors((403,))}}},
+        "/": {"get": {"summary": "A page to talk to", "responses": {"200": page, **_errors((403,))}}},
+    }
+
+
+def _posting(
+    summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
+) -> dict[str, Any]:  # fmt: skip
+    responses = _answers(answer, statuses)
+    responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"required": True, "content": {"application/json": {"schema": _schema(request)}}}
+    return {"summary": summary, "requestBody": body, "responses": responses}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}
+
+
+def _content(model: type[BaseModel], description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _schema(model)}}}
+
+
+def _errors(statuses: tuple[int, ...]) -> dict[str, Any]:
+    return {str(status): _content(ErrorBody, _STATUS[status]) for status in statuses}
+
+
+def _answers(model: type[BaseModel], statuses: tuple[int, ...]) -> dict[str, Any]:
+    return {"200": _content(model, "Done."), **_errors(statuses)}

@@ -1,0 +1,242 @@
+"""The HTTP server: `create_app` over an `LLM`, and `serve`, which runs it until told to stop.
+
+OpenAI's interface at /v1, a page at /, /health, /metrics, /live (the engine at this moment) and /openapi.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib import resources
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from dsv4 import __version__
+from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
+from dsv4.llm import LLM
+from dsv4.request import RequestError
+from dsv4.serve.assemble import ChatAssembler, TextAssembler
+from dsv4.serve.body import parse_json, validate
+from dsv4.serve.errors import ApiError, error_body
+from dsv4.serve.gate import Gate
+from dsv4.serve.jobs import Job, JobMaker
+from dsv4.serve.live import LiveView
+from dsv4.serve.metrics import Metrics, RequestTimer
+from dsv4.serve.openapi import openapi_document
+from dsv4.serve.protocol import ChatRequest, CompletionRequest
+from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
+from dsv4.serve.settings import ServerConfig
+from dsv4.serve.streaming import ClientGone, EventStream, collect
+
+# The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
+# loop waiting 5 ms for every token it passes on.
+_SWITCH_SECONDS = 0.0005
+_CLIENT_CLOSED = 499
+
+
+class Server:
+    """What the routes share. One engine, one thread for it."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        if llm.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json; a server speaks text and needs one")
+        self.config = config
+        self.tokenizer = llm.tokenizer
+        self.live = LiveView(llm.engine)
+        self.engine = AsyncEngine(llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step)
+        self.metrics = Metrics(self.engine)
+        self.jobs = JobMaker(llm.engine, llm.tokenizer, config)
+        self._created = int(time.time())
+
+    # ---- generation ----
+
+    async def chat(self, request: Request) -> Response:
+        start = time.perf_counter()
+        body = await self._body(request)
+        asked, job = await asyncio.to_thread(self._prepare_chat, body)
+        assembler = ChatAssembler(job, self.config.name, self.tokenizer)
+        timer = RequestTimer(self.metrics, len(job.sequences), start)
+        return await self._answer(request, job, assembler, asked, timer)
+
+    async def completion(self, request: Request) -> Response:
+        start = time.perf_counter()
+        body = await self._body(request)
+        asked, job = await asyncio.to_thread(self._prepare_completion, body)
+        assembler = TextAssembler(job, self.config.name, self.tokenizer)
+        timer = RequestTimer(self.metrics, len(job.sequences), start)
+        return await self._answer(request, job, assembler, asked, timer)
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also what keeps other sites' pages out: a browser does not send this type across sites unasked.
+            raise ApiError(415, "content-type: expected application/json", code="unsupported_media_type")
+        return await request.body()
+
+    def _prepare_chat(self, body: bytes) -> tuple[ChatRequest, Job]:
+        asked = validate(ChatRequest, parse_json(body, max_depth=self.config.max_json_depth))
+        return asked, self.jobs.chat(asked)
+
+    def _prepare_completion(self, body: bytes) -> tuple[CompletionRequest, Job]:
+        asked = validate(CompletionRequest, parse_json(body, max_depth=self.config.max_json_depth))
+        return asked, self.jobs.completion(asked)
+
+    async def _answer(
+        self, request: Request, job: Job, assembler: ChatAssembler | TextAssembler,
+        asked: ChatRequest | CompletionRequest, timer: RequestTimer,
+    ) -> Response:  # fmt: skip
+        try:
+            stream = self.engine.submit(job.sequences)
+        except EngineBusy as error:
+            raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
+        except EngineStopped as error:
+            raise ApiError(503, str(error), code="shutting_down") from None
+        if asked.stream:
+            return EventStream(
+                stream, assembler, self.metrics, timer,
+                includes_usage=asked.includes_usage, stall_seconds=self.config.stall_seconds,
+            )  # fmt: skip
+        try:
+            chunks = await collect(request, stream, assembler, timer)
+        except ClientGone:
+            self.metrics.disconnects.inc()
+            return Response(status_code=_CLIENT_CLOSED)
+        return _json(assembler.whole(chunks))
+
+    # ---- looking ----
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList(object="list", data=[self._card()]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.config.name:
+            message = f"model: this server has {self.config.name!r}, found {name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return _json(self._card())
+
+    def _card(self) -> ModelCard:
+        return ModelCard(id=self.config.name, object="model", created=self._created, owned_by="dsv4")
+
+    async def health(self, request: Request) -> Response:
+        if self.engine.is_accepting:
+            return _json(Health(status="ok"))
+        return _json(Health(status="stopping"), status=503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def show_live(self, request: Request) -> Response:
+        return _json(self.live.snapshot(self.config.name, self.engine.stats))
+
+
+def _json(answer: Answer, status: int = 200) -> Response:
+    return Response(answer.to_json(), status_code=status, media_type="application/json")
+
+
+def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
+    """The application. Its engine thread runs from startup to shutdown, which finishes what runs."""
+    server = Server(llm, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await asyncio.to_thread(server.engine.stop, config.drain_seconds)
+
+    app = FastAPI(title="dsv4", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    app.add_middleware(Gate, config=config, metrics=server.metrics)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_any_error)
+    app.add_route("/v1/chat/completions", server.chat, methods=["POST"])
+    app.add_route("/v1/completions", server.completion, methods=["POST"])
+    app.add_route("/v1/models", server.models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", server.model, methods=["GET"])
+    app.add_route("/live", server.show_live, methods=["GET"])
+    app.add_route("/health", server.health, methods=["GET"])
+    app.add_route("/metrics", server.show_metrics, methods=["GET"])
+    app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
+    document = openapi_document(__version__, has_key=config.api_key is not None)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    return app
+
+
+# ---- the page ----
+
+
+def page_text() -> str:
+    """The chat page: one file, nothing loaded from elsewhere."""
+    return resources.files("dsv4.serve").joinpath("page.html").read_text(encoding="utf-8")
+
+
+def page_headers() -> dict[str, str]:
+    """Headers that let the page run its own script and style, by their hashes, and nothing else."""
+    text = page_text()
+
+    def hashes(tag: str) -> str:
+        found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(one.encode("utf-8")).digest()).decode("ascii") for one in found]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+async def _page(request: Request, *, headers: dict[str, str]) -> Response:
+    return Response(page_text(), media_type="text/html; charset=utf-8", headers=headers)
+
+
+# ---- errors ----
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"retry-after": "1"} if error.status == 503 else None
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    body = error_body(error.status_code, message.get(error.status_code, str(error.detail)))
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_any_error(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(500, "an internal error; the server's log has it"), status_code=500)
+
+
+# ---- running ----
+
+
+def make_uvicorn(app: FastAPI, config: ServerConfig, *, log_level: str = "info") -> uvicorn.Server:
+    """A uvicorn server for the app that waits for what runs when it is told to stop."""
+    settings = uvicorn.Config(
+        app, host=config.host, port=config.port, log_level=log_level, access_log=False, server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
+        h11_max_incomplete_event_size=65536,
+        http="h11", ws="none", lifespan="on",
+    )  # fmt: skip
+    return uvicorn.Server(settings)
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what runs. A second signal does not wait."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    make_uvicorn(create_app(llm, config), config).run()

@@ -1,0 +1,133 @@
+"""Running a job for one HTTP client: to the end, or as server-sent events, and no longer than the client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsv4.engine.events import ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.sequence import RequestAborted, RequestFailed
+from dsv4.serve.errors import ApiError, error_body
+from dsv4.serve.metrics import Metrics, RequestTimer
+from dsv4.serve.responses import Answer
+
+
+class Assembler(Protocol):
+    """Turns events into chunks (`Answer`s): `ChatAssembler` and `TextAssembler`."""
+
+    def opening(self) -> list[Any]: ...
+    def take(self, event: TokenEvent) -> list[Any]: ...
+    def usage_chunk(self) -> Answer: ...
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+async def collect(
+    request: Request, stream: RequestStream, assembler: Assembler, timer: RequestTimer
+) -> list[Any]:  # fmt: skip
+    """Every chunk of a job that runs to its end. `ClientGone` if the client goes first; `ApiError` if it fails."""
+    chunks: list[Any] = []
+    async with stream:
+        with _watching(request.receive, stream) as gone:
+            async for event in stream:
+                if gone.is_set():
+                    raise ClientGone
+                if isinstance(event, ErrorEvent):
+                    raise to_api_error(event.error)
+                timer.token(event)
+                chunks += assembler.take(event)
+    return chunks
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """A request that ended without a result, as an answer."""
+    if isinstance(error, RequestFailed):
+        return ApiError(500, f"the request could not be continued: {error}", code="request_failed")
+    assert isinstance(error, RequestAborted), error
+    return ApiError(503, f"the request was dropped: {error}", code="request_aborted")
+
+
+class EventStream(Response):
+    """Chunks as server-sent events, ended by `[DONE]`; a job that fails ends with an error object instead."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, stream: RequestStream, assembler: Assembler, metrics: Metrics, timer: RequestTimer,
+        *, includes_usage: bool, stall_seconds: float,
+    ) -> None:  # fmt: skip
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._stream = stream
+        self._assembler = assembler
+        self._metrics = metrics
+        self._timer = timer
+        self._includes_usage = includes_usage
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stream as stream:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            with _watching(receive, stream) as gone:
+                try:
+                    is_complete = await self._write(send, gone)
+                except TimeoutError:  # connected, but taking nothing
+                    is_complete = False
+                if not is_complete:
+                    self._metrics.disconnects.inc()
+
+    async def _write(self, send: Send, gone: asyncio.Event) -> bool:
+        """Whether the client got everything."""
+        await self._send(send, [_line(chunk.to_json()) for chunk in self._assembler.opening()])
+        async for event in self._stream:
+            if gone.is_set():
+                return False
+            if isinstance(event, ErrorEvent):
+                failed = to_api_error(event.error)
+                body = error_body(failed.status, failed.message, code=failed.code)
+                await self._send(send, [_line(json.dumps(body))], is_last=True)
+                return True
+            self._timer.token(event)
+            chunks = self._assembler.take(event)
+            if chunks:
+                await self._send(send, [_line(chunk.to_json()) for chunk in chunks])
+                self._timer.sent(event)
+        ending = [_line(self._assembler.usage_chunk().to_json())] if self._includes_usage else []
+        await self._send(send, [*ending, _line("[DONE]")], is_last=True)
+        return not gone.is_set()
+
+    async def _send(self, send: Send, lines: list[bytes], *, is_last: bool = False) -> None:
+        if lines:
+            async with asyncio.timeout(self._stall_seconds):
+                await send({"type": "http.response.body", "body": b"".join(lines), "more_body": not is_last})
+
+
+def _line(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
+
+
+@contextmanager
+def _watching(receive: Receive, stream: RequestStream) -> Iterator[asyncio.Event]:
+    """Drop the job as soon as the client is gone; the event says so."""
+    gone = asyncio.Event()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        stream.cancel()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield gone
+    finally:
+        task.cancel()

@@ -1,0 +1,73 @@
+"""What the engine hands to the sampler: each request's own settings, step, prompt and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import SMALL, encode, let_it_say
+
+from dsv4.request import SamplingParams
+
+
+@pytest.fixture
+def watched(make_llm):
+    """(llm that says "aab" to seed 0 and "xyz" to seed 1, the sampling batches it made)."""
+    llm = let_it_say(make_llm(), "aab", "xyz")
+    say, seen = llm.model.context.ops.sample, []
+
+    def sample(logits, batch):
+        seen.append(batch)
+        return say(logits, batch)
+
+    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    return llm, seen
+
+
+def test_settings_reach_the_sampler_row_by_row(watched):
+    llm, seen = watched
+    settings = {
+        "temperature": (0.5, 0.0), "top_k": (7, 0), "top_p": (0.25, 1.0), "min_p": (0.0, 0.5),
+        "repetition_penalty": (1.5, 1.0), "presence_penalty": (0.25, -1.0), "frequency_penalty": (2.0, 0.0),
+    }  # fmt: skip
+    params = [
+        SamplingParams(seed=row, max_tokens=3, **{name: values[row] for name, values in settings.items()})
+        for row in (0, 1)
+    ]
+    llm.generate(["pp", "qrr"], params)
+    assert len(seen) == 3
+    for step, batch in enumerate(seen):
+        for name, values in settings.items():
+            assert getattr(batch, name).tolist() == list(values), name
+        assert batch.seeds.tolist() == [0, 1]
+        assert batch.steps.tolist() == [step, step]
+
+
+def test_penalties_count_prompt_and_answer_apart(watched):
+    llm, seen = watched
+    llm.generate(
+        ["pp", "qr"], [SamplingParams(seed=0, max_tokens=4, presence_penalty=1), SamplingParams(seed=1, max_tokens=4)]
+    )
+    prompts, answers = ["pp", "qr"], ["aab.", "xyz."]
+    for step, batch in enumerate(seen):
+        for row in (0, 1):
+            mask = torch.zeros(SMALL.vocab_size, dtype=torch.bool)
+            mask[encode(prompts[row])] = True
+            counts = torch.zeros(SMALL.vocab_size, dtype=torch.int32)
+            for token_id in encode(answers[row][:step]):
+                counts[token_id] += 1
+            assert torch.equal(batch.prompt_mask[row], mask)
+            assert torch.equal(batch.output_counts[row], counts)
+
+
+def test_nothing_is_counted_when_nobody_asks(watched):
+    llm, seen = watched
+    llm.generate(["p"], SamplingParams(max_tokens=2))
+    assert [(batch.prompt_mask, batch.output_counts) for batch in seen] == [(None, None)] * 2
+
+
+def test_the_step_counts_tokens_not_calls(make_llm):
+    """A prompt read in pieces draws its first token at step 0 all the same."""
+    llm = let_it_say(make_llm(max_chunk_tokens=2), "abc")
+    assert llm.generate("long prompt", SamplingParams(max_tokens=3))[0].text == "abc"

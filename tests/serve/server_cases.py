@@ -1,0 +1,106 @@
+"""A live server on loopback over a very small model, in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import httpx
+import torch
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.llm import LLM
+from dsv4.serve.server import create_app, make_uvicorn
+from dsv4.serve.settings import ServerConfig
+from dsv4.text.byte_tokenizer import byte_tokenizer
+from dsv4.text.tokenizer import Tokenizer
+
+# Two layers, one CSA and one HCA: both kinds of blocks, and steps of a few milliseconds.
+SERVED = ModelConfig.tiny(
+    vocab_size=300, hidden_size=128, num_hidden_layers=2, num_hash_layers=1, compress_ratios=(4, 128, 0),
+    num_nextn_predict_layers=1, num_attention_heads=2, q_lora_rank=128, o_lora_rank=64, n_routed_experts=4,
+    moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=4096,
+)  # fmt: skip
+NAME = "tiny"
+TOKENIZER = Tokenizer(byte_tokenizer(SERVED.vocab_size), "the byte tokenizer")
+
+
+def make_llm(params, **limits):
+    """A cache and an engine of its own over shared parameters."""
+    engine = EngineConfig(**{"max_context_tokens": 2048, "max_concurrent_requests": 8, **limits})
+    return LLM.from_params(SERVED, params, numerics="exact", dtype=torch.float32, tokenizer=TOKENIZER, engine=engine)
+
+
+@dataclass
+class LiveServer:
+    llm: LLM
+    app: object
+    uvicorn: object
+    thread: threading.Thread
+    url: str
+
+    @property
+    def engine(self):
+        return self.app.state.server.engine
+
+    def get(self, path, **options):
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def post(self, path, body=None, **options):
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def chat(self, text="hi", **fields):
+        return self.post("/v1/chat/completions", chat_body(text, **fields))
+
+    def wait_until_free(self, seconds=10):
+        """Every slot and block is free again, and the books agree."""
+        deadline = time.monotonic() + seconds
+        while self.engine.num_open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.engine.num_open == 0
+        assert self.llm.cache.num_free_slots == self.llm.cache.schema.num_slots
+        assert self.llm.cache.num_free_blocks == self.llm.cache.schema.num_blocks
+        self.llm.cache.check_integrity()
+
+    def stop(self, seconds=30):
+        self.uvicorn.should_exit = True
+        self.thread.join(seconds)
+        assert not self.thread.is_alive(), "the server did not stop"
+
+
+def chat_body(text="hi", **fields):
+    return {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **fields}
+
+
+def start_server(llm, **settings):
+    """A server on a free port, once it answers."""
+    config = ServerConfig(**{"name": NAME, "port": 0, "drain_seconds": 20.0, **settings})
+    app = create_app(llm, config)
+    server = make_uvicorn(app, config, log_level="error")
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        assert time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    return LiveServer(llm, app, server, thread, f"http://127.0.0.1:{port}")
+
+
+def let_it_say(llm, *answers):
+    """A request with seed s says `answers[s]` (text or ids), then ends, as far as its constraint allows."""
+    scripts = [TOKENIZER.encode(one, allow_special=True) if isinstance(one, str) else list(one) for one in answers]
+
+    def sample(logits, batch):
+        chosen = []
+        for row, (seed, step) in enumerate(zip(batch.seeds.tolist(), batch.steps.tolist(), strict=True)):
+            script = [*scripts[seed % len(scripts)], SERVED.eos_token_id]
+            wanted = script[min(step, len(script) - 1)]
+            is_free = bool(torch.isfinite(logits[row, wanted]))
+            chosen.append(wanted if is_free else int(logits[row].argmax()))
+        return torch.tensor(chosen)
+
+    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    return llm
