@@ -66,7 +66,7 @@ types: $(DEV)
 
 unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"

@@ -126,9 +126,9 @@ class AsyncEngine:
                     return
             for command in commands:
                 command()
+            self._stats = self.engine.stats()
             if self.engine.has_work:
                 self._step()
-            self._stats = self.engine.stats()
 
     def _step(self) -> None:
         results: list[StepResult] = []
@@ -139,9 +139,11 @@ class AsyncEngine:
             self._drop_all()
         except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
             self.last_error = error
-        self._publish(results, time.perf_counter())
+        seconds = time.perf_counter()
+        self._stats = self.engine.stats()  # first: whoever reads an event may look at them
         if self._on_step is not None:
-            self._on_step(self.engine.stats())
+            self._on_step(self._stats)
+        self._publish(results, seconds)
 
     def _publish(self, results: Sequence[StepResult], seconds: float) -> None:
         """Events of a step to their streams: the new tokens, then the requests that ended without one."""

@@ -236,7 +236,7 @@ def _cuts(job: Compression, config: LaunchConfig) -> dict[str, int]:
         "PER_BLOCK": job.pages.entries_per_block,
         "GROUP": config.rows,
         "CANDIDATES": next_power_of_2(config.rows + reach - 1),
-        "TAIL_ROWS": 1 if config.rows == 1 else 8,
+        "TAIL_ROWS": 8 if following is None else 1,
     }
 
 

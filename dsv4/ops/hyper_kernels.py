@@ -42,43 +42,68 @@ _FROM_SUBLAYER = tl.constexpr(FROM_SUBLAYER)
 
 
 @jit
-def _load_stream(x_ptr, rows, cols, mask, STREAM: tl.constexpr, D: tl.constexpr):
-    """Columns of one stream of x [T, 4, D] as fp32 [rows, cols]."""
-    return tl.load(x_ptr + rows[:, None] * (4 * D) + STREAM * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+def _load_four(ptr, mask):
+    """Four neighbours of every pointer; 1 where masked."""
+    return (
+        tl.load(ptr, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 1, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 2, mask=mask, other=1.0, cache_modifier=".cg"),
+        tl.load(ptr + 3, mask=mask, other=1.0, cache_modifier=".cg"),
+    )
 
 
 @jit
-def _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, STREAM: tl.constexpr):
-    """post[k] o + sum_j comb[j, k] X[j] in fp32, for k = STREAM."""
-    comb = comb_ptr + rows * 16 + STREAM
-    mixed = tl.load(comb, mask=row_mask, other=0.0)[:, None] * x0
-    mixed = mixed + tl.load(comb + 4, mask=row_mask, other=0.0)[:, None] * x1
-    mixed = mixed + tl.load(comb + 8, mask=row_mask, other=0.0)[:, None] * x2
-    mixed = mixed + tl.load(comb + 12, mask=row_mask, other=0.0)[:, None] * x3
-    return tl.load(post_ptr + rows * 4 + STREAM, mask=row_mask, other=0.0)[:, None] * out + mixed
+def _store_four(ptr, a, b, c, d, mask):
+    tl.store(ptr, a, mask=mask)
+    tl.store(ptr + 1, b, mask=mask)
+    tl.store(ptr + 2, c, mask=mask)
+    tl.store(ptr + 3, d, mask=mask)
+
+
+@jit
+def _new_stream(out, x0, x1, x2, x3, post, c0, c1, c2, c3):
+    """post[k] o + sum_j comb[j, k] X[j], rounded; weights [rows], the rest [rows, cols]."""
+    mixed = c0[:, None] * x0.to(tl.float32)
+    mixed = mixed + c1[:, None] * x1.to(tl.float32)
+    mixed = mixed + c2[:, None] * x2.to(tl.float32)
+    mixed = mixed + c3[:, None] * x3.to(tl.float32)
+    return (post[:, None] * out.to(tl.float32) + mixed).to(x0.dtype)
 
 
 @jit
 def _streams_after(
     out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D: tl.constexpr, SOURCE: tl.constexpr
 ):  # fmt: skip
-    """The four streams [rows, cols] in x's dtype, wherever they come from."""
-    dtype = x_ptr.dtype.element_ty
+    """The four streams [rows, cols], wherever they come from.
+
+    A barrier stands between loads and arithmetic because ptxas moves loads down to where their values are needed, but not
+    across it: all loads, those of the caller as well, are then under way together, and the memory's latency is paid once.
+    """
     if SOURCE == _FROM_EMBEDDING:
         x0 = tl.load(x_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+        tl.debug_barrier()
         return x0, x0, x0, x0
-    x0 = _load_stream(x_ptr, rows, cols, mask, 0, D)
-    x1 = _load_stream(x_ptr, rows, cols, mask, 1, D)
-    x2 = _load_stream(x_ptr, rows, cols, mask, 2, D)
-    x3 = _load_stream(x_ptr, rows, cols, mask, 3, D)
+    row_ptr = x_ptr + rows[:, None] * (4 * D) + cols[None, :]
+    x0 = tl.load(row_ptr, mask=mask, other=0.0)
+    x1 = tl.load(row_ptr + D, mask=mask, other=0.0)
+    x2 = tl.load(row_ptr + 2 * D, mask=mask, other=0.0)
+    x3 = tl.load(row_ptr + 3 * D, mask=mask, other=0.0)
     if SOURCE == _FROM_STREAMS:
-        return x0.to(dtype), x1.to(dtype), x2.to(dtype), x3.to(dtype)
-    out = tl.load(out_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    new0 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 0)
-    new1 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 1)
-    new2 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 2)
-    new3 = _new_stream(out, x0, x1, x2, x3, post_ptr, comb_ptr, rows, row_mask, 3)
-    return new0.to(dtype), new1.to(dtype), new2.to(dtype), new3.to(dtype)
+        tl.debug_barrier()
+        return x0, x1, x2, x3
+    out = tl.load(out_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    post0, post1, post2, post3 = _load_four(post_ptr + rows * 4, row_mask)
+    c00, c01, c02, c03 = _load_four(comb_ptr + rows * 16, row_mask)
+    c10, c11, c12, c13 = _load_four(comb_ptr + rows * 16 + 4, row_mask)
+    c20, c21, c22, c23 = _load_four(comb_ptr + rows * 16 + 8, row_mask)
+    c30, c31, c32, c33 = _load_four(comb_ptr + rows * 16 + 12, row_mask)
+    tl.debug_barrier()
+    return (
+        _new_stream(out, x0, x1, x2, x3, post0, c00, c10, c20, c30),
+        _new_stream(out, x0, x1, x2, x3, post1, c01, c11, c21, c31),
+        _new_stream(out, x0, x1, x2, x3, post2, c02, c12, c22, c32),
+        _new_stream(out, x0, x1, x2, x3, post3, c03, c13, c23, c33),
+    )
 
 
 @jit
@@ -156,17 +181,19 @@ def _square_sum(x):
 
 
 @jit
+def _load_partials(partial_ptr, row, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A token's partials [splits, MIX_COLS]. Other multiprocessors wrote them: .cg reads from the cache they share."""
+    splits = tl.arange(0, SPLIT_BLOCK)[:, None]
+    offsets = (splits * TILE + row) * _MIX_COLS + tl.arange(0, _MIX_COLS)[None, :]
+    return tl.load(partial_ptr + offsets, mask=splits < NUM_SPLITS, other=0.0, cache_modifier=".cg")
+
+
+@jit
 def _token_weights(
-    partial_ptr, base, scale, weights_ptr, post_ptr, row, token, norm_eps, hc_eps,
-    D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr,
-    NUM_MIXES: tl.constexpr,
+    partial, base, scale, weights_ptr, post_ptr, token, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr
 ):  # fmt: skip
     """Sum a token's partials and leave its 4 pre weights, 4 post weights and 16 exponentials in `weights`."""
     mixes = tl.arange(0, _MIX_COLS)
-    splits = tl.arange(0, SPLIT_BLOCK)
-    offsets = (splits[:, None] * TILE + row) * _MIX_COLS + mixes[None, :]
-    # written by other multiprocessors a moment ago: .cg reads from the cache they share
-    partial = tl.load(partial_ptr + offsets, mask=(splits < NUM_SPLITS)[:, None], other=0.0, cache_modifier=".cg")
     sums = tl.sum(partial, axis=0)
     # rows_matmul(wide.flatten(1), fn) * rsqrt(mean_square + norm_eps)
     mean_square = tl.div_rn(tl.sum(tl.where(mixes == NUM_MIXES, sums, 0.0), axis=0), 4.0 * D)
@@ -236,24 +263,6 @@ def _softmax_row(a, b, c, d, eps):
     """Four exponentials over their sum, plus eps."""
     inverse = _reciprocal(((a + b) + c) + d)
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
-
-
-@jit
-def _load_four(ptr, mask):
-    return (
-        tl.load(ptr, mask=mask, other=1.0, cache_modifier=".cg"),
-        tl.load(ptr + 1, mask=mask, other=1.0, cache_modifier=".cg"),
-        tl.load(ptr + 2, mask=mask, other=1.0, cache_modifier=".cg"),
-        tl.load(ptr + 3, mask=mask, other=1.0, cache_modifier=".cg"),
-    )
-
-
-@jit
-def _store_four(ptr, a, b, c, d, mask):
-    tl.store(ptr, a, mask=mask)
-    tl.store(ptr + 1, b, mask=mask)
-    tl.store(ptr + 2, c, mask=mask)
-    tl.store(ptr + 3, d, mask=mask)
 
 
 @jit
@@ -375,6 +384,7 @@ def hyper_kernel(
             collapses = item % NUM_ROLES == 0
             for row in range(first_row, tl.minimum(first_row + WORKER_TOKENS, tile_tokens)):
                 token = first_token + row
+                partial = _load_partials(tile_partial_ptr, row, NUM_SPLITS, SPLIT_BLOCK, TILE)
                 # asked for before the weights are known
                 row_ptr = x_ptr if SOURCE != _FROM_SUBLAYER else streams_ptr
                 x0 = _load_row(row_ptr, token, 0, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
@@ -382,8 +392,7 @@ def hyper_kernel(
                 x2 = _load_row(row_ptr, token, 2, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
                 x3 = _load_row(row_ptr, token, 3, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
                 _token_weights(
-                    tile_partial_ptr, base, scale, weights_ptr, new_post_ptr, row, token, norm_eps, hc_eps,
-                    D, NUM_SPLITS, SPLIT_BLOCK, TILE, NUM_MIXES,
+                    partial, base, scale, weights_ptr, new_post_ptr, token, norm_eps, hc_eps, D, NUM_MIXES
                 )  # fmt: skip
                 tl.debug_barrier()  # the weights pass from thread to thread through memory
                 if collapses:

@@ -155,7 +155,9 @@ def test_text_is_readable(open_page, dark):
       ];
     })()"""
     assert min(page.run(contrast)) >= 4.5
-    assert page.run("getComputedStyle(document.body).backgroundColor") == ("rgb(22, 24, 29)" if dark else "rgb(247, 247, 245)")
+    assert page.run("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(22, 24, 29)" if dark else "rgb(247, 247, 245)"
+    )
 
 
 def test_screenshot(open_page, tmp_path):

@@ -1,0 +1,139 @@
+"""Constraints, failures of one request among others, and what the engine counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import SMALL, assert_all_free, encode
+
+from dsv4.engine.constraint import ConstraintError
+from dsv4.engine.sequence import RequestFailed
+from dsv4.request import SamplingParams
+
+EOS = SMALL.eos_token_id
+
+
+class Spelling:
+    """Allows one text, then the end."""
+
+    def __init__(self, text, broken_at=None):
+        self.ids = [*encode(text), EOS]
+        self.place = 0
+        self.broken_at = broken_at
+
+    def allowed(self):
+        if self.place == self.broken_at:
+            raise ConstraintError("the rule is broken")
+        mask = torch.zeros(SMALL.vocab_size, dtype=torch.bool)
+        if self.place < len(self.ids):
+            mask[self.ids[self.place]] = True
+        return mask
+
+    def accept(self, token_id):
+        assert token_id == self.ids[self.place]
+        self.place += 1
+
+
+def run(llm, *sequences):
+    for sequence in sequences:
+        llm.engine.submit(sequence)
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_decides_what_can_be_drawn(make_llm, temperature):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=20, temperature=temperature, repetition_penalty=1.5, top_k=3)
+    free = llm.engine.prepare([5, 6], params)
+    bound = llm.engine.prepare([5, 6], params, Spelling("abracadabra"))
+    run(llm, bound, free)
+    assert (bound.completion().text, bound.completion().finish_reason) == ("abracadabra", "stop")
+    assert free.completion() == make_llm().generate([5, 6], params)[0], "the other one is not touched"
+
+
+def test_logprobs_are_the_models_not_the_constraints(make_llm):
+    llm = make_llm()
+    bound = llm.engine.prepare([5, 6], SamplingParams(max_tokens=3, logprobs=2), Spelling("abc"))
+    run(llm, bound)
+    rows = llm.logits([5, 6, *bound.output_ids]).double().log_softmax(-1).float()
+    assert [one.logprob for one in bound.logprobs] == [rows[1 + i, bound.output_ids[i]].item() for i in range(3)]
+
+
+def test_a_constraint_without_a_token_fails_its_request_alone(make_llm):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    stuck = llm.engine.prepare([5], params, Spelling("ab"))  # after its end there is nothing
+    broken = llm.engine.prepare([5], params, Spelling("abcdef", broken_at=2))
+    free = llm.engine.prepare([5], params)
+    run(llm, stuck, broken, free)
+    assert stuck.is_done
+    with pytest.raises(RequestFailed, match="allows no token"):
+        stuck.completion()
+    with pytest.raises(RequestFailed, match="the rule is broken"):
+        broken.completion()
+    assert broken.output_ids == encode("ab")
+    assert free.completion() == make_llm().generate([5], params)[0]
+    assert_all_free(llm)
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(make_llm, monkeypatch):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = make_llm().generate([5, 9], params)[0]
+    logits = llm.model.logits
+    poisoned = llm.engine.prepare([5, 8], params)
+
+    def poison(streams):
+        values = logits(streams)
+        if poisoned.num_output == 3 and poisoned.slot is not None:
+            values[1, 200] = float("nan")
+        return values
+
+    monkeypatch.setattr(llm.model, "logits", poison)
+    good = [llm.engine.prepare([5, 9], params) for _ in range(2)]
+    run(llm, good[0], poisoned, good[1])
+    assert [one.completion() for one in good] == [expected, expected]
+    with pytest.raises(RequestFailed, match="NaN logits.* position 5"):
+        poisoned.completion()
+    assert poisoned.num_output == 3
+    assert_all_free(llm)
+
+
+def test_statistics(make_llm):
+    llm = make_llm(max_concurrent_requests=2)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    sequences = [llm.engine.add(list(range(2, 2 + length)), params) for length in (10, 140, 5)]
+    before = llm.engine.stats()
+    assert (before.num_waiting, before.num_running, before.num_slots, before.num_steps) == (3, 0, 2, 0)
+    llm.engine.step()
+    during = llm.engine.stats()
+    assert (during.num_waiting, during.num_running, during.num_prompt_tokens) == (1, 2, 150)
+    assert (during.num_blocks_used, during.num_blocks) == (3, llm.cache.schema.num_blocks)
+    llm.engine.abort(sequences[1])
+    while llm.engine.has_work:
+        llm.engine.step()
+    after = llm.engine.stats()
+    assert (after.num_finished, after.num_aborted, after.num_failed) == (2, 1, 0)
+    assert (after.num_prompt_tokens, after.num_output_tokens) == (155, 7)
+    assert (after.num_blocks_used, after.num_running, after.num_waiting) == (0, 0, 0)
+
+
+def test_aborting_twice_or_late_counts_once(make_llm):
+    llm = make_llm()
+    sequence = llm.engine.add([5], SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.engine.abort(sequence)
+    llm.engine.abort(sequence)
+    done = llm.engine.add([5], SamplingParams(max_tokens=1))
+    llm.engine.step()
+    llm.engine.abort(done)
+    assert llm.engine.stats().num_aborted == 1
+    assert not done.is_aborted
+
+
+def test_an_observer_sees_every_layer(make_llm):
+    llm = make_llm()
+    seen = []
+    llm.engine.observe = lambda layer_idx, output: seen.append((layer_idx, tuple(output.experts.shape)))
+    llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert seen == [(0, (3, 2)), (1, (3, 2)), (2, (3, 2)), (0, (1, 2)), (1, (1, 2)), (2, (1, 2))]
