@@ -279,12 +279,12 @@ def test_a_loop_that_is_gone_holds_up_nobody(started):
 
 def test_random_arrivals_and_departures(make_llm, started):
     """Callers come, read a little, and half of them leave early; the others get what they would get alone."""
-    requests = requests_of(24, max_tokens=12)
+    requests = requests_of(14, max_tokens=8)
     alone = make_llm()
     expected = [list(alone.generate([prompt], params)[0].token_ids) for prompt, params in requests]
     llm, engine = started(max_concurrent_requests=3)
     chance = random.Random(8)
-    plans = [(chance.random() * 0.3, chance.choice([None, chance.randrange(12)])) for _ in requests]
+    plans = [(chance.random() * 0.3, chance.choice([None, chance.randrange(8)])) for _ in requests]
 
     async def ask(place):
         delay, num_read = plans[place]
@@ -302,7 +302,7 @@ def test_random_arrivals_and_departures(make_llm, started):
 
     results = asyncio.run(run())
     engine.stop(timeout=10)
-    assert sum(result is None for result in results) > 5
+    assert sum(result is None for result in results) > 3
     for result, ids in zip(results, expected, strict=True):
         assert result is None or result == ([ids], [None])
     assert_all_free(llm)
