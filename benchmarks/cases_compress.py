@@ -6,6 +6,8 @@ variants are other cuts of the same work (`CompressPlan`); those that the launch
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from benchmarks.cases_append_swa import decode, one_chunk
 
@@ -14,6 +16,9 @@ from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.compress import (
+    CSA_MANY,
+    HCA_FEW,
+    HCA_MANY,
     Compression,
     CompressorSpec,
     CompressPlan,
@@ -101,8 +106,8 @@ def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressP
     return BenchCase(op, name, {"tokens": tokens, "ratio": ratio, "kind": kind, "variant": variant}, build)
 
 
-def _plan(rows: int, num_warps: int, cols: int = 64, is_split: bool = False) -> CompressPlan:
-    return CompressPlan(LaunchConfig(rows=rows, num_warps=num_warps), cols, is_split)
+def _rows(rows: int) -> CompressPlan:
+    return replace(CSA_MANY, config=LaunchConfig(rows=rows, num_warps=4))
 
 
 CASES = [
@@ -110,10 +115,9 @@ CASES = [
     *(_case(HCA, tokens, kind) for kind in ("closing", "open") for tokens in (1, 16, 64, 256)),
     *(_case(CSA, tokens, "prefill") for tokens in (512, 4096, 8192, 32768)),
     *(_case(HCA, tokens, "prefill") for tokens in (512, 4096, 8192, 32768)),
-    _case(CSA, 1, "closing", "2-warps", _plan(1, 2)),
-    _case(CSA, 8192, "prefill", "4-rows", _plan(4, 4)),
-    _case(CSA, 8192, "prefill", "16-rows-2-warps", _plan(16, 2)),
-    _case(HCA, 1, "closing", "8-warps", _plan(1, 8, 128)),
-    _case(HCA, 16, "closing", "split", _plan(16, 4, is_split=True)),
-    _case(HCA, 8192, "prefill", "32-columns", _plan(128, 2, 32, is_split=True)),
+    _case(CSA, 256, "closing", "shared", CSA_MANY),
+    _case(CSA, 512, "prefill", "shared", CSA_MANY),
+    *(_case(CSA, 8192, "prefill", f"{rows}-rows", _rows(rows)) for rows in (4, 8)),
+    *(_case(HCA, tokens, kind, "split", HCA_MANY) for kind in ("closing", "open") for tokens in (1, 16)),
+    *(_case(HCA, 64, kind, "fused", HCA_FEW) for kind in ("closing", "open")),
 ]

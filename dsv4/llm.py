@@ -1,6 +1,6 @@
 """`LLM`: the offline API. Load a checkpoint, generate, look inside.
 
-    llm = LLM("path/to/checkpoint")
+    llm = LLM("path/to/checkpoint")  # or LLM(): the miniature that ships with the package
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1))[0].text)
 
 Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU.
@@ -23,6 +23,7 @@ from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
@@ -40,7 +41,8 @@ DEFAULT_CONTEXT_TOKENS = 16384
 class LLM:
     """A DeepSeek-V4 model, its cache and its tokenizer.
 
-    path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names)
+    path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names), or the name
+              of a shipped one; without a path, the miniature that ships with the package
     device    "cpu" or "cuda"
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
@@ -51,16 +53,17 @@ class LLM:
     """
 
     def __init__(
-        self, path: str | Path, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
+        self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
-        config = ModelConfig.from_pretrained(path)
+        folder = find_checkpoint(path)
+        config = ModelConfig.from_pretrained(folder)
         limits = _limits(config, engine)  # with the tokenizer, before the weights: what fails at once should
-        has_tokenizer = (Path(path) / "tokenizer.json").exists()
-        tokenizer = Tokenizer.from_pretrained(path) if has_tokenizer else None
+        has_tokenizer = (folder / "tokenizer.json").exists()
+        tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         exact_dtype = compute_dtype if numerics == "exact" else None
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(folder)
         params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
         self._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
 

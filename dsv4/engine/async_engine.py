@@ -7,6 +7,7 @@ gone, costs the others nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -18,6 +19,9 @@ from dsv4.engine.events import ErrorEvent, RequestEvent, RequestStream, TokenEve
 from dsv4.engine.sequence import RequestAborted, RequestFailed
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.engine.stats import EngineStats
+
+
+_LOG = logging.getLogger("dsv4.engine")
 
 
 class EngineBusy(RuntimeError):
@@ -138,6 +142,7 @@ class AsyncEngine:
             self.last_error = error
             self._drop_all()
         except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
+            _LOG.exception("a forward call failed; its requests are dropped")
             self.last_error = error
         seconds = time.perf_counter()
         self._stats = self.engine.stats()  # first: whoever reads an event may look at them

@@ -1,4 +1,4 @@
-"""Where the checkpoints that ship with the package are: `dsv4/demo/<name>/`. They are data, not modules."""
+"""Where the checkpoints and the text that ship with the package are: `dsv4/demo/`. They are data, not modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,37 @@ DEFAULT_SHIPPED = "flash-mini"
 
 def shipped_checkpoint(name: str = DEFAULT_SHIPPED) -> Path:
     """Folder of a shipped checkpoint (`flash-mini`, `flash-mini-nvfp4`); `CheckpointError` names those there are."""
-    root = Path(str(resources.files("dsv4"))) / "demo"
-    folder = root / name
-    if not (folder / "config.json").is_file():
-        found = sorted(path.parent.name for path in root.glob("*/config.json"))
-        raise CheckpointError(f"no shipped checkpoint {name!r}; there are: {', '.join(found) or 'none'}")
+    if name not in shipped_names():
+        raise CheckpointError(f"no shipped checkpoint {name!r}; there are: {', '.join(shipped_names()) or 'none'}")
+    return _demo_folder() / name
+
+
+def shipped_names() -> list[str]:
+    """The shipped checkpoints, sorted."""
+    return sorted(path.parent.name for path in _demo_folder().glob("*/config.json"))
+
+
+def shipped_text() -> Path:
+    """Text held out from the shipped checkpoints' training, in the public domain."""
+    file = _demo_folder() / "heldout.txt"
+    if not file.is_file():
+        raise CheckpointError(f"the installation lacks {file}")
+    return file
+
+
+def find_checkpoint(path: str | Path | None) -> Path:
+    """A checkpoint folder as people name it: a path, the name of a shipped one, or None for the default shipped one.
+
+    A folder that exists is always meant before a shipped one of that name. A path that leads nowhere is returned as it
+    is, for the reader to refuse.
+    """
+    if path is None:
+        return shipped_checkpoint()
+    folder = Path(path)
+    if not folder.exists() and str(path) in shipped_names():
+        return shipped_checkpoint(str(path))
     return folder
+
+
+def _demo_folder() -> Path:
+    return Path(str(resources.files("dsv4"))) / "demo"

@@ -1,4 +1,4 @@
-"""One block: hyper-connection around attention, hyper-connection around the experts."""
+"""One block: hyper-connection around attention, hyper-connection around the experts, fused where they meet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.model.attention import attention
 from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
-from dsv4.model.parameters import BlockParams, HyperParams
+from dsv4.model.parameters import BlockParams
+from dsv4.ops.hyper import HyperSettings
 from dsv4.schedule import LayerSpec
 
 
@@ -32,21 +33,15 @@ def block(
     context: ModelContext,
 ) -> BlockOutput:  # fmt: skip
     """streams [T, n, D] -> the next streams, with what the sublayers did on the way."""
-    ops, eps = context.ops, context.config.rms_norm_eps
-    hidden, post, comb = _collapse(streams, params.hc_attn, context)
-    attn_out, entries = attention(
-        ops.rms_norm(hidden, params.attn_norm, eps), params.attn, layer, cache, batch, context
-    )
-    streams = ops.hc_post(attn_out, streams, post, comb)
-    hidden, post, comb = _collapse(streams, params.hc_ffn, context)
-    ffn_out, experts = moe(ops.rms_norm(hidden, params.ffn_norm, eps), params.ffn, batch.token_ids, context)
-    streams = ops.hc_post(ffn_out, streams, post, comb)
-    return BlockOutput(streams, attn_out, ffn_out, experts, entries)
-
-
-def _collapse(streams: Tensor, hyper: HyperParams, context: ModelContext) -> tuple[Tensor, Tensor, Tensor]:
-    config = context.config
-    return context.ops.hc_pre(
-        streams, hyper.fn, hyper.base, hyper.scale,
-        num_iters=config.hc_sinkhorn_iters, hc_eps=config.hc_eps, norm_eps=config.rms_norm_eps,
+    ops, config = context.ops, context.config
+    settings = HyperSettings(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+    hc_attn, hc_ffn = params.hc_attn, params.hc_ffn
+    start = ops.hc_enter(streams, hc_attn.fn, hc_attn.base, hc_attn.scale, params.attn_norm, settings, has_codes=False)
+    attn_out, entries = attention(start.hidden, params.attn, layer, cache, batch, context)
+    middle = ops.hc_boundary(
+        attn_out, start.streams, start.post, start.comb, hc_ffn.fn, hc_ffn.base, hc_ffn.scale, params.ffn_norm,
+        settings, has_codes=False,
     )  # fmt: skip
+    ffn_out, experts = moe(middle.hidden, params.ffn, batch.token_ids, context)
+    streams = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb)
+    return BlockOutput(streams, attn_out, ffn_out, experts, entries)

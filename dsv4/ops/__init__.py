@@ -18,7 +18,16 @@ from dsv4.formats.tensors import QuantActivation
 from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
 from dsv4.ops.attention import sparse_attention_ref
 from dsv4.ops.compress import compress_ref
-from dsv4.ops.hyper import hc_expand_ref, hc_head_ref, hc_post_ref, hc_pre_ref
+from dsv4.ops.hyper import (
+    HyperInput,
+    hc_boundary_ref,
+    hc_enter_ref,
+    hc_expand_ref,
+    hc_head_norm_ref,
+    hc_head_ref,
+    hc_post_ref,
+    hc_pre_ref,
+)
 from dsv4.ops.indexer import index_queries_ref, index_topk_ref
 from dsv4.ops.linear import grouped_linear_ref, linear_ref
 from dsv4.ops.moe import moe_ref
@@ -40,6 +49,9 @@ class OpSet:
     hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hc_post: Callable[..., Tensor]
     hc_head: Callable[..., Tensor]
+    hc_enter: Callable[..., HyperInput]
+    hc_boundary: Callable[..., HyperInput]
+    hc_head_norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -62,6 +74,9 @@ TORCH = OpSet(
     hc_pre=hc_pre_ref,
     hc_post=hc_post_ref,
     hc_head=hc_head_ref,
+    hc_enter=hc_enter_ref,
+    hc_boundary=hc_boundary_ref,
+    hc_head_norm=hc_head_norm_ref,
     linear=linear_ref,
     grouped_linear=grouped_linear_ref,
     route=route_ref,

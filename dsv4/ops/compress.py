@@ -13,6 +13,7 @@ The sums have one order everywhere: the 8 slots of a CSA entry one after the oth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,23 +149,42 @@ def _write_tail(tail: TailView, kv: Tensor, score: Tensor, batch: TokenBatch) ->
 
 @dataclass(frozen=True)
 class CompressPlan:
-    """How a launch is cut: `config.rows` tokens a program; HCA columns `cols` at a time, over programs if `is_split`.
+    """How a launch is cut: `config.rows` tokens a program, `tail_rows` rows of a ring written at a time.
 
-    No plan changes a bit of the result.
+    HCA columns are taken `cols` at a time, by different programs if `is_split`; CSA ones all at once. `max_registers` makes
+    room for more programs on a multiprocessor. No plan changes a bit of the result.
     """
 
     config: LaunchConfig
-    cols: int = 64
+    tail_rows: int
+    cols: int | None = None
     is_split: bool = False
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return self.config.options | limit
+
+    def columns(self, dim: int) -> int:
+        return dim if self.cols is None else min(self.cols, dim)
+
+    def finish_rows(self, dim: int) -> int:
+        """Rows of a tile that gives each thread at least 8 values of a row, as `rms_norm`'s does: the same order of sums."""
+        return max(256 * self.config.num_warps // dim, 4)
+
+    def candidates(self, reach: int) -> int:
+        """Tokens a program looks at. The same for every small number of rows: one compiled kernel serves them all."""
+        return next_power_of_2(max(self.config.rows, 16) + reach - 1)
 
 
-# By the number of tokens: few (decode) get a program each, many (prefill) share one, so that 16 tokens of a CSA chunk close
-# the four entries that one tile finishes together.
-FEW_TOKENS = 512
-CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4))
-CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4))
-HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4))
-HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), is_split=True)
+# By the number of tokens: few (decode) get a program each; many (prefill) share one, so that 16 tokens of a CSA chunk close
+# the four entries that one tile finishes together, and 128 of an HCA chunk the one that is spread over 16 programs.
+CSA_FEW_TOKENS, HCA_FEW_TOKENS = 512, 16
+CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
+CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168)
+HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=8), tail_rows=1, cols=64)
+HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, is_split=True)
 
 
 def compress(
@@ -172,39 +192,36 @@ def compress(
 ) -> None:
     """See `compress_ref`. fp32 projections with contiguous columns, fp32 tails, quantised pages.
 
-    One launch; two for an HCA layer with more than FEW_TOKENS tokens.
+    One launch; two for an HCA layer with more than HCA_FEW_TOKENS tokens.
     """
-    is_few = batch.num_tokens <= FEW_TOKENS
     if state.following is None:
-        plan = HCA_FEW if is_few else HCA_MANY
+        plan = HCA_FEW if batch.num_tokens <= HCA_FEW_TOKENS else HCA_MANY
     else:
-        plan = CSA_FEW if is_few else CSA_MANY
+        plan = CSA_FEW if batch.num_tokens <= CSA_FEW_TOKENS else CSA_MANY
     launch_compress(Compression(kv, gate, spec, state, pages), batch, plan)
 
 
 def compress_pair(attention: Compression, index: Compression, batch: TokenBatch) -> None:
     """See `compress_pair_ref`. One launch; the same bits as two calls of `compress`."""
-    launch_compress_pair(attention, index, batch, CSA_FEW if batch.num_tokens <= FEW_TOKENS else CSA_MANY)
+    launch_compress_pair(attention, index, batch, CSA_FEW if batch.num_tokens <= CSA_FEW_TOKENS else CSA_MANY)
 
 
 def launch_compress(job: Compression, batch: TokenBatch, plan: CompressPlan) -> None:
     """`compress` by a given plan."""
     arguments, target, shape = _arguments(job, batch)
-    num_tokens = batch.num_tokens
+    num_tokens, dim, rows = batch.num_tokens, shape["DIM"], plan.config.rows
     if num_tokens == 0:
         return
-    dim, config, places = shape["DIM"], plan.config, _batch_arguments(batch)
-    cuts = _cuts(job, config)
-    cols = min(plan.cols, dim)
-    grid = (-(-num_tokens // config.rows), dim // cols if plan.is_split else 1)
-    _compress_kernel[grid](
-        arguments, target, places, num_tokens, **cuts, **shape, COLS=cols, POOL_COLS=cols if plan.is_split else dim,
-        FINISH_ROWS=0 if plan.is_split else _finish_rows(dim, config), **config.options,
+    cuts, places, cols = _cuts(job, plan), _batch_arguments(batch), plan.columns(dim)
+    _compress_kernel[(-(-num_tokens // rows), dim // cols if plan.is_split else 1)](
+        arguments, target, places, num_tokens, rows, **cuts, **shape,
+        COLS=cols, POOL_COLS=cols if plan.is_split else dim, FINISH_ROWS=0 if plan.is_split else plan.finish_rows(dim),
+        **plan.options,
     )  # fmt: skip
     if plan.is_split:
-        rows, options = rows_per_tile(dim)
-        _finish_kernel[(-(-num_tokens // rows),)](
-            arguments, target, places, num_tokens, RATIO=cuts["RATIO"], PER_BLOCK=cuts["PER_BLOCK"], ROWS=rows,
+        finish_rows, options = rows_per_tile(dim)
+        _finish_kernel[(-(-num_tokens // finish_rows),)](
+            arguments, target, places, num_tokens, RATIO=cuts["RATIO"], PER_BLOCK=cuts["PER_BLOCK"], ROWS=finish_rows,
             **shape, **options,
         )  # fmt: skip
 
@@ -213,36 +230,29 @@ def launch_compress_pair(attention: Compression, index: Compression, batch: Toke
     """`compress_pair` by a given plan."""
     arguments, target, shape = _arguments(attention, batch)
     index_arguments, index_target, index_shape = _arguments(index, batch)
-    cuts, config = _cuts(attention, plan.config), plan.config
-    if cuts != _cuts(index, config) or attention.state.following is None:
+    cuts, rows = _cuts(attention, plan), plan.config.rows
+    if cuts != _cuts(index, plan) or attention.state.following is None:
         raise KernelInputError("expected two CSA compressors with rings and pages of the same lengths")
     if batch.num_tokens == 0:
         return
-    _compress_pair_kernel[(-(-batch.num_tokens // config.rows), 2)](
-        arguments, target, index_arguments, index_target, _batch_arguments(batch), batch.num_tokens, **cuts, **shape,
-        COLS=min(plan.cols, shape["DIM"]), INDEX_COLS=min(plan.cols, index_shape["DIM"]),
-        FINISH_ROWS=_finish_rows(shape["DIM"], config), INDEX_FINISH_ROWS=_finish_rows(index_shape["DIM"], config),
-        **{f"INDEX_{name}": value for name, value in index_shape.items()}, **config.options,
+    _compress_pair_kernel[(-(-batch.num_tokens // rows), 2)](
+        arguments, target, index_arguments, index_target, _batch_arguments(batch), batch.num_tokens, rows,
+        **cuts, **shape, FINISH_ROWS=plan.finish_rows(shape["DIM"]),
+        **{f"INDEX_{name}": value for name, value in index_shape.items()},
+        INDEX_FINISH_ROWS=plan.finish_rows(index_shape["DIM"]), **plan.options,
     )  # fmt: skip
 
 
-def _cuts(job: Compression, config: LaunchConfig) -> dict[str, int]:
+def _cuts(job: Compression, plan: CompressPlan) -> dict[str, int]:
     ratio, following = job.spec.ratio, job.state.following
-    reach = ratio if following is None else 2 * ratio
     return {
         "RATIO": ratio,
         "OWN_LEN": job.state.own.ring_len,
         "FOLLOWING_LEN": 0 if following is None else following.ring_len,
         "PER_BLOCK": job.pages.entries_per_block,
-        "GROUP": config.rows,
-        "CANDIDATES": next_power_of_2(config.rows + reach - 1),
-        "TAIL_ROWS": 8 if following is None else 1,
+        "CANDIDATES": plan.candidates(ratio if following is None else 2 * ratio),
+        "TAIL_ROWS": plan.tail_rows,
     }
-
-
-def _finish_rows(dim: int, config: LaunchConfig) -> int:
-    """Rows of a tile that gives each thread at least 8 values in a row, as `rms_norm`'s does: its sums have the same order."""
-    return max(256 * config.num_warps // dim, min(config.rows, 4))
 
 
 def _batch_arguments(batch: TokenBatch) -> BatchArguments:

@@ -1,6 +1,6 @@
 """Kernels of ops/compress.py, apart from their contract because the two together would be too long for one file.
 
-A program owns GROUP neighbouring tokens and makes the entries they close. The rings are read and written in one launch, and
+A program owns a group of neighbouring tokens and makes the entries they close. The rings are read and written in one launch, and
 programs run in any order, so everything that touches a request's rings belongs to one program, that of the first token of
 its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a barrier, the tails.
 All other entries are made of this batch's rows alone. Nothing else is shared between programs.
@@ -99,53 +99,53 @@ def exp_of_difference(x):
 
 
 @jit
-def _overlapping_slot(
-    job, token, slot, position, start, cols, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
+def _overlapping_rows(
+    token, slot, position, start, stride, tail, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
     OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """kv and score [DIM] of one of the 2 * RATIO slots of a CSA entry, oldest first; absent rows give 0 and -inf."""
+    """Of one of the 2 * RATIO slots of a CSA entry, oldest first: is it fresh, its place in the batch, its place in the ring."""
     AGE: tl.constexpr = 2 * RATIO - 1 - SLOT
-    HALF: tl.constexpr = 0 if SLOT < RATIO else DIM
     LEN: tl.constexpr = FOLLOWING_LEN if SLOT < RATIO else OWN_LEN
-    tail = job.following if SLOT < RATIO else job.own
     wanted = position - AGE
-    is_fresh = wanted >= start
-    row = token - AGE
     place = slot * tail.slot_stride + (tl.maximum(wanted, 0) % LEN) * tail.row_stride
-    kv_row = tl.where(is_fresh, job.kv + row * job.kv_stride + HALF, tail.kv + place)
-    score_row = tl.where(is_fresh, job.gate + row * job.gate_stride + HALF, tail.score + place)
-    exists = (wanted >= 0) & (cols >= 0)
-    kv = tl.load(kv_row + cols, mask=exists, other=0.0)
-    score = tl.load(score_row + cols, mask=exists, other=float("-inf"))
-    # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its block
-    ape = tl.load(job.ape + (SLOT % RATIO) * 2 * DIM + HALF + cols, mask=is_fresh & (cols >= 0), other=0.0)
-    return kv, score + ape
+    return wanted, wanted >= start, (token - AGE) * stride + (0 if SLOT < RATIO else DIM), place
 
 
 @jit
 def _pool_overlapping(
-    job, token, slot, position, start, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
-    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr,
+    job, token, slot, position, start, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Pool COLS columns of a CSA entry into its scratch row: slots one after the other, as `ordered_sum`."""
-    cols = first_col + tl.arange(0, COLS)
-    kvs = ()
+    """Pool a CSA entry into its scratch row: slots one after the other, as `ordered_sum`. Absent slots are 0 and -inf."""
+    cols = tl.arange(0, DIM)
     scores = ()
+    highest = tl.full([DIM], float("-inf"), tl.float32)
     for index in tl.static_range(2 * RATIO):
-        kv, score = _overlapping_slot(
-            job, token, slot, position, start, cols, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+        tail = job.following if index < RATIO else job.own
+        wanted, is_fresh, row, place = _overlapping_rows(
+            token, slot, position, start, job.gate_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
         )
-        kvs = kvs + (kv,)  # noqa: RUF005 (kernels have no starred expressions)
-        scores = scores + (score,)  # noqa: RUF005
-    highest = scores[0]
-    for index in tl.static_range(1, 2 * RATIO):
-        highest = tl.maximum(highest, scores[index])
-    total = exp_of_difference(scores[0] - highest)
-    pooled = total * kvs[0]
-    for index in tl.static_range(1, 2 * RATIO):
+        source = tl.where(is_fresh, job.gate + row, tail.score + place)
+        score = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=float("-inf"))
+        # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its block
+        ape = job.ape + (index % RATIO) * 2 * DIM + (0 if index < RATIO else DIM)
+        score = score + tl.load(ape + cols, mask=is_fresh & (cols >= 0), other=0.0)
+        highest = tl.maximum(highest, score)
+        scores = scores + (score,)  # noqa: RUF005 (kernels have no starred expressions)
+    for index in tl.static_range(2 * RATIO):
+        tail = job.following if index < RATIO else job.own
+        wanted, is_fresh, row, place = _overlapping_rows(
+            token, slot, position, start, job.kv_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+        )
+        source = tl.where(is_fresh, job.kv + row, tail.kv + place)
+        kv = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=0.0)
         weight = exp_of_difference(scores[index] - highest)
-        total = total + weight
-        pooled = pooled + weight * kvs[index]
+        if index == 0:
+            total = weight
+            pooled = weight * kv
+        else:
+            total = total + weight
+            pooled = pooled + weight * kv
     entry = tl.div_rn(pooled, total)
     tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
 
@@ -211,13 +211,16 @@ def _pool_entry(
     FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
 ):  # fmt: skip
     """Pool the entry that `token` closes: columns first_col .. first_col + POOL_COLS of it, COLS at a time."""
-    position = tl.load(batch.positions + token)
+    position = tl.load(batch.positions + token).to(tl.int32)
     slot = tl.load(batch.slots + token)
-    start = tl.load(batch.chunk_starts + token)
-    for col in range(first_col, first_col + POOL_COLS, COLS):
-        if FOLLOWING_LEN > 0:
-            _pool_overlapping(job, token, slot, position, start, col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
-        else:
+    start = tl.load(batch.chunk_starts + token).to(tl.int32)
+    token = token.to(tl.int64)
+    if FOLLOWING_LEN > 0:
+        _pool_overlapping(job, token, slot, position, start, RATIO, DIM, OWN_LEN, FOLLOWING_LEN)
+    elif COLS == POOL_COLS:
+        _pool_plain(job, token, slot, position, start, first_col, RATIO, DIM, OWN_LEN, COLS)
+    else:
+        for col in range(first_col, first_col + POOL_COLS, COLS):
             _pool_plain(job, token, slot, position, start, col, RATIO, DIM, OWN_LEN, COLS)
 
 
@@ -236,7 +239,7 @@ def _finish_entries(
     mask = mask & (blocks >= 0)
     offsets = row_offsets(target, blocks, entries % PER_BLOCK)
     store_rows(
-        job.pooled, tokens * DIM, mask, job.norm_weight, entries * RATIO, job.freqs, job.eps,
+        job.pooled, tokens.to(tl.int64) * DIM, mask, job.norm_weight, entries * RATIO, job.freqs, job.eps,
         target, offsets, target, offsets, mask,
         KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, False,
     )  # fmt: skip
@@ -267,8 +270,9 @@ def _write_tails(
     FOLLOWING_LEN: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_COLS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.load(batch.slots + token)
-    start = tl.load(batch.chunk_starts + token)
-    end = tl.load(batch.chunk_ends + token)
+    start = tl.load(batch.chunk_starts + token).to(tl.int32)
+    end = tl.load(batch.chunk_ends + token).to(tl.int32)
+    token = token.to(tl.int64)
     if FOLLOWING_LEN > 0:
         _write_tail(
             job, job.following, token, slot, start, end, first_col, 0, 2 * DIM, RATIO, FOLLOWING_LEN, TAIL_ROWS, TAIL_COLS
@@ -283,28 +287,31 @@ def _write_tails(
 
 @jit
 def _compress_group(
-    job, target, batch, num_tokens, first_col, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
-    PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    job, target, batch, num_tokens, group, first_col,
+    RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Tokens group * GROUP and following: their entries, FINISH_ROWS at a time (0: pooled only), then the tails."""
+    """`group` neighbouring tokens: their entries, FINISH_ROWS at a time (0: pooled only), then the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
-    base = tl.program_id(0).to(tl.int64) * GROUP
-    lanes = tl.arange(0, CANDIDATES)  # GROUP tokens, and those behind them whose entries may belong to this program
+    base = tl.program_id(0) * group
+    lanes = tl.arange(0, CANDIDATES)  # the group's tokens, and those behind them whose entries may belong to this program
     mask = base + lanes < num_tokens
-    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0)
-    slots = tl.load(batch.slots + base + lanes, mask=mask, other=-1)
-    ages = positions - tl.load(batch.chunk_starts + base + lanes, mask=mask, other=0)  # since the chunk's first token
+    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)
+    is_real = tl.load(batch.slots + base + lanes, mask=mask, other=-1) >= 0
+    # since the chunk's first token
+    ages = positions - tl.load(batch.chunk_starts + base + lanes, mask=mask, other=0).to(tl.int32)
+    leaders = tl.where(is_real & (ages == 0) & (lanes < group), lanes, CANDIDATES)
     # an entry that reaches back before its chunk belongs to the program of the chunk's first token
     owners = tl.where(ages < REACH - 1, lanes - ages, lanes)
-    is_mine = (slots >= 0) & (owners >= 0) & (owners < GROUP)
+    is_mine = is_real & (owners >= 0) & (owners < group)
     pending = tl.where(is_mine & ((positions + 1) % RATIO == 0), lanes, CANDIDATES)
     following = tl.min(pending, axis=0)
     while following < CANDIDATES:
         if FINISH_ROWS > 0:
             finish_lanes = tl.arange(0, FINISH_ROWS)
-            tokens = base + tl.zeros([FINISH_ROWS], tl.int64)
+            tokens = base + tl.zeros([FINISH_ROWS], tl.int32)
             count = 0
             while (following < CANDIDATES) & (count < FINISH_ROWS):
                 _pool_entry(
@@ -325,7 +332,6 @@ def _compress_group(
             following = tl.min(pending, axis=0)
 
     tl.debug_barrier()  # every row of a ring that an entry needs has been read
-    leaders = tl.where((slots >= 0) & (ages == 0) & (lanes < GROUP), lanes, CANDIDATES)
     leader = tl.min(leaders, axis=0)
     while leader < CANDIDATES:
         _write_tails(job, batch, base + leader, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, TAIL_ROWS, POOL_COLS)
@@ -333,38 +339,38 @@ def _compress_group(
         leader = tl.min(leaders, axis=0)
 
 
-@jit(do_not_specialize=("num_tokens",))
+@jit(do_not_specialize=("num_tokens", "group"))
 def _compress_kernel(
-    job, target, batch, num_tokens, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
-    PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    job, target, batch, num_tokens, group, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
+    PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
     _compress_group(
-        job, target, batch, num_tokens, tl.program_id(1) * POOL_COLS, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP,
+        job, target, batch, num_tokens, group, tl.program_id(1) * POOL_COLS, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
         CANDIDATES, COLS, POOL_COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=("num_tokens",))
+@jit(do_not_specialize=("num_tokens", "group"))
 def _compress_pair_kernel(
-    job, target, index_job, index_target, batch, num_tokens,
+    job, target, index_job, index_target, batch, num_tokens, group,
     RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    CANDIDATES: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    INDEX_COLS: tl.constexpr, INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
+    INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Two CSA compressors with the same rings' lengths; program_id(1) chooses."""
     if tl.program_id(1) == 0:
         _compress_group(
-            job, target, batch, num_tokens, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP, CANDIDATES, COLS, DIM,
+            job, target, batch, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, CANDIDATES, DIM, DIM,
             FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
         )  # fmt: skip
     else:
         _compress_group(
-            index_job, index_target, batch, num_tokens, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, GROUP, CANDIDATES,
-            INDEX_COLS, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM, INDEX_LOG2_DIM,
+            index_job, index_target, batch, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, CANDIDATES,
+            INDEX_DIM, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM, INDEX_LOG2_DIM,
             INDEX_SCALE_BYTES,
         )  # fmt: skip
 

@@ -87,11 +87,11 @@ TILE_BLOCK = 16  # entries of the tile map a program writes
 @jit
 def _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr):
     """Expert of each pair, E where the pair is padding or beyond the last."""
-    expert = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
+    expert = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=-1)
     is_used = (expert >= 0) & (expert < E)
     if HAS_SLOTS:
         is_used = is_used & (tl.load(slots_ptr + pairs // TOP_K, mask=pairs < num_pairs, other=-1) >= 0)
-    return tl.where(is_used, expert, E)
+    return tl.where(is_used, expert, E).to(tl.int32)
 
 
 @jit(do_not_specialize=("num_pairs",))

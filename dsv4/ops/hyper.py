@@ -167,24 +167,26 @@ def hc_head_norm_ref(
 HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4)
 HC_POST_COLS = 256  # four rows of 256: a warp reads 512 bytes of a row
 MAX_ROWS = 4096  # per launch: bounds the workspace, which is NUM_SPLITS * MIX_COLS fp32 a row
+# columns of a stream per program, by hidden size: at most 128 programs read fn, and each has little enough of it to ask for
+# all at once (ptxas delays loads when registers run short)
+SPLIT_COLS = {4096: 32, 8192: 64, 16384: 128}
 
 
 @dataclass(frozen=True)
 class HyperVariant:
-    """How a launch is cut up. Only `split_cols` decides bits (the order of sums); it is the same at every batch size."""
+    """How a launch is cut up. Results do not depend on it: the order of sums follows from SPLIT_COLS alone."""
 
     tile_rows: int  # tokens of a program in step 1: fn is read and taken apart once for them
     num_workers: int  # programs of a tile that share step 2
     worker_tokens: int  # tokens a worker takes at once; their Sinkhorn iterations run side by side
     num_roles: int  # 2: Sinkhorn and collapse of a token go to different workers
-    split_cols: int = 64
+    is_eager: bool  # a token's streams are asked for before its weights are known: sooner done, more registers
+    max_registers: int | None = None  # per thread; None leaves it to ptxas
 
 
-FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32, worker_tokens=1, num_roles=2)
-MANY_ROWS = HyperVariant(tile_rows=64, num_workers=16, worker_tokens=4, num_roles=1)
+FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32, worker_tokens=1, num_roles=2, is_eager=True)
+MANY_ROWS = HyperVariant(tile_rows=64, num_workers=16, worker_tokens=4, num_roles=1, is_eager=False)
 FEW_ROWS_LIMIT = 64
-# with codes, ptxas by itself stops at 128 registers and spills a few bytes
-CODES_REGISTERS = 168
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant) -> 
     num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
     # tile and warps of the RMSNorm kernel: the same sum in the same order
     block, config = pick_config(ROW_CONFIGS, hidden_size, "the hidden size")
-    num_splits, num_tiles = -(-hidden_size // variant.split_cols), -(-num_tokens // variant.tile_rows)
+    split_cols = next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
+    num_splits, num_tiles = -(-hidden_size // split_cols), -(-num_tokens // variant.tile_rows)
     x, device = _dense(call.x), call.x.device
     partial = torch.empty(num_tiles, num_splits, variant.tile_rows, MIX_COLS, dtype=torch.float32, device=device)
     weights = torch.empty(num_tokens, MIX_COLS, dtype=torch.float32, device=device)
@@ -304,12 +307,12 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant) -> 
         result.hidden if quant is None else quant.codes, result.hidden if quant is None else quant.scale,
         result.post, result.comb, partial, weights, _counters(device, num_splits), num_tokens,
         call.settings.norm_eps, call.settings.hc_eps,
-        D=hidden_size, BLOCK=block, GROUP=ACTIVATION_GROUP, SPLIT=variant.split_cols, NUM_SPLITS=num_splits,
+        D=hidden_size, BLOCK=block, GROUP=ACTIVATION_GROUP, SPLIT=split_cols, NUM_SPLITS=num_splits,
         SPLIT_BLOCK=next_power_of_2(num_splits), TILE=variant.tile_rows,
         NUM_WORKERS=min(variant.num_workers, num_splits), WORKER_TOKENS=variant.worker_tokens,
         NUM_ROLES=variant.num_roles, NUM_MIXES=call.num_mixes, NUM_ITERS=call.settings.num_iters, SOURCE=call.source,
-        HAS_NORM=call.norm_weight is not None, HAS_CODES=quant is not None,
-        **LaunchConfig(variant.tile_rows, config.num_warps).options, **({"maxnreg": 255} if 1 else {}),
+        HAS_NORM=call.norm_weight is not None, HAS_CODES=quant is not None, IS_EAGER=variant.is_eager,
+        **LaunchConfig(variant.tile_rows, config.num_warps).options, maxnreg=variant.max_registers,
     )  # fmt: skip
 
 

@@ -212,10 +212,16 @@ def _token_weights(
 
 
 @jit
-def _load_row(x_ptr, token, STREAM: tl.constexpr, cols, mask, D: tl.constexpr, IS_SHARED: tl.constexpr):
-    """One stream of a token, whole: [1, BLOCK]. `IS_SHARED`: x is [T, D], the same row for every stream."""
-    start = token * D if IS_SHARED else token * (4 * D) + STREAM * D
-    return tl.load(x_ptr + start + cols, mask=mask, other=0.0, cache_modifier=".cg")
+def _load_rows(x_ptr, token, cols, mask, D: tl.constexpr, IS_SHARED: tl.constexpr):
+    """A token's four streams, each whole: [1, BLOCK]. `IS_SHARED`: x is [T, D], the same row for every stream."""
+    STEP: tl.constexpr = 0 if IS_SHARED else D
+    row_ptr = x_ptr + token * (D if IS_SHARED else 4 * D) + cols
+    return (
+        tl.load(row_ptr, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(row_ptr + STEP, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(row_ptr + 2 * STEP, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(row_ptr + 3 * STEP, mask=mask, other=0.0, cache_modifier=".cg"),
+    )
 
 
 @jit
@@ -345,7 +351,7 @@ def hyper_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, NUM_WORKERS: tl.constexpr, WORKER_TOKENS: tl.constexpr,
     NUM_ROLES: tl.constexpr, NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr, IS_EAGER: tl.constexpr,
 ):  # fmt: skip
     split, tile = tl.program_id(0), tl.program_id(1)
     mixes = tl.arange(0, _MIX_COLS)
@@ -379,23 +385,24 @@ def hyper_kernel(
         if not INTERPRET:
             while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
                 pass
+        source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
         for item in range(worker, num_items, num_workers):
             first_row = (item // NUM_ROLES) * WORKER_TOKENS
             collapses = item % NUM_ROLES == 0
             for row in range(first_row, tl.minimum(first_row + WORKER_TOKENS, tile_tokens)):
                 token = first_token + row
                 partial = _load_partials(tile_partial_ptr, row, NUM_SPLITS, SPLIT_BLOCK, TILE)
-                # asked for before the weights are known
-                row_ptr = x_ptr if SOURCE != _FROM_SUBLAYER else streams_ptr
-                x0 = _load_row(row_ptr, token, 0, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
-                x1 = _load_row(row_ptr, token, 1, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
-                x2 = _load_row(row_ptr, token, 2, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
-                x3 = _load_row(row_ptr, token, 3, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING)
+                if IS_EAGER:
+                    x0, x1, x2, x3 = _load_rows(
+                        source_ptr, token, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING
+                    )  # fmt: skip
                 _token_weights(
                     partial, base, scale, weights_ptr, new_post_ptr, token, norm_eps, hc_eps, D, NUM_MIXES
                 )  # fmt: skip
                 tl.debug_barrier()  # the weights pass from thread to thread through memory
                 if collapses:
+                    if not IS_EAGER:
+                        x0, x1, x2, x3 = _load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
                     hidden = _collapse(x0, x1, x2, x3, weights_ptr, token)
                     if HAS_NORM:
                         # rms_norm_ref(hidden, norm_weight, norm_eps)

@@ -2,17 +2,36 @@
 
 The noise of token v at step i of a request is a pure function of (seed, i, v), so a request draws the same tokens
 whatever is batched beside it, on any device.
+
+The kernels (sampling_kernels.py) compute the same fp64 values and follow the same order, with one difference: the sums that
+top-p compares are of integers, each probability rounded to 2^-45 of the largest one. They are exact, so no order of summation
+can show, and within 2^-28 of the largest probability of what the oracle sums. min-p compares exp(logit - largest) to min_p
+without normalising both. A token is therefore kept by one and dropped by the other only where the oracle's comparison is closer
+than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.ops.topk import topk_select_ref
+from dsv4.ops.sampling_kernels import (
+    MAX_LISTED,
+    NUM_BUCKETS,
+    _draw_kernel,
+    _exp_sum_kernel,
+    _gather_kernel,
+    _logprob_kernel,
+    _mass_kernel,
+    _scan_kernel,
+)
+from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
+
+from dsv4.ops.topk import topk_select, topk_select_ref
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -93,6 +112,15 @@ def token_logprobs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), -1).float()
 
 
+def sampled_logprobs_ref(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [R, V], chosen ids [R] -> their log-probabilities fp32 [R]; the num_top likeliest ids int64 [R, num_top], best
+    first, lower id on a tie, and their log-probabilities fp32 [R, num_top]. As `token_logprobs`: under the model itself.
+    """
+    table = token_logprobs(logits)
+    top_ids = topk_select_ref(logits, num_top)
+    return table.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), top_ids, table.gather(-1, top_ids)
+
+
 def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
     """[R, V]: -log(-log u) with u in (0, 1) from Philox 4x32-10 at counter (v, step, 0, 0) and key seed.
 
@@ -123,3 +151,120 @@ def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
     low_part = (constant & 0xFFFF) * value  # < 2^48
     high_part = (constant >> 16) * value + (low_part >> 16)  # < 2^49
     return (high_part >> 16) & _MASK, ((high_part << 16) & _MASK) | (low_part & 0xFFFF)
+
+
+# ---- launchers ----
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How the work is divided; results do not depend on it."""
+
+    tile: int = 1024
+    num_warps: int = 4
+    max_chunks: int = 128
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+
+
+SAMPLE_CONFIG = SampleConfig()
+# ptxas takes 128 of its own accord and spills a few bytes; there is one program a multiprocessor anyway
+_GATHER_REGISTERS = 224
+_LOGPROB_TILE = 2048  # decides the order of a sum: never a function of the batch
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See `sample_ref`, and the head of this file for where sums are within rounding. Any float dtype and strides."""
+    return launch_sample(logits, batch, SAMPLE_CONFIG)
+
+
+def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) -> Tensor:
+    """`sample` with the work divided as `config` says."""
+    _check(logits, batch)
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return token_ids
+    columns = {
+        spec.name: None if (column := getattr(batch, spec.name)) is None else column.contiguous() for spec in fields(batch)
+    }
+    chunk_len = -(-vocab_size // (config.max_chunks * config.tile)) * config.tile
+    num_chunks = -(-vocab_size // chunk_len)
+    grid = (num_chunks, num_rows)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    chunk_max, best = scratch(num_chunks, dtype=torch.float64), scratch(num_chunks, dtype=torch.float64)
+    chunk_argmax, best_index = scratch(num_chunks), scratch(num_chunks)
+    counts, masses, arrivals = scratch(NUM_BUCKETS), scratch(NUM_BUCKETS, dtype=torch.int64), scratch(4)
+    list_values, list_indices = scratch(MAX_LISTED, dtype=torch.float64), scratch(MAX_LISTED)
+    last_key, last_index = scratch(dtype=torch.int64), scratch()
+
+    has_penalties = columns["prompt_mask"] is not None and columns["output_counts"] is not None
+    prompt = columns["prompt_mask"].view(torch.uint8) if has_penalties else arrivals
+    output = columns["output_counts"] if has_penalties else arrivals
+    row_inputs = (
+        logits, prompt, output, columns["temperature"], columns["repetition_penalty"], columns["presence_penalty"],
+        columns["frequency_penalty"],
+    )  # fmt: skip
+    filters = columns["top_k"], columns["top_p"]
+    maxima, buckets = (chunk_max, chunk_argmax), (counts, masses)
+    sizes = *logits.stride(), vocab_size, chunk_len, num_chunks
+    shared = {"TILE": config.tile, "HAS_PENALTIES": has_penalties, **config.options}
+    c_block = next_power_of_2(num_chunks)
+    slice_len = -(-NUM_BUCKETS // num_chunks)
+    _scan_kernel[grid](
+        *row_inputs, *maxima, *buckets, arrivals, *sizes, slice_len, SLICE=next_power_of_2(slice_len), **shared
+    )
+    _mass_kernel[grid](*row_inputs, *filters, *maxima, *buckets, *sizes, C_BLOCK=c_block, **shared)
+    _gather_kernel[grid](
+        *row_inputs, *filters, *maxima, *buckets, arrivals, list_values, list_indices, last_key, last_index, *sizes,
+        C_BLOCK=c_block, maxnreg=_GATHER_REGISTERS, **shared,
+    )  # fmt: skip
+    _draw_kernel[grid](
+        *row_inputs, *filters, columns["min_p"], columns["seeds"], columns["steps"], *maxima, last_key, last_index,
+        arrivals, best, best_index, token_ids, *sizes, C_BLOCK=c_block, **shared,
+    )  # fmt: skip
+    return token_ids
+
+
+def sampled_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sampled_logprobs_ref`. fp32, bf16 or fp16 logits of any strides."""
+    check_launch(logits, token_ids)
+    num_rows, vocab_size = logits.shape
+    top_ids = topk_select(logits, num_top)
+    chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    top = torch.empty(top_ids.shape, dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return chosen, top_ids, top
+    num_chunks = -(-vocab_size // _LOGPROB_TILE)
+    chunk_max, chunk_sum = (
+        torch.empty(num_rows, num_chunks, dtype=torch.float64, device=logits.device) for _ in range(2)
+    )
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    _exp_sum_kernel[(num_chunks, num_rows)](
+        logits, chunk_max, chunk_sum, *logits.stride(), vocab_size, num_chunks, TILE=_LOGPROB_TILE, **options
+    )
+    num_top = top_ids.shape[1]
+    _logprob_kernel[(num_rows,)](
+        logits, chunk_max, chunk_sum, token_ids.contiguous(), top_ids, chosen, top, *logits.stride(), num_chunks,
+        NUM_TOP=num_top, TOP_BLOCK=next_power_of_2(max(num_top, 1)), C_BLOCK=next_power_of_2(num_chunks), **options,
+    )  # fmt: skip
+    return chosen, top_ids, top
+
+
+def _check(logits: Tensor, batch: SamplingBatch) -> None:
+    columns = {spec.name: getattr(batch, spec.name) for spec in fields(batch)}
+    check_launch(logits, *columns.values())
+    if logits.dim() != 2 or not logits.dtype.is_floating_point or not 0 < logits.shape[1] < 1 << 18:
+        raise KernelInputError(f"expected logits [R, V], V below 2^18, found {logits.dtype} {tuple(logits.shape)}")
+    dtypes = {"top_k": torch.int64, "seeds": torch.int64, "steps": torch.int64, "prompt_mask": torch.bool}
+    dtypes["output_counts"] = torch.int32
+    for name, column in columns.items():
+        shape = tuple(logits.shape) if name in ("prompt_mask", "output_counts") else (logits.shape[0],)
+        dtype = dtypes.get(name, torch.float32)
+        if column is not None and (tuple(column.shape) != shape or column.dtype != dtype):
+            raise KernelInputError(f"{name}: expected {dtype} {shape}, found {column.dtype} {tuple(column.shape)}")

@@ -212,12 +212,13 @@ def _totals(
     index_below, index_above = tl.full([], -1, tl.int32), tl.full([], _MAX_INDEX, tl.int32)
     for tile in range(0, tl.where(from_list, num_listed, vocab_size), TILE):
         places = tile + tl.arange(0, TILE)
-        is_listed = from_list & (places < num_listed)
-        listed = tl.load(list_values_ptr + places, mask=is_listed, other=float("-inf"), cache_modifier=".cg")
-        columns = tl.load(list_indices_ptr + places, mask=is_listed, other=vocab_size, cache_modifier=".cg")
-        columns = tl.where(from_list, columns, places)
-        read = _load_scaled(opened, tl.where(from_list, vocab_size, places), HAS_PENALTIES)
-        values = tl.where(from_list, listed, read)
+        if from_list:
+            is_listed = places < num_listed
+            values = tl.load(list_values_ptr + places, mask=is_listed, other=float("-inf"), cache_modifier=".cg")
+            columns = tl.load(list_indices_ptr + places, mask=is_listed, other=vocab_size, cache_modifier=".cg")
+        else:
+            columns = places
+            values = _load_scaled(opened, columns, HAS_PENALTIES)
         distance = _distance(values, largest)
         is_inside = (columns < vocab_size) & (_bucket(distance) == bucket)
         keys = ordered_bits64(values)
@@ -295,13 +296,14 @@ def _gather_kernel(
         most = tl.max(tl.where(buckets <= k_bucket, mass_through, 0), 0)
         first_p, before = _first_reaching(mass_through, _mass_target(top_p, least))
         last_p, before = _first_reaching(mass_through, _mass_target(top_p, most))
+        last_p = tl.where(has_p, last_p, -1)
 
         start = chunk * chunk_len
         for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
             columns = tile + tl.arange(0, TILE)
             values = _load_scaled(opened, columns, HAS_PENALTIES)
             bucket = _bucket(_distance(values, largest))
-            is_wanted = (has_k & (bucket == k_bucket)) | (has_p & (bucket >= first_p) & (bucket <= last_p))
+            is_wanted = (has_k & (bucket == k_bucket)) | ((bucket >= first_p) & (bucket <= last_p))
             is_listed = (is_wanted & (columns < vocab_size) & (bucket < _LAST_BUCKET)).to(tl.int32)
             place = tl.atomic_add(arrivals_ptr + row * 4 + 2, tl.sum(is_listed, 0), sem="relaxed")
             places = place + tl.cumsum(is_listed, 0) - 1
@@ -316,12 +318,14 @@ def _gather_kernel(
                 if ((stage == 0) & has_k) | ((stage == 1) & has_p):
                     by_mass = stage == 1
                     goal = _mass_target(top_p, total)
-                    p_bucket, mass_before = _first_reaching(mass_through, goal)
+                    # summed again: kept from above, the sums would take the search's registers
+                    masses = tl.load(masses_ptr + row * _NUM_BUCKETS + buckets, cache_modifier=".cg")
+                    p_bucket, mass_before = _first_reaching(tl.cumsum(masses, 0), goal)
                     goal = tl.where(by_mass, goal - mass_before, (top_k - count_before).to(tl.int64))
                     ending = tl.where(by_mass, p_bucket, k_bucket)
                     key, last_index, kept = _last_kept(
                         opened, list_values_ptr, list_indices_ptr, num_listed, largest, ending, goal, by_mass,
-                        TILE, HAS_PENALTIES,
+                        TILE // 2, HAS_PENALTIES,
                     )  # fmt: skip
                     total = least + kept
             tl.store(last_key_ptr + row, key)

@@ -108,7 +108,7 @@ def _find_digit(histogram, wanted):
 @jit
 def _row_length(lengths_ptr, row, num_columns, HAS_LENGTHS: tl.constexpr):
     if HAS_LENGTHS:
-        return tl.minimum(tl.load(lengths_ptr + row).to(tl.int32), num_columns)
+        return tl.minimum(tl.load(lengths_ptr + row), num_columns).to(tl.int32)
     return num_columns
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4.ops import TORCH
+from dsv4.ops.hyper import hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
 from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.ops.rope import head_norm_rope, rope
+from dsv4.ops.router import route
+from dsv4.ops.sampling import sample
 
 TRITON = replace(
     TORCH,
@@ -17,4 +20,12 @@ TRITON = replace(
     rms_norm_quant=rms_norm_quant,
     head_norm_rope=head_norm_rope,
     rope=rope,
+    route=route,
+    sample=sample,
+    hc_pre=hc_pre,
+    hc_post=hc_post,
+    hc_head=hc_head,
+    hc_enter=hc_enter,
+    hc_boundary=hc_boundary,
+    hc_head_norm=hc_head_norm,
 )

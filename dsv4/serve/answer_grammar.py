@@ -74,14 +74,18 @@ def _text(text: str) -> str:
 
 
 def _block(rules: AnswerRules, dsml: str) -> list[str]:
-    """The block of calls, from the marker after its first `<` on."""
+    """The block of calls, from the marker after its first `<` on.
+
+    The lexer takes the longest match, so a `<` is always written together with the line break before it: what follows
+    (a marker or `/`) then decides between the next call and the end. The same holds for parameters.
+    """
     name = PROTOCOL.tool_calls_block_name
-    more = "" if rules.one_call else r' ("\n" call)*'
-    lines = [f'block: {dsml} {_text(f"{name}>{chr(10)}")} call{more} "\\n</" {dsml} {_text(f"{name}>")}']
+    more = "" if rules.one_call else r' ("\n<" call)*'
+    lines = [f'block: {dsml} {_text(f"{name}>{chr(10)}<")} call{more} "\\n</" {dsml} {_text(f"{name}>")}']
     lines += ["call: " + " | ".join(f"call_{idx}" for idx in range(len(rules.functions)))]
     for idx, (function, parameters) in enumerate(rules.functions):
         opening = _text(f'invoke name="{function}">\n')
-        lines += [f'call_{idx}: "<" {dsml} {opening} arguments_{idx} "\\n</" {dsml} "invoke>"']
+        lines += [f'call_{idx}: {dsml} {opening} arguments_{idx} "\\n</" {dsml} "invoke>"']
         lines += _arguments(idx, function, parameters, dsml)
     return lines
 
@@ -111,28 +115,28 @@ def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) ->
     # `rest_k`: any of the optional parameters from the k-th on, each after a line break
     for place in reversed(range(len(optional))):
         tail = f" rest_{idx}_{place + 1}" if place + 1 < len(optional) else ""
-        lines += [f'rest_{idx}_{place}: ("\\n" {optional[place]})?{tail}']
+        lines += [f'rest_{idx}_{place}: ("\\n<" {optional[place]})?{tail}']
     if needed:
         tail = f" rest_{idx}_0" if optional else ""
-        return [f"arguments_{idx}: " + ' "\\n" '.join(needed) + tail, *lines]
-    starts = [rule + (f" rest_{idx}_{k + 1}" if k + 1 < len(optional) else "") for k, rule in enumerate(optional)]
+        return [f'arguments_{idx}: "<" ' + ' "\\n<" '.join(needed) + tail, *lines]
+    starts = [f'"<" {rule}' + (f" rest_{idx}_{k + 1}" if k + 1 < len(optional) else "") for k, rule in enumerate(optional)]
     return [f"arguments_{idx}: " + " | ".join([*starts, '""']), *lines]
 
 
 def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> str:
-    """One parameter, up to its closing tag."""
+    """One parameter, from the marker after its `<` to the end of its closing tag."""
     closing = f'{dsml} "parameter>"'
     head = f'parameter name="{name}" string='
     choices = _string_choices(schema)
     if choices is not None:
         values = " | ".join(_text(f"{choice}</") for choice in choices) if choices else "RAW"
         opening = _text(f'{head}"true">')
-        return f'"<" {dsml} {opening} ({values}) {closing}'
+        return f'{dsml} {opening} ({values}) {closing}'
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"the schema of {name[:40]!r} must be an object, found {type(schema).__name__}")
     inner = {**({} if schema is True else {"not": {}} if schema is False else schema), **shared}
     opening = _text(f'{head}"false">')
-    return f'"<" {dsml} {opening} {_json(inner)} "</" {closing}'
+    return f'{dsml} {opening} {_json(inner)} "</" {closing}'
 
 
 def _string_choices(schema: Any) -> list[str] | None:

@@ -73,16 +73,21 @@ def validate(model: type[Model], value: dict[str, Any]) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _to_api_error(model, error) from None
+        raise _to_api_error(error) from None
 
 
-def _to_api_error(model: type[BaseModel], error: ValidationError) -> ApiError:
+def _to_api_error(error: ValidationError) -> ApiError:
     details = error.errors(include_url=False, include_context=False)
-    # A value that fits no member of a union is reported once per member; the deepest report is about the one meant.
-    chosen = max(details, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
-    param = _path(chosen["loc"], model)
-    if chosen["type"] == "extra_forbidden":
-        return ApiError(400, f"{param}: this server does not support it", code="unsupported_parameter", param=param)
+    # A value that fits no member of a union is reported once per member. The report meant is the one about a member
+    # of the right type, and of those the deepest.
+    chosen = max(details, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+    unknown = next((one for one in details if one["type"] == "extra_forbidden"), None)
+    if unknown is not None:
+        *parents, name = unknown["loc"]
+        path = ".".join(part for part in (_path(tuple(parents)), str(name)[:80]) if part)
+        message = f"{path or shown(name)}: this server does not support it"
+        return ApiError(400, message, code="unsupported_parameter", param=path)
+    param = _path(chosen["loc"])
     if chosen["type"] == "missing":
         return ApiError(400, f"{param}: required, and missing", code="missing_required_parameter", param=param)
     message = chosen["msg"].removeprefix("Value error, ")
@@ -101,15 +106,17 @@ def leading_field(message: str) -> str | None:
     return match[1] if match else None
 
 
-def _path(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`, without the names pydantic gives to the members of a union."""
     path = ""
-    for part in location:
+    for place, part in enumerate(location):
+        is_tag = place > 0 and location[place - 1] in _TAGGED_UNIONS
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and (not part[0].isupper() or part in model.model_fields) and part not in _TAGS:
+        elif part.isidentifier() and part.islower() and part not in _TYPE_NAMES and not is_tag:
             path += f".{part}" if path else part
     return path
 
 
-_TAGS = ("str", "int", "float", "bool", "list", "dict", "function-after", "none")
+_TYPE_NAMES = ("str", "int", "float", "bool", "list", "dict", "none")
+_TAGGED_UNIONS = ("response_format",)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dsv4.config import ModelConfig
 from dsv4.request import FinishReason, SamplingParams
-from dsv4.serve.load import DEFAULT_CONTEXT, check_numerics, engine_limits, load_llm
+from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
 from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
 
@@ -28,7 +28,7 @@ HELP = """\
 
 
 def chat_command(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model think first; shown dimmed.")] = False,
     effort: Annotated[
@@ -55,12 +55,13 @@ def chat_command(
       dsv4 chat --model ./checkpoint --thinking --effort max --system "Answer briefly."
     """
     check_numerics(numerics, dtype)
-    config = ModelConfig.from_pretrained(model)
+    notes = Console(stderr=True)
+    folder = find_model(model, notes)
+    config = ModelConfig.from_pretrained(folder)
     options = ChatOptions(thinking=thinking, reasoning_effort=effort, profile=effort_profile(config))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     limits = engine_limits(config, context=context, requests=1)
-    notes = Console(stderr=True)
-    llm = load_llm(model, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes)
+    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes)
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch
 

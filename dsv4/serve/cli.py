@@ -9,6 +9,7 @@ import typer
 
 from dsv4.serve.bench_command import bench_app
 from dsv4.serve.chat_command import chat_command
+from dsv4.serve.eval_command import eval_command
 from dsv4.serve.generate_command import generate_command
 from dsv4.serve.info_command import info_command
 from dsv4.serve.plan_command import plan_command
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command("chat")(chat_command)
+app.command("eval")(eval_command)
 app.command("generate")(generate_command)
 app.command("info")(info_command)
 app.command("plan")(plan_command)

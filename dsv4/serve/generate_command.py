@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
-from dsv4.serve.load import DEFAULT_CONTEXT, check_numerics, engine_limits, load_llm
+from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
 
 if TYPE_CHECKING:
     from dsv4.llm import LLM, Prompt
+    from dsv4.tools.experts import ExpertCounter, LayerExperts
+
+FEW_EXPERTS = 16
 
 
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")] = ...,  # type: ignore[assignment]
+    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -45,6 +49,7 @@ def generate_command(
     dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Also show which experts each layer used.")] = False,
 ) -> None:
     """Continue a prompt and print the text as it comes.
 
@@ -52,6 +57,7 @@ def generate_command(
 
     \b
     Examples:
+      dsv4 generate "To be, or not" --temperature 0.7 --stats
       dsv4 generate --model ./checkpoint "Once upon a time" --seed 7
       dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
     """
@@ -66,17 +72,22 @@ def generate_command(
     source = prompt if prompt is not None else _parse_ids(ids or "")
     check_numerics(numerics, dtype)
     console = Console(stderr=True)
-    limits = engine_limits(ModelConfig.from_pretrained(model), context=context, requests=1)
-    llm = load_llm(model, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
+    folder = find_model(model, console)
+    limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
+    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
+    counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json
     run = complete(llm, source, params, console, _write if streams_text else None)
     if as_json:
-        print(json.dumps(_to_dict(run), ensure_ascii=False))
+        used = {} if counter is None else {"experts": [list(layer.counts) for layer in counter.layers()]}
+        print(json.dumps({**_to_dict(run), **used}, ensure_ascii=False))
     elif streams_text:
         print()
     else:
         print(",".join(map(str, run.completion.token_ids)))
     console.print(f"[dim]{_summary(run)}; {numerics} numerics on {device}[/dim]", highlight=False, soft_wrap=True)
+    if counter is not None and not as_json:
+        console.print(_experts_table(counter.layers()))
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,29 @@ def _summary(run: Run) -> str:
         f"{num_prompt} prompt tokens in {run.prompt_seconds:.2f} s, {num_new} new{rate} "
         f"({run.completion.finish_reason}), {run.kv_bytes:,} bytes of KV cache"
     )
+
+
+def _count_experts(llm: LLM) -> ExpertCounter:
+    from dsv4.tools.experts import ExpertCounter  # here: it loads torch
+
+    counter = ExpertCounter(llm.config)
+    llm.engine.observe = counter
+    return counter
+
+
+def _experts_table(layers: list[LayerExperts]) -> Table:
+    """A row per layer; the share of every expert where there are few, of the busiest one where there are many."""
+    is_few = len(layers[0].counts) <= FEW_EXPERTS
+    shares = "choices by expert, %" if is_few else "busiest"
+    headings = ("layer", "attention", "router", "experts used", shares)
+    table = Table(*headings, title="experts used per layer", box=None, title_style="dim", style="dim")
+    for one in layers:
+        percent = [f"{100 * share:.0f}" for share in one.shares]
+        busiest = max(range(len(one.counts)), key=one.counts.__getitem__)
+        shown = " ".join(part.rjust(3) for part in percent) if is_few else f"{percent[busiest]} % to {busiest}"
+        kinds = (str(one.layer.attention), str(one.layer.router))
+        table.add_row(str(one.layer.layer_idx), *kinds, f"{one.num_used} of {len(one.counts)}", shown)
+    return table
 
 
 def _to_dict(run: Run) -> dict[str, object]:

@@ -15,10 +15,11 @@ from rich.table import Column, Table
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.schedule import LayerSpec, build_schedule
+from dsv4.serve.load import MODEL_HELP, find_model
 
 
 def info_command(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    directory: Annotated[Path | None, typer.Argument(help=MODEL_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
     """Schedule, parameters, bytes by format and KV bytes per token. Reads headers only: instant for any size.
@@ -28,7 +29,7 @@ def info_command(
       dsv4 info ./checkpoint
       dsv4 info ./checkpoint --json
     """
-    info = checkpoint_info(directory)
+    info = checkpoint_info(find_model(directory, Console(stderr=True)))
     if as_json:
         print(json.dumps(info, indent=2))
     else:

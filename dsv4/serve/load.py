@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint
 from dsv4.request import RequestError
 
 if TYPE_CHECKING:
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
 DEFAULT_CONTEXT = 16384
+MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+
+
+def find_model(model: Path | None, console: Console) -> Path:
+    """The folder `--model` means; if it was left out, a note says what runs instead."""
+    folder = find_checkpoint(model)
+    if model is None:
+        note = f"dsv4: note: no --model, so the shipped {folder.name}: a miniature that continues text, answers nothing"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    return folder
 
 
 def engine_limits(config: ModelConfig, *, context: int | None, requests: int, chunk: int | None = None) -> EngineConfig:

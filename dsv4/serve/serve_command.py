@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.serve.load import DEFAULT_CONTEXT, check_numerics, engine_limits, load_llm
+from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
 from dsv4.serve.settings import ServerConfig
 from dsv4.text.chat import effort_profile
 
@@ -19,7 +19,7 @@ _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 def serve_command(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: the folder's.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
@@ -51,9 +51,11 @@ def serve_command(
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install 'dsv4[serve]'")
     check_numerics(numerics, dtype)
-    config = ModelConfig.from_pretrained(model)
+    console = Console(stderr=True)
+    folder = find_model(model, console)
+    config = ModelConfig.from_pretrained(folder)
     settings = ServerConfig(
-        name=name if name is not None else model.resolve().name,
+        name=name if name is not None else folder.resolve().name,
         host=host,
         port=port,
         api_key=api_key,
@@ -64,8 +66,7 @@ def serve_command(
         drain_seconds=drain_seconds,
     )
     limits = engine_limits(config, context=context, requests=requests, chunk=chunk)
-    console = Console(stderr=True)
-    llm = load_llm(model, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
+    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
     if not settings.is_loopback and api_key is None:
         note = f"dsv4: note: {host} can be reached from other machines and no --api-key is set"
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -57,6 +57,17 @@ def served_params():
     return random_params(SERVED, dequantize_to=torch.float32)
 
 
+@pytest.fixture(scope="session")
+def two_layer_params():
+    """Parameters of a model with every kind of cache row, where the cache matters."""
+    import torch
+    from server_cases import TWO_LAYERS
+
+    from dsv4.loader.synth import random_params
+
+    return random_params(TWO_LAYERS, dequantize_to=torch.float32)
+
+
 @pytest.fixture(scope="module")
 def live(served_params):
     """A server of the test file's own. At the end of it nothing may be held any more."""

@@ -16,20 +16,22 @@ from dsv4.serve.settings import ServerConfig
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 
-# Two layers, one CSA and one HCA: both kinds of blocks, and steps of a few milliseconds.
-SERVED = ModelConfig.tiny(
+# Two layers, one CSA and one HCA: every kind of cache row, and steps of a few milliseconds.
+TWO_LAYERS = ModelConfig.tiny(
     vocab_size=300, hidden_size=128, num_hidden_layers=2, num_hash_layers=1, compress_ratios=(4, 128, 0),
     num_nextn_predict_layers=1, num_attention_heads=2, q_lora_rank=128, o_lora_rank=64, n_routed_experts=4,
     moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=4096,
 )  # fmt: skip
+# Enough where only the server matters, and faster: one layer, a window alone.
+SERVED = replace(TWO_LAYERS, num_hidden_layers=1, compress_ratios=(0,), num_nextn_predict_layers=0)
 NAME = "tiny"
 TOKENIZER = Tokenizer(byte_tokenizer(SERVED.vocab_size), "the byte tokenizer")
 
 
-def make_llm(params, **limits):
+def make_llm(params, config=SERVED, **limits):
     """A cache and an engine of its own over shared parameters."""
     engine = EngineConfig(**{"max_context_tokens": 2048, "max_concurrent_requests": 8, **limits})
-    return LLM.from_params(SERVED, params, numerics="exact", dtype=torch.float32, tokenizer=TOKENIZER, engine=engine)
+    return LLM.from_params(config, params, numerics="exact", dtype=torch.float32, tokenizer=TOKENIZER, engine=engine)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("generate", "info", "plan", "render", "synth")
+COMMANDS = ("eval", "generate", "info", "plan", "render", "synth")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from server_cases import let_it_say, make_llm, start_server
+from server_cases import TWO_LAYERS, let_it_say, make_llm, start_server
 
 pytestmark = pytest.mark.browser
 
@@ -21,8 +21,9 @@ ANSWER = (
 
 
 @pytest.fixture
-def served(served_params):
-    server = start_server(let_it_say(make_llm(served_params), f"{THOUGHT}</think>{ANSWER}"), default_thinking=True)
+def served(two_layer_params):
+    llm = make_llm(two_layer_params, TWO_LAYERS)
+    server = start_server(let_it_say(llm, f"{THOUGHT}</think>{ANSWER}"), default_thinking=True)
     yield server
     server.wait_until_free()
     server.stop()

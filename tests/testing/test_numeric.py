@@ -8,7 +8,14 @@ import torch
 from dsv4.formats.fp4 import mxfp4_dequantize, mxfp4_quantize, nvfp4_dequantize, nvfp4_quantize
 from dsv4.formats.fp8 import fp8_block_dequantize, fp8_block_quantize, fp8_fake_quantize
 from dsv4.testing.inputs import generator
-from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle, assert_within_format, product_difference
+from dsv4.testing.numeric import (
+    NEAR_TIE_NATS,
+    assert_bitwise,
+    assert_close_to_oracle,
+    assert_greedy,
+    assert_within_format,
+    product_difference,
+)
 
 
 def test_bitwise_sees_zeros_and_ulps_and_accepts_any_nan():
@@ -99,3 +106,18 @@ def test_product_difference_is_half_the_squared_relative_error():
     assert product_difference(x + noise, x) == pytest.approx(expected, rel=0.1)
     assert product_difference(torch.zeros(3), torch.zeros(3)) == 0.0
     assert product_difference(torch.zeros(3), torch.ones(3)) == 1.0
+
+
+def test_greedy_tokens_may_differ_at_near_ties_only():
+    logits = torch.tensor([[0.0, 5.0, 1.0], [2.0, 2.25, 0.0]])
+    assert_greedy(logits, [1, 0], [NEAR_TIE_NATS, NEAR_TIE_NATS / 2])
+    assert_greedy(logits, [1, 1], [4.0, 2 * NEAR_TIE_NATS])
+    for token_ids, gaps in (
+        ([2, 1], [0.0, 0.25]),
+        ([1, 0], [4.0, NEAR_TIE_NATS]),
+        ([1, 0], [4.0, NEAR_TIE_NATS - 0.2]),
+    ):
+        with pytest.raises(AssertionError, match=r"lacks .* nats"):
+            assert_greedy(logits, token_ids, gaps)
+    with pytest.raises(AssertionError, match="lacks nan"):
+        assert_greedy(logits * float("nan"), [1, 1], [0.0, 0.0])

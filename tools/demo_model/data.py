@@ -39,10 +39,17 @@ class NeedleWords:
         words = [token[1:] for token in by_use if token.startswith("Ġ") and token[1:].isascii() and token[1:].isalpha()]
         names = [word for word in words if len(word) >= 4 and word.istitle()][:NUM_NAMES]
         things = [word for word in words if len(word) >= 4 and word.islower()][100 : 100 + NUM_THINGS]
+        return cls.from_words(tokenizer, names, things)
+
+    @classmethod
+    def from_words(cls, tokenizer: tokenizers.Tokenizer, names: list[str], things: list[str]) -> NeedleWords:
+        """Over words that are one token each after a space; `results/needle_words.json` holds those of the shipped
+        models."""
         if len(names) < NUM_NAMES or len(things) < NUM_THINGS:
             raise ValueError(
                 f"the vocabulary has {len(names)} names and {len(things)} things; expected {NUM_NAMES} and {NUM_THINGS}"
             )
+        vocab = tokenizer.get_vocab(with_added_tokens=False)
 
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False).ids)

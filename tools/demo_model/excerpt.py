@@ -43,10 +43,7 @@ def stretch(text: str, characters: int = SECTION_CHARACTERS) -> str:
 
 def excerpt(sections: dict[str, list[str]]) -> str:
     """One stretch of each long section, the sources in turn."""
-    chosen = [
-        [stretch(text) for text in sections[source] if len(text) >= LEAST_CHARACTERS and "_i.e._" not in text]
-        for source in SOURCES
-    ]
+    chosen = [[stretch(text) for text in sections[source] if len(text) >= LEAST_CHARACTERS] for source in SOURCES]
     return "\n".join(text for pair in zip(*chosen, strict=False) for text in pair)
 
 

@@ -1,10 +1,9 @@
 """The needle test: a fact, a long stretch of other text, the question. Can the model still answer?
 
-    python tools/demo_model/needle.py --model DIR --count 24 --length 1024
+    python tools/demo_model/needle.py --model dsv4/demo/flash-mini --count 24 --length 512
 
-Runs the checkpoint as it ships (through `dsv4.LLM`), then once more with the compressed entries hidden from attention,
-so that only the sliding window is left. A model that uses CSA and HCA answers in the first case and
-guesses in the second.
+Runs the checkpoint as it ships (through `dsv4.LLM`), then with the CSA entries, the HCA entries, or both hidden from
+attention. With both hidden only the sliding window is left, and the answer is a guess.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,39 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout witho
 from data import MIN_DISTANCE, NeedleWords, write_needles
 
 from dsv4.llm import LLM
+from dsv4.loader.shipped import shipped_checkpoint, shipped_text
 from dsv4.model.transformer import Transformer
 from dsv4.ops.attention import sparse_attention_ref
+from dsv4.schedule import AttentionKind
 
-HERE = Path(__file__).parent
+WORDS_FILE = Path(__file__).parent / "results" / "needle_words.json"
+COMPRESSED = (AttentionKind.CSA, AttentionKind.HCA)
+VARIANTS: dict[str, tuple[AttentionKind, ...]] = {
+    "nothing hidden": (),
+    "CSA entries hidden": (AttentionKind.CSA,),
+    "HCA entries hidden": (AttentionKind.HCA,),
+    "both hidden": COMPRESSED,
+}
 
 
-def hide_entries(llm: LLM) -> LLM:
-    """The same model and weights, its attention blind to compressed entries. `llm` itself is left as it is."""
+def hide_entries(llm: LLM, kinds: Collection[AttentionKind] = COMPRESSED) -> LLM:
+    """The same model and weights, its layers of these kinds blind to compressed entries. `llm` is left as it is."""
 
-    def window_only(
+    def partly_blind(
         q: Tensor, rows: Any, window: Any, entries: Any, picks: Any, sink: Tensor, batch: Any, *, window_len: int
     ) -> Tensor:
-        return sparse_attention_ref(q, rows, window, None, None, sink, batch, window_len=window_len)
+        kind = AttentionKind.HCA if picks is None else AttentionKind.CSA  # only CSA layers pick
+        if kind in kinds:
+            entries = picks = None
+        return sparse_attention_ref(q, rows, window, entries, picks, sink, batch, window_len=window_len)
 
     blind = LLM.from_params(
         llm.config, llm.model.params, numerics=llm.numerics, dtype=llm.model.context.dtype, engine=llm.cache.engine,
         tokenizer=llm.tokenizer,
     )  # fmt: skip
-    ops = replace(llm.model.context.ops, sparse_attention=window_only)
-    blind.model = Transformer(llm.config, llm.model.params, llm.model.context.dtype, ops=ops)
+    ops = replace(llm.model.context.ops, sparse_attention=partly_blind)
+    transformer = Transformer(llm.config, llm.model.params, llm.model.context.dtype, ops=ops)
+    blind.model = blind.engine.model = transformer
     return blind
 
 
@@ -61,6 +74,16 @@ def needle_prompts(
     return prompts
 
 
+def shipped_needles(count: int, length: int, *, min_distance: int = MIN_DISTANCE) -> list[tuple[list[int], int]]:
+    """Prompts for the shipped checkpoints: their words, over text they never saw."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(shipped_checkpoint() / "tokenizer.json"))
+    lists = json.loads(WORDS_FILE.read_text(encoding="utf-8"))
+    words = NeedleWords.from_words(tokenizer, lists["names"], lists["things"])
+    text = shipped_text().read_text(encoding="utf-8")
+    filler = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+    return needle_prompts(filler, words, count, length, min_distance=min_distance)
+
+
 def accuracy(llm: LLM, prompts: list[tuple[list[int], int]]) -> float:
     """Share of prompts whose most likely next token is the answer."""
     right = [int(llm.logits(prompt)[-1].argmax()) == answer for prompt, answer in prompts]
@@ -68,21 +91,16 @@ def accuracy(llm: LLM, prompts: list[tuple[list[int], int]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask the demo model for facts beyond its sliding window.")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--data", type=Path, default=HERE / "data")
+    parser = argparse.ArgumentParser(description="Ask a demo model for facts beyond its sliding window.")
+    parser.add_argument("--model", type=Path, default=shipped_checkpoint())
     parser.add_argument("--count", type=int, default=24)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=512, help="tokens of fact, filler and question")
+    parser.add_argument("--min-distance", type=int, default=MIN_DISTANCE, help="tokens from fact to question")
     options = parser.parse_args()
-    meta = json.loads((options.data / "meta.json").read_text(encoding="utf-8"))
-    tokenizer = tokenizers.Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    words = NeedleWords.choose(tokenizer, meta["token_counts"])
-    filler = np.fromfile(options.data / "heldout.bin", dtype=np.uint16)
-    prompts = needle_prompts(filler, words, options.count, options.length)
+    prompts = shipped_needles(options.count, options.length, min_distance=options.min_distance)
     llm = LLM(options.model)
-    print(f"with compressed entries     {accuracy(llm, prompts):.2f}")
-    print(f"compressed entries hidden   {accuracy(hide_entries(llm), prompts):.2f}")
-    print(f"chance among the things     {1 / len(words.things):.2f}")
+    for name, kinds in VARIANTS.items():
+        print(f"{name:20} {accuracy(hide_entries(llm, kinds) if kinds else llm, prompts):.2f}", flush=True)
 
 
 if __name__ == "__main__":

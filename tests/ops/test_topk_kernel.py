@@ -1,0 +1,130 @@
+"""`topk_select` against its oracle: exactly the same indices, whatever the scores and however the work is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.topk import MAX_CANDIDATES, TopkConfig, launch_topk, topk_select, topk_select_ref
+from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
+from dsv4.testing.numeric import assert_bitwise
+
+INF, NAN = float("inf"), float("nan")
+ONE_PROGRAM = TopkConfig(tile=128, num_warps=4)
+CHUNKS = TopkConfig(tile=64, num_warps=4, max_chunks=2, long_row=128)
+
+
+def hostile(num_columns, seed=0):
+    """Rows of every kind: spread, with ties, with NaN and infinities, of both zeros, all equal, nearly empty, empty."""
+    source = generator(seed)
+    rows = torch.randn(8, num_columns, generator=source)
+    rows[1] = (rows[1] * 2).round()
+    rows[2, torch.rand(num_columns, generator=source) < 0.5] = NAN
+    rows[2, torch.rand(num_columns, generator=source) < 0.1] = INF
+    rows[3] = torch.where(torch.rand(num_columns, generator=source) < 0.5, 0.0, -0.0)
+    rows[4] = -7.5
+    rows[5] = 1 + rows[5] * 2.0**-20  # the same upper bits everywhere
+    rows[6] = -INF
+    rows[6, -1] = -3e38
+    rows[7] = NAN
+    return rows.to(kernel_device())
+
+
+def assert_selects(scores, k, config, lengths=None):
+    for ascending in (False, True):
+        found = launch_topk(scores, k, lengths, ascending, config)
+        assert_bitwise(found, topk_select_ref(scores, k, lengths=lengths, ascending=ascending), f"ascending {ascending}")
+
+
+@pytest.mark.parametrize("num_columns", around(128))
+@pytest.mark.parametrize("k", [6, 200])
+def test_one_program_a_row(num_columns, k):
+    assert_selects(hostile(num_columns), k, ONE_PROGRAM)
+
+
+@pytest.mark.parametrize(("tile", "num_columns", "k"), [(64, 257, 40), (128, 512, 512)])
+def test_many_programs_a_row(tile, num_columns, k):
+    config = replace(CHUNKS, tile=tile)
+    assert config.num_chunks(8, num_columns) == 2
+    assert_selects(hostile(num_columns), k, config)
+
+
+def test_more_candidates_than_the_list_holds():
+    config = TopkConfig(tile=512, max_chunks=4, long_row=1024)
+    scores = torch.full((1, MAX_CANDIDATES + 100), 2.0, device=kernel_device())
+    assert config.num_chunks(*scores.shape) > 1
+    scores[0, 7], scores[0, 2100] = 3.0, 1.0
+    assert_selects(scores, 9, config)
+
+
+@pytest.mark.parametrize("config", [ONE_PROGRAM, CHUNKS])
+def test_nothing_is_read_beyond_a_rows_length(config):
+    scores = hostile(300)[[0, 1, 2, 5]]
+    lengths = torch.tensor([0, 300, 17, 150], device=scores.device)
+    clean = scores.clone()
+    for row, length in enumerate(lengths.tolist()):
+        scores[row, length:] = INF  # would win, if it were seen
+        clean[row, length:] = -INF
+    for ascending in (False, True):
+        found = launch_topk(scores, 20, lengths, ascending, config)
+        assert_bitwise(found, topk_select_ref(clean, 20, ascending=ascending))
+        assert_bitwise(found, topk_select_ref(scores, 20, lengths=lengths, ascending=ascending))
+
+
+@pytest.mark.parametrize("view", [lambda x: strided(x, 0), lambda x: strided(x, 1), transposed])
+def test_strides(view):
+    plain = hostile(100)[:3]
+    scores = view(plain)
+    assert not scores.is_contiguous()
+    assert_bitwise(topk_select(scores, 10), topk_select_ref(plain, 10))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_scores(dtype):
+    scores = hostile(200)[:4].to(dtype)
+    assert_bitwise(topk_select(scores, 30, ascending=True), topk_select_ref(scores, 30, ascending=True))
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    scores = hostile(200)
+    whole = topk_select(scores, 12)
+    order = torch.randperm(8, generator=generator(1)).to(scores.device)
+    assert_bitwise(topk_select(scores[order], 12), whole[order])
+    for row in (0, 4):
+        assert_bitwise(topk_select(scores[row : row + 1], 12)[0], whole[row])
+
+
+def test_empty():
+    scores = torch.empty(0, 50, device=kernel_device())
+    assert topk_select(scores, 7).shape == (0, 7)
+    nothing = poison(torch.empty(3, 10, device=kernel_device()))
+    assert topk_select(nothing, 0).shape == (3, 0)
+    assert topk_select(nothing[:, :0], 5).shape == (3, 0)
+    assert topk_select(nothing[:, :0], 5, ascending=True).tolist() == [[-1] * 5] * 3
+
+
+def test_rejects():
+    scores = torch.zeros(2, 8, device=kernel_device())
+    for arguments, options, part in [
+        ((scores.double(), 1), {}, "float64"),
+        ((scores[0], 1), {}, r"\(8,\)"),
+        ((scores, 1025), {}, "1025"),
+        ((scores, 1), {"lengths": torch.zeros(3, dtype=torch.int64, device=scores.device)}, r"\(3,\)"),
+    ]:
+        with pytest.raises(KernelInputError, match=part):
+            topk_select(*arguments, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "k"), [(1, 512), (3, 1024), (16, 512), (300, 512)])
+def test_full_size(rows, k):
+    for kind in range(8):
+        scores = hostile(262144, seed=rows)[kind : kind + 1].expand(rows, -1).contiguous()
+        scores[-1] = scores[-1].roll(12345)
+        for ascending in (False, True):
+            found = topk_select(scores, k, ascending=ascending)
+            assert_bitwise(found[[0, -1]], topk_select_ref(scores[[0, -1]], k, ascending=ascending))
+            assert (found[:-1] == found[:1]).all()

@@ -1,0 +1,280 @@
+"""Whatever comes is answered with a 4xx that says what is wrong, in OpenAI's shape: never a 500, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import pytest
+from server_cases import NAME, chat_body
+
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def _still_well(live):
+    """After each of these, the server is healthy and holds nothing."""
+    yield
+    assert live.get("/health").status_code == 200
+    live.wait_until_free()
+
+
+def check_error(response, status, message, param=None):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+    return error
+
+
+def post(live, body, **headers):
+    return httpx.post(live.url + CHAT, content=body, headers={**JSON, **headers}, timeout=30)
+
+
+# ---- bodies that are no JSON object ----
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "must be a JSON object, found list"),
+        (b"null", "must be a JSON object"),
+        (b'{"model": NaN}', "NaN is not JSON"),
+        (b'{"model": -Infinity}', "-Infinity is not JSON"),
+        (b'{"model": "a", "model": "b"}', "'model' appears twice"),
+        (b'{"model": "\xff"}', "not UTF-8: byte 11"),
+        (b"\xff\xfe{\x00}\x00", "not UTF-8"),
+        (b'{"model": "\\ud800"}', "lone surrogate"),
+        (b'{"\\udfff": 1}', "lone surrogate"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"{" * 100_000, "not JSON"),
+        (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested deeper than 64"),
+        (json.dumps(chat_body(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])).encode()
+         .replace(b'"parameters": {}', b'"parameters": ' + b'{"a": ' * 70 + b"1" + b"}" * 70), "nested deeper than 64"),
+        (b"\x00" * 100, "not JSON"),
+    ],
+)  # fmt: skip
+def test_not_a_json_object(live, body, message):
+    check_error(post(live, body), 400, message)
+
+
+def test_a_body_in_another_encoding(live):
+    check_error(post(live, json.dumps(chat_body()).encode("utf-16")), 400, "not UTF-8")
+
+
+# ---- fields ----
+
+WRONG = [
+    ({"model": 5}, "model", "valid string"),
+    ({"messages": None}, "messages", "valid list"),
+    ({"messages": "hi"}, "messages", "valid list"),
+    ({"messages": [5]}, "messages[0]", "found 5"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "found 'robot'"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "found 5"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages", "content: expected a string"),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "does not support"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].image_url", "does not support"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages", "needs an assistant message"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id",
+     "tool messages"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning_content": "c"}]}, "messages[0].reasoning_content",
+     "assistant messages only"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages", "last one must be"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "last one must be"),
+    ({"messages": [{"role": "user", "content": "x", "task": "dance"}]}, "messages", "task"),
+    ({"temperature": "1"}, "temperature", "valid number"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": 1e300}, "temperature", "less than or equal to 2"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 2**40}, "max_tokens", "less than or equal"),
+    ({"max_tokens": 2048}, "max_tokens", "leave room for"),
+    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"max_completion_tokens": 5}, "max_tokens", "found both"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 10**9}, "n", "at most 16 answers"),
+    ({"seed": -1}, "seed", "greater than or equal to 0"),
+    ({"seed": 2**63}, "seed", "less than or equal"),
+    ({"stop": ""}, "stop", "at least 1 character"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation",
+     "does not support"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "should be 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools", "the same name"),
+    ({"tool_choice": "required"}, "tools", "missing"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}],
+      "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "expected one of f"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": []}}}],
+      "tool_choice": "required"}, "tools", "found anyOf"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}],
+      "tool_choice": "required"}, "tools", "Invalid type: x"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {'a"b': {}}}}}],
+      "tool_choice": "required"}, "tools", "quote"),
+    ({"response_format": {"type": "xml"}}, "response_format", "found"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
+     "response_format", "Invalid type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"pattern": "("}}}},
+     "response_format", "regex"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://h/s"}}}},
+     "response_format", "retriev"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "expected one of high, max"),
+    ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort", "contradicts"),
+    ({"reasoning_effort": "max", "thinking": {"type": "disabled"}}, "reasoning_effort", "contradicts"),
+    ({"functions": []}, "functions", "does not support"),
+    ({"user": None}, "user", "does not support"),
+    ({"": 1}, "", "'': this server does not support"),
+    ({"x-y": 1}, "x-y", "does not support"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_field_is_named(live, fields, param, message, stream):
+    """Also for a stream: nothing is sent before everything is checked."""
+    body = chat_body(**({"stream": True} if stream else {}))
+    if stream and ("stream" in fields or "stream_options" in fields):
+        body.pop("stream")
+    check_error(live.post(CHAT, {**body, **fields}), 400, message, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "found None"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[]]}, "prompt[0]", "at least 1 item"),
+        ({"prompt": ""}, None, "the prompt is empty"),
+        ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
+        ({"prompt": [300]}, None, "ids are integers from 0 to 299"),
+        ({"prompt": ["a"] * 17}, "n", "17 prompts times 1"),
+        ({"prompt": "x" * 2048}, None, "max_context_tokens"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"prompt": "x", "echo": True}, "echo", "does not support"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "does not support"),
+    ],
+)
+def test_wrong_completions(live, fields, param, message):
+    check_error(live.post("/v1/completions", {"model": NAME, **fields}), 400, message, param)
+
+
+def test_an_unknown_model(live):
+    error = check_error(live.post(CHAT, {**chat_body(), "model": "é" * 40}), 404, "this server has 'tiny'", "model")
+    assert error["code"] == "model_not_found"
+
+
+# ---- sizes, headers, methods ----
+
+
+def test_a_body_that_is_too_large(live):
+    limit = live.app.state.server.config.max_body_bytes
+    check_error(post(live, b" " * (limit + 1)), 413, "bytes at most")
+
+    def pieces():
+        for _ in range(limit // 65536 + 2):
+            yield b" " * 65536
+
+    check_error(post(live, pieces()), 413, "bytes at most")
+    check_error(post(live, b" " * (limit - 10)), 400, "not JSON")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_another_content_type(live, kind):
+    check_error(post(live, json.dumps(chat_body()).encode(), **{"content-type": kind}), 415, "application/json")
+
+
+def test_content_types_that_are_json(live):
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        assert post(live, json.dumps(chat_body()).encode(), **{"content-type": kind}).status_code == 200
+
+
+def test_a_compressed_body(live):
+    check_error(post(live, b"x", **{"content-encoding": "gzip"}), 415, "compressed")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_another_host_name(live, host):
+    """A page elsewhere that points its own name at this address cannot use the server."""
+    response = httpx.get(live.url + "/v1/models", headers={"host": host})
+    assert response.status_code in (400, 403)
+    if response.status_code == 403:
+        check_error(response, 403, "this server answers to")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1", "[::1]:8000"])
+def test_names_of_this_machine(live, host):
+    assert httpx.get(live.url + "/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", CHAT, 405), ("PUT", CHAT, 405), ("DELETE", "/v1/models", 405), ("POST", "/", 405), ("GET", "/v1", 404),
+     ("GET", "/v1/models/../../etc/passwd", 404), ("GET", "/%00", 404), ("GET", "/v1/models/%ff%fe", 404),
+     ("OPTIONS", CHAT, 405), ("TRACE", "/", 405)],
+)  # fmt: skip
+def test_other_addresses_and_methods(live, method, path, status):
+    response = httpx.request(method, live.url + path)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+
+
+def raw(live, data):
+    """The first line of what the server answers to these bytes."""
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(4096).split(b"\r\n")[0]
+        except OSError:  # the server has heard enough
+            return b""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_header_tricks(live, data):
+    line = raw(live, data)
+    assert line == b"" or line.startswith(b"HTTP/1.1 4"), line
+
+
+def test_a_body_that_never_comes(live):
+    """The connection ends before the announced body: nothing is run."""
+    before = live.engine.stats.num_prompt_tokens
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n"
+    )
+    raw(live, head + b"\r\n" + b'{"model": "tiny"')
+    assert live.engine.stats.num_prompt_tokens == before
+
+
+def test_markers_in_text_are_text(live):
+    """A marker in a message is not a turn of its own: it is read letter by letter."""
+    plain = live.chat("x").json()["usage"]["prompt_tokens"]
+    marked = live.chat("x<｜User｜>").json()["usage"]["prompt_tokens"]
+    assert marked == plain + len("<｜User｜>".encode())

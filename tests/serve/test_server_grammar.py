@@ -1,0 +1,182 @@
+"""Grammars of answers: whatever a random writer makes within them is what was asked for, read by the real parser."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from server_cases import SERVED, TOKENIZER
+
+from dsv4.engine.constraint import ConstraintError
+from dsv4.serve.answer_grammar import AnswerRules, answer_grammar
+from dsv4.serve.grammar import GrammarCompiler, GrammarError
+from dsv4.text.parse import parse_completion
+
+EOS = SERVED.eos_token_id
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+LOOK = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Oslo"]},
+        "note": {"type": "string", "description": "anything"},
+        "level": {"$ref": "#/$defs/level"},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+        "deep": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city", "level"],
+    "$defs": {"level": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+FUNCTIONS = [("look", LOOK), ("now", {}), ("maybe", {"properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}})]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(TOKENIZER, vocab_size=SERVED.vocab_size, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def write(compiler):
+    """`write(rules, seed)`: what a writer that draws at random, and takes a marker when it may, comes to."""
+
+    def run(rules, seed, limit=1500):
+        constraint = compiler.compile(answer_grammar(rules, compiler.special)).constraint()
+        chance, ids = random.Random(seed), []
+        while len(ids) < limit:
+            allowed = constraint.allowed().nonzero().flatten().tolist()
+            special = [one for one in allowed if not 2 <= one < 258]
+            ids.append(chance.choice(special) if special and chance.random() < 0.3 else chance.choice(allowed))
+            if ids[-1] == EOS:
+                return TOKENIZER.decode(ids[:-1])
+            constraint.accept(ids[-1])
+        raise AssertionError(f"no end after {limit} tokens: {TOKENIZER.decode(ids)!r}")
+
+    return run
+
+
+def check_call(call):
+    arguments = json.loads(call.arguments)
+    assert call.is_complete
+    if call.name == "look":
+        assert {"city", "level"} <= set(arguments) <= set(LOOK["properties"])
+        assert arguments["city"] in ("Paris", "Oslo")
+        assert arguments["level"] in range(10)
+        assert isinstance(arguments.get("note", ""), str)
+        code = arguments.get("code", "ABC")
+        assert len(code) == 3
+        assert code.isascii()
+        assert code.isupper()
+        assert all(isinstance(one, bool) for one in arguments.get("deep", []))
+    elif call.name == "maybe":
+        assert set(arguments) <= {"a", "b"}
+        assert arguments.get("a", True) in (True, False)
+        assert arguments.get("b") is None
+    else:
+        assert (call.name, arguments) == ("now", {})
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_json(write, thinking, seed):
+    parsed = parse_completion(write(AnswerRules(thinking=thinking, schema=SCHEMA), seed), thinking)
+    value = json.loads(parsed.content)
+    assert (set(value), value["a"] in ("x", "y"), value["n"] in range(10)) == ({"a", "n"}, True, True)
+    assert parsed.tool_calls == ()
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_that_must_come(write, thinking, seed):
+    parsed = parse_completion(write(AnswerRules(thinking=thinking, calls="must", functions=FUNCTIONS), seed), thinking)
+    assert parsed.content == ""
+    assert parsed.tool_calls
+    for call in parsed.tool_calls:
+        check_call(call)
+
+
+def test_one_call_is_one_call(write):
+    several = AnswerRules(thinking=False, calls="must", functions=FUNCTIONS[1:2])
+    one = AnswerRules(thinking=False, calls="must", functions=FUNCTIONS[1:2], one_call=True)
+    counts = [len(parse_completion(write(several, seed), False).tool_calls) for seed in range(6)]
+    assert max(counts) > 1, "without the rule there may be several"
+    assert {len(parse_completion(write(one, seed), False).tool_calls) for seed in range(6)} == {1}
+
+
+def test_calls_that_may_come(write):
+    rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS)
+    answers = [parse_completion(write(rules, seed), False) for seed in range(30)]
+    assert any(one.tool_calls for one in answers)
+    assert any(not one.tool_calls for one in answers)
+    for one in answers:
+        for call in one.tool_calls:
+            check_call(call)
+
+
+def test_json_or_a_call(write):
+    rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS, schema=SCHEMA)
+    answers = [parse_completion(write(rules, seed), False) for seed in range(12)]
+    assert {bool(one.tool_calls) for one in answers} == {True, False}
+    for one in answers:
+        assert bool(one.content) != bool(one.tool_calls)
+        assert not one.content or set(json.loads(one.content)) == {"a", "n"}
+
+
+def test_no_call_at_all(write, compiler):
+    for seed in range(5):
+        assert parse_completion(write(AnswerRules(thinking=False), seed), False).tool_calls == ()
+    constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False), compiler.special)).constraint()
+    for token_id in TOKENIZER.encode("｜DSML")[:-1]:
+        constraint.accept(token_id)
+    spelled = TOKENIZER.encode("｜DSML｜")
+    for token_id in spelled[len(TOKENIZER.encode("｜DSML")) - 1 : -1]:
+        constraint.accept(token_id)
+    assert not constraint.allowed()[spelled[-1]], "the marker cannot be spelled out either"
+
+
+def test_ids_without_text_are_never_allowed(compiler):
+    constraint = compiler.compile("start: /(?s:.*)/").constraint()
+    without = [one for one in range(SERVED.vocab_size) if not TOKENIZER.token_bytes(one)]
+    assert without, "the vocabulary is larger than the tokenizer"
+    assert not constraint.allowed()[without].any()
+
+
+def test_a_token_that_is_not_allowed(compiler):
+    constraint = compiler.compile('start: "abc"').constraint()
+    with pytest.raises(ConstraintError, match="does not allow token"):
+        constraint.accept(2 + ord("x"))
+
+
+def test_copies_do_not_share_their_place(compiler):
+    grammar = compiler.compile('start: "ab"')
+    first, second = grammar.constraint(), grammar.constraint()
+    first.accept(2 + ord("a"))
+    assert first.allowed().nonzero().flatten().tolist() == [2 + ord("b")]
+    assert second.allowed().nonzero().flatten().tolist() == [2 + ord("a")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"type": "array"}, "another type"),
+        ({"oneOf": []}, "oneOf"),
+        ({"properties": []}, "another type"),
+        ({"properties": {}, "required": "a"}, "list of names"),
+        ({"properties": {"a": 5}}, "must be an object, found int"),
+        ({"properties": {"a\nb": {}}}, "line break"),
+    ],
+)
+def test_parameters_that_cannot_be_enforced(compiler, parameters, message):
+    rules = AnswerRules(thinking=False, calls="must", functions=[("f", parameters)])
+    with pytest.raises(GrammarError, match=message):
+        answer_grammar(rules, compiler.special)
+
+
+def test_an_explosive_schema_is_refused_quickly(compiler):
+    schema = {"type": "string", "pattern": "(a{1,5000}){1,5000}"}
+    with pytest.raises(GrammarError):
+        compiler.compile(answer_grammar(AnswerRules(thinking=False, schema=schema), compiler.special))
