@@ -3,7 +3,8 @@
 PYTHON ?= python3
 GPU_PYTHON ?= python
 VENV ?= .venv
-DEMO ?= .demo
+DEMO_PROMPT ?= And it came to pass in those days, that
+DEMO_SEED ?= 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 RUNTIME := $(VENV)/.runtime-installed
@@ -13,14 +14,14 @@ DEV := $(VENV)/.dev-installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      generate text from a small random model (CPU)"
+	@echo "make demo      stream text from the trained miniature that ships with dsv4 (CPU)"
 	@echo "make test      lint, format check, types and every CPU test"
 	@echo "make lint | types | unit-test | format    one part of it"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
-	@echo "make serve-demo      serve the demo model at http://127.0.0.1:8000"
+	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
 	@echo "make gpu-test  the op tests on this GPU and the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make bench     every benchmark, with the current interpreter ($(GPU_PYTHON))"
-	@echo "make clean     remove .venv, the demo model and caches"
+	@echo "make clean     remove .venv and caches"
 
 # ---- environment: made once, made again when pyproject.toml or constraints.txt change ----
 
@@ -41,17 +42,12 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 
 # ---- what people run ----
 
-$(DEMO)/tiny/config.json: | $(RUNTIME)
-	@echo "==> writing a small random model to $(DEMO)/tiny"
-	@mkdir -p $(DEMO)
-	@$(BIN)/dsv4 synth $(DEMO)/tiny --preset tiny
+demo: $(RUNTIME)
+	@echo "==> flash-mini, a DeepSeek-V4 of 13 million parameters that ships with dsv4, continues: $(DEMO_PROMPT)"
+	@$(BIN)/dsv4 generate "$(DEMO_PROMPT)" --max-tokens 96 --temperature 0.7 --top-p 0.9 --seed $(DEMO_SEED) --stats
 
-demo: $(RUNTIME) $(DEMO)/tiny/config.json
-	@echo "==> generating 32 tokens (the weights are random, so is the text)"
-	@$(BIN)/dsv4 generate --model $(DEMO)/tiny "The capital of France is" --max-tokens 32
-
-serve-demo: $(DEV) $(DEMO)/tiny/config.json
-	@$(BIN)/dsv4 serve --model $(DEMO)/tiny
+serve-demo: $(DEV)
+	@$(BIN)/dsv4 serve
 
 test: lint types unit-test
 
@@ -86,5 +82,5 @@ bench:
 	@set -e; for file in benchmarks/bench_*.py; do echo "==> $$file"; PYTHONPATH=. $(GPU_PYTHON) "$$file"; done
 
 clean:
-	rm -rf $(VENV) $(DEMO) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dsv4 tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,7 +49,9 @@ def _window_rows(tokens: int) -> BenchCase:
         kv, weight, freqs = _inputs(tokens, device)
         positions = torch.arange(tokens, device=device)
         written = tokens * ENTRY.row_bytes
-        return Work(lambda: window_rows(kv, weight, positions, freqs, EPS, ENTRY), nbytes(kv, weight, positions), written)
+        return Work(
+            lambda: window_rows(kv, weight, positions, freqs, EPS, ENTRY), nbytes(kv, weight, positions), written
+        )
 
     return BenchCase("window_rows", f"{tokens}", {"tokens": tokens, "dim": 512}, build)
 

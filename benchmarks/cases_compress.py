@@ -1,7 +1,8 @@
 """Cases of ops/compress.py. Flash and Pro have the same shapes: CSA 2 x 512 and 2 x 128 columns, HCA 512.
 
-`closing` puts every request on the last token of a block (for CSA that is every fourth step), `open` on another one. The
-variants are other cuts of the same work (`CompressPlan`); those that the launchers use have no variant in their name.
+`closing` puts every request on the last token of a block (for CSA that is every fourth step), `open` on another one.
+The variants are other cuts of the same work (`CompressPlan`); those that the launchers use have no variant in their
+name.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from benchmarks.cases_append_swa import decode, one_chunk
 
+from benchmarks.cases_append_swa import decode, one_chunk
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.formats.row_store import RowStore
@@ -86,7 +87,7 @@ def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressP
             _bytes(fmt, ratio, tokens, is_decode=kind != "prefill", is_closing=kind == "closing") for fmt in formats
         ]
 
-        def call() -> tuple[torch.Tensor, ...]:
+        def call() -> tuple[torch.Tensor | None, ...]:
             if ratio == HCA:
                 job = jobs[0]
                 if plan is None:
@@ -94,10 +95,11 @@ def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressP
                 else:
                     launch_compress(job, batch, plan)
             elif plan is None:
-                compress_pair(*jobs, batch)
+                compress_pair(jobs[0], jobs[1], batch)
             else:
-                launch_compress_pair(*jobs, batch, plan)
-            return tuple(job.pages.rows.data for job in jobs)
+                launch_compress_pair(jobs[0], jobs[1], batch, plan)
+            # not the tails, which it also writes: a replay with other tails would make other entries
+            return tuple(part for job in jobs for part in (job.pages.rows.data, job.pages.rows.scales))
 
         return Work(call, sum(read for read, _ in moved), sum(written for _, written in moved))
 

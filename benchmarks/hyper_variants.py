@@ -65,7 +65,9 @@ def main() -> None:
     if options.compile:
         for case in few[: len(FEW)] + many[-len(MANY) :]:
             for report in compile_case(case, options.compile):
-                print(f"{case.name:32} {report.registers} registers, {report.spill_bytes} spilled, {report.shared_bytes}")
+                print(
+                    f"{case.name:32} {report.registers} registers, {report.spill_bytes} spilled, {report.shared_bytes}"
+                )
         return
     timer = bench.Timer(options.samples)
     ceiling = bench.ceiling_of(torch.cuda.get_device_name())

@@ -8,7 +8,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import AttentionParams, CompressorParams, IndexerParams
-from dsv4.ops.compress import CompressorSpec
+from dsv4.ops.compress import Compression, CompressorSpec
 from dsv4.ops.invariant import accumulator
 from dsv4.schedule import LayerSpec
 
@@ -27,8 +27,7 @@ def attention(
     rows = ops.window_rows(kv, params.kv_norm, batch.positions, freqs, eps, cache.window.rows.format)
 
     if params.compressor is not None:
-        assert cache.compressor is not None and cache.entries is not None
-        _compress(x, params.compressor, cache.compressor, cache.entries, layer, batch, context)
+        _compress(x, params, layer, cache, batch, context)
     picks = None
     if params.indexer is not None:
         picks = _pick_entries(x, query_latent, params.indexer, layer, cache, batch, context)
@@ -43,10 +42,24 @@ def attention(
 
 
 def _compress(
-    x: Tensor, params: CompressorParams, state: CompressorView, pages: PagedView, layer: LayerSpec, batch: TokenBatch,
+    x: Tensor, params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
     context: ModelContext,
 ) -> None:  # fmt: skip
-    wide = accumulator(x)
+    """Write the entries that close in this batch, and with an indexer their keys."""
+    assert params.compressor is not None
+    entries = _compression(x, params.compressor, cache.compressor, cache.entries, layer, context)
+    if params.indexer is None:
+        context.ops.compress(entries.kv, entries.gate, entries.spec, entries.state, entries.pages, batch)
+    else:
+        keys = _compression(x, params.indexer.compressor, cache.index_compressor, cache.index_keys, layer, context)
+        context.ops.compress_pair(entries, keys, batch)
+
+
+def _compression(
+    x: Tensor, params: CompressorParams, state: CompressorView | None, pages: PagedView | None, layer: LayerSpec,
+    context: ModelContext,
+) -> Compression:  # fmt: skip
+    assert state is not None and pages is not None
     spec = CompressorSpec(
         ratio=layer.ratio,
         ape=params.ape,
@@ -55,18 +68,17 @@ def _compress(
         eps=context.config.rms_norm_eps,
         dtype=context.dtype,
     )
-    kv, gate = (context.ops.linear(x, weight, out_dtype=wide) for weight in (params.wkv, params.wgate))
-    context.ops.compress(kv, gate, spec, state, pages, batch)
+    kv, gate = (context.ops.linear(x, weight, out_dtype=accumulator(x)) for weight in (params.wkv, params.wgate))
+    return Compression(kv, gate, spec, state, pages)
 
 
 def _pick_entries(
     x: Tensor, query_latent: Tensor, params: IndexerParams, layer: LayerSpec, cache: LayerCacheHandle,
     batch: TokenBatch, context: ModelContext,
 ) -> Tensor:  # fmt: skip
-    """Write the index keys that close in this batch, then the entries each token reads [T, index_topk]."""
+    """The entries each token reads [T, index_topk]."""
     ops, config = context.ops, context.config
-    assert cache.index_compressor is not None and cache.index_keys is not None
-    _compress(x, params.compressor, cache.index_compressor, cache.index_keys, layer, batch, context)
+    assert cache.index_keys is not None
     q = ops.linear(query_latent, params.wq_b).unflatten(-1, (config.index_n_heads, -1))  # [T, Hi, Di]
     q = ops.index_queries(q, batch.positions, context.freqs(layer), cache.index_keys.rows.format)
     scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5

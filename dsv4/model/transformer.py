@@ -71,7 +71,13 @@ class Transformer:
     def _logits(self, streams: Tensor, head: HeadParams) -> Tensor:
         config, ops = self.config, self.context.ops
         normed = ops.hc_head_norm(
-            streams, head.hc.fn, head.hc.base, head.hc.scale, head.norm, hc_eps=config.hc_eps, norm_eps=config.rms_norm_eps
+            streams,
+            head.hc.fn,
+            head.hc.base,
+            head.hc.scale,
+            head.norm,
+            hc_eps=config.hc_eps,
+            norm_eps=config.rms_norm_eps,
         )
         wide = torch.promote_types(self.context.dtype, torch.float32)
         return ops.linear(normed, self.params.lm_head, out_dtype=wide)

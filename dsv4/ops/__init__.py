@@ -17,7 +17,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.tensors import QuantActivation
 from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
 from dsv4.ops.attention import sparse_attention_ref
-from dsv4.ops.compress import compress_ref
+from dsv4.ops.compress import compress_pair_ref, compress_ref
 from dsv4.ops.hyper import (
     HyperInput,
     hc_boundary_ref,
@@ -59,6 +59,7 @@ class OpSet:
     window_rows: Callable[..., RowStore]
     append_swa: Callable[..., None]
     compress: Callable[..., None]
+    compress_pair: Callable[..., None]
     index_queries: Callable[..., Tensor]
     index_topk: Callable[..., Tensor]
     sparse_attention: Callable[..., Tensor]
@@ -84,6 +85,7 @@ TORCH = OpSet(
     window_rows=window_rows_ref,
     append_swa=append_swa_ref,
     compress=compress_ref,
+    compress_pair=compress_pair_ref,
     index_queries=index_queries_ref,
     index_topk=index_topk_ref,
     sparse_attention=sparse_attention_ref,

@@ -1,7 +1,8 @@
 """The window ring: one K=V row per token, normed, roped, quantised, written at position % ring_len.
 
-Kernels: `_window_rows_kernel` takes a few tokens a program through `store_rows`, each row whole in registers, so that kv is
-read once; `store_window` is the same launch with the ring as a second destination. `_append_swa_kernel` copies bytes.
+Kernels: `_window_rows_kernel` takes a few tokens a program through `store_rows`, each row whole in registers, so that
+kv is read once; `store_window` is the same launch with the ring as a second destination. `_append_swa_kernel` copies
+bytes.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> Non
 def store_window_ref(
     kv: Tensor, norm_weight: Tensor, freqs: Tensor, eps: float, window: WindowView, batch: TokenBatch
 ) -> RowStore:
-    """`window_rows` and `append_swa` in one step, before attention: returns the rows [T], and the ring holds them already.
+    """`window_rows` and `append_swa` in one step, before attention: returns the rows [T], and the ring holds them
+    already.
 
-    Only for chunks of at most ring_len - window_len + 1 tokens (one token and the drafts the ring has room for). Attention
-    takes positions from chunk_start on out of the returned rows, and of the ring it reads back to chunk_start - window_len
-    + 1; the last token replaces position chunk_end - 1 - ring_len, which lies before that.
+    Only for chunks of at most ring_len - window_len + 1 tokens (one token and the drafts the ring has room for).
+    Attention takes positions from chunk_start on out of the returned rows, and of the ring it reads back to chunk_start
+    - window_len + 1; the last token replaces position chunk_end - 1 - ring_len, which lies before that.
     """
     rows = window_rows_ref(kv, norm_weight, batch.positions, freqs, eps, window.rows.format)
     append_swa_ref(rows, window, batch)
@@ -142,7 +144,9 @@ def append_swa(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
     ring = row_target(window.rows)
     assert scales is not None  # the format is a quantised one
     if data.stride(-1) != 1 or scales.stride(-1) != 1:
-        raise KernelInputError(f"expected rows with contiguous bytes, found strides {data.stride()} and {scales.stride()}")
+        raise KernelInputError(
+            f"expected rows with contiguous bytes, found strides {data.stride()} and {scales.stride()}"
+        )
     if num_tokens == 0:
         return
     config, fmt = APPEND_CONFIG, rows.format
@@ -165,7 +169,8 @@ def _ring_arguments(window: WindowView) -> tuple[Tensor, int]:
     positions = window.positions
     if positions.dtype != torch.int32 or positions.stride(1) != 1:
         raise KernelInputError(
-            f"expected ring positions in int32 with contiguous rows, found {positions.dtype}, strides {positions.stride()}"
+            f"expected ring positions in int32 with contiguous rows, found {positions.dtype} with strides "
+            f"{positions.stride()}"
         )
     return positions, positions.stride(0)
 

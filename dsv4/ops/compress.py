@@ -6,8 +6,8 @@ entry i = sum over slots of softmax_slot(z) * c, channel by channel, over the ow
 following halves of block i - 1 (absent for i = 0). Then norm, rope at position m i, encode, write through the block
 table.
 
-The sums have one order everywhere: the 8 slots of a CSA entry one after the other, the 128 of an HCA entry in eight runs of
-16, each first to last, then the runs in pairs. The kernels are in ops/compress_kernels.py.
+The sums have one order everywhere: the 8 slots of a CSA entry one after the other, the 128 of an HCA entry in eight
+runs of 16, each first to last, then the runs in pairs. The kernels are in ops/compress_kernels.py.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _write_tail(tail: TailView, kv: Tensor, score: Tensor, batch: TokenBatch) ->
 class CompressPlan:
     """How a launch is cut: `config.rows` tokens a program, `tail_rows` rows of a ring written at a time.
 
-    HCA columns are taken `cols` at a time, by different programs if `is_split`; CSA ones all at once. `max_registers` makes
-    room for more programs on a multiprocessor. No plan changes a bit of the result.
+    HCA columns are taken `cols` at a time, by different programs if `is_split`; CSA ones all at once. `max_registers`
+    makes room for more programs on a multiprocessor. No plan changes a bit of the result.
     """
 
     config: LaunchConfig
@@ -170,7 +170,9 @@ class CompressPlan:
         return dim if self.cols is None else min(self.cols, dim)
 
     def finish_rows(self, dim: int) -> int:
-        """Rows of a tile that gives each thread at least 8 values of a row, as `rms_norm`'s does: the same order of sums."""
+        """Rows of a tile that gives each thread at least 8 values of a row, as `rms_norm`'s does: the same order of
+        sums.
+        """
         return max(256 * self.config.num_warps // dim, 4)
 
     def candidates(self, reach: int) -> int:
@@ -178,8 +180,9 @@ class CompressPlan:
         return next_power_of_2(max(self.config.rows, 16) + reach - 1)
 
 
-# By the number of tokens: few (decode) get a program each; many (prefill) share one, so that 16 tokens of a CSA chunk close
-# the four entries that one tile finishes together, and 128 of an HCA chunk the one that is spread over 16 programs.
+# By the number of tokens: few (decode) get a program each; many (prefill) share one, so that 16 tokens of a CSA chunk
+# close the four entries that one tile finishes together, and 128 of an HCA chunk the one that is spread over 16
+# programs.
 CSA_FEW_TOKENS, HCA_FEW_TOKENS = 512, 16
 CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
 CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168)
@@ -257,8 +260,14 @@ def _cuts(job: Compression, plan: CompressPlan) -> dict[str, int]:
 
 def _batch_arguments(batch: TokenBatch) -> BatchArguments:
     table = batch.block_table.contiguous()
-    tensors = (batch.positions, batch.slots, batch.chunk_starts, batch.chunk_ends)
-    return BatchArguments(*(tensor.contiguous() for tensor in tensors), table, table.stride(0))
+    return BatchArguments(
+        positions=batch.positions.contiguous(),
+        slots=batch.slots.contiguous(),
+        chunk_starts=batch.chunk_starts.contiguous(),
+        chunk_ends=batch.chunk_ends.contiguous(),
+        table=table,
+        table_stride=table.stride(0),
+    )
 
 
 def _arguments(job: Compression, batch: TokenBatch) -> tuple[CompressorArguments, RowTarget, dict[str, int]]:
@@ -267,7 +276,9 @@ def _arguments(job: Compression, batch: TokenBatch) -> tuple[CompressorArguments
     dim = pages.rows.format.dim
     is_overlapping = state.following is not None
     width = 2 * dim if is_overlapping else dim
-    check_launch(job.kv, job.gate, spec.ape, spec.norm_weight, spec.freqs, state.own.kv, pages.rows.data, batch.positions)
+    check_launch(
+        job.kv, job.gate, spec.ape, spec.norm_weight, spec.freqs, state.own.kv, pages.rows.data, batch.positions
+    )
     if spec.ratio != (CSA_RATIO if is_overlapping else HCA_RATIO):
         raise KernelInputError(
             f"expected {CSA_RATIO} tokens per entry with overlap or {HCA_RATIO} without, found {spec.ratio}"
@@ -279,19 +290,23 @@ def _arguments(job: Compression, batch: TokenBatch) -> tuple[CompressorArguments
         raise KernelInputError(f"expected entries rounded to one of {KERNEL_DTYPES}, found {spec.dtype}")
     shape = row_shape(pages.rows.format, spec.freqs)
     own = _tail_arguments(state.own, dim)
-    return CompressorArguments(
-        kv=job.kv,
-        kv_stride=job.kv.stride(0),
-        gate=job.gate,
-        gate_stride=job.gate.stride(0),
-        ape=spec.ape.contiguous(),
-        own=own,
-        following=own if state.following is None else _tail_arguments(state.following, dim),
-        pooled=torch.empty(batch.num_tokens, dim, dtype=spec.dtype, device=job.kv.device),
-        norm_weight=check_norm_weight(spec.norm_weight, dim),
-        freqs=spec.freqs.contiguous(),
-        eps=spec.eps,
-    ), row_target(pages.rows), shape
+    return (
+        CompressorArguments(
+            kv=job.kv,
+            kv_stride=job.kv.stride(0),
+            gate=job.gate,
+            gate_stride=job.gate.stride(0),
+            ape=spec.ape.contiguous(),
+            own=own,
+            following=own if state.following is None else _tail_arguments(state.following, dim),
+            pooled=torch.empty(batch.num_tokens, dim, dtype=spec.dtype, device=job.kv.device),
+            norm_weight=check_norm_weight(spec.norm_weight, dim),
+            freqs=spec.freqs.contiguous(),
+            eps=spec.eps,
+        ),
+        row_target(pages.rows),
+        shape,
+    )
 
 
 def _check_fp32(name: str, values: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,14 +1,14 @@
 """Kernels of ops/compress.py, apart from their contract because the two together would be too long for one file.
 
-A program owns a group of neighbouring tokens and makes the entries they close. The rings are read and written in one launch, and
-programs run in any order, so everything that touches a request's rings belongs to one program, that of the first token of
-its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a barrier, the tails.
-All other entries are made of this batch's rows alone. Nothing else is shared between programs.
+A program owns a group of neighbouring tokens and makes the entries they close. The rings are read and written in one
+launch, and programs run in any order, so everything that touches a request's rings belongs to one program, that of the
+first token of its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a
+barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
-An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`, which
-gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once. HCA has 128 slots: columns are taken
-COLS at a time, the slots as eight runs side by side. Few tokens: one launch, the program goes through the columns itself.
-Many: the columns are spread over programs, and `_finish_kernel` follows.
+An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
+which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once. HCA has 128 slots: columns
+are taken COLS at a time, the slots as eight runs side by side. Few tokens: one launch, the program goes through the
+columns itself. Many: the columns are spread over programs, and `_finish_kernel` follows.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ _ROUND_FP64 = tl.constexpr(1.5 * 2.0**52)  # adding it rounds to an integer, whi
 
 @jit
 def exp_of_difference(x):
-    """fp32 x <= 0 (a score minus the highest) -> e^x in fp32, as `exp` of ops/invariant.py: computed in fp64, rounded once.
+    """fp32 x <= 0 (a score minus the highest) -> e^x in fp32, as `exp` of ops/invariant.py: computed in fp64, rounded
+    once.
 
-    The rounding hides the error of the polynomial but for one value in two million. Below -150 (and for -inf) the result
-    is 0; NaN stays. A third of the instructions of tl_math's `exp_negative`: a CSA layer needs 1,280 a token, and a long
-    prefill should wait for memory, not for these.
+    The rounding hides the error of the polynomial but for one value in two million. Below -150 (and for -inf) the
+    result is 0; NaN stays. A third of the instructions of tl_math's `exp_negative`: a CSA layer needs 1,280 a token,
+    and a long prefill should wait for memory, not for these.
     """
     wide = tl.where(x < -150.0, -150.0, x).to(tl.float64)
     shifted = tl.fma(wide, _LOG2_E, _ROUND_FP64)
@@ -103,7 +104,9 @@ def _overlapping_rows(
     token, slot, position, start, stride, tail, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
     OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Of one of the 2 * RATIO slots of a CSA entry, oldest first: is it fresh, its place in the batch, its place in the ring."""
+    """Of one of the 2 * RATIO slots of a CSA entry, oldest first: is it fresh, its place in the batch, its place in the
+    ring.
+    """
     AGE: tl.constexpr = 2 * RATIO - 1 - SLOT
     LEN: tl.constexpr = FOLLOWING_LEN if SLOT < RATIO else OWN_LEN
     wanted = position - AGE
@@ -127,7 +130,8 @@ def _pool_overlapping(
         )
         source = tl.where(is_fresh, job.gate + row, tail.score + place)
         score = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=float("-inf"))
-        # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its block
+        # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its
+        # block
         ape = job.ape + (index % RATIO) * 2 * DIM + (0 if index < RATIO else DIM)
         score = score + tl.load(ape + cols, mask=is_fresh & (cols >= 0), other=0.0)
         highest = tl.maximum(highest, score)
@@ -275,9 +279,23 @@ def _write_tails(
     token = token.to(tl.int64)
     if FOLLOWING_LEN > 0:
         _write_tail(
-            job, job.following, token, slot, start, end, first_col, 0, 2 * DIM, RATIO, FOLLOWING_LEN, TAIL_ROWS, TAIL_COLS
+            job,
+            job.following,
+            token,
+            slot,
+            start,
+            end,
+            first_col,
+            0,
+            2 * DIM,
+            RATIO,
+            FOLLOWING_LEN,
+            TAIL_ROWS,
+            TAIL_COLS,
         )
-        _write_tail(job, job.own, token, slot, start, end, first_col, DIM, 2 * DIM, RATIO, OWN_LEN, TAIL_ROWS, TAIL_COLS)
+        _write_tail(
+            job, job.own, token, slot, start, end, first_col, DIM, 2 * DIM, RATIO, OWN_LEN, TAIL_ROWS, TAIL_COLS
+        )
     else:
         _write_tail(job, job.own, token, slot, start, end, first_col, 0, DIM, RATIO, OWN_LEN, TAIL_ROWS, TAIL_COLS)
 
@@ -296,7 +314,9 @@ def _compress_group(
     """`group` neighbouring tokens: their entries, FINISH_ROWS at a time (0: pooled only), then the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
     base = tl.program_id(0) * group
-    lanes = tl.arange(0, CANDIDATES)  # the group's tokens, and those behind them whose entries may belong to this program
+    lanes = tl.arange(
+        0, CANDIDATES
+    )  # the group's tokens, and those behind them whose entries may belong to this program
     mask = base + lanes < num_tokens
     positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)
     is_real = tl.load(batch.slots + base + lanes, mask=mask, other=-1) >= 0
@@ -386,6 +406,4 @@ def _finish_kernel(
     positions = tl.load(batch.positions + tokens, mask=mask, other=0)
     mask = mask & (tl.load(batch.slots + tokens, mask=mask, other=-1) >= 0) & ((positions + 1) % RATIO == 0)
     if tl.max(mask.to(tl.int32), axis=0) > 0:
-        _finish_entries(
-            job, target, batch, tokens, mask, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES
-        )
+        _finish_entries(job, target, batch, tokens, mask, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES)

@@ -1,7 +1,7 @@
 """The orthonormal Walsh-Hadamard rotation in Sylvester order that precedes FP4 in the indexer.
 
-Both forms are the butterfly, neighbours first: log2(N) additions a value instead of N, and an order of summation that is
-written down, so that oracle, interpreter and GPU give the same bits.
+Both forms are the butterfly, neighbours first: log2(N) additions a value instead of N, and an order of summation that
+is written down, so that oracle, interpreter and GPU give the same bits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def hadamard_ref(x: Tensor) -> Tensor:
 def hadamard_rows(x, NUM_STAGES: tl.constexpr):
     """fp32 [R, N], N = 2^NUM_STAGES -> x H / sqrt(N) in fp32, not rounded further.
 
-    Every stage pairs neighbours and puts all sums before all differences; after NUM_STAGES of them every value is back in its
-    place. These are the additions of `hadamard_ref`.
+    Every stage pairs neighbours and puts all sums before all differences; after NUM_STAGES of them every value is back
+    in its place. These are the additions of `hadamard_ref`.
     """
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]

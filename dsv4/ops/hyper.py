@@ -6,9 +6,9 @@ X [T, n, D] streams; u = X flattened; m = (fn u) * rsqrt(mean(u^2) + eps).
   comb = sinkhorn(m[2n:] * scale[2] + base[2n:])              after it X'[k] = post[k] o + sum_j comb[j, k] X[j]
 comb moves stream j into stream k: the first index is the source, so the mixing matrix is comb transposed.
 
-Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the steps; `hc_boundary` is everything between one
-sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A fused op
-gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time and changes nothing.
+Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the steps; `hc_boundary` is everything
+between one sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A
+fused op gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time, changes nothing.
 
 Kernels are in hyper_kernels.py, which says how they work. They take four streams of bf16 and fp32 mixing weights;
 non-contiguous tensors are copied first.
@@ -50,8 +50,8 @@ class HyperSettings:
 
 @dataclass(frozen=True)
 class HyperInput:
-    """What a sublayer starts from: the streams [T, n, D] it will be mixed into, its normed input [T, D] (and that input's
-    FP8 codes, if asked for), and the weights post [T, n] and comb [T, n, n] for mixing, in at least fp32."""
+    """What a sublayer starts from: the streams [T, n, D] it will be mixed into, its normed input [T, D] (and that
+    input's FP8 codes, if asked for), and the weights post [T, n] and comb [T, n, n] for mixing, in at least fp32."""
 
     streams: Tensor
     hidden: Tensor
@@ -131,7 +131,7 @@ def hc_enter_ref(
 ) -> HyperInput:  # fmt: skip
     """Into the first sublayer: `hc_pre`, then RMSNorm, then FP8 codes of the rounded result if `has_codes`.
 
-    source: streams [T, n, D], handed on as they are, or an embedding [T, D], which `hc_expand` makes into streams first.
+    source: streams [T, n, D], handed on as they are, or an embedding [T, D], which `hc_expand` makes into streams.
     """
     streams = hc_expand_ref(source, fn.shape[1] // source.shape[-1]) if source.dim() == 2 else source
     hidden, post, comb = hc_pre_ref(
@@ -146,7 +146,7 @@ def hc_boundary_ref(
     out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
     norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
 ) -> HyperInput:  # fmt: skip
-    """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base and scale.
+    """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base, scale.
 
     The streams between the two are rounded to their dtype. New tensors throughout.
     """
@@ -157,9 +157,7 @@ def hc_head_norm_ref(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
 ) -> Tensor:
     """`hc_head`, then the final RMSNorm: [T, n, D] -> [T, D]."""
-    return rms_norm_ref(
-        hc_head_ref(streams, fn, base, scale, hc_eps=hc_eps, norm_eps=norm_eps), norm_weight, norm_eps
-    )
+    return rms_norm_ref(hc_head_ref(streams, fn, base, scale, hc_eps=hc_eps, norm_eps=norm_eps), norm_weight, norm_eps)
 
 
 # ---- launchers ----
@@ -167,8 +165,8 @@ def hc_head_norm_ref(
 HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4)
 HC_POST_COLS = 256  # four rows of 256: a warp reads 512 bytes of a row
 MAX_ROWS = 4096  # per launch: bounds the workspace, which is NUM_SPLITS * MIX_COLS fp32 a row
-# columns of a stream per program, by hidden size: at most 128 programs read fn, and each has little enough of it to ask for
-# all at once (ptxas delays loads when registers run short)
+# columns of a stream per program, by hidden size: at most 128 programs read fn, and each has little enough of it to ask
+# for all at once (ptxas delays loads when registers run short)
 SPLIT_COLS = {4096: 32, 8192: 64, 16384: 128}
 
 
@@ -192,7 +190,7 @@ FEW_ROWS_LIMIT = 64
 @dataclass(frozen=True)
 class HyperCall:
     """Arguments of `launch_hyper`. x: streams [T, 4, D] or an embedding [T, D]; out, post and comb come with a sublayer
-    to finish first; norm_weight None leaves out the norm; num_iters 0 is a head."""
+    to finish first; norm_weight None leaves out the norm; a head has no post and comb to make."""
 
     x: Tensor
     fn: Tensor
@@ -204,6 +202,7 @@ class HyperCall:
     out: Tensor | None = None
     post: Tensor | None = None
     comb: Tensor | None = None
+    is_head: bool = False
 
     @property
     def source(self) -> int:
@@ -213,7 +212,7 @@ class HyperCall:
 
     @property
     def num_mixes(self) -> int:
-        return NUM_STREAMS * (NUM_STREAMS + 2) if self.settings.num_iters else NUM_STREAMS
+        return NUM_STREAMS if self.is_head else NUM_STREAMS * (NUM_STREAMS + 2)
 
     def rows(self, start: int, stop: int) -> HyperCall:
         out, post, comb = (None if x is None else x[start:stop] for x in (self.out, self.post, self.comb))
@@ -246,14 +245,16 @@ def hc_pre(
 
 def hc_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
     """See `hc_head_ref`."""
-    return launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(0, hc_eps, norm_eps))).hidden
+    settings = HyperSettings(0, hc_eps, norm_eps)
+    return launch_hyper(HyperCall(streams, fn, base, scale, settings, is_head=True)).hidden
 
 
 def hc_head_norm(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
 ) -> Tensor:
     """See `hc_head_norm_ref`. One launch for up to MAX_ROWS rows."""
-    return launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(0, hc_eps, norm_eps), norm_weight)).hidden
+    settings = HyperSettings(0, hc_eps, norm_eps)
+    return launch_hyper(HyperCall(streams, fn, base, scale, settings, norm_weight, is_head=True)).hidden
 
 
 def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -318,9 +319,11 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant) -> 
 
 @cache
 def _counters(device: torch.device, num_splits: int) -> Tensor:
-    """Arrivals per tile, for all launches on a device with this many splits: always a multiple of it between launches."""
+    """Arrivals per tile, for all launches on a device with this many splits; a multiple of them between launches."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelInputError("expected one hyper-connection launch of this shape before the capture of a graph, found none")
+        raise KernelInputError(
+            "expected one hyper-connection launch of this shape before the capture of a graph, found none"
+        )
     return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
 
 
@@ -354,12 +357,13 @@ def _dense(x: Tensor) -> Tensor:
 
 def _check_call(call: HyperCall) -> None:
     check_launch(call.x, call.fn, call.base, call.scale, call.norm_weight, call.out, call.post, call.comb)
-    if call.out is not None and call.post is not None and call.comb is not None:
-        _check_streams(call.out, call.x, call.post, call.comb)
-    else:
+    if call.out is None:
         _check_x(call.x)
+    else:
+        assert call.post is not None and call.comb is not None, "a sublayer's output comes with its weights"
+        _check_streams(call.out, call.x, call.post, call.comb)
     hidden_size, num_mixes = call.x.shape[-1], call.num_mixes
-    if call.settings.num_iters < 0:
+    if call.settings.num_iters < 1 and not call.is_head:
         raise KernelInputError(f"expected at least one Sinkhorn iteration, found {call.settings.num_iters}")
     num_scales = 3 if num_mixes > NUM_STREAMS else 1
     shapes = {"fn": (num_mixes, NUM_STREAMS * hidden_size), "base": (num_mixes,), "scale": (num_scales,)}
@@ -374,7 +378,8 @@ def _check_call(call: HyperCall) -> None:
 def _check_x(x: Tensor) -> None:
     if x.dtype != torch.bfloat16 or x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[1] != NUM_STREAMS):
         raise KernelInputError(
-            f"expected streams [T, {NUM_STREAMS}, D] or an embedding [T, D] of bf16, found {tuple(x.shape)} of {x.dtype}"
+            f"expected streams [T, {NUM_STREAMS}, D] or an embedding [T, D] of bf16, "
+            f"found {tuple(x.shape)} of {x.dtype}"
         )
 
 

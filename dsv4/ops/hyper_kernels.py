@@ -1,23 +1,23 @@
 """Kernels of ops/hyper.py, apart from their contracts because the two together would be too long for one file.
 
-`_hyper_kernel` is one launch for (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32 matrix
-fn [24, 4 D] is far larger than one token's streams, so the columns are split over many programs, and one program would
-need too long to read it:
+`hyper_kernel` is one launch for (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32
+matrix fn [24, 4 D] is far larger than one token's streams, and one program would need too long to read it, so the
+columns are split over many programs:
 
-1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and stores
-   them, and leaves 24 partial dots and a partial sum of squares per token in `partial`.
+1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and
+   stores them, and leaves 24 partial dots and a partial sum of squares per token in `partial`.
 2. It then adds one to the tile's counter. The programs that arrive last become workers: they wait for the few still
-   missing, sum the partials in split order, and finish tokens: sigmoid, Sinkhorn, collapse, norm.
+   missing, sum the partials, and finish tokens: sigmoid, Sinkhorn, collapse, norm.
 
-Nothing depends on who arrives last: the partials, the order of their sum and every step after it are fixed by the layer's
-shape. Counters only grow, by the number of splits a launch, so no launch has to reset them and a CUDA graph can be replayed.
-Waiting cannot hang: a worker waits for programs of its own tile, which the GPU starts before those of later tiles, and a
-tile has fewer workers than the GPU has multiprocessors. In the interpreter, where programs run one after another, the last
-one does all the work.
+Nothing depends on who arrives last: the partials, the order of their sum and every step after it are fixed by the
+layer's shape. Counters only grow, by the number of splits a launch, so that no launch has to reset them and a CUDA
+graph can be replayed. Waiting cannot hang: a worker waits for programs of its own tile, which a GPU starts before
+those of later tiles, and a tile has fewer workers than a GPU has multiprocessors. In the interpreter, where programs
+run one after another, the last one does all the work.
 
-The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts that
-add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All tiles are 16 rows high inside, so a
-token's bits do not depend on the number of tokens.
+The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts
+that add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All products have 16
+rows, whatever the tile, so that a token's bits do not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -74,14 +74,9 @@ def _new_stream(out, x0, x1, x2, x3, post, c0, c1, c2, c3):
 def _streams_after(
     out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D: tl.constexpr, SOURCE: tl.constexpr
 ):  # fmt: skip
-    """The four streams [rows, cols], wherever they come from.
-
-    A barrier stands between loads and arithmetic because ptxas moves loads down to where their values are needed, but not
-    across it: all loads, those of the caller as well, are then under way together, and the memory's latency is paid once.
-    """
+    """The four streams [rows, cols], wherever they come from."""
     if SOURCE == _FROM_EMBEDDING:
         x0 = tl.load(x_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
-        tl.debug_barrier()
         return x0, x0, x0, x0
     row_ptr = x_ptr + rows[:, None] * (4 * D) + cols[None, :]
     x0 = tl.load(row_ptr, mask=mask, other=0.0)
@@ -89,7 +84,6 @@ def _streams_after(
     x2 = tl.load(row_ptr + 2 * D, mask=mask, other=0.0)
     x3 = tl.load(row_ptr + 3 * D, mask=mask, other=0.0)
     if SOURCE == _FROM_STREAMS:
-        tl.debug_barrier()
         return x0, x1, x2, x3
     out = tl.load(out_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
     post0, post1, post2, post3 = _load_four(post_ptr + rows * 4, row_mask)
@@ -97,7 +91,6 @@ def _streams_after(
     c10, c11, c12, c13 = _load_four(comb_ptr + rows * 16 + 4, row_mask)
     c20, c21, c22, c23 = _load_four(comb_ptr + rows * 16 + 8, row_mask)
     c30, c31, c32, c33 = _load_four(comb_ptr + rows * 16 + 12, row_mask)
-    tl.debug_barrier()
     return (
         _new_stream(out, x0, x1, x2, x3, post0, c00, c10, c20, c30),
         _new_stream(out, x0, x1, x2, x3, post1, c01, c11, c21, c31),
@@ -412,7 +405,7 @@ def hyper_kernel(
                     tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
                     if HAS_CODES:
                         _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
-            if NUM_MIXES > 4:
+            if NUM_MIXES > 4:  # noqa: SIM102 - known when compiling, unlike the role
                 if item % NUM_ROLES == NUM_ROLES - 1:
                     rows = first_row + tl.arange(0, WORKER_TOKENS)
                     _sinkhorn(weights_ptr, new_comb_ptr, first_token + rows, rows < tile_tokens, hc_eps, NUM_ITERS)

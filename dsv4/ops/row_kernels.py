@@ -40,8 +40,8 @@ _ENTRY_GROUP, _INDEX_GROUP = tl.constexpr(ENTRY_GROUP), tl.constexpr(INDEX_FP4_G
 class RowTarget(NamedTuple):
     """Rows [A, B] of a `RowStore` for a kernel: pointers, and strides of both leading indices in elements of each.
 
-    `wide` is the data as bf16 (the rope half of an entry), `factor` the scales as fp32 (index keys in FP8); where a format has
-    no such part they repeat `data` and `scales`.
+    `wide` is the data as bf16 (the rope half of an entry), `factor` the scales as fp32 (index keys in FP8); where a
+    format has no such part they repeat `data` and `scales`.
     """
 
     data: Any
@@ -63,7 +63,9 @@ def row_kind(row_format: RowFormat) -> int:
     if row_format.kind not in _KINDS:
         raise KernelInputError(f"expected quantised rows, found {row_format.kind}; the TORCH op set stores plain rows")
     if row_format.dim != next_power_of_2(row_format.dim) or row_format.dim > max(ROW_CONFIGS):
-        raise KernelInputError(f"expected rows of a power of two values up to {max(ROW_CONFIGS)}, found {row_format.dim}")
+        raise KernelInputError(
+            f"expected rows of a power of two values up to {max(ROW_CONFIGS)}, found {row_format.dim}"
+        )
     return _KINDS[row_format.kind]
 
 
@@ -74,8 +76,8 @@ def row_target(rows: RowStore) -> RowTarget:
     assert scales is not None, rows.format
     if data.dim() != 3 or data.stride(2) != 1 or scales.stride(2) != 1:
         raise KernelInputError(
-            f"expected rows [A, B] with contiguous bytes, found shape {tuple(data.shape)} with strides {data.stride()} and "
-            f"{scales.stride()}"
+            f"expected rows [A, B] with contiguous bytes, found shape {tuple(data.shape)} with strides {data.stride()} "
+            f"and {scales.stride()}"
         )
     is_entry, is_index_fp8 = rows.format.kind is RowKind.ENTRY_FP8, rows.format.kind is RowKind.INDEX_FP8
     wide = _as_dtype(data, torch.bfloat16) if is_entry else data
@@ -105,7 +107,12 @@ def new_rows(num_rows: int, row_format: RowFormat, device: torch.device) -> RowS
 def row_shape(row_format: RowFormat, freqs: Tensor) -> dict[str, int]:
     """The constexpr arguments of `store_rows`."""
     rope_dim = 2 * freqs.shape[0]
-    if freqs.dtype != torch.float32 or rope_dim < 2 or rope_dim != next_power_of_2(rope_dim) or rope_dim > row_format.dim:
+    if (
+        freqs.dtype != torch.float32
+        or rope_dim < 2
+        or rope_dim != next_power_of_2(rope_dim)
+        or rope_dim > row_format.dim
+    ):
         raise KernelInputError(
             f"expected fp32 frequencies of a power of two dims up to {row_format.dim}, found {freqs.dtype}, {rope_dim}"
         )
@@ -150,7 +157,9 @@ def row_offsets(target, first, second):
 
 @jit
 def _rotate(x, cos, sin):
-    """fp32 [R, 2 P] of interleaved pairs, cos and sin [R, P] -> rotated [R, 2 P]: `rotate_pairs` with a position per row."""
+    """fp32 [R, 2 P] of interleaved pairs, cos and sin [R, P] -> rotated [R, 2 P]: `rotate_pairs` with a position per
+    row.
+    """
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     rotated_even = even * cos - odd * sin
     rotated_odd = even * sin + odd * cos
@@ -165,8 +174,10 @@ def _spread(rows, NUM: tl.constexpr, STEP: tl.constexpr):
 
 @jit
 def _store_groups(target, offsets, row_mask, codes, scales, NUM: tl.constexpr, NUM_STORED: tl.constexpr):
-    """Codes [R * NUM, bytes] and their scales [R * NUM]; of NUM groups a row has the first NUM_STORED. Stored as groups, not
-    as rows: a byte store in the shape of the load would change the load's layout, and with it the order of the norm's sum."""
+    """Codes [R * NUM, bytes] and their scales [R * NUM]; of NUM groups a row has the first NUM_STORED. Stored as
+    groups, not as rows: a byte store in the shape of the load would change the load's layout, and with it the order of
+    the norm's sum.
+    """
     BYTES: tl.constexpr = codes.shape[1]
     group = _spread(tl.zeros([row_mask.shape[0]], tl.int32), NUM, 1)
     mask = (_spread(row_mask.to(tl.int32), NUM, 0) != 0) & (group < NUM_STORED)
@@ -177,7 +188,15 @@ def _store_groups(target, offsets, row_mask, codes, scales, NUM: tl.constexpr, N
 
 @jit
 def _store_entries(
-    target, offsets, row_mask, codes, scales, roped, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr
+    target,
+    offsets,
+    row_mask,
+    codes,
+    scales,
+    roped,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
 ):
     NUM: tl.constexpr = DIM // _ENTRY_GROUP
     NUM_STORED: tl.constexpr = (DIM - ROPE_DIM) // _ENTRY_GROUP
@@ -196,9 +215,11 @@ def store_rows(
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     HAS_RING: tl.constexpr,
 ):  # fmt: skip
-    """encode_rows(hadamard(rope(rms_norm(x)))) of the rows [R] at x_offsets, into `target` and, where `ring_mask`, `ring`.
+    """encode_rows(hadamard(rope(rms_norm(x)))) of the rows [R] at x_offsets, into `target` and, where `ring_mask`,
+    `ring`.
 
-    Rope at positions [R]; the Hadamard rotation for index keys only. Rows outside the mask are neither read nor written.
+    Rope at positions [R]; the Hadamard rotation for index keys only. Rows outside the mask are neither read nor
+    written.
     """
     R: tl.constexpr = x_offsets.shape[0]
     PAIRS: tl.constexpr = ROPE_DIM // 2

@@ -247,7 +247,8 @@ def _last_kept(
     lower = largest - (bucket + 2).to(tl.float64) / _BUCKETS_PER_UNIT
     upper = largest - tl.maximum(bucket - 1, 0).to(tl.float64) / _BUCKETS_PER_UNIT
     low, high = ordered_bits64(lower) - 1, ordered_bits64(upper)  # reached by the keys above low, not by those above high
-    low_index, high_index = tl.full([], -1, tl.int32), tl.full([], _MAX_INDEX, tl.int32)
+    low_index = tl.full([], -1, tl.int32)
+    high_index = low_index + opened[4]  # the last token
     kept = tl.full([], 0, tl.int64)
     is_done = tl.full([], 0, tl.int32)
     while is_done == 0:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4.ops import TORCH
+from dsv4.ops.append_swa import append_swa, window_rows
+from dsv4.ops.compress import compress, compress_pair
 from dsv4.ops.hyper import hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
 from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.ops.rope import head_norm_rope, rope
@@ -20,6 +22,10 @@ TRITON = replace(
     rms_norm_quant=rms_norm_quant,
     head_norm_rope=head_norm_rope,
     rope=rope,
+    window_rows=window_rows,
+    append_swa=append_swa,
+    compress=compress,
+    compress_pair=compress_pair,
     route=route,
     sample=sample,
     hc_pre=hc_pre,

@@ -119,7 +119,9 @@ def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) ->
     if needed:
         tail = f" rest_{idx}_0" if optional else ""
         return [f'arguments_{idx}: "<" ' + ' "\\n<" '.join(needed) + tail, *lines]
-    starts = [f'"<" {rule}' + (f" rest_{idx}_{k + 1}" if k + 1 < len(optional) else "") for k, rule in enumerate(optional)]
+    starts = [
+        f'"<" {rule}' + (f" rest_{idx}_{k + 1}" if k + 1 < len(optional) else "") for k, rule in enumerate(optional)
+    ]
     return [f"arguments_{idx}: " + " | ".join([*starts, '""']), *lines]
 
 
@@ -131,7 +133,7 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> 
     if choices is not None:
         values = " | ".join(_text(f"{choice}</") for choice in choices) if choices else "RAW"
         opening = _text(f'{head}"true">')
-        return f'{dsml} {opening} ({values}) {closing}'
+        return f"{dsml} {opening} ({values}) {closing}"
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"the schema of {name[:40]!r} must be an object, found {type(schema).__name__}")
     inner = {**({} if schema is True else {"not": {}} if schema is False else schema), **shared}

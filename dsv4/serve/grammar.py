@@ -6,13 +6,19 @@ text rules cannot produce a marker of the protocol. What the grammars are is in 
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+
 import llguidance
 import torch
 from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
+from dsv4.serve.grammar_check import check_grammar
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
+
+_NUM_KEPT = 32
 
 
 class GrammarError(ValueError):
@@ -36,6 +42,8 @@ class GrammarCompiler:
         self._grammar_tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(wrapper), n_vocab=vocab_size, eos_token=eos_token_id
         )
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         # ids that stand for no text must never be drawn, whatever the grammar
         self._has_text = torch.tensor([bool(token) for token in tokens])  # [vocab]
 
@@ -44,13 +52,27 @@ class GrammarCompiler:
         return f"<[{self._tokenizer.special_id(marker)}]>"
 
     def compile(self, lark: str) -> CompiledGrammar:
-        """Check and compile; `GrammarError` with the first line of what llguidance says."""
+        """Check and compile; `GrammarError` with what llguidance says. The last few grammars are kept: clients send
+        the same schema again and again."""
+        with self._lock:
+            known = self._compiled.get(lark)
+            if known is not None:
+                self._compiled.move_to_end(lark)
+                return known
+        wrong = check_grammar(lark)
+        if wrong:
+            raise GrammarError(_first_line(wrong))
         matcher = llguidance.LLMatcher(
             self._grammar_tokens, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0, limits=_limits()
         )
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
-        return CompiledGrammar(matcher, self._has_text)
+        compiled = CompiledGrammar(matcher, self._has_text)
+        with self._lock:
+            self._compiled[lark] = compiled
+            while len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
 
 
 class CompiledGrammar:

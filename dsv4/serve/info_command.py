@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +14,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dsv4.cache.schema import build_cache_schema
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import IndexKeyFormat, ModelConfig
 from dsv4.schedule import LayerSpec, build_schedule
-from dsv4.serve.load import MODEL_HELP, find_model
+from dsv4.serve.load import MODEL_HELP, engine_limits, find_model
+
+INDEX_KEY_FORMATS: tuple[IndexKeyFormat, ...] = ("fp4", "fp8")
 
 
 def info_command(
@@ -47,10 +50,13 @@ def checkpoint_info(directory: Path) -> dict[str, Any]:
         plan = plan_load(checkpoint, config)
         summary = checkpoint_summary(checkpoint)
     schedule = build_schedule(config, with_mtp=plan.num_mtp > 0)
+    limits = engine_limits(config, context=None, requests=1)  # bytes a token and a request do not depend on them
     cache = {
-        fmt: build_cache_schema(config, build_schedule(config), EngineConfig(index_key_format=fmt), plain_itemsize=None)
-        for fmt in ("fp4", "fp8")
-    }  # fmt: skip
+        fmt: build_cache_schema(
+            config, build_schedule(config), replace(limits, index_key_format=fmt), plain_itemsize=None
+        )
+        for fmt in INDEX_KEY_FORMATS
+    }
     return {
         "path": str(directory),
         "naming": str(summary.naming),

@@ -12,7 +12,7 @@ from dsv4.config import HCA_RATIO
 from dsv4.model.mtp import mtp_block
 from dsv4.ops import compress as compress_module
 from dsv4.ops.attention import attend_ref
-from dsv4.ops.compress import _pool, _tail_rows, _write_tail
+from dsv4.ops.compress import _pool, _tail_rows, _write_tail, compress_ref
 from dsv4.ops.indexer import _score_tile, num_visible
 from dsv4.ops.invariant import KEY_TILE
 from dsv4.ops.norm import rms_norm_ref
@@ -39,7 +39,7 @@ def halves_swapped(bed: Bed) -> None:
         width = kv.shape[-1] // 2
         return right(kv.roll(width, -1), gate.roll(width, -1), replace(spec, ape=spec.ape.roll(width, -1)), *args)
 
-    bed.op("compress", wrong)
+    bed.function(compress_ref, wrong)
 
 
 def no_overlap(bed: Bed) -> None:
@@ -53,7 +53,7 @@ def no_overlap(bed: Bed) -> None:
 
 
 def _other_spec(bed: Bed, change: Callable) -> None:
-    bed.op("compress", lambda right, kv, gate, spec, *args: right(kv, gate, change(spec), *args))
+    bed.function(compress_ref, lambda right, kv, gate, spec, *args: right(kv, gate, change(spec), *args))
 
 
 def no_ape(bed: Bed) -> None:
@@ -110,7 +110,7 @@ def entries_written_after_attention(bed: Bed) -> None:
         else:
             late.append(lambda: right(kv, gate, spec, state, pages, batch))
 
-    bed.op("compress", write_later)
+    bed.function(compress_ref, write_later)
     bed.op("sparse_attention", attend)
 
 
@@ -171,7 +171,7 @@ def indexer_without_rope(bed: Bed) -> None:
         right(kv, gate, replace(spec, freqs=spec.freqs * 0) if is_index else spec, state, pages, batch)
 
     indexer_queries_without_rope(bed)
-    bed.op("compress", compress)
+    bed.function(compress_ref, compress)
 
 
 def indexer_without_head_weights(bed: Bed) -> None:

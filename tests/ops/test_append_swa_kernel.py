@@ -1,10 +1,11 @@
-"""The window kernels: rows byte for byte those of the norm and rope kernels and the codec, the ring byte for byte the oracle's,
-what must not be written included.
+"""The window kernels: rows byte for byte those of the norm and rope kernels and the codec, the ring byte for byte the
+oracle's, what must not be written included.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -102,12 +103,24 @@ def test_the_ring_is_the_oracle_s(chunks, fmt):
     assert_bitwise(ring.positions, expected.positions, "positions")
 
 
+def test_a_row_that_a_later_token_replaces_is_not_written_at_all():
+    """Were it written and overwritten, who wins would be the GPU's choice. Here the later tokens are cut off."""
+    batch = batch_of([(1, 0, 47)])
+    first = {
+        name: getattr(batch, name)[:30] for name in ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
+    }
+    rows, ring = random_rows(30, SMALL_ENTRY), window(SMALL_ENTRY, 20)
+    append_swa(rows, ring, replace(batch, **first))
+    assert ring.positions[1].tolist() == [-1] * 7 + [27, 28, 29] + [-1] * 10
+    assert (ring.rows.data[1, :7] == 0xA5).all()
+
+
 def test_chunks_do_not_matter_to_the_ring():
     rows, whole = random_rows(50, SMALL_ENTRY), window(SMALL_ENTRY, 20)
     append_swa(rows, whole, batch_of([(1, 0, 50)]))
     cuts = [0, 1, 24, 25, 50]
     chunked = window(SMALL_ENTRY, 20)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         part = rows[(torch.arange(start, end, device=kernel_device()),)]
         append_swa(part, chunked, batch_of([(1, start, end - start)]))
     assert_same_rows(chunked.rows, whole.rows)

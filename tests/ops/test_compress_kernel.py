@@ -1,17 +1,17 @@
-"""The compressor kernels: the same bytes as the oracle's pooling followed by the norm and rope kernels, tails and unwritten
-pages included, however a sequence is cut into chunks, batched, padded or planned.
+"""The compressor kernels: the same bytes as the oracle's pooling followed by the norm and rope kernels, tails and
+unwritten pages included, however a sequence is cut into chunks, batched, padded or planned.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from cache_cases import (
     CSA,
     ENTRY,
-    EPS,
     HCA,
     INDEX_FP4,
     INDEX_FP8,
@@ -87,7 +87,7 @@ def part(job, rows):
 
 def run_chunks(job, cuts, plan, slot=1):
     """One request's tokens through `cuts`; `job` has its projections in order, its cache is written in place."""
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         launch_compress(part(job, slice(start, end)), batch_of([(slot, start, end - start)]), plan)
 
 
@@ -155,7 +155,10 @@ def test_entries_follow_the_oracle():
     def oracle(dtype):
         run = cloned(before)
         plain = RowStore.allocate(
-            run.pages.rows.data.shape[:2], RowFormat(RowKind.PLAIN, 128, itemsize=dtype.itemsize), dtype, kernel_device()
+            run.pages.rows.data.shape[:2],
+            RowFormat(RowKind.PLAIN, 128, itemsize=dtype.itemsize),
+            dtype,
+            kernel_device(),
         )
         wide = torch.promote_types(dtype, torch.float32)
         pages = run.pages if dtype == torch.bfloat16 else replace(run.pages, rows=plain)
@@ -183,9 +186,9 @@ def test_hca_chunks_do_not_matter():
     job = compressor(SMALL_ENTRY, HCA, num_tokens=262)
     whole = cloned(job)
     run_chunks(whole, [0, 262], HCA_MANY)
-    for cuts, plan in (([0, 127, 255, 256, 262], HCA_MANY), ([0, 120, 130, 262], HCA_MANY)):
+    for cuts in ([0, 127, 255, 256, 262], [0, 120, 130, 262]):
         chunked = cloned(job)
-        run_chunks(chunked, cuts, plan)
+        run_chunks(chunked, cuts, HCA_MANY)
         assert_same_cache(chunked, whole, str(cuts))
 
 
@@ -228,8 +231,7 @@ def test_order_and_padding_do_not_matter(ratio):
     assert_same_cache(moved, job)
 
 
-@pytest.mark.parametrize("fmt", [INDEX_FP4, INDEX_FP8], ids=lambda fmt: fmt.kind.value)
-@pytest.mark.parametrize("plan", [CSA_FEW, CSA_MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("fmt", "plan"), [(INDEX_FP4, CSA_FEW), (INDEX_FP8, CSA_MANY)], ids=["few", "many"])
 def test_the_pair_is_two_single_calls(fmt, plan):
     batch = batch_of([(1, 0, 9), (2, 0, 4)], padding=1)
     attention = compressor(SMALL_ENTRY, CSA, num_tokens=batch.num_tokens)
@@ -359,16 +361,15 @@ def test_decode_of_256_requests():
     batch = batch_of(chunks, num_slots=256)
     # one block per request, so that none overwrites another's entry
     batch = replace(batch, block_table=torch.arange(256, dtype=torch.int32, device="cuda").unsqueeze(1).contiguous())
-    attention, index = (
-        compressor(fmt, CSA, num_tokens=256, num_slots=256, seed=seed) for fmt, seed in ((ENTRY, 0), (INDEX_FP4, 30))
-    )
-    attention, index = (
-        replace(job, pages=replace(job.pages, rows=RowStore.allocate((256, 32), job.pages.rows.format, torch.bfloat16, kernel_device())))
-        for job in (attention, index)
-    )  # fmt: skip
-    for job in (attention, index):
-        for ring in tails_of(job.state):
+
+    def job(fmt, seed):
+        made = compressor(fmt, CSA, num_tokens=256, num_slots=256, seed=seed)
+        for ring in tails_of(made.state):
             ring.normal_()
+        rows = RowStore.allocate((256, 32), fmt, torch.bfloat16, kernel_device())
+        return replace(made, pages=replace(made.pages, rows=rows))
+
+    attention, index = job(ENTRY, 0), job(INDEX_FP4, 30)
     single = cloned((attention, index))
     compress_pair(attention, index, batch)
     for slot in range(256):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dsv4.testing.bench import case_modules, load_cases
@@ -42,6 +44,42 @@ def test_norms_that_must_agree_sum_in_the_same_order(compiled, arch):
         assert layouts(f"rms_norm/weighted-4096x{width}") == layouts(f"rms_norm_quant/both-4096x{width}")
     for width in (1024, 1536):
         assert layouts(f"rms_norm/weighted-4096x{width}") == layouts(f"rms_norm_quant/codes-4096x{width}")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_hyper_connections_that_must_agree_sum_in_the_same_order(compiled, arch):
+    """Fused or not, for few rows or many: the same six sums; the norm behind them is that of the norm's own kernel."""
+
+    def layouts(case):
+        (kernel,) = compiled[case, arch]
+        return kernel.sum_layouts
+
+    for width in (4096, 7168):
+        boundary = layouts(f"hc_boundary/1x{width}")
+        assert boundary == layouts(f"hc_boundary/4096x{width}")
+        assert boundary[-1:] == layouts(f"rms_norm/weighted-1x{width}")
+    assert layouts("hc_boundary/1x4096") == layouts("hc_boundary/codes-1x4096") == layouts("hc_enter/1x4096")
+    assert layouts("hc_boundary/1x4096")[:-1] == layouts("hc_pre/1x4096") == layouts("hc_pre/4096x4096")
+    assert layouts("hc_boundary/4096x7168") == layouts("hc_boundary/codes-4096x7168")
+    assert layouts("hc_head_norm/1x4096")[:-1] == layouts("hc_head/1x4096")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cached_rows_sum_as_the_norm_does(compiled, arch):
+    """The number of rows in a tile may differ, what happens inside a row may not."""
+
+    def inside_rows(case):
+        pattern = (
+            r"x(\d+)xf32 .*sizePerThread = \[1, (\d+)\], threadsPerWarp = \[\d+, (\d+)\], warpsPerCTA = \[\d+, (\d+)\]"
+        )
+        return [re.search(pattern, layout).groups() for kernel in compiled[case, arch] for layout in kernel.sum_layouts]
+
+    norm = inside_rows("rms_norm/weighted-4096x512")
+    assert norm == [("512", "8", "32", "2")]
+    for case in ("window_rows/1", "store_window/1", "compress/hca-open-1", "compress/hca-prefill-8192"):
+        assert inside_rows(case) == norm
+    for case in ("compress_pair/csa-open-1", "compress_pair/csa-prefill-8192"):
+        assert inside_rows(case) == [*norm, ("128", "8", "16", "1")]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -40,17 +40,25 @@ def compiler():
     return GrammarCompiler(TOKENIZER, vocab_size=SERVED.vocab_size, eos_token_id=EOS)
 
 
+def hint(allowed, ids):
+    """What brings a text nearer to a marker or to its end."""
+    less, slash = 2 + ord("<"), 2 + ord("/")
+    special = [one for one in allowed if one >= 258]
+    if less in allowed and ids[-1:] != [less]:
+        special.append(less)
+    return special or [one for one in (slash, EOS) if one in allowed] or allowed
+
+
 @pytest.fixture(scope="module")
 def write(compiler):
     """`write(rules, seed)`: what a writer that draws at random, and takes a marker when it may, comes to."""
 
-    def run(rules, seed, limit=1500):
+    def run(rules, seed, limit=6000):
         constraint = compiler.compile(answer_grammar(rules, compiler.special)).constraint()
         chance, ids = random.Random(seed), []
         while len(ids) < limit:
             allowed = constraint.allowed().nonzero().flatten().tolist()
-            special = [one for one in allowed if not 2 <= one < 258]
-            ids.append(chance.choice(special) if special and chance.random() < 0.3 else chance.choice(allowed))
+            ids.append(chance.choice(hint(allowed, ids) if chance.random() < 0.4 else allowed))
             if ids[-1] == EOS:
                 return TOKENIZER.decode(ids[:-1])
             constraint.accept(ids[-1])
@@ -109,9 +117,9 @@ def test_one_call_is_one_call(write):
 
 def test_calls_that_may_come(write):
     rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS)
-    answers = [parse_completion(write(rules, seed), False) for seed in range(30)]
+    answers = [parse_completion(write(rules, seed), False) for seed in range(12)]
     assert any(one.tool_calls for one in answers)
-    assert any(not one.tool_calls for one in answers)
+    assert any(one.content for one in answers)
     for one in answers:
         for call in one.tool_calls:
             check_call(call)
@@ -176,7 +184,16 @@ def test_parameters_that_cannot_be_enforced(compiler, parameters, message):
         answer_grammar(rules, compiler.special)
 
 
-def test_an_explosive_schema_is_refused_quickly(compiler):
-    schema = {"type": "string", "pattern": "(a{1,5000}){1,5000}"}
-    with pytest.raises(GrammarError):
+def test_a_schema_that_would_take_all_memory_is_refused(compiler):
+    """Patterns that must hold together cost exponentially; they are tried in a process of their own."""
+    schema = {"allOf": [{"type": "string", "pattern": f"^(a|b|ab)*{i}$"} for i in range(40)]}
+    with pytest.raises(GrammarError, match="too complex"):
         compiler.compile(answer_grammar(AnswerRules(thinking=False, schema=schema), compiler.special))
+
+
+def test_a_grammar_seen_before_is_not_checked_again(compiler, monkeypatch):
+    grammar = compiler.compile('start: "seen"')
+    monkeypatch.setattr("dsv4.serve.grammar.check_grammar", lambda lark: "asked again")
+    assert compiler.compile('start: "seen"') is grammar
+    with pytest.raises(GrammarError, match="asked again"):
+        compiler.compile('start: "unseen"')

@@ -12,19 +12,27 @@ from server_cases import TOKENIZER, TWO_LAYERS, chat_body, make_llm, start_serve
 
 from dsv4.request import SamplingParams
 from dsv4.text.chat import ChatOptions
+from dsv4.text.parse import parse_completion
 from dsv4.text.tokenizer import encode_chat
 
 NUM_STREAMS = 16
 NUM_REQUESTS = 48
+NUM_KINDS = 8  # different requests; each is asked several times, beside others every time
 CHAT = "/v1/chat/completions"
 MALFORMED = [b"{", b'{"model": "tiny"}', b"\xff", json.dumps(chat_body(temperature=9)).encode()]
 
 
 def plan_of(place):
     """What client number `place` asks, and after how many events it goes (None: it stays)."""
-    chance = random.Random(place)
+    chance = random.Random(place % NUM_KINDS)
     text = "".join(chance.choice("abcdefgh ") for _ in range(chance.choice([3, 20, 130])))
-    fields = {"seed": place % 12, "max_tokens": chance.choice([4, 10, 20]), "ignore_eos": True, "stream": True}
+    fields = {
+        "seed": chance.randrange(1000),
+        "max_tokens": chance.choice([4, 10, 20]),
+        "ignore_eos": True,
+        "stream": True,
+    }
+    chance = random.Random(place)
     leaves_after = chance.randrange(8) if chance.random() < 0.3 else None
     return chat_body(text, **fields), leaves_after
 
@@ -33,14 +41,13 @@ def plan_of(place):
 def solo(two_layer_params):
     """What each request must give."""
     llm = make_llm(two_layer_params, TWO_LAYERS)
-    bodies = [plan_of(place)[0] for place in range(NUM_REQUESTS)]
-    prompts = [encode_chat(TOKENIZER, body["messages"], ChatOptions()) for body in bodies]
-    return [
-        llm.generate([prompt], SamplingParams(max_tokens=body["max_tokens"], seed=body["seed"], ignore_eos=True))[
-            0
-        ].text
-        for prompt, body in zip(prompts, bodies, strict=True)
-    ]
+    texts = []
+    for place in range(NUM_KINDS):
+        body, _ = plan_of(place)
+        prompt = encode_chat(TOKENIZER, body["messages"], ChatOptions())
+        params = SamplingParams(max_tokens=body["max_tokens"], seed=body["seed"], ignore_eos=True)
+        texts.append(parse_completion(llm.generate([prompt], params)[0].text, thinking=False).content)
+    return texts
 
 
 async def one_client(client, place):
@@ -93,7 +100,7 @@ def test_load(two_layer_params, solo):
     survived = [place for place, text in enumerate(texts) if text is not None]
     assert NUM_REQUESTS // 2 < len(survived) < NUM_REQUESTS, "some stayed and some went"
     for place in survived:
-        assert texts[place] == solo[place], place
+        assert texts[place] == solo[place % NUM_KINDS], place
     assert stats.num_failed == 0
     assert stats.num_finished + stats.num_aborted == NUM_REQUESTS
     assert stats.num_aborted > 0

@@ -1,0 +1,132 @@
+"""The shipped miniatures: complete, found without a path, the recorded greedy text, and recall beyond the window.
+
+golden_flash_mini.json holds greedy continuations under "checkpoint/numerics": prompt, text, token ids and, for each
+token, its distance (nats) from the second best. `exact` in fp32 gives the same tokens on any machine. `official` rounds
+to bf16, FP8 and FP4 at every turn, so a sum in another order can move a gap by tenths: on another device the rule
+of `assert_greedy` holds. The prompts were chosen so that flash-mini's tokens are the same with the AVX-512, AVX2 and
+SSE 4.1 kernels of the CPU library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4.loader.shipped import shipped_checkpoint, shipped_names, shipped_text
+from dsv4.testing.numeric import assert_greedy
+from dsv4.tools.evaluate import negative_log_likelihood
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
+
+import needle
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = json.loads((ROOT / "tests" / "data" / "golden_flash_mini.json").read_text(encoding="utf-8"))
+LIMITS = EngineConfig(max_context_tokens=128, max_concurrent_requests=12)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return LLM(numerics="exact")
+
+
+# ---- what ships ----
+
+
+def test_the_default_model_is_flash_mini():
+    llm = LLM(engine=LIMITS)
+    assert llm.config == LLM(shipped_checkpoint("flash-mini"), engine=LIMITS).config
+    assert llm.tokenizer is not None
+    assert [layer.attention.value for layer in llm.model.schedule] == [
+        "swa", "swa", "csa", "hca", "csa", "hca", "csa", "swa"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="config.json"):
+        LLM("flash-maxi")
+
+
+def test_everything_shipped_is_package_data_and_small():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dsv4"]
+    package = ROOT / "dsv4"
+    packed = {file for pattern in patterns for file in package.glob(pattern)}
+    shipped = {file for file in (package / "demo").rglob("*") if file.is_file()}
+    assert shipped <= packed
+    assert shipped_text() in shipped
+    assert shipped_names() == ["flash-mini", "flash-mini-nvfp4"]
+    for name in shipped_names():
+        files = [file for file in shipped if file.parent.name == name]
+        assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in files}
+        assert sum(file.stat().st_size for file in files) < 20e6
+
+
+def test_held_out_text_is_far_better_predicted_than_by_frequency(exact):
+    """The unigram baseline over all held-out text is 862; NVFP4 experts cost less than 2 % of perplexity."""
+    ids = exact.encode(shipped_text().read_text(encoding="utf-8"))[:640]
+    nvfp4 = LLM("flash-mini-nvfp4", numerics="exact")
+    first, second = (negative_log_likelihood(llm.logits(ids), ids) / (len(ids) - 1) for llm in (exact, nvfp4))
+    assert torch.tensor(first).exp() < 862 / 20
+    assert torch.tensor(second - first).exp() < 1.02
+
+
+# ---- greedy text ----
+
+
+@pytest.mark.parametrize("numerics", ["exact", "official"])
+def test_greedy_text_token_for_token(numerics):
+    rows = GOLDEN[f"flash-mini/{numerics}"]
+    assert len(rows) == 12
+    llm = LLM(numerics=numerics, engine=LIMITS)
+    done = llm.generate([row["prompt"] for row in rows], SamplingParams(max_tokens=16, temperature=0))
+    for found, row in zip(done, rows, strict=True):
+        assert list(found.token_ids) == row["token_ids"], row["prompt"]
+        assert found.text == row["text"]
+
+
+def check_greedy(llm, rows):
+    for row in rows:
+        prompt = llm.encode(row["prompt"])
+        logits = llm.logits([*prompt, *row["token_ids"][:-1]])[len(prompt) - 1 :]
+        assert_greedy(logits, row["token_ids"], row["gaps"], row["prompt"])
+
+
+def test_greedy_text_of_nvfp4():
+    check_greedy(LLM("flash-mini-nvfp4", engine=LIMITS), GOLDEN["flash-mini-nvfp4/official"])
+
+
+def test_greedy_text_of_another_model_is_refused():
+    """The rule is not so wide that the NVFP4 model's text passes for flash-mini's."""
+    llm = LLM(engine=LIMITS)
+    with pytest.raises(AssertionError, match="lacks"):
+        check_greedy(llm, GOLDEN["flash-mini-nvfp4/official"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash-mini/exact", "flash-mini/official", "flash-mini-nvfp4/official"])
+def test_greedy_text_on_gpu(name):
+    checkpoint, numerics = name.split("/")
+    check_greedy(LLM(checkpoint, device="cuda", numerics=numerics, engine=LIMITS), GOLDEN[name])
+
+
+# ---- beyond the window ----
+
+
+def test_facts_beyond_the_window_come_from_compressed_entries(exact):
+    """A fact at least 160 tokens back, where the window of 128 does not reach. CSA entries carry the answer: without
+    them it is lost, with or without HCA's."""
+    prompts = needle.shipped_needles(3, 320)
+    assert min(len(prompt) for prompt, _ in prompts) > exact.config.sliding_window + 32
+    shares = {
+        name: needle.accuracy(needle.hide_entries(exact, kinds), prompts) for name, kinds in needle.VARIANTS.items()
+    }
+    assert shares == {
+        "nothing hidden": 1.0, "CSA entries hidden": 0.0, "HCA entries hidden": 1.0, "both hidden": 0.0,
+    }  # fmt: skip
+
+
+def test_facts_beyond_the_window_in_official_numerics():
+    assert needle.accuracy(LLM(), needle.shipped_needles(2, 320)) == 1.0
