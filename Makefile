@@ -3,8 +3,8 @@
 PYTHON ?= python3
 GPU_PYTHON ?= python
 VENV ?= .venv
-DEMO_PROMPT ?= And it came to pass in those days, that
-DEMO_SEED ?= 1
+DEMO_PROMPT ?= SCENE I. A street in Verona.
+DEMO_SEED ?= 4
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 RUNTIME := $(VENV)/.runtime-installed

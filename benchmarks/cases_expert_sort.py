@@ -1,4 +1,6 @@
-"""Cases of ops/expert_sort.py: Flash (256 experts) and Pro (384), six experts a token, tiles of 16 (decode) and 64 rows."""
+"""Cases of ops/expert_sort.py: Flash (256 experts) and Pro (384), six experts a token, tiles of 16 (decode) and 64
+rows.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,7 @@ def _case(num_experts: int, tokens: int, tile_rows: int, variant: str = "") -> B
         num_pairs = tokens * TOP_K
         written = 4 * (2 * num_experts + 1 + num_pairs + 2 * max_tiles(num_pairs, num_experts, tile_rows))
         config = VARIANTS[variant]
-        return Work(
-            lambda: launch_expert_sort(experts, num_experts, tile_rows, None, config), nbytes(experts), written
-        )
+        return Work(lambda: launch_expert_sort(experts, num_experts, tile_rows, None, config), nbytes(experts), written)
 
     shape: dict[str, int | str] = {"experts": num_experts, "tokens": tokens, "tile_rows": tile_rows, "variant": variant}
     return BenchCase("expert_sort", f"{num_experts}-{tokens}x{TOP_K}{variant}", shape, build)

@@ -1,4 +1,6 @@
-"""Cases of ops/router.py: the dense router of Flash (256 experts of 4096) and Pro (384 of 7168), a hash layer, the choice."""
+"""Cases of ops/router.py: the dense router of Flash (256 experts of 4096) and Pro (384 of 7168), a hash layer, the
+choice.
+"""
 
 from __future__ import annotations
 

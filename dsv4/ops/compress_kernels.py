@@ -119,7 +119,7 @@ def _pool_overlapping(
     job, token, slot, position, start, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Pool a CSA entry into its scratch row: slots one after the other, as `ordered_sum`. Absent slots are 0 and -inf."""
+    """Pool a CSA entry into its scratch row, slot after slot, as `ordered_sum`. Absent slots are 0 and -inf."""
     cols = tl.arange(0, DIM)
     scores = ()
     highest = tl.full([DIM], float("-inf"), tl.float32)
@@ -135,7 +135,9 @@ def _pool_overlapping(
         ape = job.ape + (index % RATIO) * 2 * DIM + (0 if index < RATIO else DIM)
         score = score + tl.load(ape + cols, mask=is_fresh & (cols >= 0), other=0.0)
         highest = tl.maximum(highest, score)
-        scores = scores + (score,)  # noqa: RUF005 (kernels have no starred expressions)
+        scores = scores + (score,)  # type: ignore  # noqa: RUF005
+    total = tl.zeros([DIM], tl.float32)
+    pooled = tl.full([DIM], -0.0, tl.float32)  # adding to -0 leaves every first term as it is, -0 included
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
@@ -144,12 +146,8 @@ def _pool_overlapping(
         source = tl.where(is_fresh, job.kv + row, tail.kv + place)
         kv = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=0.0)
         weight = exp_of_difference(scores[index] - highest)
-        if index == 0:
-            total = weight
-            pooled = weight * kv
-        else:
-            total = total + weight
-            pooled = pooled + weight * kv
+        total = total + weight
+        pooled = pooled + weight * kv
     entry = tl.div_rn(pooled, total)
     tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
 
@@ -191,17 +189,16 @@ def _pool_plain(
     cols = first_col + tl.arange(0, COLS)
     kvs = ()
     scores = ()
+    highest = tl.full([_POOL_RUNS, COLS], float("-inf"), tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
         kv, score = _plain_slots(job, token, slot, position, start, cols, step, RATIO, DIM, LEN)
-        kvs = kvs + (kv,)  # noqa: RUF005 (kernels have no starred expressions)
-        scores = scores + (score,)  # noqa: RUF005
-    highest = scores[0]
-    for step in tl.static_range(1, RATIO // _POOL_RUNS):
-        highest = tl.maximum(highest, scores[step])
+        highest = tl.maximum(highest, score)
+        kvs = kvs + (kv,)  # type: ignore  # noqa: RUF005
+        scores = scores + (score,)  # type: ignore  # noqa: RUF005
     highest = tl.max(highest, axis=0)[None, :]
-    total = exp_of_difference(scores[0] - highest)
-    pooled = total * kvs[0]
-    for step in tl.static_range(1, RATIO // _POOL_RUNS):
+    total = tl.zeros([_POOL_RUNS, COLS], tl.float32)
+    pooled = tl.full([_POOL_RUNS, COLS], -0.0, tl.float32)
+    for step in tl.static_range(RATIO // _POOL_RUNS):
         weight = exp_of_difference(scores[step] - highest)
         total = total + weight
         pooled = pooled + weight * kvs[step]

@@ -1,9 +1,10 @@
 """Rows for the grouped product: (token, choice) pairs grouped by expert, and the tiles that cover them.
 
-Kernel: a counting sort. Chunks of CHUNK pairs are counted by a first launch (left out when one chunk holds everything); in
-the second every program sums the chunks' counts itself, so that it knows where each expert starts and what earlier chunks
-put there, and places its own pairs by counting equal experts before them. Further programs of that launch write the tile
-map. Nothing is decided by an arrival order: the result is the stable sort. All sizes are bounds known on the host.
+Kernel: a counting sort. Chunks of CHUNK pairs are counted by a first launch (left out when one chunk holds
+everything); in the second every program sums the chunks' counts itself, so that it knows where each expert starts and
+what earlier chunks put there, and places its own pairs by counting equal experts before them. Further programs of that
+launch write the tile map. Nothing is decided by an arrival order: the result is the stable sort. All sizes are bounds
+known on the host.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ExpertOrder:
     offsets       [E + 1]  where each expert's pairs start in `pairs`; the last is the number of pairs in use
     pairs         [N]      token * k + choice, ascending inside an expert; -1 behind the last
     tile_experts  [M]      expert of each tile of up to tile_rows pairs, ascending; -1 behind the last tile
-    tile_starts   [M]      where the tile starts in `pairs`; it ends with the expert, or tile_rows later; -1 behind the last
+    tile_starts   [M]      where it starts in `pairs`; it ends with the expert or tile_rows later; -1 behind the last
     """
 
     counts: Tensor
@@ -36,7 +37,7 @@ class ExpertOrder:
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles that any choice of experts needs at most: a short one for every expert met, the other pairs in full tiles."""
+    """Tiles that any choice of experts needs at most: one for every expert met, the other pairs in full tiles."""
     met = min(num_pairs, num_experts)
     return met + (num_pairs - met) // tile_rows
 
@@ -44,8 +45,8 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 def expert_sort_ref(experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | None = None) -> ExpertOrder:
     """experts [T, k] (any integer dtype) -> the pairs in ascending (expert, token, choice) order, and their tiles.
 
-    Padded rows are left out: ids outside 0 .. num_experts - 1 (-1 by convention), and all of a token whose slot is -1 where
-    `slots` [T] is given.
+    Padded rows are left out: ids outside 0 .. num_experts - 1 (-1 by convention), and all of a token whose slot is -1
+    where `slots` [T] is given.
     """
     flat = experts.flatten().long()
     is_used = (flat >= 0) & (flat < num_experts)
@@ -85,7 +86,9 @@ TILE_BLOCK = 16  # entries of the tile map a program writes
 
 
 @jit
-def _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr):
+def _load_experts(
+    experts_ptr, slots_ptr, pairs, num_pairs, TOP_K: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr
+):
     """Expert of each pair, E where the pair is padding or beyond the last."""
     expert = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=-1)
     is_used = (expert >= 0) & (expert < E)
@@ -126,7 +129,9 @@ def _expert_sort_kernel(
         pairs = program * CHUNK + tl.arange(0, CHUNK)
         expert = _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K, E, HAS_SLOTS)
         base = tl.gather(offsets + before, tl.minimum(expert, E_BLOCK - 1), 0)
-        place = base + _equal_before(experts_ptr, slots_ptr, expert, pairs, program, num_pairs, TOP_K, E, CHUNK, HAS_SLOTS)
+        place = base + _equal_before(
+            experts_ptr, slots_ptr, expert, pairs, program, num_pairs, TOP_K, E, CHUNK, HAS_SLOTS
+        )
         tl.store(pairs_ptr + place, pairs, mask=expert < E)
         tl.store(pairs_ptr + pairs, tl.full([CHUNK], -1, tl.int32), mask=(pairs >= total) & (pairs < num_pairs))
         if program == 0:
@@ -163,7 +168,9 @@ def _equal_before(
     experts_ptr, slots_ptr, expert, pairs, chunk, num_pairs,
     TOP_K: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """How many earlier pairs of the chunk have the same expert. The chunk is read again: from cache, as the other side."""
+    """How many earlier pairs of the chunk have the same expert. The chunk is read again: from cache, as the other
+    side.
+    """
     OTHERS: tl.constexpr = 16
     place = tl.zeros([CHUNK], dtype=tl.int32)
     for start in range(0, CHUNK, OTHERS):
@@ -216,6 +223,8 @@ def _check(experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | No
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(f"expected int32 or int64 experts [T, k], found {experts.dtype} {tuple(experts.shape)}")
     if not 0 < num_experts <= 4096 or tile_rows < 1:
-        raise KernelInputError(f"expected 1 to 4096 experts and tiles of a row or more, found {num_experts} and {tile_rows}")
+        raise KernelInputError(
+            f"expected 1 to 4096 experts and tiles of a row or more, found {num_experts} and {tile_rows}"
+        )
     if slots is not None and slots.shape != experts.shape[:1]:
         raise KernelInputError(f"expected slots ({experts.shape[0]},), found {tuple(slots.shape)}")

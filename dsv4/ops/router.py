@@ -1,12 +1,12 @@
 """Expert choice: score = sqrt(softplus(gate x)) in fp32; top-k of score + bias, or a table by token id.
 
-Kernels: the gate product on tensor cores (bf16 operands, exact products, fp32 sums), then one program per token that turns
-logits into scores, picks, sorts and renormalises. With few rows the product is cut along D over many programs, which leave
-partial sums for the second kernel; with many rows one program sums its splits itself. Either way a logit is the sum, in
-split order, of sums over SPLIT_LEN columns: a row's bits do not depend on the number of rows.
+Kernels: the gate product on tensor cores (bf16 operands, exact products, fp32 sums), then one program per token that
+turns logits into scores, picks, sorts and renormalises. With few rows the product is cut along D over many programs,
+which leave partial sums for the second kernel; with many rows one program sums its splits itself. Either way a logit
+is the sum, in split order, of sums over SPLIT_LEN columns: a row's bits do not depend on the number of rows.
 
-A second launch costs less than finishing in the last program to arrive: arrivals would have to be counted from zero, which is
-a launch too, and one program would finish all rows of its tile.
+A second launch costs less than finishing in the last program to arrive: arrivals would have to be counted from zero,
+which is a launch too, and one program would finish all rows of its tile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dsv4.ops.topk import topk_select_ref
 def activation_topk_ref(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Gate logits [T, E] -> experts int64 [T, k], ascending, and weights [T, k] in the logits' dtype.
 
-    score = sqrt(log(1 + e^logit)), right to the last fp32 bits for any finite logit. The k largest score + bias are chosen,
-    ties to the lower expert; weights = score / sum of the chosen scores * scale.
+    score = sqrt(log(1 + e^logit)), right to the last fp32 bits for any finite logit. The k largest score + bias are
+    chosen, ties to the lower expert; weights = score / sum of the chosen scores * scale.
     """
     scores = sqrt_softplus(logits)
     experts = topk_select_ref(scores if bias is None else scores + bias.to(scores.dtype), top_k).sort(-1).values
@@ -40,13 +40,14 @@ def _weights(chosen: Tensor, scale: float) -> Tensor:
 
 
 def route_ref(
-    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int, scale: float,
-    uniform_hash_weights: bool = False,
+    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
+    scale: float, uniform_hash_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, D] -> experts int64 [T, k] in ascending order, and their weights [T, k] in at least fp32.
 
     Hash layers (tid2eid [V, k] given) take the experts from the table; their weights still come from the gate, unless
-    `uniform_hash_weights` asks for scale / k each. The bias moves the choice only. weights = score / sum of the chosen scores
+    `uniform_hash_weights` asks for scale / k each. The bias moves the choice only. weights = score / sum of the chosen
+    scores
     * scale.
     """
     acc = accumulator(x)
@@ -94,12 +95,16 @@ def _split_product(
     x_ptr, gate_ptr, rows, experts, split, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
     D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """gate x^T of one split, fp32 [experts, rows]. The gate is the left operand: its 64 rows fill the tensor core's tile."""
+    """gate x^T of one split, fp32 [experts, rows]. The gate is the left operand: its 64 rows fill the tensor core's
+    tile.
+    """
     sums = tl.zeros([experts.shape[0], rows.shape[0]], dtype=tl.float32)
     for step in tl.static_range(_SPLIT_LEN // _BLOCK_K):
         columns = split * _SPLIT_LEN + step * _BLOCK_K + tl.arange(0, _BLOCK_K)
         gate_mask = (experts < E)[:, None] & (columns < D)[None, :]
-        gate = tl.load(gate_ptr + experts[:, None] * stride_ge + columns[None, :] * stride_gd, mask=gate_mask, other=0.0)
+        gate = tl.load(
+            gate_ptr + experts[:, None] * stride_ge + columns[None, :] * stride_gd, mask=gate_mask, other=0.0
+        )
         x_mask = (rows < num_rows)[None, :] & (columns < D)[:, None]
         x = tl.load(x_ptr + rows[None, :] * stride_xt + columns[:, None] * stride_xd, mask=x_mask, other=0.0)
         sums = tl.dot(gate, x, sums)
@@ -168,7 +173,9 @@ def _choose_kernel(
         if not IS_UNIFORM:
             values = tl.where(lanes == place, tl.sum(tl.where(ids == pick, scores, 0.0), 0), values)
     # experts.sort(-1), by counting; a table may name an expert twice
-    is_before = (picks[None, :] < picks[:, None]) | ((picks[None, :] == picks[:, None]) & (lanes[None, :] < lanes[:, None]))
+    is_before = (picks[None, :] < picks[:, None]) | (
+        (picks[None, :] == picks[:, None]) & (lanes[None, :] < lanes[:, None])
+    )
     rank = tl.sum(is_before.to(tl.int32), 1)
     # chosen / ordered_sum(chosen, -1) * scale; torch keeps a running sum of fp32 in fp64
     total = tl.full([], 0.0, tl.float64)
@@ -188,8 +195,8 @@ def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: f
 
 
 def route(
-    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int, scale: float,
-    uniform_hash_weights: bool = False,
+    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
+    scale: float, uniform_hash_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `route_ref`. bf16 or fp16 x and a plain gate of the same dtype, any strides; weights are fp32.
 

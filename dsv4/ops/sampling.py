@@ -3,11 +3,11 @@
 The noise of token v at step i of a request is a pure function of (seed, i, v), so a request draws the same tokens
 whatever is batched beside it, on any device.
 
-The kernels (sampling_kernels.py) compute the same fp64 values and follow the same order, with one difference: the sums that
-top-p compares are of integers, each probability rounded to 2^-45 of the largest one. They are exact, so no order of summation
-can show, and within 2^-28 of the largest probability of what the oracle sums. min-p compares exp(logit - largest) to min_p
-without normalising both. A token is therefore kept by one and dropped by the other only where the oracle's comparison is closer
-than that.
+The kernels (sampling_kernels.py) compute the same fp64 values and follow the same order, with one difference: the sums
+that top-p compares are of integers, each probability rounded to 2^-45 of the largest one. They are exact, so no order
+of summation can show, and within 2^-28 of the largest probability of what the oracle sums. min-p compares exp(logit -
+largest) to min_p without normalising both. A token is therefore kept by one and dropped by the other only where the
+oracle's comparison is closer than that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dsv4.ops.sampling_kernels import (
     _scan_kernel,
 )
 from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
-
 from dsv4.ops.topk import topk_select, topk_select_ref
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -113,8 +112,9 @@ def token_logprobs(logits: Tensor) -> Tensor:
 
 
 def sampled_logprobs_ref(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V], chosen ids [R] -> their log-probabilities fp32 [R]; the num_top likeliest ids int64 [R, num_top], best
-    first, lower id on a tie, and their log-probabilities fp32 [R, num_top]. As `token_logprobs`: under the model itself.
+    """logits [R, V], chosen ids [R] -> their log-probabilities fp32 [R]; the num_top likeliest ids int64 [R, num_top],
+    best first, lower id on a tie, and their log-probabilities fp32 [R, num_top]. As `token_logprobs`: under the model
+    itself.
     """
     table = token_logprobs(logits)
     top_ids = topk_select_ref(logits, num_top)
@@ -188,7 +188,8 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) ->
     if num_rows == 0:
         return token_ids
     columns = {
-        spec.name: None if (column := getattr(batch, spec.name)) is None else column.contiguous() for spec in fields(batch)
+        spec.name: None if (column := getattr(batch, spec.name)) is None else column.contiguous()
+        for spec in fields(batch)
     }
     chunk_len = -(-vocab_size // (config.max_chunks * config.tile)) * config.tile
     num_chunks = -(-vocab_size // chunk_len)
@@ -203,12 +204,13 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) ->
     list_values, list_indices = scratch(MAX_LISTED, dtype=torch.float64), scratch(MAX_LISTED)
     last_key, last_index = scratch(dtype=torch.int64), scratch()
 
-    has_penalties = columns["prompt_mask"] is not None and columns["output_counts"] is not None
-    prompt = columns["prompt_mask"].view(torch.uint8) if has_penalties else arrivals
-    output = columns["output_counts"] if has_penalties else arrivals
+    prompt, output = columns["prompt_mask"], columns["output_counts"]
+    has_penalties = prompt is not None and output is not None
+    if prompt is None or output is None:
+        prompt = output = arrivals  # an unused pointer still needs a tensor
     row_inputs = (
-        logits, prompt, output, columns["temperature"], columns["repetition_penalty"], columns["presence_penalty"],
-        columns["frequency_penalty"],
+        logits, prompt.view(torch.uint8), output, columns["temperature"], columns["repetition_penalty"],
+        columns["presence_penalty"], columns["frequency_penalty"],
     )  # fmt: skip
     filters = columns["top_k"], columns["top_p"]
     maxima, buckets = (chunk_max, chunk_argmax), (counts, masses)

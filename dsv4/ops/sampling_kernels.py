@@ -3,12 +3,12 @@
 A row of logits is cut in chunks, one program each. Four launches, whatever the settings:
 
 1. `_scan_kernel`: largest logit / temperature of every chunk, and which; clears what the others count in.
-2. `_mass_kernel`, rows with top-k or top-p: how many tokens, and how much probability, in each of NUM_BUCKETS buckets of the
-   distance to the largest.
-3. `_gather_kernel`, those rows: lists the tokens of the buckets where a filter can end; the row's last program to finish
-   searches there for the last token kept, by bisection over the orderable bits of the value, then over the index:
-   commonly about ten steps over a few hundred tokens. Beyond MAX_LISTED tokens (nearly equal logits) it reads the whole
-   row at every step: slow, the same result.
+2. `_mass_kernel`, rows with top-k or top-p: how many tokens, and how much probability, in each of NUM_BUCKETS buckets
+   of the distance to the largest.
+3. `_gather_kernel`, those rows: lists the tokens of the buckets where a filter can end; the row's last program to
+   finish searches there for the last token kept, by bisection over the orderable bits of the value, then over the
+   index: commonly about ten steps over a few hundred tokens. Beyond MAX_LISTED tokens (nearly equal logits) it reads
+   the whole row at every step: slow, the same result.
 4. `_draw_kernel`: value + noise of every token kept, the best of a chunk; the last program takes the best of the row. A
    token far below the largest cannot win, and a tile of such tokens makes no noise.
 
@@ -33,8 +33,8 @@ _LARGEST = tl.constexpr(1.7976931348623157e308)
 _SMALLEST_KEY = tl.constexpr(-(1 << 63))
 _LARGEST_KEY = tl.constexpr((1 << 63) - 1)
 _MAX_INDEX = tl.constexpr((1 << 31) - 1)
-# A token further below the largest cannot win: noise lies between -2.86 and 17.33. The margin keeps that exact where logits
-# are so large that their sums with noise are rounded.
+# A token further below the largest cannot win: noise lies between -2.86 and 17.33. The margin keeps that exact where
+# logits are so large that their sums with noise are rounded.
 _NOISE_SPAN = tl.constexpr(64.0)
 
 
@@ -56,7 +56,8 @@ def _open_row(
     """What `_load_scaled` needs of a row: pointers, sizes and settings."""
     temperature = tl.load(temperature_ptr + row).to(tl.float64)
     return (
-        logits_ptr + row * stride_lr, prompt_ptr + row * vocab_size, output_ptr + row * vocab_size, stride_lv, vocab_size,
+        logits_ptr + row * stride_lr, prompt_ptr + row * vocab_size, output_ptr + row * vocab_size,
+        stride_lv, vocab_size,
         tl.where(temperature == 0.0, temperature + 1.0, temperature), tl.load(repetition_ptr + row).to(tl.float64),
         tl.load(presence_ptr + row).to(tl.float64), tl.load(frequency_ptr + row).to(tl.float64),
     )  # fmt: skip
@@ -71,7 +72,8 @@ def _load_scaled(opened, columns, HAS_PENALTIES: tl.constexpr):
     if HAS_PENALTIES:
         counts = tl.load(output_ptr + columns, mask=is_token, other=0).to(tl.float64)
         in_prompt = tl.load(prompt_ptr + columns, mask=is_token, other=0).to(tl.int32) != 0
-        # torch.where(seen, where(logits > 0, logits / factor, logits * factor), logits) - frequency * counts - presence * (counts > 0)
+        # torch.where(seen, where(logits > 0, logits / factor, logits * factor), logits) - frequency * counts -
+        # presence * (counts > 0)
         repeated = tl.where(x > 0.0, x / repetition, x * repetition)
         x = tl.where(in_prompt | (counts > 0.0), repeated, x)
         x = x - frequency * counts
@@ -155,18 +157,19 @@ def _scan_kernel(
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
 def _mass_kernel(
-    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+    top_k_ptr, top_p_ptr,
     chunk_max_ptr, chunk_argmax_ptr, counts_ptr, masses_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
     TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    is_filtered, top_k, top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
+    is_filtered, _top_k, top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     if is_filtered:
         opened = _open_row(
             logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
             stride_lr, stride_lv, vocab_size,
         )  # fmt: skip
-        largest, largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
+        largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
         start = chunk * chunk_len
         for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
             columns = tile + tl.arange(0, TILE)
@@ -202,8 +205,8 @@ def _totals(
 ):  # fmt: skip
     """Of a bucket's tokens, in order (larger value first, then lower index), up to (key, last_index): number and mass.
 
-    And the bucket's nearest keys at or below, and above, `key`; of those with this key, the nearest indices at or below, and
-    above, `last_index`.
+    And the bucket's nearest keys at or below, and above, `key`; of those with this key, the nearest indices at or
+    below, and above, `last_index`.
     """
     vocab_size = opened[4]
     from_list = num_listed <= _MAX_LISTED
@@ -240,13 +243,16 @@ def _last_kept(
     opened, list_values_ptr, list_indices_ptr, num_listed, largest, bucket, target, by_mass,
     TILE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The bucket's first token, in order, through which the count or mass reaches `target`: its key, its index, the mass
-    through it. Bisection; the ends of the interval move to tokens that exist.
+    """The bucket's first token, in order, through which the count or mass reaches `target`: its key, its index, the
+    mass through it. Bisection; the ends of the interval move to tokens that exist.
     """
     # A bucket is 1/64 wide; with one more on either side no rounding can matter, and keys are less than 2^63 apart.
     lower = largest - (bucket + 2).to(tl.float64) / _BUCKETS_PER_UNIT
     upper = largest - tl.maximum(bucket - 1, 0).to(tl.float64) / _BUCKETS_PER_UNIT
-    low, high = ordered_bits64(lower) - 1, ordered_bits64(upper)  # reached by the keys above low, not by those above high
+    low, high = (
+        ordered_bits64(lower) - 1,
+        ordered_bits64(upper),
+    )  # reached by the keys above low, not by those above high
     low_index = tl.full([], -1, tl.int32)
     high_index = low_index + opened[4]  # the last token
     kept = tl.full([], 0, tl.int64)
@@ -271,7 +277,8 @@ def _last_kept(
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
 def _gather_kernel(
-    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+    top_k_ptr, top_p_ptr,
     chunk_max_ptr, chunk_argmax_ptr, counts_ptr, masses_ptr, arrivals_ptr, list_values_ptr, list_indices_ptr,
     last_key_ptr, last_index_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
     TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
@@ -283,20 +290,20 @@ def _gather_kernel(
             logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
             stride_lr, stride_lv, vocab_size,
         )  # fmt: skip
-        largest, largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
+        largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
         list_values_ptr += row * _MAX_LISTED
         list_indices_ptr += row * _MAX_LISTED
         buckets = tl.arange(0, _NUM_BUCKETS)
         count_through = tl.cumsum(tl.load(counts_ptr + row * _NUM_BUCKETS + buckets), 0)
         mass_through = tl.cumsum(tl.load(masses_ptr + row * _NUM_BUCKETS + buckets), 0)
-        # The bucket where top-k ends: none if all but hopeless tokens are kept. The mass of what it keeps, which top-p is
-        # a part of, is known but for that bucket; top-p then ends in one of a few buckets.
+        # The bucket where top-k ends: none if all but hopeless tokens are kept. The mass of what it keeps, which top-p
+        # is a part of, is known but for that bucket; top-p then ends in one of a few buckets.
         k_bucket, count_before = _first_reaching(count_through, tl.where(top_k > 0, top_k, _MAX_INDEX))
         has_k, has_p = k_bucket < _LAST_BUCKET, top_p < 1.0
         least = tl.max(tl.where(buckets < k_bucket, mass_through, 0), 0)
         most = tl.max(tl.where(buckets <= k_bucket, mass_through, 0), 0)
-        first_p, before = _first_reaching(mass_through, _mass_target(top_p, least))
-        last_p, before = _first_reaching(mass_through, _mass_target(top_p, most))
+        first_p, _before = _first_reaching(mass_through, _mass_target(top_p, least))
+        last_p, _before = _first_reaching(mass_through, _mass_target(top_p, most))
         last_p = tl.where(has_p, last_p, -1)
 
         start = chunk * chunk_len
@@ -341,14 +348,15 @@ def gumbel(seed, step, columns):
     """-log(-log u), rounded to fp32, in fp64; u from Philox 4x32-10 at counter (column, step, 0, 0) and key seed."""
     zeros = tl.zeros_like(columns)
     low_step = (step & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    bits, b1, b2, b3 = tl.philox(seed, columns, zeros + low_step, zeros, zeros)
+    bits, _b1, _b2, _b3 = tl.philox(seed, columns, zeros + low_step, zeros, zeros)
     uniform = ((bits.to(tl.uint32, bitcast=True) >> 8).to(tl.float64) + 0.5) * (1.0 / 16777216.0)
     return (log_positive(log_positive(uniform) * -1.0) * -1.0).to(tl.float32).to(tl.float64)
 
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
 def _draw_kernel(
-    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+    top_k_ptr, top_p_ptr,
     min_p_ptr, seeds_ptr, steps_ptr, chunk_max_ptr, chunk_argmax_ptr, last_key_ptr, last_index_ptr, arrivals_ptr,
     best_ptr, best_index_ptr, token_ids_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
     TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
@@ -363,12 +371,12 @@ def _draw_kernel(
             logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
             stride_lr, stride_lv, vocab_size,
         )  # fmt: skip
-        is_filtered, top_k, top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
+        is_filtered, _top_k, _top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
         last_key = tl.load(last_key_ptr + row, mask=is_filtered, other=_SMALLEST_KEY)
         last_index = tl.load(last_index_ptr + row, mask=is_filtered, other=_MAX_INDEX)
         min_p = tl.load(min_p_ptr + row).to(tl.float64)
         seed, step = tl.load(seeds_ptr + row), tl.load(steps_ptr + row)
-        largest, largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
+        largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
         best, best_index = tl.full([], float("-inf"), tl.float64), start
         for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
             columns = tile + tl.arange(0, TILE)

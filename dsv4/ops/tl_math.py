@@ -1,10 +1,12 @@
 """exp, log and what is made of them in fp64, for kernels: the same bits in the interpreter and on every GPU.
 
 The oracles take transcendental functions in fp64 and round to fp32. These series are good to a few fp64 steps, so the
-rounded results agree with them except where the exact value lies within 2^-50 of the middle between two fp32 numbers. No
-library is called: a library's last bit differs between machines. Kernels that use them are launched with fp fusion off.
+rounded results agree with them except where the exact value lies within 2^-50 of the middle between two fp32 numbers.
+No library is called: a library's last bit differs between machines. Kernels that use them are launched with fp fusion
+off.
 
-Also here: the orderable integer of a float, which turns every comparison of this project's selections into one of integers.
+Also here: the orderable integer of a float, which turns every comparison of this project's selections into one of
+integers.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def softplus(x):
     # 1 + y = (1 + s) / (1 - s), or twice that
     s = tl.where(is_high, y - 1.0, y) / tl.where(is_high, y + 3.0, y + 2.0)
     logarithm = _log_ratio(s)
-    logarithm = tl.where(is_high, logarithm + _LN2_LOW + _LN2_HIGH, logarithm)  # a `where` of two constants would be fp32
+    logarithm = tl.where(
+        is_high, logarithm + _LN2_LOW + _LN2_HIGH, logarithm
+    )  # a `where` of two constants would be fp32
     value = tl.where(x > 0.0, x + logarithm, logarithm)
     return tl.where(x > 20.0, x, value)
 

@@ -1,15 +1,15 @@
 """Selection: the k largest of many scores, ties to the lower index. Used by the router, the indexer and the sampler.
 
-Kernels: a radix select on the composite (orderable bits of the score, reversed index), a total order: the result does not
-depend on how the work is divided. 8 bits at a time, a histogram finds the digit of the k-th composite from above.
+Kernels: a radix select on the composite (orderable bits of the score, reversed index), a total order: the result does
+not depend on how the work is divided. 8 bits at a time, a histogram finds the digit of the k-th composite from above.
 
 * One program per row (short rows, or many rows): as many passes over the row as it takes until the digits found so far
   separate exactly k elements, then one pass that writes.
-* Many programs per row (8,192 columns and more, few rows): three launches. Two histogram 8 bits each, every program of the
-  next launch summing the chunks' histograms itself. The third knows from them, without an atomic, where each chunk's
-  winners and candidates go, and writes both lists in ascending order; the last program of a row to finish selects among the
-  candidates, commonly a few dozen, and merges. Many equal scores are slow but right: beyond MAX_CANDIDATES that
-  program reads the row again instead of the list.
+* Many programs per row (8,192 columns and more, few rows): three launches. Two histogram 8 bits each, every program of
+  the next launch summing the chunks' histograms itself. The third knows from them, without an atomic, where each
+  chunk's winners and candidates go, and writes both lists in ascending order; the last program of a row to finish
+  selects among the candidates, commonly a few dozen, and merges. Many equal scores are slow but right: beyond
+  MAX_CANDIDATES that program reads the row again instead of the list.
 
 Best first is one more launch, which ranks the k chosen by counting.
 """
@@ -34,7 +34,7 @@ _BITS_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)  # as `ordered_bits` gives t
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """How the work is divided; results do not depend on it. Rows of `long_row` columns and more may be cut in chunks."""
+    """How the work is divided; results do not depend on it. Rows of `long_row` columns and more are cut in chunks."""
 
     tile: int = 2048
     num_warps: int = 8
@@ -59,8 +59,8 @@ TOPK_CONFIG = TopkConfig()
 def topk_select_ref(scores: Tensor, k: int, *, lengths: Tensor | None = None, ascending: bool = False) -> Tensor:
     """Indices int64 of the k largest of scores [T, N]; ties go to the lower index, NaN counts as -inf.
 
-    Best first: [T, min(k, N)]. `ascending`: [T, k] in ascending order, without -inf and NaN, -1 where there are fewer than
-    k. `lengths` [T]: only the first lengths[t] scores of a row are read, the others count as -inf.
+    Best first: [T, min(k, N)]. `ascending`: [T, k] in ascending order, without -inf and NaN, -1 where there are fewer
+    than k. `lengths` [T]: only the first lengths[t] scores of a row are read, the others count as -inf.
     """
     ordered = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     if lengths is not None:
@@ -97,7 +97,9 @@ def _composite(bits, columns):
 
 @jit
 def _find_digit(histogram, wanted):
-    """The digit of the wanted-th largest, how many have a larger digit, and how many have this one. wanted <= the total."""
+    """The digit of the wanted-th largest, how many have a larger digit, and how many have this one. wanted <= the
+    total.
+    """
     digits = tl.arange(0, 256)
     at_least = tl.cumsum(histogram, 0, reverse=True)
     digit = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
@@ -117,7 +119,9 @@ def _load_composites(
     row_ptr, list_ptr, start, stride_n, length, size, list_len,
     TILE: tl.constexpr, ASCENDING: tl.constexpr, HAS_LIST: tl.constexpr,
 ):  # fmt: skip
-    """TILE composites of the row from column `start` on, or of the list if there is one that holds everything; else -1."""
+    """TILE composites of the row from column `start` on, or of the list if there is one that holds everything; else
+    -1.
+    """
     places = start + tl.arange(0, TILE)
     columns = places
     if HAS_LIST:
@@ -137,9 +141,11 @@ def _threshold(
     row_ptr, list_ptr, stride_n, length, size, list_len, prefix, wanted,
     SHIFT: tl.constexpr, TILE: tl.constexpr, ASCENDING: tl.constexpr, HAS_LIST: tl.constexpr,
 ):  # fmt: skip
-    """The composite at or above which `wanted` elements lie (all, if there are fewer) of those that start with `prefix`.
+    """The composite at or above which `wanted` elements lie (all, if there are fewer) of those that start with
+    `prefix`.
 
-    `prefix` is what is known of the composite >> SHIFT. Stops as soon as all elements with the digits so far are wanted.
+    `prefix` is what is known of the composite >> SHIFT. Stops as soon as all elements with the digits so far are
+    wanted.
     """
     num_places = size
     if HAS_LIST:
@@ -214,16 +220,17 @@ def _sum_chunks(histogram_ptr, row, chunk, CHUNKS: tl.constexpr):
 @jit(do_not_specialize=("num_columns", "chunk_len"))
 def _topk_histogram_kernel(
     scores_ptr, lengths_ptr, first_ptr, second_ptr, arrivals_ptr, num_columns, chunk_len, stride_st, stride_sn, k,
-    CHUNKS: tl.constexpr, TILE: tl.constexpr, ASCENDING: tl.constexpr, HAS_LENGTHS: tl.constexpr, IS_SECOND: tl.constexpr,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, ASCENDING: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    IS_SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Histogram of one chunk: of the highest 8 bits, or (`IS_SECOND`) of the next 8 where the highest are the k-th's."""
+    """Histogram of a chunk: of the highest 8 bits, or (`IS_SECOND`) of the next 8 where the highest are the k-th's."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = _row_length(lengths_ptr, row, num_columns, HAS_LENGTHS)
     start = chunk * chunk_len
     end = tl.minimum(start + chunk_len, length if ASCENDING else num_columns)
     if IS_SECOND:
-        totals, before = _sum_chunks(first_ptr, row, chunk, CHUNKS)
-        high, above, inside = _find_digit(totals, tl.minimum(k, tl.sum(totals, 0)))
+        totals, _before = _sum_chunks(first_ptr, row, chunk, CHUNKS)
+        high, _above, _inside = _find_digit(totals, tl.minimum(k, tl.sum(totals, 0)))
     histogram = tl.zeros([256], dtype=tl.int32)
     for tile in range(start, end, TILE):
         columns = tile + tl.arange(0, TILE)
@@ -259,7 +266,7 @@ def _topk_merge_kernel(
     digits = tl.arange(0, 256)
     totals, before = _sum_chunks(first_ptr, row, chunk, CHUNKS)
     wanted = tl.minimum(K, tl.sum(totals, 0))
-    high, above_high, inside = _find_digit(totals, wanted)
+    high, above_high, _inside = _find_digit(totals, wanted)
     sure_place = tl.sum(tl.where(digits > high, before, 0), 0)
     totals, before = _sum_chunks(second_ptr, row, chunk, CHUNKS)
     low, above_low, num_candidates = _find_digit(totals, wanted - above_high)
@@ -341,7 +348,7 @@ def _topk_rank_kernel(
     length = _row_length(lengths_ptr, row, num_columns, HAS_LENGTHS)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.load(picks_ptr + row * K + lanes, mask=lanes < K, other=num_columns).to(tl.int32)
-    bits, is_valid = _load_bits(row_ptr, columns, stride_sn, length, num_columns, False)
+    bits, _is_valid = _load_bits(row_ptr, columns, stride_sn, length, num_columns, False)
     own = _composite(bits, columns)
     rank = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, K, OTHERS):

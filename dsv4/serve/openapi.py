@@ -19,6 +19,7 @@ from dsv4.serve.responses import (
     TextCompletion,
 )
 
+API_VERSION = "1.0"  # of the interface, not of the package
 _REFERENCE = "#/components/schemas/{model}"
 _REQUESTS = (ChatRequest, CompletionRequest)
 _ANSWERS = (ChatCompletion, ChatCompletionChunk, TextCompletion, ModelCard, ModelList, Health, Live, ErrorBody)
@@ -34,14 +35,14 @@ _STATUS = {
 }
 
 
-def openapi_document(version: str, *, has_key: bool) -> dict[str, Any]:
+def openapi_document(*, has_key: bool) -> dict[str, Any]:
     """The whole document; `has_key`: the server wants an API key."""
     requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REFERENCE)[1]
     answers = models_json_schema([(model, "serialization") for model in _ANSWERS], ref_template=_REFERENCE)[1]
     components: dict[str, Any] = {"schemas": {**requests["$defs"], **answers["$defs"]}}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "dsv4", "version": version, "description": "DeepSeek-V4 behind OpenAI's interface."},
+        "info": {"title": "dsv4", "version": API_VERSION, "description": "DeepSeek-V4 behind OpenAI's interface."},
         "paths": _paths(),
         "components": components,
     }

@@ -22,7 +22,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from dsv4 import __version__
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.llm import LLM
 from dsv4.request import RequestError
@@ -155,7 +154,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         yield
         await asyncio.to_thread(server.engine.stop, config.drain_seconds)
 
-    app = FastAPI(title="dsv4", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="dsv4", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(Gate, config=config, metrics=server.metrics)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -169,7 +168,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_route("/health", server.health, methods=["GET"])
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
-    document = openapi_document(__version__, has_key=config.api_key is not None)
+    document = openapi_document(has_key=config.api_key is not None)
     app.openapi = lambda: document  # type: ignore[method-assign]
     return app
 

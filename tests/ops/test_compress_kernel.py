@@ -276,6 +276,20 @@ def test_extreme_scores(chain):
     assert_same_cache(job, expected)
 
 
+def test_signed_zeros(chain):
+    """A channel of nothing but -0 stays -0 in the rope half, which is stored as it is."""
+    batch = batch_of([(0, 0, 8)])
+    job = compressor(SMALL_ENTRY, CSA, num_tokens=8)
+    job.kv[:, 200:] = -0.0
+    job.kv[:, 72:128] = -0.0
+    job.spec.freqs.zero_()  # no rotation
+    expected = chain(job, batch)
+    launch_compress(job, batch, CSA_FEW)
+    assert_same_cache(job, expected)
+    entries = decode_rows(job.pages.rows[batch.block_table[0, :1].long(), torch.tensor([1], device=job.kv.device)])
+    assert torch.signbit(entries[:, 72:]).any()
+
+
 def test_a_nan_spoils_its_own_entries_only():
     """Token 5 takes part in entries 1 and 2."""
     batch = batch_of([(0, 0, 16)])

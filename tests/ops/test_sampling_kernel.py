@@ -69,7 +69,8 @@ def test_many_chunks_and_tiles():
 
 FILTERS = [
     {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 1e-6}, {"top_p": 0.999999}, {"top_k": 1}, {"top_k": 7}, {"top_k": 99},
-    {"top_k": 100}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.9}, {"top_k": 5, "top_p": 0.99, "min_p": 0.1},
+    {"top_k": 100}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.9},
+    {"top_k": 5, "top_p": 0.99, "min_p": 0.1},
 ]  # fmt: skip
 
 
@@ -125,7 +126,9 @@ def test_dtypes_and_strides():
     device_batch = on_device(batch)
     expected = launch_sample(logits.to(kernel_device()), device_batch, SMALL)
     for view in (lambda x: strided(x, 0), transposed):
-        odd = replace(device_batch, prompt_mask=transposed(device_batch.prompt_mask), seeds=strided(device_batch.seeds, 0))
+        odd = replace(
+            device_batch, prompt_mask=transposed(device_batch.prompt_mask), seeds=strided(device_batch.seeds, 0)
+        )
         assert_bitwise(launch_sample(view(logits.to(kernel_device())), odd, SMALL), expected)
     assert_draws(logits.bfloat16(), batch)
     assert_draws(logits.double(), batch)

@@ -1,4 +1,6 @@
-"""fp64 exp, log and softplus of the kernels: rounded to fp32 they are torch's, and the order of orderable bits is the values'."""
+"""fp64 exp, log and softplus of the kernels: rounded to fp32 they are torch's, and the order of orderable bits is the
+values'.
+"""
 
 from __future__ import annotations
 

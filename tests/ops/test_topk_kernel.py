@@ -36,7 +36,9 @@ def hostile(num_columns, seed=0):
 def assert_selects(scores, k, config, lengths=None):
     for ascending in (False, True):
         found = launch_topk(scores, k, lengths, ascending, config)
-        assert_bitwise(found, topk_select_ref(scores, k, lengths=lengths, ascending=ascending), f"ascending {ascending}")
+        assert_bitwise(
+            found, topk_select_ref(scores, k, lengths=lengths, ascending=ascending), f"ascending {ascending}"
+        )
 
 
 @pytest.mark.parametrize("num_columns", around(128))

@@ -14,7 +14,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from server_cases import SERVED, make_llm, start_server
 
-from dsv4 import __version__
 from dsv4.serve.openapi import openapi_document
 
 CHECKS = (not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance)
@@ -39,7 +38,7 @@ def eager(served_params):
     server.stop()
 
 
-schema = schemathesis.openapi.from_dict(openapi_document(__version__, has_key=False))
+schema = schemathesis.openapi.from_dict(openapi_document(has_key=False))
 
 
 @schema.parametrize()
