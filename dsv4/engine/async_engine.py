@@ -181,7 +181,6 @@ class AsyncEngine:
         ended: list[RequestEvent] = []
         for choice, sequence in enumerate(stream.sequences):
             if sequence in self._owners:
-                self.engine.abort(sequence)
                 self._forget(sequence)
                 ended.append(ErrorEvent(choice, RequestAborted("the request was cancelled"), seconds))
         if ended:

@@ -72,6 +72,12 @@ _ROUND_FP64 = tl.constexpr(1.5 * 2.0**52)  # adding it rounds to an integer, whi
 
 
 @jit
+def _exp_step(p, r, CONSTANT: tl.constexpr):
+    """p * r + CONSTANT, rounded once. `tl.fma` by itself would take a bare constant for fp32."""
+    return tl.fma(p, r, tl.full([1], CONSTANT, tl.float64))
+
+
+@jit
 def exp_of_difference(x):
     """fp32 x <= 0 (a score minus the highest) -> e^x in fp32, as `exp` of ops/invariant.py: computed in fp64, rounded
     once.
@@ -81,17 +87,17 @@ def exp_of_difference(x):
     and a long prefill should wait for memory, not for these.
     """
     wide = tl.where(x < -150.0, -150.0, x).to(tl.float64)
-    shifted = tl.fma(wide, _LOG2_E, _ROUND_FP64)
-    r = tl.fma(shifted - _ROUND_FP64, -_LN_2, wide)
-    p = tl.fma(r, _EXP_9, _EXP_8)
-    p = tl.fma(p, r, _EXP_7)
-    p = tl.fma(p, r, _EXP_6)
-    p = tl.fma(p, r, _EXP_5)
-    p = tl.fma(p, r, _EXP_4)
-    p = tl.fma(p, r, _EXP_3)
-    p = tl.fma(p, r, _EXP_2)
-    p = tl.fma(p, r, _EXP_1)
-    p = tl.fma(p, r, _EXP_0)
+    shifted = _exp_step(wide, tl.full([1], _LOG2_E, tl.float64), _ROUND_FP64)
+    r = tl.fma(shifted - _ROUND_FP64, tl.full([1], -_LN_2, tl.float64), wide)
+    p = _exp_step(r, tl.full([1], _EXP_9, tl.float64), _EXP_8)
+    p = _exp_step(p, r, _EXP_7)
+    p = _exp_step(p, r, _EXP_6)
+    p = _exp_step(p, r, _EXP_5)
+    p = _exp_step(p, r, _EXP_4)
+    p = _exp_step(p, r, _EXP_3)
+    p = _exp_step(p, r, _EXP_2)
+    p = _exp_step(p, r, _EXP_1)
+    p = _exp_step(p, r, _EXP_0)
     scaled = p.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
     return tl.where(x != x, x, scaled.to(tl.float64, bitcast=True).to(tl.float32))
 

@@ -83,7 +83,18 @@ def row_target(rows: RowStore) -> RowTarget:
     wide = _as_dtype(data, torch.bfloat16) if is_entry else data
     factor = _as_dtype(scales, torch.float32) if is_index_fp8 else scales
     return RowTarget(
-        data, *data.stride()[:2], wide, *wide.stride()[:2], scales, *scales.stride()[:2], factor, *factor.stride()[:2]
+        data=data,
+        data_stride=data.stride(0),
+        data_row=data.stride(1),
+        wide=wide,
+        wide_stride=wide.stride(0),
+        wide_row=wide.stride(1),
+        scales=scales,
+        scales_stride=scales.stride(0),
+        scales_row=scales.stride(1),
+        factor=factor,
+        factor_stride=factor.stride(0),
+        factor_row=factor.stride(1),
     )
 
 

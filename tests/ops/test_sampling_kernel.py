@@ -56,13 +56,13 @@ def test_noise():
     assert_bitwise(out.cpu(), gumbel_noise(seeds, steps, 1 << 12))
 
 
-@pytest.mark.parametrize("vocab_size", [1, 37, 128, 129])
+@pytest.mark.parametrize("vocab_size", [1, 37, 129])
 def test_everything_at_once(vocab_size):
-    assert_draws(*random_rows(8, vocab_size))
+    assert_draws(*random_rows(6, vocab_size))
 
 
 def test_many_chunks_and_tiles():
-    logits, batch = random_rows(4, 300)
+    logits, batch = random_rows(3, 300)
     whole = assert_draws(logits, batch)
     assert_bitwise(assert_draws(logits, batch, SampleConfig(tile=64, max_chunks=2)), whole)
 
@@ -74,9 +74,9 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 10.0])
 def test_filters(spread):
-    """Rows of a hundred tokens: equal, within one bucket, ordinary, with most beyond hope. Halves make ties."""
+    """Rows of a hundred tokens: equal, within one bucket, widely spread. Halves make ties."""
     logits = torch.randn(12, 100, generator=generator(1)) * spread
     logits[::2] = (logits[::2] * 2).round() / 2
     rows = [{**row, "seeds": seed, "steps": 3 * seed} for seed, row in enumerate(FILTERS)]
@@ -85,11 +85,11 @@ def test_filters(spread):
 
 def test_the_boundary_of_a_filter():
     """Equal tokens, of which a filter keeps some: only those are drawn, and each of them is."""
-    logits = torch.zeros(24, 16)
-    kept = torch.arange(24) % 3 * 2 + 2
-    by_count = [{"top_k": int(count), "seeds": row} for row, count in enumerate(kept[:12])]
+    logits = torch.zeros(16, 16)
+    kept = torch.arange(16) % 3 * 2 + 2
+    by_count = [{"top_k": int(count), "seeds": row} for row, count in enumerate(kept[:8])]
     # top_p * 16 lies between count - 1 and count
-    by_mass = [{"top_p": (int(count) - 0.5) / 16, "seeds": row + 12} for row, count in enumerate(kept[12:])]
+    by_mass = [{"top_p": (int(count) - 0.5) / 16, "seeds": row + 8} for row, count in enumerate(kept[8:])]
     found = assert_draws(logits, make_batch(*by_count, *by_mass))
     assert (found.cpu() < kept).all()
     assert (found.cpu() == kept - 1).any()
@@ -122,7 +122,7 @@ def test_hostile_logits():
 
 
 def test_dtypes_and_strides():
-    logits, batch = random_rows(4, 70)
+    logits, batch = random_rows(2, 70)
     device_batch = on_device(batch)
     expected = launch_sample(logits.to(kernel_device()), device_batch, SMALL)
     for view in (lambda x: strided(x, 0), transposed):
@@ -135,9 +135,9 @@ def test_dtypes_and_strides():
 
 
 def test_a_row_does_not_depend_on_the_batch():
-    logits, batch = random_rows(6, 90)
+    logits, batch = random_rows(5, 90)
     whole = assert_draws(logits, batch)
-    order = torch.tensor([3, 0, 5, 1])
+    order = torch.tensor([3, 0, 4])
     assert_bitwise(assert_draws(logits[order], take(batch, order)), whole[order.to(whole.device)])
     assert_bitwise(assert_draws(logits[1:2], take(batch, slice(1, 2))), whole[1:2])
 

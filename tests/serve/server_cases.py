@@ -41,16 +41,17 @@ class LiveServer:
     uvicorn: object
     thread: threading.Thread
     url: str
+    client: httpx.Client  # one for all requests: making one costs more than most answers
 
     @property
     def engine(self):
         return self.app.state.server.engine
 
     def get(self, path, **options):
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self.client.get(path, **options)
 
     def post(self, path, body=None, **options):
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.client.post(path, json=body, **options)
 
     def chat(self, text="hi", **fields):
         return self.post("/v1/chat/completions", chat_body(text, **fields))
@@ -66,6 +67,7 @@ class LiveServer:
         self.llm.cache.check_integrity()
 
     def stop(self, seconds=30):
+        self.client.close()
         self.uvicorn.should_exit = True
         self.thread.join(seconds)
         assert not self.thread.is_alive(), "the server did not stop"
@@ -88,7 +90,8 @@ def start_server(llm, **settings):
         assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    return LiveServer(llm, app, server, thread, f"http://127.0.0.1:{port}")
+    url = f"http://127.0.0.1:{port}"
+    return LiveServer(llm, app, server, thread, url, httpx.Client(base_url=url, timeout=60))
 
 
 def let_it_say(llm, *answers):

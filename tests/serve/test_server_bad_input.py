@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 
-import httpx
 import pytest
 from server_cases import NAME, chat_body
 
@@ -32,7 +31,7 @@ def check_error(response, status, message, param=None):
 
 
 def post(live, body, **headers):
-    return httpx.post(live.url + CHAT, content=body, headers={**JSON, **headers}, timeout=30)
+    return live.client.post(CHAT, content=body, headers={**JSON, **headers})
 
 
 # ---- bodies that are no JSON object ----
@@ -209,7 +208,7 @@ def test_a_compressed_body(live):
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
 def test_another_host_name(live, host):
     """A page elsewhere that points its own name at this address cannot use the server."""
-    response = httpx.get(live.url + "/v1/models", headers={"host": host})
+    response = live.get("/v1/models", headers={"host": host})
     assert response.status_code in (400, 403)
     if response.status_code == 403:
         check_error(response, 403, "this server answers to")
@@ -217,7 +216,7 @@ def test_another_host_name(live, host):
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1", "[::1]:8000"])
 def test_names_of_this_machine(live, host):
-    assert httpx.get(live.url + "/v1/models", headers={"host": host}).status_code == 200
+    assert live.get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -227,7 +226,7 @@ def test_names_of_this_machine(live, host):
      ("OPTIONS", CHAT, 405), ("TRACE", "/", 405)],
 )  # fmt: skip
 def test_other_addresses_and_methods(live, method, path, status):
-    response = httpx.request(method, live.url + path)
+    response = live.client.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["message"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -9,11 +10,17 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_cases import NAME, TWO_LAYERS, chat_body, make_llm, start_server
+from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start_server
 
 from dsv4.config import ConfigError
+from dsv4.engine.async_engine import AsyncEngine
+from dsv4.request import SamplingParams
+from dsv4.serve.assemble import TextAssembler
+from dsv4.serve.jobs import Job
+from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.server import create_app
 from dsv4.serve.settings import ServerConfig
+from dsv4.serve.streaming import EventStream
 
 CHAT = "/v1/chat/completions"
 
@@ -51,7 +58,7 @@ def read_lines(response, count):
 def test_health_and_metrics(live):
     assert live.get("/health").json() == {"status": "ok"}
     before = metrics_of(live)
-    with httpx.stream("POST", live.url + CHAT, json=chat_body(max_tokens=6, ignore_eos=True, stream=True)) as response:
+    with live.client.stream("POST", CHAT, json=chat_body(max_tokens=6, ignore_eos=True, stream=True)) as response:
         response.read()
     after = metrics_of(live)
 
@@ -86,9 +93,7 @@ def test_the_live_view(two_layer_params):
     stop = threading.Event()
 
     def generate():
-        with httpx.stream(
-            "POST", server.url + CHAT, json=chat_body("x" * 200, max_tokens=400, stream=True)
-        ) as response:
+        with server.client.stream("POST", CHAT, json=chat_body("x" * 200, max_tokens=400, stream=True)) as response:
             for _ in response.iter_lines():
                 if stop.is_set():
                     return
@@ -143,10 +148,10 @@ def test_an_api_key(start):
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-        assert httpx.post(server.url + CHAT, json=chat_body(), headers=headers).status_code == 401
+        assert server.client.post(CHAT, json=chat_body(), headers=headers).status_code == 401
     good = {"authorization": "Bearer s3cret"}
     assert server.get("/v1/models", headers=good).status_code == 200
-    assert httpx.post(server.url + CHAT, json=chat_body(), headers=good, timeout=30).status_code == 200
+    assert server.client.post(CHAT, json=chat_body(), headers=good, timeout=30).status_code == 200
     twice = [("authorization", "Bearer s3cret"), ("authorization", "Bearer s3cret")]
     assert server.get("/v1/models", headers=twice).status_code == 401
     assert server.get("/health").status_code == server.get("/").status_code == 200
@@ -191,14 +196,12 @@ def test_the_longest_answer(start):
 
 def test_a_client_that_goes_frees_its_request(live):
     before = live.engine.stats.num_aborted
-    with httpx.stream(
-        "POST", live.url + CHAT, json=chat_body(max_tokens=1500, ignore_eos=True, stream=True)
-    ) as response:
+    with live.client.stream("POST", CHAT, json=chat_body(max_tokens=1500, ignore_eos=True, stream=True)) as response:
         assert len(read_lines(response, 8)) == 8
         assert live.engine.num_open == 1
     live.wait_until_free(5)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(live.url + CHAT, json=chat_body(max_tokens=1500, ignore_eos=True), timeout=0.5)
+        live.client.post(CHAT, json=chat_body(max_tokens=1500, ignore_eos=True), timeout=0.5)
     live.wait_until_free(5)
     assert live.engine.stats.num_aborted == before + 2
 
@@ -206,12 +209,43 @@ def test_a_client_that_goes_frees_its_request(live):
 def test_a_client_that_does_not_read_holds_up_nothing(start):
     """Its request runs to the end beside it, and the answer waits."""
     server = start(stall_seconds=1.0)
-    with httpx.stream(
-        "POST", server.url + CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)
-    ) as response:
+    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)) as response:
         assert response.status_code == 200
         server.wait_until_free(20)  # unread, but finished: the engine never waited for the client
         assert len(list(response.iter_lines())) > 20, "and nothing of it was lost"
+
+
+def test_a_client_that_takes_nothing_is_dropped(served_params):
+    """Connected, but its socket is full: after the stall its request ends, long before its last token."""
+    llm = make_llm(served_params)
+    engine = AsyncEngine(llm.engine)
+    metrics = Metrics(engine)
+    engine.start()
+
+    async def run():
+        job = Job((llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True)),), 1)
+        stream = engine.submit(job.sequences)
+        timer = RequestTimer(metrics, 1, time.perf_counter())
+        response = EventStream(
+            stream, TextAssembler(job, NAME, TOKENIZER), metrics, timer, includes_usage=False, stall_seconds=0.3
+        )
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > 3:
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(response({"type": "http"}, asyncio.Event().wait, send), 20)
+        return job.sequences[0], sent
+
+    sequence, sent = asyncio.run(run())
+    engine.stop(10)
+    assert len(sent) == 4
+    assert sequence.is_aborted
+    assert sequence.num_output < 2000
+    assert metrics.disconnects._value.get() == 1
+    assert llm.cache.num_free_slots == llm.cache.schema.num_slots
 
 
 def test_a_failing_request_ends_with_an_error(start, monkeypatch):
@@ -223,9 +257,7 @@ def test_a_failing_request_ends_with_an_error(start, monkeypatch):
         return values * float("nan") if poison.is_set() else values
 
     monkeypatch.setattr(server.llm.model, "logits", poisoned)
-    with httpx.stream(
-        "POST", server.url + CHAT, json=chat_body(max_tokens=500, ignore_eos=True, stream=True)
-    ) as response:
+    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=500, ignore_eos=True, stream=True)) as response:
         lines = response.iter_lines()
         for _ in range(6):
             next(lines)
@@ -245,8 +277,8 @@ def test_a_full_queue_is_said(start):
     server = start(limits={"max_concurrent_requests": 1}, max_waiting=1)
     bodies = chat_body(max_tokens=1000, ignore_eos=True, stream=True)
     with (
-        httpx.stream("POST", server.url + CHAT, json=bodies) as first,
-        httpx.stream("POST", server.url + CHAT, json=bodies) as second,
+        server.client.stream("POST", CHAT, json=bodies) as first,
+        server.client.stream("POST", CHAT, json=bodies) as second,
     ):
         assert first.status_code == second.status_code == 200
         response = server.chat()
@@ -262,9 +294,7 @@ def test_a_full_queue_is_said(start):
 
 def test_shutting_down_finishes_what_runs(start):
     server = start()
-    with httpx.stream(
-        "POST", server.url + CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)
-    ) as response:
+    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)) as response:
         lines = response.iter_lines()
         next(lines)
         server.uvicorn.should_exit = True
@@ -281,9 +311,7 @@ def test_shutting_down_finishes_what_runs(start):
 def test_shutting_down_does_not_wait_for_ever(start):
     server = start(drain_seconds=1.0)
     began = time.monotonic()
-    with httpx.stream(
-        "POST", server.url + CHAT, json=chat_body(max_tokens=2000, ignore_eos=True, stream=True)
-    ) as response:
+    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=2000, ignore_eos=True, stream=True)) as response:
         next(response.iter_lines())
         server.uvicorn.should_exit = True
         server.thread.join(20)
