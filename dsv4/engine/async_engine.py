@@ -20,7 +20,6 @@ from dsv4.engine.sequence import RequestAborted, RequestFailed
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.engine.stats import EngineStats
 
-
 _LOG = logging.getLogger("dsv4.engine")
 
 
@@ -181,6 +180,7 @@ class AsyncEngine:
         ended: list[RequestEvent] = []
         for choice, sequence in enumerate(stream.sequences):
             if sequence in self._owners:
+                self.engine.abort(sequence)
                 self._forget(sequence)
                 ended.append(ErrorEvent(choice, RequestAborted("the request was cancelled"), seconds))
         if ended:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dsv4.ops.row_kernels import row_offsets, store_rows
 from dsv4.ops.tl_utils import jit, tl
 
-POOL_RUNS = 8  # see `_pool` in ops/compress.py
+POOL_RUNS = 8  # see `_sum_of_slots` in ops/compress.py
 _POOL_RUNS = tl.constexpr(POOL_RUNS)
 
 
@@ -160,7 +160,7 @@ def _pool_overlapping(
 
 @jit
 def _sum_of_runs(x):
-    """fp32 [POOL_RUNS, C] -> [C]: neighbours first, as `_sum_of_runs` in ops/compress.py."""
+    """fp32 [POOL_RUNS, C] -> [C]: neighbours first, as `_sum_of_slots` in ops/compress.py."""
     x = tl.trans(x)
     C: tl.constexpr = x.shape[0]
     left, right = tl.split(tl.reshape(x, [C, 4, 2]))

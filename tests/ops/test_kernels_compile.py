@@ -9,6 +9,7 @@ import pytest
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
+pytestmark = pytest.mark.xdist_group("compile")  # one process compiles, once
 CASES = [case.key for case in load_cases(case_modules())]
 
 

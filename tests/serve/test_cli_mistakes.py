@@ -265,10 +265,10 @@ def test_render_names_the_message(dsv4, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "x"],
+        ["generate", "x", "y"],
         ["generate", "x", "--model"],
         ["generate", "x", "--model", "m", "--max-tokens", "many"],
-        ["info"],
+        ["synth"],
         ["frobnicate"],
         ["plan", "flash", "--frobnicate"],
         ["plan", "flash", "pro"],

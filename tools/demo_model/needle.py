@@ -1,9 +1,11 @@
 """The needle test: a fact, a long stretch of other text, the question. Can the model still answer?
 
-    python tools/demo_model/needle.py --model dsv4/demo/flash-mini --count 24 --length 512
+    python tools/demo_model/needle.py --numerics exact --count 16 --length 512
+    python tools/demo_model/needle.py --numerics exact --perplexity 9
 
 Runs the checkpoint as it ships (through `dsv4.LLM`), then with the CSA entries, the HCA entries, or both hidden from
-attention. With both hidden only the sliding window is left, and the answer is a guess.
+attention. With both hidden only the sliding window is left, and the answer is a guess. `--perplexity N` instead gives
+the perplexity of N contexts of held-out text in each case.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout without an installation
@@ -31,6 +34,7 @@ from dsv4.ops.attention import sparse_attention_ref
 from dsv4.schedule import AttentionKind
 
 WORDS_FILE = Path(__file__).parent / "results" / "needle_words.json"
+CONTEXT, LATE = 2048, 256  # from token 256 on there is more behind the window than in it
 COMPRESSED = (AttentionKind.CSA, AttentionKind.HCA)
 VARIANTS: dict[str, tuple[AttentionKind, ...]] = {
     "nothing hidden": (),
@@ -90,15 +94,46 @@ def accuracy(llm: LLM, prompts: list[tuple[list[int], int]]) -> float:
     return sum(right) / len(right)
 
 
+def late_losses(llm: LLM, token_ids: list[int], contexts: int) -> Tensor:
+    """float64 [contexts, n]: loss (nats) of every token from LATE on, in contexts of CONTEXT tokens side by side."""
+    rows = []
+    for start in range(0, contexts * CONTEXT, CONTEXT):
+        piece = torch.tensor(token_ids[start : start + CONTEXT])
+        log_probs = llm.logits(piece.tolist())[LATE:-1].double().log_softmax(-1)
+        rows.append(-log_probs.gather(-1, piece[LATE + 1 :].unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+def print_perplexities(llm: LLM, contexts: int) -> None:
+    """Of each variant, with the mean difference of loss from the variant above it and its standard error."""
+    token_ids = llm.encode(shipped_text().read_text(encoding="utf-8"))
+    if not 1 <= contexts <= len(token_ids) // CONTEXT:
+        raise ValueError(f"--perplexity must be from 1 to {len(token_ids) // CONTEXT}, found {contexts}")
+    losses = {name: late_losses(hide_entries(llm, kinds), token_ids, contexts) for name, kinds in VARIANTS.items()}
+    for name, found in losses.items():
+        print(f"{name:20} {found.mean().exp():.3f}")
+    for first, second in (*((next(iter(losses)), name) for name in VARIANTS), ("CSA entries hidden", "both hidden")):
+        change = (losses[second] - losses[first]).flatten()
+        error = change.std() / change.numel() ** 0.5
+        print(f"{first} -> {second}: {change.mean():+.4f} +- {error:.4f} nats")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ask a demo model for facts beyond its sliding window.")
     parser.add_argument("--model", type=Path, default=shipped_checkpoint())
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--length", type=int, default=512, help="tokens of fact, filler and question")
     parser.add_argument("--min-distance", type=int, default=MIN_DISTANCE, help="tokens from fact to question")
+    parser.add_argument("--numerics", choices=("official", "exact"), default="official")
+    parser.add_argument(
+        "--perplexity", type=int, metavar="N", help="instead: perplexity of N contexts of held-out text"
+    )
     options = parser.parse_args()
+    llm = LLM(options.model, numerics=options.numerics)
+    if options.perplexity is not None:
+        print_perplexities(llm, options.perplexity)
+        return
     prompts = shipped_needles(options.count, options.length, min_distance=options.min_distance)
-    llm = LLM(options.model)
     for name, kinds in VARIANTS.items():
         print(f"{name:20} {accuracy(hide_entries(llm, kinds) if kinds else llm, prompts):.2f}", flush=True)
 
