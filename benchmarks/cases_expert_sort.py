@@ -10,7 +10,7 @@ from dsv4.ops.expert_sort import SORT_CONFIG, SortConfig, launch_expert_sort, ma
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 TOP_K = 6
-VARIANTS = {"": SORT_CONFIG, "-chunk512": SortConfig(chunk=512), "-chunk128": SortConfig(128, 128, num_warps=4)}
+VARIANTS = {"": SORT_CONFIG, "-chunk256": SortConfig(256, 512, num_warps=8)}
 
 
 def _case(num_experts: int, tokens: int, tile_rows: int, variant: str = "") -> BenchCase:

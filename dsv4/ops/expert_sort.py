@@ -72,9 +72,9 @@ def expert_sort_ref(experts: Tensor, num_experts: int, tile_rows: int, slots: Te
 class SortConfig:
     """How the work is divided; results do not depend on it."""
 
-    chunk: int = 256
-    single_chunk: int = 512  # up to this many pairs: one chunk, one launch
-    num_warps: int = 8
+    chunk: int = 128
+    single_chunk: int = 128  # up to this many pairs: one chunk, one launch
+    num_warps: int = 4
 
     @property
     def options(self) -> dict[str, Any]:
