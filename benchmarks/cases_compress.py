@@ -18,7 +18,6 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.compress import (
     CSA_MANY,
-    HCA_FEW,
     HCA_MANY,
     Compression,
     CompressorSpec,
