@@ -136,5 +136,5 @@ def test_an_observer_sees_every_layer(make_llm):
     seen = []
     llm.engine.observe = lambda layer_idx, output: seen.append((layer_idx, tuple(output.experts.shape)))
     llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
-    layers, top_k = range(SMALL.num_hidden_layers), SMALL.num_experts_per_tok
+    layers, top_k = range(llm.config.num_hidden_layers), llm.config.num_experts_per_tok
     assert seen == [(layer_idx, (length, top_k)) for length in (3, 1) for layer_idx in layers]
