@@ -22,6 +22,7 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
 from dsv4.engine.sequence import Sequence as RequestSequence
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
@@ -59,10 +60,11 @@ class LLM:
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
         config = ModelConfig.from_pretrained(folder)
-        limits = _limits(config, engine)  # with the tokenizer, before the weights: what fails at once should
+        exact_dtype = compute_dtype if numerics == "exact" else None
+        # limits and tokenizer come before the weights: what can fail at once should
+        limits = _limits(config, engine, exact_dtype)
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
-        exact_dtype = compute_dtype if numerics == "exact" else None
         checkpoint = Checkpoint.open(folder)
         params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
         self._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
@@ -74,14 +76,17 @@ class LLM:
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on."""
         llm = cls.__new__(cls)
-        limits = _limits(config, engine)
-        llm._set_up(config, params, numerics, _compute_dtype(numerics, dtype), limits, tokenizer)
+        compute_dtype = _compute_dtype(numerics, dtype)
+        limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
+        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
+        if numerics == "official":
+            _check_widths(config, params)
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer
@@ -247,11 +252,30 @@ def _stream(engine: Engine, sequence: RequestSequence) -> Iterator[str]:
         engine.abort(sequence)
 
 
-def _limits(config: ModelConfig, engine: EngineConfig | None) -> EngineConfig:
+def _limits(config: ModelConfig, engine: EngineConfig | None, plain_dtype: torch.dtype | None) -> EngineConfig:
     """The limits asked for, or the default ones; `ConfigError` if this model cannot have them."""
     limits = engine or EngineConfig(max_context_tokens=min(DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings))
-    build_cache_schema(config, build_schedule(config), limits, plain_itemsize=None)
+    itemsize = None if plain_dtype is None else plain_dtype.itemsize
+    build_cache_schema(config, build_schedule(config), limits, plain_itemsize=itemsize)
     return limits
+
+
+def _check_widths(config: ModelConfig, params: ModelParams) -> None:
+    """Inputs of quantised weights are quantised in groups of 128 channels, so their widths must be multiples of it."""
+    if not isinstance(params.layers[0].attn.wq_a, QuantTensor):
+        return
+    widths = {
+        "hidden_size": config.hidden_size,
+        "q_lora_rank": config.q_lora_rank,
+        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
+        "moe_intermediate_size": config.moe_intermediate_size,
+    }
+    for name, width in widths.items():
+        if width % ACTIVATION_GROUP:
+            raise RequestError(
+                f"official numerics quantise inputs in groups of {ACTIVATION_GROUP}, but {name} is {width}; "
+                "use numerics='exact'"
+            )
 
 
 def _check_chunks(chunks: Sequence[int] | None, total: int) -> list[int]:

@@ -9,7 +9,8 @@ from engine_cases import ONE_LAYER, SMALL, assert_all_free, encode, let_it_say
 
 from dsv4 import LLM, EngineConfig
 from dsv4.cache.errors import CacheError, OutOfBlocks
-from dsv4.config import ConfigError
+from dsv4.config import ConfigError, ModelConfig
+from dsv4.loader.synth import random_params
 from dsv4.request import RequestError, SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -218,3 +219,19 @@ def test_limits_beyond_the_model(models):
         LLM.from_params(config, params, numerics="exact", engine=EngineConfig(max_context_tokens=2048))
     limits = LLM.from_params(config, params, numerics="exact").cache.engine
     assert limits.max_context_tokens == ONE_LAYER.max_position_embeddings, "the default follows a short model"
+
+
+def test_widths_that_cannot_be_quantised_are_named():
+    """`official` needs whole groups of 128 channels; `exact` takes any width."""
+    config = ModelConfig.tiny(
+        num_hidden_layers=2, compress_ratios=(0, 4), num_nextn_predict_layers=0, moe_intermediate_size=96,
+        head_dim=96, index_topk=4,
+    )  # fmt: skip
+    params = random_params(config, with_mtp=False, dequantize_to=torch.float32)
+    exact = LLM.from_params(config, params, numerics="exact")
+    assert exact.logits(list(range(9))).shape == (9, config.vocab_size)
+    wide = ModelConfig.tiny(
+        num_hidden_layers=1, compress_ratios=(0,), num_nextn_predict_layers=0, moe_intermediate_size=96
+    )
+    with pytest.raises(RequestError, match="moe_intermediate_size is 96"):
+        LLM.from_params(wide, random_params(wide, with_mtp=False))
