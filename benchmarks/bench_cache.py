@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.manager import KVCacheManager
