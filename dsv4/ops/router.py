@@ -47,8 +47,7 @@ def route_ref(
 
     Hash layers (tid2eid [V, k] given) take the experts from the table; their weights still come from the gate, unless
     `uniform_hash_weights` asks for scale / k each. The bias moves the choice only. weights = score / sum of the chosen
-    scores
-    * scale.
+    scores * scale.
     """
     acc = accumulator(x)
     if tid2eid is not None and uniform_hash_weights:
