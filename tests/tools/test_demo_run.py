@@ -23,9 +23,8 @@ from settings import TrainSettings
 from dsv4 import LLM
 from dsv4.config import ModelConfig
 
-SMALL = replace(
-    TrainSettings(), sequence_tokens=384, batch_sequences=1, needle_share=0.5, needle_questions=2, max_facts=1
-)
+NEEDLES = replace(TrainSettings().needles, share=0.5, max_facts=1)
+SMALL = replace(TrainSettings(), sequence_tokens=384, batch_sequences=1, needles=NEEDLES, needle_questions=2)
 NUM_STEPS = 6
 
 
@@ -126,7 +125,7 @@ def test_compiling_changes_nothing_and_failing_is_survived(folder):
     torch.manual_seed(0)
     model = DemoModel(config, dtype=torch.float32, max_tokens=256)
     data = train.Corpus(folder, torch.device("cpu"))
-    batch = data.batch(np.random.default_rng(0), 1, 256, 0.0, 1, 1.0)
+    batch = data.batch(np.random.default_rng(0), 1, 256, replace(NEEDLES, share=0.0))
     plain = model(batch.ids[:, :-2]).logits
     assert not train.compile_blocks(model, batch, SMALL, "no such backend")
     assert torch.equal(model(batch.ids[:, :-2]).logits, plain)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from data import NeedleShares
 
 from dsv4.config import ModelConfig, RopeScaling
 
@@ -30,9 +32,7 @@ class TrainSettings:
 
     sequence_tokens: int = 2048
     batch_sequences: int = 32
-    needle_share: float = 0.15
-    max_facts: int = 8  # facts in one needle task: from 1 to this
-    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
+    needles: NeedleShares = field(default_factory=NeedleShares)
     peak_rate: float = 2e-3
     final_rate_share: float = 0.02
     warmup_share: float = 0.03

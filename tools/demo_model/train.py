@@ -38,11 +38,17 @@ from settings import TrainSettings, demo_config
 
 from dsv4.config import ModelConfig
 from dsv4.loader.config_write import ExpertFormat
+from dsv4.schedule import AttentionKind
 
 HERE = Path(__file__).parent
 EXPORT_RESERVE_S = 25.0  # the last evaluation and the export
 PACK_EVERY_S = 110.0  # between saves of the best state, so that a killed run leaves something
 MASTER_FILE_BYTES = 15_000_000
+NEEDLE_TESTS = {
+    "needle_accuracy": (),
+    "needle_accuracy_csa_only": (AttentionKind.HCA,),
+    "needle_accuracy_hca_only": (AttentionKind.CSA,),
+}
 EXPORTS: tuple[tuple[str, ExpertFormat], ...] = (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4"))
 
 
@@ -104,14 +110,16 @@ def evaluate(model: DemoModel, batches: list[Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int) -> float:
-    """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text."""
+def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int, *blind: AttentionKind) -> float:
+    """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text, with the
+    entries of layers of kind `blind` hidden."""
     generator = np.random.default_rng(7)
     starts = generator.integers(0, len(corpus.heldout) - length, count)
     ids = np.stack([corpus.heldout[start : start + length] for start in starts]).astype(np.int64)
     places = [write_needles(row, corpus.words, generator, 1)[0] for row in ids]
     tokens = torch.from_numpy(ids).to(corpus.device)
-    guesses = model(tokens).logits.argmax(-1)
+    everyone = torch.ones(count, dtype=torch.bool, device=tokens.device)
+    guesses = model(tokens, hidden=dict.fromkeys(blind, everyone)).logits.argmax(-1)
     rows = torch.arange(count, device=tokens.device)
     at = torch.tensor(places, device=tokens.device)
     return float((guesses[rows, at - 1] == tokens[rows, at]).float().mean())
@@ -127,7 +135,7 @@ def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings, back
     try:
         for block in blocks:
             block.compile(backend=backend, dynamic=False)
-        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total
+        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1], trial.hidden), trial, settings).total
         loss.backward()
         if not torch.isfinite(loss):
             raise ValueError(f"the compiled trial step gave a loss of {float(loss)}")
@@ -196,9 +204,7 @@ class Run:
 
     def _batch(self) -> Batch:
         s = self.settings
-        return self.corpus.batch(
-            self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.max_facts, s.answer_weight
-        )
+        return self.corpus.batch(self.generator, s.batch_sequences, s.sequence_tokens, s.needles)
 
     @property
     def progress(self) -> float:
@@ -227,7 +233,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(progress, settings)
         batch = self._batch()
-        output = model(batch.ids[:, :-2], batch.ids[:, 1:-1])
+        output = model(batch.ids[:, :-2], batch.ids[:, 1:-1], batch.hidden)
         loss = losses(output, batch, settings)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -257,9 +263,10 @@ class Run:
         model.quantise.fill_(True)
         with uncompiled(model):
             values = evaluate(model, self.heldout)
-            values["needle_accuracy"] = needle_accuracy(
-                model, self.corpus, self.settings.sequence_tokens, self.settings.needle_questions
-            )
+            for name, blind in NEEDLE_TESTS.items():
+                values[name] = needle_accuracy(
+                    model, self.corpus, self.settings.sequence_tokens, self.settings.needle_questions, *blind
+                )
         model.select.copy_(switches[0])
         model.quantise.copy_(switches[1])
         self._record(progress, values)
@@ -348,7 +355,7 @@ def print_table(summary: dict[str, object], sizes: dict[str, int]) -> None:
         "held-out perplexity": f"{best['heldout_perplexity']:.2f} (unigram {summary['unigram_perplexity']:.0f})",
         "held-out MTP perplexity": f"{best['heldout_mtp_perplexity']:.2f}",
         "indexer recall of attention mass": f"{best['index_recall']:.3f}",
-        "needle accuracy": f"{best['needle_accuracy']:.2f}",
+        **{name.replace("_", " "): f"{best[name]:.2f}" for name in NEEDLE_TESTS},
         **{f"{name} bytes": f"{size:,}" for name, size in sizes.items()},
     }
     for label, value in rows.items():
