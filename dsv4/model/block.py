@@ -11,8 +11,8 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.model.attention import attention
 from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
-from dsv4.model.parameters import BlockParams
-from dsv4.ops.hyper import HyperSettings
+from dsv4.model.parameters import BlockParams, HyperParams
+from dsv4.ops.hyper import HyperInput, HyperSettings
 from dsv4.schedule import LayerSpec
 
 
@@ -28,20 +28,42 @@ class BlockOutput:
     entries: Tensor | None
 
 
+def enter(streams: Tensor, params: BlockParams, context: ModelContext) -> HyperInput:
+    """Streams [T, n, D], or an embedding [T, D], -> what the block's attention starts from."""
+    return context.ops.hc_enter(
+        streams, *_mixing(params.hc_attn), params.attn_norm, _settings(context), has_codes=False
+    )
+
+
 def block(
-    streams: Tensor, params: BlockParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
-    context: ModelContext,
-) -> BlockOutput:  # fmt: skip
-    """streams [T, n, D] -> the next streams, with what the sublayers did on the way."""
-    ops, config = context.ops, context.config
-    settings = HyperSettings(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
-    hc_attn, hc_ffn = params.hc_attn, params.hc_ffn
-    start = ops.hc_enter(streams, hc_attn.fn, hc_attn.base, hc_attn.scale, params.attn_norm, settings, has_codes=False)
+    start: HyperInput, params: BlockParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
+    context: ModelContext, following: BlockParams | None,
+) -> tuple[BlockOutput, HyperInput | None]:  # fmt: skip
+    """From `start` (see `enter`) through the block, and into the `following` one if there is one: what its attention
+    starts from comes out of the same step that ends this block."""
+    ops = context.ops
     attn_out, entries = attention(start.hidden, params.attn, layer, cache, batch, context)
-    middle = ops.hc_boundary(
-        attn_out, start.streams, start.post, start.comb, hc_ffn.fn, hc_ffn.base, hc_ffn.scale, params.ffn_norm,
-        settings, has_codes=False,
-    )  # fmt: skip
+    middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context)
     ffn_out, experts = moe(middle.hidden, params.ffn, batch.token_ids, context)
-    streams = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb)
-    return BlockOutput(streams, attn_out, ffn_out, experts, entries)
+    if following is None:
+        streams, next_start = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb), None
+    else:
+        next_start = _cross(ffn_out, middle, following.hc_attn, following.attn_norm, context)
+        streams = next_start.streams
+    return BlockOutput(streams, attn_out, ffn_out, experts, entries), next_start
+
+
+def _cross(out: Tensor, before: HyperInput, hyper: HyperParams, norm: Tensor, context: ModelContext) -> HyperInput:
+    """A sublayer's output [T, D] back into the streams, and on to the next sublayer's input."""
+    return context.ops.hc_boundary(
+        out, before.streams, before.post, before.comb, *_mixing(hyper), norm, _settings(context), has_codes=False
+    )
+
+
+def _mixing(hyper: HyperParams) -> tuple[Tensor, Tensor, Tensor]:
+    return hyper.fn, hyper.base, hyper.scale
+
+
+def _settings(context: ModelContext) -> HyperSettings:
+    config = context.config
+    return HyperSettings(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)

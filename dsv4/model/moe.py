@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv4.model.context import ModelContext
-from dsv4.model.parameters import ExpertParams, MoeParams
+from dsv4.model.parameters import MoeParams
 
 
 def moe(x: Tensor, params: MoeParams, token_ids: Tensor, context: ModelContext) -> tuple[Tensor, Tensor]:
@@ -16,10 +16,6 @@ def moe(x: Tensor, params: MoeParams, token_ids: Tensor, context: ModelContext) 
         top_k=config.num_experts_per_tok, scale=config.routed_scaling_factor,
     )  # fmt: skip
     out = context.ops.moe(
-        x, experts, weights, _matrices(params.experts), _matrices(params.shared), limit=config.swiglu_limit
+        x, experts, weights, params.experts.matrices, params.shared.matrices, limit=config.swiglu_limit
     )
     return out, experts
-
-
-def _matrices(experts: ExpertParams) -> tuple:
-    return experts.w1, experts.w2, experts.w3

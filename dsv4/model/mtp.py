@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.model.block import block
+from dsv4.model.block import block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import MtpParams
 from dsv4.schedule import LayerSpec
@@ -25,4 +25,5 @@ def mtp_block(
     from_token = ops.linear(ops.rms_norm(embedding, params.enorm, eps), params.e_proj)  # [T, D]
     from_streams = ops.linear(ops.rms_norm(streams, params.hnorm, eps).flatten(0, 1), params.h_proj)
     mixed = from_token.unsqueeze(1) + from_streams.view(num_tokens, num_streams, -1)
-    return block(mixed, params.block, layer, cache, batch, context).streams
+    start = enter(mixed, params.block, context)
+    return block(start, params.block, layer, cache, batch, context, None)[0].streams

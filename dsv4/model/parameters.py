@@ -7,6 +7,7 @@ n streams, H heads, E routed experts, I expert width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -64,6 +65,11 @@ class ExpertParams:
     w1: Weight
     w2: Weight
     w3: Weight
+
+    @property
+    def matrices(self) -> Any:
+        """What the `moe` op is given."""
+        return self.w1, self.w2, self.w3
 
 
 @dataclass

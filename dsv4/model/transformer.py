@@ -10,11 +10,12 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import ModelConfig
-from dsv4.model.block import BlockOutput, block
+from dsv4.model.block import BlockOutput, block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.mtp import mtp_block
 from dsv4.model.parameters import HeadParams, ModelParams
 from dsv4.ops import TORCH, OpSet
+from dsv4.ops.hyper import HyperInput
 from dsv4.schedule import build_schedule
 
 
@@ -31,27 +32,26 @@ class Transformer:
         self.schedule = build_schedule(config, with_mtp=bool(params.mtp))
         self.context = ModelContext.build(config, ops, dtype, params.embed.device)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> streams [T, n, D]."""
-        hidden = self.params.embed[token_ids].to(self.context.dtype)
-        return self.context.ops.hc_expand(hidden, self.config.hc_mult)
-
     def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
         """One main layer on given streams [T, n, D]."""
-        return block(streams, self.params.layers[layer_idx], self.schedule[layer_idx], cache, batch, self.context)
+        params = self.params.layers[layer_idx]
+        start = enter(streams, params, self.context)
+        return block(start, params, self.schedule[layer_idx], cache, batch, self.context, None)[0]
 
     def forward(
         self, batch: TokenBatch, cache: Callable[[int], LayerCacheHandle],
         observe: Callable[[int, BlockOutput], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """The new tokens through every main layer -> streams [T, n, D]. `cache(layer_idx)` gives a layer's handle."""
-        streams = self.embed(batch.token_ids)
-        for layer_idx in range(self.config.num_hidden_layers):
-            output = self.block(layer_idx, streams, cache(layer_idx), batch)
-            streams = output.streams
+        layers = self.params.layers
+        start: HyperInput | None = enter(self._embed(batch.token_ids), layers[0], self.context)
+        for layer_idx, (params, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+            assert start is not None
+            layer = self.schedule[layer_idx]
+            output, start = block(start, params, layer, cache(layer_idx), batch, self.context, following)
             if observe is not None:
                 observe(layer_idx, output)
-        return streams
+        return output.streams
 
     def logits(self, streams: Tensor) -> Tensor:
         """streams [T, n, D] -> fp32 (or wider) logits [T, vocab]."""
@@ -61,12 +61,15 @@ class Transformer:
         """MTP block: main streams of tokens t and batch.token_ids = tokens t + 1, at position t -> its streams."""
         layer = self.schedule[self.config.num_hidden_layers + mtp_idx]
         params = self.params.mtp[mtp_idx]
-        embedding = self.params.embed[batch.token_ids].to(self.context.dtype)
-        return mtp_block(streams, embedding, params, layer, cache, batch, self.context)
+        return mtp_block(streams, self._embed(batch.token_ids), params, layer, cache, batch, self.context)
 
     def mtp_logits(self, mtp_idx: int, streams: Tensor) -> Tensor:
         """The MTP block's streams [T, n, D] -> logits [T, vocab] for token t + 2."""
         return self._logits(streams, self.params.mtp[mtp_idx].head)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, D]."""
+        return self.params.embed[token_ids].to(self.context.dtype)
 
     def _logits(self, streams: Tensor, head: HeadParams) -> Tensor:
         config, ops = self.config, self.context.ops

@@ -22,7 +22,6 @@ from dsv4.ops.hyper import (
     HyperInput,
     hc_boundary_ref,
     hc_enter_ref,
-    hc_expand_ref,
     hc_head_norm_ref,
     hc_head_ref,
     hc_post_ref,
@@ -45,7 +44,6 @@ class OpSet:
     rms_norm_quant: Callable[..., tuple[Tensor | None, QuantActivation]]
     head_norm_rope: Callable[..., Tensor]
     rope: Callable[..., Tensor]
-    hc_expand: Callable[..., Tensor]
     hc_pre: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hc_post: Callable[..., Tensor]
     hc_head: Callable[..., Tensor]
@@ -71,7 +69,6 @@ TORCH = OpSet(
     rms_norm_quant=rms_norm_quant_ref,
     head_norm_rope=head_norm_rope_ref,
     rope=rope_ref,
-    hc_expand=hc_expand_ref,
     hc_pre=hc_pre_ref,
     hc_post=hc_post_ref,
     hc_head=hc_head_ref,
