@@ -13,7 +13,7 @@ MODELS = {"flash": (4096, 256, 6), "pro": (7168, 384, 6)}
 VOCABULARY = 129280
 SMALL, MIDDLE, LARGE = GATE_CONFIGS.values()
 VARIANTS = {
-    1: {"-warps8": GateConfig(64, 16, True, num_warps=8)},
+    1: {"-warps8": GateConfig(64, 16, True, num_warps=8), "-two-launches": GateConfig(64, 16, True, is_fused=False)},
     64: {"-rows64": MIDDLE},
     256: {"-unsplit": LARGE},
     4096: {"-64x64": GateConfig(64, 64, False, num_warps=4, num_stages=2)},

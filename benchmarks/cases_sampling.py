@@ -19,7 +19,7 @@ SETTINGS = {
 VARIANTS = {
     "": SAMPLE_CONFIG,
     "-warps8": SampleConfig(tile=2048, num_warps=8, max_chunks=64),
-    "-chunks32": SampleConfig(max_chunks=32),
+    "-tile4096": SampleConfig(tile=4096, max_chunks=32),
 }
 
 

@@ -10,8 +10,8 @@ from dsv4.testing.bench import BenchCase, Work, nbytes
 # the default and what it is compared with
 VARIANTS = {
     "": TOPK_CONFIG,
-    "-tile4096": TopkConfig(tile=4096, max_chunks=32),
-    "-warps16": TopkConfig(tile=4096, num_warps=16),
+    "-chunks32": TopkConfig(max_chunks=32, tile=8192),
+    "-long": TopkConfig(short_row=8192),
 }
 
 
@@ -27,10 +27,12 @@ def _case(rows: int, columns: int, k: int, ascending: bool = True, variant: str 
 
 
 CASES = [
-    *(_case(1, 262144, 512, variant=variant) for variant in VARIANTS),
+    *(_case(1, 262144, 512, variant=variant) for variant in ("", "-chunks32")),
     *(_case(rows, 262144, 512) for rows in (16, 64)),
     _case(1, 262144, 1024),
     *(_case(rows, columns, 512) for columns in (2048, 16384) for rows in (1, 64, 256)),
+    _case(1, 16384, 512, variant="-long"),
+    _case(64, 16384, 512, variant="-long"),
     _case(4096, 2048, 512),
     _case(1, 262144, 512, ascending=False),
 ]

@@ -21,6 +21,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
+from dsv4.engine.runner import Runner, decode_buckets, ops_for
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
 from dsv4.loader.checkpoint import Checkpoint
@@ -28,7 +29,10 @@ from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
+from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
+from dsv4.ops import OpSet
+from dsv4.ops.triton_set import TRITON
 from dsv4.request import Completion, RequestError, SamplingParams, check_token_ids
 from dsv4.schedule import build_schedule
 from dsv4.text.tokenizer import Tokenizer
@@ -48,14 +52,17 @@ class LLM:
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
+    ops       the op set; by default the kernels on a GPU in `official` numerics, the oracles elsewhere
     progress  show a progress bar while loading
 
+    With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
     Requests of `generate` and of open streams share one engine and one cache. Not for several threads at once.
     """
 
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
-        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, progress: bool = False,
+        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, ops: OpSet | None = None,
+        progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
@@ -66,36 +73,45 @@ class LLM:
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         checkpoint = Checkpoint.open(folder)
-        params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
-        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
+        with _naming_what_does_not_fit("weights", limits):
+            params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
+        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, ops)
 
     @classmethod
     def from_params(
         cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
+        ops: OpSet | None = None,
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on."""
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)
         limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
-        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer)
+        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, ops)
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
-        limits: EngineConfig, tokenizer: Tokenizer | None,
+        limits: EngineConfig, tokenizer: Tokenizer | None, ops: OpSet | None,
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer
-        self.model = Transformer(config, params, dtype)
-        self.cache = KVCacheManager(
-            config, self.model.schedule, limits, device=params.embed.device,
-            plain_dtype=dtype if numerics == "exact" else None,
-        )  # fmt: skip
-        self.engine = Engine(self.model, self.cache, tokenizer)
+        ops = ops or ops_for(params.embed.device, numerics)
+        self.model = Transformer(config, prepare_params(params, ops), dtype, ops=ops)
+        with _naming_what_does_not_fit("cache", limits):
+            self.cache = KVCacheManager(
+                config, self.model.schedule, limits, device=params.embed.device,
+                plain_dtype=dtype if numerics == "exact" else None,
+            )  # fmt: skip
+        uses_graphs = ops is TRITON and params.embed.device.type == "cuda"
+        buckets = decode_buckets(limits.max_concurrent_requests)
+        runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs)
+        if uses_graphs:
+            runner.warm_up()
+        self.engine = Engine(self.model, self.cache, tokenizer, runner=runner)
 
     # ---- generation ----
 
@@ -258,6 +274,19 @@ def _limits(config: ModelConfig, engine: EngineConfig | None, plain_dtype: torch
     itemsize = None if plain_dtype is None else plain_dtype.itemsize
     build_cache_schema(config, build_schedule(config), limits, plain_itemsize=itemsize)
     return limits
+
+
+@contextmanager
+def _naming_what_does_not_fit(what: str, limits: EngineConfig) -> Iterator[None]:
+    """A device without room for the weights or the cache is a mistake in the limits, and is told as one."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RequestError(
+            f"the device has no room for the {what} (max_context_tokens {limits.max_context_tokens}, "
+            f"max_concurrent_requests {limits.max_concurrent_requests}, num_blocks {limits.num_blocks}): lower the "
+            f"limits, or see what would fit with `dsv4 plan`. {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _check_widths(config: ModelConfig, params: ModelParams) -> None:

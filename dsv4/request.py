@@ -37,6 +37,8 @@ class SamplingParams:
     stop_token_ids      ids that end the text besides the model's end of sequence
     ignore_eos          go on past the model's end of sequence
     logprobs            None: none; n: the log-probability of each token, and the n most likely ones beside it
+    priority            higher goes first, and takes slots and cache blocks from lower when there are too few
+    deadline            seconds from its submission after which the request fails if it is not done; None waits
     """
 
     max_tokens: int = 128
@@ -52,6 +54,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    priority: int = 0
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -77,12 +81,16 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-_INTEGER_RANGE = {"max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 100)}
+_INTEGER_RANGE = {
+    "max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 100),
+    "priority": (-10, 10),
+}  # fmt: skip
+_OPTIONAL = {"logprobs", "deadline"}
 # name: (lowest, highest, lowest itself allowed)
 _REAL_RANGE = {
     "temperature": (0.0, 100.0, True), "top_p": (0.0, 1.0, False), "min_p": (0.0, 1.0, True),
     "repetition_penalty": (0.0, 100.0, False), "presence_penalty": (-100.0, 100.0, True),
-    "frequency_penalty": (-100.0, 100.0, True),
+    "frequency_penalty": (-100.0, 100.0, True), "deadline": (0.0, 1e9, False),
 }  # fmt: skip
 
 
@@ -93,7 +101,7 @@ def _is_int(value: object) -> bool:
 def _check_integers(params: SamplingParams) -> None:
     for name, (low, high) in _INTEGER_RANGE.items():
         value = getattr(params, name)
-        if name == "logprobs" and value is None:
+        if name in _OPTIONAL and value is None:
             continue
         if not _is_int(value) or not low <= value <= high:
             raise RequestError(f"{name} must be an integer from {low} to {high}, found {shown(value)}")
@@ -102,6 +110,8 @@ def _check_integers(params: SamplingParams) -> None:
 def _check_reals(params: SamplingParams) -> None:
     for name, (low, high, closed) in _REAL_RANGE.items():
         value = getattr(params, name)
+        if name in _OPTIONAL and value is None:
+            continue
         number = _is_int(value) or (isinstance(value, float) and math.isfinite(value))
         if not number or not low <= value <= high or (value == low and not closed):
             span = f"from {low:g} to {high:g}" if closed else f"above {low:g} and at most {high:g}"

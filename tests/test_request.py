@@ -29,6 +29,8 @@ BAD = {
     "stop": [None, 3, [""], ["a", ""], [3], [None], {"a"}, b"a", [b"a"], ""],
     "stop_token_ids": [None, 3, "1", [-1], [1.0], [True], ["1"], [None], {1}],
     "ignore_eos": [None, 0, 1, "true", []],
+    "priority": [-11, 11, 0.0, *NOT_A_NUMBER],
+    "deadline": [0, 0.0, -1, 1e10, *NOT_A_NUMBER[1:]],
     "logprobs": [-1, 101, 1.0, True, False, "3", [], math.nan, HUGE],
 }
 
@@ -45,6 +47,8 @@ GOOD = {
     "stop": [(), ("a",), ("\n\n", "End")],
     "stop_token_ids": [(), (0,), (5, 129279)],
     "ignore_eos": [True, False],
+    "priority": [-10, 0, 10],
+    "deadline": [None, 1e-3, 30, 86400.0],
     "logprobs": [None, 0, 100],
 }
 

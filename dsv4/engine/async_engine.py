@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.events import ErrorEvent, RequestEvent, RequestStream, TokenEvent
-from dsv4.engine.sequence import RequestAborted, RequestFailed
+from dsv4.engine.sequence import RequestAborted
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.engine.stats import EngineStats
 
@@ -161,7 +161,7 @@ class AsyncEngine:
         for sequence in [one for one in self._owners if one.is_done]:
             stream, choice = self._owners[sequence]
             if sequence.error is not None:
-                events[stream].append(ErrorEvent(choice, RequestFailed(sequence.error), seconds))
+                events[stream].append(ErrorEvent(choice, sequence.failure(), seconds))
             elif sequence.is_aborted:
                 dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
                 events[stream].append(ErrorEvent(choice, dropped, seconds))

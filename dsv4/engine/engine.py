@@ -1,30 +1,42 @@
-"""`Engine`: runs many requests over one model and one cache, a step at a time. Synchronous, first come first served.
+"""`Engine`: runs many requests over one model and one cache, a step at a time. Synchronous.
 
-A request is admitted when a slot is free and the blocks of its longest possible life are, so no step can run out of
-blocks half-way. Each step feeds every running request its next piece: a chunk of prompt, or the token it drew last.
+A step: the `Scheduler` says which requests feed how many tokens, `StepBuilder` makes that one batch, a runner computes
+the logits of the rows that matter, and each request whose known tokens are all in draws its next one. How requests
+wait, share and lose the cache is the scheduler's business (scheduler.py).
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
+from dsv4.cache.batch import TokenBatch
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.constraint import Constraint, ConstraintError
-from dsv4.engine.sampler import Undrawable, draw
+from dsv4.engine.constraint import Constraint
+from dsv4.engine.sampler import Undrawable, constraint_failure, draw
+from dsv4.engine.scheduler import Scheduler, StepPlan
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.stats import EngineStats
+from dsv4.engine.step import StepBuilder, StepInput
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
 from dsv4.request import RequestError, SamplingParams, check_prompt
 from dsv4.text.tokenizer import Tokenizer
+
+
+class StepRunner(Protocol):
+    """What computes a forward call."""
+
+    def forward(self, batch: TokenBatch, sample_rows: Tensor) -> Tensor:
+        """Logits [R, vocab] of the batch rows `sample_rows` [R]; valid until the next call."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +51,52 @@ class StepResult:
 class Engine:
     """`add` requests, call `step` until `has_work` is false (or until those that matter are done).
 
-    `observe`, when set, sees every layer's output of every step (`Transformer.forward`).
+    runner   computes the forward calls; by default directly, without graphs
+    pad_to   rows a call of n tokens is padded to, at least n; by default n
+    clock    seconds, for deadlines
+    observe  when set, sees every layer's output of every step (`Transformer.forward`), which then runs directly
     """
 
-    def __init__(self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
+        runner: StepRunner | None = None, pad_to: Callable[[int], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self.scheduler = Scheduler(
+            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.engine.max_chunk_tokens
+        )
         self.observe: Callable[[int, BlockOutput], None] | None = None
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
-        self._num_finished = self._num_aborted = self._num_failed = 0
+        self._direct = _EagerRunner(model, cache)
+        self.runner: StepRunner = runner or self._direct
+        self._builder = StepBuilder(cache)
+        self._pad_to = pad_to
+        self._clock = clock
+        self._num_output_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
-        schema = self.cache.schema
+        schema, scheduler = self.cache.schema, self.scheduler
         return EngineStats(
-            num_waiting=len(self._waiting),
-            num_running=len(self._running),
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
             num_slots=schema.num_slots,
             num_blocks_used=schema.num_blocks - self.cache.num_free_blocks,
             num_blocks=schema.num_blocks,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_steps=scheduler.num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_finished=self._num_finished,
-            num_aborted=self._num_aborted,
-            num_failed=self._num_failed,
+            num_finished=scheduler.num_finished,
+            num_aborted=scheduler.num_aborted,
+            num_failed=scheduler.num_failed,
+            num_preemptions=scheduler.num_preemptions,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
         )
 
     def prepare(
@@ -97,8 +123,8 @@ class Engine:
         return sequence
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a prepared request."""
-        self._waiting.append(sequence)
+        """Queue a prepared request. Its deadline counts from here."""
+        self.scheduler.add(sequence, self._clock())
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:
         """`prepare` and `submit`."""
@@ -107,106 +133,78 @@ class Engine:
         return sequence
 
     def step(self) -> list[StepResult]:
-        """Admit what fits, run one forward call, draw a token for every request whose known tokens are all in.
+        """Run one forward call, draw a token for every request whose known tokens are all in.
 
-        A request whose logits are no numbers, or whose constraint allows no token, fails alone (`Sequence.error`). If
-        the call itself fails, every request in it is aborted: some layers may have moved on and others not, so none
-        of them could be continued.
+        A request whose logits are no numbers, whose constraint allows no token, whose deadline has passed or for which
+        no block can ever be free fails alone (`Sequence.error`). If the call itself fails, every request in it is
+        aborted: some layers may have moved on and others not, so none of them could be continued.
         """
-        self._admit()
-        if not self._running:
-            if self._waiting:
-                raise NoFreeSlot(f"{len(self._waiting)} requests wait for slots or blocks held outside this engine")
+        plan = self.scheduler.schedule(self._clock())
+        if not plan.pieces:
+            self.scheduler.commit(plan)
+            if self.scheduler.num_waiting:
+                raise NoFreeSlot(
+                    f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine"
+                )
             return []
         try:
-            return self._forward(self._next_pieces())
+            results = self._forward(plan)
         except BaseException:
-            for sequence in list(self._running):
-                self.abort(sequence)
+            self.scheduler.discard(plan)
             raise
+        self.scheduler.commit(plan)
+        return results
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
-        if sequence in self._running:
-            self._release(sequence)
-            sequence.is_aborted = True
-            self._num_aborted += 1
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-            sequence.is_aborted = True
-            self._num_aborted += 1
+        self.scheduler.abort(sequence)
+
+    def check_integrity(self) -> None:
+        """Recompute the truth of the scheduler's and the cache's books. Between two steps."""
+        self.scheduler.check_integrity()
+        self.cache.check_integrity()
 
     # ---- the parts of a step ----
 
-    def _admit(self) -> None:
-        reserved = sum(blocks_at_position(sequence.max_len) for sequence in self._running)
-        while self._waiting and self.cache.num_free_slots:
-            needed = blocks_at_position(self._waiting[0].max_len)
-            if reserved + needed > self.cache.schema.num_blocks:
-                return
-            sequence = self._waiting.popleft()
-            sequence.slot = self.cache.admit(sequence.max_len)
-            reserved += needed
-            self._running.append(sequence)
+    def _forward(self, plan: StepPlan) -> list[StepResult]:
+        pad_to = 0 if self._pad_to is None else self._pad_to(plan.num_tokens)
+        step = self._builder.build(plan, pad_to=pad_to)
+        if self.observe is None:
+            logits = self.runner.forward(step.batch, step.sample_rows)
+        else:
+            logits = self._direct.forward(step.batch, step.sample_rows, self.observe)
+        return self._draw(logits, step) if step.drawing else []
 
-    def _next_pieces(self) -> list[tuple[Sequence, int]]:
-        """Every running request with a share of the token budget: one token each, the rest to the oldest prompts."""
-        budget = self.cache.engine.max_chunk_tokens - len(self._running)
-        pieces = []
-        for sequence in self._running:
-            extra = min(sequence.num_pending - 1, max(budget, 0))
-            budget -= extra
-            pieces.append((sequence, 1 + extra))
-        return pieces
-
-    def _forward(self, pieces: list[tuple[Sequence, int]]) -> list[StepResult]:
-        batch = self.cache.make_batch(
-            [_slot(sequence) for sequence, _ in pieces],
-            [sequence.token_ids[sequence.num_processed :][:length] for sequence, length in pieces],
-        )
-        streams = self.model.forward(batch, self.cache.handle, self.observe)
-        self._num_steps += 1
-        last_rows, ready, row = [], [], 0
-        for sequence, length in pieces:
-            self._num_prompt_tokens += max(0, min(length, sequence.prompt_len - sequence.num_processed))
-            sequence.num_processed += length
-            row += length
-            if sequence.num_pending == 0:
-                last_rows.append(row - 1)
-                ready.append(sequence)
-        return self._draw(streams[last_rows], ready) if ready else []
-
-    def _draw(self, streams: Tensor, ready: list[Sequence]) -> list[StepResult]:
-        """The next token of every request that is ready; those that are over, or cannot go on, leave."""
+    def _draw(self, logits: Tensor, step: StepInput) -> list[StepResult]:
+        """The next token of every request that is ready. Those that are over, or cannot go on, are marked so."""
         results = []
-        for sequence, drawn in zip(ready, draw(self.model, streams, ready), strict=True):
+        outcomes = draw(self.model.context.ops.sample, logits, step.drawing)
+        for sequence, drawn in zip(step.drawing, outcomes, strict=True):
+            if sequence.is_done:
+                continue  # aborted while the step ran
             if isinstance(drawn, Undrawable):
-                self._fail(sequence, drawn.reason)
+                sequence.error = drawn.reason
                 continue
             text = sequence.append(drawn.token_id, drawn.logprobs)
             self._num_output_tokens += 1
             results.append(StepResult(sequence, drawn.token_id, text))
-            if sequence.finish_reason is not None:
-                self._release(sequence)
-                self._num_finished += 1
-            elif sequence.constraint is not None:
+            if sequence.finish_reason is None and sequence.constraint is not None:
                 try:
                     sequence.constraint.accept(drawn.token_id)
-                except ConstraintError as error:
-                    self._fail(sequence, str(error))
+                except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
+                    sequence.error = constraint_failure(error)
         return results
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        self._release(sequence)
-        sequence.error = reason
-        self._num_failed += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        self.cache.release(_slot(sequence))
-        sequence.slot = None
-        self._running.remove(sequence)
+class _EagerRunner:
+    """The forward call as it is: every layer, then the logits of the rows asked for."""
 
+    def __init__(self, model: Transformer, cache: KVCacheManager) -> None:
+        self._model = model
+        self._cache = cache
 
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, "a running request has a slot"
-    return sequence.slot
+    def forward(
+        self, batch: TokenBatch, sample_rows: Tensor, observe: Callable[[int, BlockOutput], None] | None = None
+    ) -> Tensor:
+        streams = self._model.forward(batch, self._cache.handle, observe)
+        return self._model.logits(streams[sample_rows])

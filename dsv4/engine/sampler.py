@@ -1,7 +1,8 @@
-"""From the streams of each request's last token to its next token and log-probabilities."""
+"""From the logits of each request's last token to its next token and log-probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
 from dsv4.engine.sequence import Sequence
-from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingBatch, token_logprobs
 from dsv4.request import TokenLogprobs
+
+_POISONED = -1
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -30,23 +33,20 @@ class Undrawable:
     reason: str
 
 
-def draw(model: Transformer, streams: Tensor, sequences: SequenceOf[Sequence]) -> list[Drawn | Undrawable]:
-    """streams [R, n, D], one row per sequence -> what each draws. Log-probabilities are the model's own, before any
-    constraint."""
-    logits = model.logits(streams)  # [R, vocab]
-    poisoned = logits.isnan().any(-1).tolist()
+def draw(
+    sample: Callable[[Tensor, SamplingBatch], Tensor], logits: Tensor, sequences: SequenceOf[Sequence]
+) -> list[Drawn | Undrawable]:
+    """logits [R, vocab], one row per sequence -> what each draws, by the op `sample`. Log-probabilities are the model's
+    own, before any constraint."""
     masked, stuck = _apply_constraints(logits, sequences)
-    token_ids = model.context.ops.sample(masked, _sampling_batch(sequences, logits)).tolist()
-    asked = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-    logprobs: dict[int, TokenLogprobs] = {}
-    if asked:
-        table = token_logprobs(logits[asked])
-        for row, row_logprobs in zip(asked, table, strict=True):
-            logprobs[row] = _top(row_logprobs, token_ids[row], sequences[row].params.logprobs or 0)
+    token_ids = sample(masked, _sampling_batch(sequences, logits)).to(logits.device)  # [R]
+    # one copy tells both what was drawn and which rows are poisoned
+    drawn_ids = token_ids.masked_fill(logits.isnan().any(-1), _POISONED).tolist()
+    logprobs = _logprobs(logits, token_ids, sequences)
     drawn: list[Drawn | Undrawable] = []
-    for row, token_id in enumerate(token_ids):
-        if poisoned[row]:
-            position = len(sequences[row].token_ids)
+    for row, (token_id, sequence) in enumerate(zip(drawn_ids, sequences, strict=True)):
+        if token_id == _POISONED:
+            position = len(sequence.token_ids)
             drawn.append(Undrawable(f"the model gave no numbers (NaN logits) for the token at position {position}"))
         elif row in stuck:
             drawn.append(Undrawable(stuck[row]))
@@ -64,8 +64,11 @@ def _apply_constraints(logits: Tensor, sequences: SequenceOf[Sequence]) -> tuple
             continue
         try:
             allowed = sequence.constraint.allowed()  # [vocab]
-        except ConstraintError as error:
-            stuck[row] = str(error)
+        except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
+            stuck[row] = constraint_failure(error)
+            continue
+        if allowed.dtype != torch.bool or allowed.shape != logits.shape[1:]:
+            stuck[row] = f"the constraint gave {allowed.dtype} {list(allowed.shape)}, not bool {list(logits.shape[1:])}"
             continue
         if not allowed.any():
             stuck[row] = "the constraint allows no token"
@@ -76,19 +79,41 @@ def _apply_constraints(logits: Tensor, sequences: SequenceOf[Sequence]) -> tuple
     return masked, stuck
 
 
-def _top(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
-    order = logprobs.sort(dim=-1, descending=True, stable=True)
-    top = tuple(zip(order.indices[:count].tolist(), order.values[:count].tolist(), strict=True))
-    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
+def constraint_failure(error: Exception) -> str:
+    """What to say of a request whose rule raised."""
+    if isinstance(error, ConstraintError):
+        return str(error)
+    return f"the constraint raised {type(error).__name__}: {error}"
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, sequences: SequenceOf[Sequence]) -> dict[int, TokenLogprobs]:
+    """By row, for the requests that asked."""
+    asked = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    if not asked:
+        return {}
+    num_top = max(sequences[row].params.logprobs or 0 for row in asked)
+    rows = torch.tensor(asked, device=logits.device)
+    table = token_logprobs(logits[rows])  # [A, vocab]
+    chosen_ids = token_ids[rows]  # [A]
+    chosen = table.gather(-1, chosen_ids.unsqueeze(-1)).squeeze(-1)  # [A]
+    order = table.sort(dim=-1, descending=True, stable=True)
+    columns = zip(
+        asked, chosen_ids.tolist(), chosen.tolist(), order.indices[:, :num_top].tolist(),
+        order.values[:, :num_top].tolist(), strict=True,
+    )  # fmt: skip
+    logprobs = {}
+    for row, token_id, logprob, top_ids, top in columns:
+        count = sequences[row].params.logprobs or 0
+        logprobs[row] = TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:count], top[:count], strict=True)))
+    return logprobs
 
 
 def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> SamplingBatch:
     params = [sequence.params for sequence in sequences]
     device, vocab_size = logits.device, logits.shape[1]
-
-    def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
-
+    reals = torch.tensor([[getattr(p, name) for p in params] for name in _REALS], dtype=torch.float32)  # [6, R]
+    integers = [[p.top_k for p in params], [p.seed for p in params], [sequence.num_output for sequence in sequences]]
+    top_k, seeds, steps = torch.tensor(integers).to(device).unbind(0)  # [R] each
     prompt_mask = output_counts = None
     if any(p.has_penalties for p in params):
         prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
@@ -97,16 +122,7 @@ def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> Sampling
             prompt_mask[row, sequence.token_ids[: sequence.prompt_len]] = True
             output = torch.tensor(sequence.output_ids, dtype=torch.int64, device=device)
             output_counts[row] = torch.bincount(output, minlength=vocab_size)
+    columns = dict(zip(_REALS, reals.to(device).unbind(0), strict=True))  # [R] each
     return SamplingBatch(
-        temperature=column("temperature", torch.float32),
-        top_k=column("top_k", torch.int64),
-        top_p=column("top_p", torch.float32),
-        min_p=column("min_p", torch.float32),
-        repetition_penalty=column("repetition_penalty", torch.float32),
-        presence_penalty=column("presence_penalty", torch.float32),
-        frequency_penalty=column("frequency_penalty", torch.float32),
-        seeds=column("seed", torch.int64),
-        steps=torch.tensor([sequence.num_output for sequence in sequences], device=device),
-        prompt_mask=prompt_mask,
-        output_counts=output_counts,
+        **columns, top_k=top_k, seeds=seeds, steps=steps, prompt_mask=prompt_mask, output_counts=output_counts
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from dsv4.engine.constraint import Constraint
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.stop import StopBuffer
 from dsv4.text.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from dsv4.engine.constraint import Constraint  # imports torch; the scheduler, which uses this module, does not
 
 
 class RequestAborted(RuntimeError):
@@ -16,13 +19,20 @@ class RequestAborted(RuntimeError):
 
 
 class RequestFailed(RuntimeError):
-    """The request could not be continued, through no fault of the others: its logits were no numbers, or its
-    constraint allowed no token."""
+    """The request could not be continued, through no fault of the others: its logits were no numbers, its constraint
+    allowed no token, or no cache block will ever be free for it."""
+
+
+class DeadlinePassed(RequestFailed):
+    """The request was not done at its deadline. What it had written by then is in its `Sequence`."""
 
 
 @dataclass(eq=False)
 class Sequence:
     """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
+
+    A request that loses its slot (preemption) starts again from `num_processed` 0 with everything it knows, so it draws
+    no token twice; `num_read` is how far it ever was. `rank` is its place in the scheduler's order, smaller first.
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn.
@@ -35,8 +45,12 @@ class Sequence:
     eos_token_id: int
     slot: int | None = None
     num_processed: int = 0
+    num_read: int = 0
+    num_preemptions: int = 0
+    rank: tuple[int, int] | None = None
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
+    is_expired: bool = False
     error: str | None = None
     constraint: Constraint | None = None
     text: str = ""
@@ -105,10 +119,15 @@ class Sequence:
         self.text += out
         return out
 
+    def failure(self) -> RequestFailed:
+        """Why the request failed, as the error to raise."""
+        assert self.error is not None, "the request has not failed"
+        return DeadlinePassed(self.error) if self.is_expired else RequestFailed(self.error)
+
     def completion(self) -> Completion:
         """The result, once done; `RequestAborted` or `RequestFailed` if there will be none."""
         if self.error is not None:
-            raise RequestFailed(self.error)
+            raise self.failure()
         if self.is_aborted:
             raise RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
         assert self.finish_reason is not None, "the request is still running"

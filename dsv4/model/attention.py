@@ -7,57 +7,81 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView
 from dsv4.model.context import ModelContext
-from dsv4.model.parameters import AttentionParams, CompressorParams, IndexerParams
+from dsv4.model.parameters import AttentionParams, CompressorParams
 from dsv4.ops.compress import Compression, CompressorSpec
+from dsv4.ops.hyper import HyperInput
 from dsv4.ops.invariant import accumulator
+from dsv4.ops.linear import takes_codes
 from dsv4.schedule import LayerSpec
 
 
 def attention(
-    x: Tensor, params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
+    start: HyperInput, params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
     context: ModelContext,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """x [T, D] (normed) -> the sublayer's output [T, D], and the picked entries [T, k] on CSA layers."""
+    """The normed input [T, D] of `start` -> the output [T, D], and on CSA layers the picked entries [T, k]."""
     ops, config, freqs = context.ops, context.config, context.freqs(layer)
     eps = config.rms_norm_eps
-    query_latent = ops.rms_norm(ops.linear(x, params.wq_a), params.q_norm, eps)  # [T, q_lora_rank]
-    q = ops.linear(query_latent, params.wq_b).unflatten(-1, (config.num_attention_heads, -1))  # [T, H, d]
-    q = ops.head_norm_rope(q, batch.positions, freqs, eps)
-    kv = ops.linear(x, params.wkv)  # [T, d]
+    latent, kv, *of_compressors = _project_input(start, params, context)
+    q, *index_q = _project_latent(latent, params, context)
+    q = ops.head_norm_rope(q.unflatten(-1, (config.num_attention_heads, -1)), batch.positions, freqs, eps)  # [T, H, d]
     rows = ops.window_rows(kv, params.kv_norm, batch.positions, freqs, eps, cache.window.rows.format)
 
-    if params.compressor is not None:
-        _compress(x, params, layer, cache, batch, context)
+    _compress(of_compressors, params, layer, cache, batch, context)
     picks = None
     if params.indexer is not None:
-        picks = _pick_entries(x, query_latent, params.indexer, layer, cache, batch, context)
+        picks = _pick_entries(index_q[0], of_compressors[-1], layer, cache, batch, context)
 
     out = ops.sparse_attention(
-        q, rows, cache.window, cache.entries, picks, params.sink, batch, window_len=config.sliding_window
+        q, rows, cache.window, cache.entries, picks, params.sink, batch, window_len=config.sliding_window, freqs=freqs
     )  # [T, H, d]
     ops.append_swa(rows, cache.window, batch)
-    out = ops.rope(out, batch.positions, freqs, inverse=True)
     grouped = out.flatten(1).unflatten(-1, (config.o_groups, -1))  # [T, G, H / G * d]
     return ops.linear(ops.grouped_linear(grouped, params.wo_a).flatten(1), params.wo_b), picks
 
 
+def _project_input(start: HyperInput, params: AttentionParams, context: ModelContext) -> tuple[Tensor, ...]:
+    """Everything that reads the sublayer's input: the query latent (not yet normed), kv, and what the compressors and
+    the indexer take, in at least fp32 where they pool it."""
+    x, weights = start.hidden, params.on_input
+    wide = accumulator(x)
+    out_dtypes = [x.dtype if weight is params.wq_a or weight is params.wkv else wide for weight in weights]
+    if params.indexer is not None:
+        out_dtypes[-1] = x.dtype
+    return context.ops.linears(x, params.input_bundle or weights, out_dtypes, start.quant)
+
+
+def _project_latent(latent: Tensor, params: AttentionParams, context: ModelContext) -> tuple[Tensor, ...]:
+    """latent [T, q_lora_rank] -> queries [T, H d], and on CSA layers the indexer's [T, Hi Di]."""
+    ops, weights, eps = context.ops, params.on_latent, context.config.rms_norm_eps
+    out_dtypes = [latent.dtype] * len(weights)
+    if all(takes_codes(weight) for weight in weights):
+        _, codes = ops.rms_norm_quant(latent, params.q_norm, eps, False)
+        return ops.linears(codes, params.latent_bundle or weights, out_dtypes)
+    return ops.linears(ops.rms_norm(latent, params.q_norm, eps), params.latent_bundle or weights, out_dtypes)
+
+
 def _compress(
-    x: Tensor, params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
+    projections: list[Tensor], params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
     context: ModelContext,
 ) -> None:  # fmt: skip
-    """Write the entries that close in this batch, and with an indexer their keys."""
-    assert params.compressor is not None
-    entries = _compression(x, params.compressor, cache.compressor, cache.entries, layer, context)
+    """Write the entries that close in this batch, and with an indexer their keys. Nothing on SWA layers."""
+    if params.compressor is None:
+        return
+    kv, gate = projections[:2]
+    entries = _compression(kv, gate, params.compressor, cache.compressor, cache.entries, layer, context)
     if params.indexer is None:
         context.ops.compress(entries.kv, entries.gate, entries.spec, entries.state, entries.pages, batch)
     else:
-        keys = _compression(x, params.indexer.compressor, cache.index_compressor, cache.index_keys, layer, context)
+        compressor = params.indexer.compressor
+        kv, gate = projections[2:4]
+        keys = _compression(kv, gate, compressor, cache.index_compressor, cache.index_keys, layer, context)
         context.ops.compress_pair(entries, keys, batch)
 
 
 def _compression(
-    x: Tensor, params: CompressorParams, state: CompressorView | None, pages: PagedView | None, layer: LayerSpec,
-    context: ModelContext,
+    kv: Tensor, gate: Tensor, params: CompressorParams, state: CompressorView | None, pages: PagedView | None,
+    layer: LayerSpec, context: ModelContext,
 ) -> Compression:  # fmt: skip
     assert state is not None and pages is not None
     spec = CompressorSpec(
@@ -68,19 +92,17 @@ def _compression(
         eps=context.config.rms_norm_eps,
         dtype=context.dtype,
     )
-    kv, gate = (context.ops.linear(x, weight, out_dtype=accumulator(x)) for weight in (params.wkv, params.wgate))
     return Compression(kv, gate, spec, state, pages)
 
 
 def _pick_entries(
-    x: Tensor, query_latent: Tensor, params: IndexerParams, layer: LayerSpec, cache: LayerCacheHandle,
-    batch: TokenBatch, context: ModelContext,
-) -> Tensor:  # fmt: skip
-    """The entries each token reads [T, index_topk]."""
+    q: Tensor, weights: Tensor, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch, context: ModelContext
+) -> Tensor:
+    """Index queries [T, Hi Di] and head weights [T, Hi], both as projected -> the entries each token reads [T, k]."""
     ops, config = context.ops, context.config
     assert cache.index_keys is not None
-    q = ops.linear(query_latent, params.wq_b).unflatten(-1, (config.index_n_heads, -1))  # [T, Hi, Di]
+    q = q.unflatten(-1, (config.index_n_heads, -1))  # [T, Hi, Di]
     q = ops.index_queries(q, batch.positions, context.freqs(layer), cache.index_keys.rows.format)
     scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-    weights = ops.linear(x, params.weights_proj).to(accumulator(x)) * scale  # [T, Hi]
+    weights = weights.to(accumulator(weights)) * scale
     return ops.index_topk(q, weights, cache.index_keys, batch, ratio=layer.ratio, top_k=config.index_topk)

@@ -13,6 +13,7 @@ from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
 from dsv4.model.parameters import BlockParams, HyperParams
 from dsv4.ops.hyper import HyperInput, HyperSettings
+from dsv4.ops.linear import takes_codes
 from dsv4.schedule import LayerSpec
 
 
@@ -30,9 +31,8 @@ class BlockOutput:
 
 def enter(streams: Tensor, params: BlockParams, context: ModelContext) -> HyperInput:
     """Streams [T, n, D], or an embedding [T, D], -> what the block's attention starts from."""
-    return context.ops.hc_enter(
-        streams, *_mixing(params.hc_attn), params.attn_norm, _settings(context), has_codes=False
-    )
+    has_codes = takes_codes(params.attn.wq_a)
+    return context.ops.hc_enter(streams, *_mixing(params.hc_attn), params.attn_norm, _settings(context), has_codes)
 
 
 def block(
@@ -42,21 +42,24 @@ def block(
     """From `start` (see `enter`) through the block, and into the `following` one if there is one: what its attention
     starts from comes out of the same step that ends this block."""
     ops = context.ops
-    attn_out, entries = attention(start.hidden, params.attn, layer, cache, batch, context)
-    middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context)
+    attn_out, entries = attention(start, params.attn, layer, cache, batch, context)
+    middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context, has_codes=False)
     ffn_out, experts = moe(middle.hidden, params.ffn, batch.token_ids, context)
     if following is None:
         streams, next_start = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb), None
     else:
-        next_start = _cross(ffn_out, middle, following.hc_attn, following.attn_norm, context)
+        has_codes = takes_codes(following.attn.wq_a)
+        next_start = _cross(ffn_out, middle, following.hc_attn, following.attn_norm, context, has_codes)
         streams = next_start.streams
     return BlockOutput(streams, attn_out, ffn_out, experts, entries), next_start
 
 
-def _cross(out: Tensor, before: HyperInput, hyper: HyperParams, norm: Tensor, context: ModelContext) -> HyperInput:
-    """A sublayer's output [T, D] back into the streams, and on to the next sublayer's input."""
+def _cross(
+    out: Tensor, before: HyperInput, hyper: HyperParams, norm: Tensor, context: ModelContext, has_codes: bool
+) -> HyperInput:
+    """A sublayer's output [T, D] back into the streams, and on to the next sublayer's input (and its codes)."""
     return context.ops.hc_boundary(
-        out, before.streams, before.post, before.comb, *_mixing(hyper), norm, _settings(context), has_codes=False
+        out, before.streams, before.post, before.comb, *_mixing(hyper), norm, _settings(context), has_codes
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.formats.tensors import Weight
+from dsv4.ops.linear import LinearBundle
 
 
 @dataclass
@@ -44,7 +45,11 @@ class IndexerParams:
 
 @dataclass
 class AttentionParams:
-    """Names as in the checkpoint. sink fp32 [H]; compressor on CSA and HCA layers, indexer on CSA layers."""
+    """Names as in the checkpoint. sink fp32 [H]; compressor on CSA and HCA layers, indexer on CSA layers.
+
+    `on_input` and `on_latent` are the weights that share an input, in the order the model asks for them; a bundle of
+    them, where one was built (model/prepare.py), takes their place and is one launch.
+    """
 
     wq_a: Weight
     q_norm: Tensor
@@ -56,6 +61,23 @@ class AttentionParams:
     sink: Tensor
     compressor: CompressorParams | None
     indexer: IndexerParams | None
+    input_bundle: LinearBundle | None = None
+    latent_bundle: LinearBundle | None = None
+
+    @property
+    def on_input(self) -> tuple[Weight, ...]:
+        """wq_a, wkv; the compressor's wkv and wgate; the indexer's compressor's, and weights_proj."""
+        weights = [self.wq_a, self.wkv]
+        if self.compressor is not None:
+            weights += [self.compressor.wkv, self.compressor.wgate]
+        if self.indexer is not None:
+            weights += [self.indexer.compressor.wkv, self.indexer.compressor.wgate, self.indexer.weights_proj]
+        return tuple(weights)
+
+    @property
+    def on_latent(self) -> tuple[Weight, ...]:
+        """wq_b, and the indexer's."""
+        return (self.wq_b,) if self.indexer is None else (self.wq_b, self.indexer.wq_b)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from dsv4.ops.hyper import (
     hc_pre_ref,
 )
 from dsv4.ops.indexer import index_queries_ref, index_topk_ref
-from dsv4.ops.linear import grouped_linear_ref, linear_ref
+from dsv4.ops.linear import grouped_linear_ref, linear_ref, linears_ref
 from dsv4.ops.moe import moe_ref
 from dsv4.ops.norm import rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.rope import head_norm_rope_ref, rope_ref
@@ -51,6 +51,7 @@ class OpSet:
     hc_boundary: Callable[..., HyperInput]
     hc_head_norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    linears: Callable[..., tuple[Tensor, ...]]
     grouped_linear: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     moe: Callable[..., Tensor]
@@ -76,6 +77,7 @@ TORCH = OpSet(
     hc_boundary=hc_boundary_ref,
     hc_head_norm=hc_head_norm_ref,
     linear=linear_ref,
+    linears=linears_ref,
     grouped_linear=grouped_linear_ref,
     route=route_ref,
     moe=moe_ref,

@@ -2,10 +2,17 @@
 
 For query t: keys are the window positions max(0, t - window + 1) .. t and the picked entries (CSA) or all visible ones
 (HCA), with no de-duplication. logit = q.k / sqrt(d); o = sum e^(l - M) v / (sum e^(l - M) + e^(sink - M)), M the
-highest logit of a real key.
+highest logit of a real key. With rope frequencies the last dims of the output are rotated back to position 0.
+
+Kernels (attention_kernels.py): tiles of 64 keys, folded in order. Many queries: one program takes all tiles of a query
+and 64 heads. Few queries: every tile is a program of its own, and a second launch folds what they stored. Both give the
+same bits, so the choice may depend on the batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +21,25 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.config import BLOCK_TOKENS
 from dsv4.formats.row_store import RowStore, decode_rows
+from dsv4.formats.rows import ENTRY_GROUP, RowKind
+from dsv4.ops.attention_kernels import HEADS, KEYS, _attend_kernel, _combine_kernel
 from dsv4.ops.history import gather_history
 from dsv4.ops.indexer import gather_entries, num_visible
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, exp
+from dsv4.ops.rope import rope_ref
+from dsv4.ops.row_kernels import RowTarget, row_target
+from dsv4.ops.tl_utils import KernelInputError, check_launch
 
 
 def sparse_attention_ref(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
-    batch: TokenBatch, *, window_len: int,
+    batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, H, d], this batch's rows [T], the cache, picks [T, k] (-1: none) or None for all visible -> [T, H, d].
 
     `rows` are not in the ring yet (see append_swa). Probabilities are rounded to q's dtype before they meet the values,
-    the denominator is not. A padded row, or one without keys, gives zeros.
+    the denominator is not. A padded row, or one without keys, gives zeros. With `freqs` the result is
+    rope_ref(result, batch.positions, freqs, inverse=True).
     """
     out = torch.zeros_like(q)
     fresh = decode_rows(rows)  # [T, d]
@@ -38,7 +51,7 @@ def sparse_attention_ref(
             valid = torch.cat((valid, entry_ids >= 0), 1)
         valid = valid & (batch.slots[tokens] >= 0).unsqueeze(-1)
         out[tokens] = attend_ref(q[tokens], values, valid, sink)
-    return out
+    return out if freqs is None else rope_ref(out, batch.positions, freqs, inverse=True)
 
 
 def attend_ref(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
@@ -97,3 +110,153 @@ def _visible_picks(picks: Tensor | None, entries: PagedView, batch: TokenBatch, 
     else:
         entry_ids = picks[tokens].long()
     return entry_ids.masked_fill(entry_ids >= limit, -1)
+
+
+class AttentionPlan(NamedTuple):
+    """How the work is cut; no choice here changes a bit.
+
+    `split_programs`: a batch is split into tiles when that makes no more programs than this. `combine_rows`,
+    `combine_tiles`: heads a program folds, and tiles it has under way.
+    """
+
+    split_programs: int = 400
+    num_warps: int = 8
+    num_stages: int = 1
+    combine_rows: int = 16
+    combine_warps: int = 4
+    combine_tiles: int = 4
+
+
+PLAN = AttentionPlan()
+LOG2_E = 1.4426950408889634
+
+
+def sparse_attention(
+    q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
+    batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `sparse_attention_ref`. q in bf16 with contiguous columns; rows and cache in ENTRY_FP8 with whole words of
+    scales; the result is contiguous.
+    """
+    return launch_attention(PLAN, q, rows, window, entries, picks, sink, batch, window_len, freqs)
+
+
+def launch_attention(
+    plan: AttentionPlan, q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None,
+    picks: Tensor | None, sink: Tensor, batch: TokenBatch, window_len: int, freqs: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`sparse_attention` cut as `plan` says."""
+    check_launch(q, rows.data, window.rows.data, sink, batch.positions, picks, freqs)
+    _check(q, rows, window, entries, picks, sink, batch, freqs)
+    num_tokens, num_heads, dim = q.shape
+    out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or num_heads == 0:
+        return out
+    assert rows.scales is not None
+    fresh = _target(replace(rows, data=rows.data.unsqueeze(1), scales=rows.scales.unsqueeze(1)))
+    ring = _target(window.rows)
+    pages = ring if entries is None else _target(entries.rows)  # an unused pointer still needs a tensor
+    picked = batch.positions.unsqueeze(1) if picks is None or picks.shape[1] == 0 else picks
+    if picked.stride(1) != 1:
+        picked = picked.contiguous()
+    table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
+    positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
+    sink = sink.contiguous()
+    angles = sink if freqs is None else freqs.contiguous()
+    has_entries = entries is not None and (picks is None or picks.shape[1] > 0)
+    ratio = 1 if entries is None else BLOCK_TOKENS // entries.entries_per_block
+    num_entries = 0
+    if has_entries and entries is not None:
+        num_entries = table.shape[1] * entries.entries_per_block if picks is None else picks.shape[1]
+    num_slices = -(-window_len // KEYS) + -(-num_entries // KEYS)
+    head_blocks = -(-num_heads // HEADS)
+    num_programs = num_tokens * head_blocks
+    is_split = num_programs * num_slices <= plan.split_programs
+    part, highest, total = _scratch(num_programs * num_slices if is_split else 0, dim, q.device)
+    shape: dict[str, Any] = {
+        "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
+        "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
+        "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None,
+    }  # fmt: skip
+    _attend_kernel[(num_programs, num_slices if is_split else 1)](
+        q, q.stride(0), q.stride(1), out, num_heads, dim**-0.5 * LOG2_E, sink, angles, positions, slots,
+        batch.chunk_starts.contiguous(), fresh, ring, window.positions, window.positions.stride(0), pages,
+        picked, picked.stride(0), table, table.stride(0), part, highest, total, num_slices,
+        **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))), IS_SPLIT=is_split,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if is_split:
+        _combine_kernel[(num_programs, HEADS // plan.combine_rows, dim // ENTRY_GROUP)](
+            part, highest, total, num_slices, out, num_heads, sink, angles, positions, slots,
+            **shape, ROWS=plan.combine_rows, AT_ONCE=plan.combine_tiles,
+            num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _check(
+    q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
+    batch: TokenBatch, freqs: Tensor | None,
+) -> None:  # fmt: skip
+    fmt = window.rows.format
+    num_tokens = batch.num_tokens
+    if (
+        q.dtype != torch.bfloat16
+        or q.dim() != 3
+        or q.shape[0] != num_tokens
+        or q.shape[2] != fmt.dim
+        or q.stride(2) != 1
+    ):
+        raise KernelInputError(
+            f"expected q [{num_tokens}, heads, {fmt.dim}] in bf16 with contiguous columns, found {q.dtype} "
+            f"{tuple(q.shape)} with strides {q.stride()}"
+        )
+    if fmt.kind is not RowKind.ENTRY_FP8 or fmt.rope_dim != ENTRY_GROUP:
+        raise KernelInputError(f"expected rows of {RowKind.ENTRY_FP8} with {ENTRY_GROUP} rope dims, found {fmt}")
+    if fmt.scale_bytes != 8:
+        raise KernelInputError(f"expected at most 8 groups a row, found {fmt}")
+    if rows.format != fmt or rows.data.shape[:-1] != (num_tokens,):
+        raise KernelInputError(
+            f"expected {num_tokens} rows of {fmt}, found {tuple(rows.data.shape[:-1])} of {rows.format}"
+        )
+    if entries is not None and entries.rows.format != fmt:
+        raise KernelInputError(f"expected entries of {fmt}, found {entries.rows.format}")
+    if picks is not None and (entries is None or picks.dim() != 2 or picks.shape[0] != num_tokens):
+        raise KernelInputError(f"expected entries and picks [{num_tokens}, k], found picks {tuple(picks.shape)}")
+    if sink.shape != (q.shape[1],):
+        raise KernelInputError(f"expected a sink of shape ({q.shape[1]},), found {tuple(sink.shape)}")
+    if window.positions.dtype != torch.int32 or window.positions.stride(1) != 1:
+        raise KernelInputError(
+            f"expected ring positions in int32 with contiguous rows, found {window.positions.dtype} with strides "
+            f"{window.positions.stride()}"
+        )
+    if freqs is not None and (freqs.dtype != torch.float32 or 2 * freqs.shape[0] != fmt.rope_dim):
+        raise KernelInputError(
+            f"expected fp32 frequencies of {fmt.rope_dim} dims, found {freqs.dtype} {tuple(freqs.shape)}"
+        )
+
+
+def _target(rows: RowStore) -> RowTarget:
+    """Rows [A, B] for the kernel, with the 8 bytes of a row's scales as one word."""
+    target = row_target(rows)
+    scales = rows.scales
+    assert scales is not None
+    if scales.storage_offset() % 8 or scales.stride(0) % 8 or scales.stride(1) % 8:
+        raise KernelInputError(f"expected scales aligned to 8 bytes, found strides {scales.stride()}")
+    words = scales.view(torch.int64)
+    return target._replace(
+        scales=words, scales_stride=words.stride(0), scales_row=words.stride(1),
+        factor=words, factor_stride=0, factor_row=0,
+    )  # fmt: skip
+
+
+def _is_aligned(target: RowTarget) -> bool:
+    """Every row begins at a multiple of 16 bytes."""
+    return not (target.data.storage_offset() % 16 or target.data_stride % 16 or target.data_row % 16)
+
+
+def _scratch(num_tiles: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What tiles store: P V, highest logit and sum, of every head."""
+    part = torch.empty((num_tiles, HEADS, dim), dtype=torch.float32, device=device)
+    highest, total = torch.empty((2, num_tiles, HEADS), dtype=torch.float32, device=device).unbind(0)
+    return part, highest, total

@@ -7,7 +7,10 @@ following halves of block i - 1 (absent for i = 0). Then norm, rope at position 
 table.
 
 The sums have one order everywhere: the 8 slots of a CSA entry one after the other, the 128 of an HCA entry in eight
-runs of 16, each first to last, then the runs in pairs. The kernels are in ops/compress_kernels.py.
+runs of 16, each first to last, then the runs in pairs. The kernels are in ops/compress_kernels.py; their exponential
+is fp32, wrong by 1.1 in the last place at most where the oracle's is rounded once from fp64, and their sums are fp32
+throughout where torch keeps a running sum in fp64. Both vanish in the rounding of an entry to `spec.dtype` but for rare
+steps of one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.config import CSA_RATIO, HCA_RATIO
 from dsv4.formats.row_store import encode_rows
 from dsv4.formats.rows import RowKind
+from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.compress_kernels import (
     POOL_RUNS,
     BatchArguments,
@@ -30,14 +34,13 @@ from dsv4.ops.compress_kernels import (
     TailArguments,
     _compress_kernel,
     _compress_pair_kernel,
-    _finish_kernel,
 )
 from dsv4.ops.hadamard import hadamard_ref
 from dsv4.ops.history import gather_history, last_writers
 from dsv4.ops.invariant import exp, ordered_sum
 from dsv4.ops.norm import KERNEL_DTYPES, rms_norm_ref
 from dsv4.ops.rope import rope_ref
-from dsv4.ops.row_kernels import RowTarget, check_norm_weight, row_shape, row_target, rows_per_tile
+from dsv4.ops.row_kernels import RowTarget, check_norm_weight, row_shape, row_target
 from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2
 
 
@@ -151,14 +154,13 @@ def _write_tail(tail: TailView, kv: Tensor, score: Tensor, batch: TokenBatch) ->
 class CompressPlan:
     """How a launch is cut: `config.rows` tokens a program, `tail_rows` rows of a ring written at a time.
 
-    HCA columns are taken `cols` at a time, by different programs if `is_split`; CSA ones all at once. `max_registers`
-    makes room for more programs on a multiprocessor. No plan changes a bit of the result.
+    HCA columns are spread over programs, `cols` each; CSA ones are taken all at once. `max_registers` makes room for
+    more programs on a multiprocessor. No plan changes a bit of the result.
     """
 
     config: LaunchConfig
     tail_rows: int
     cols: int | None = None
-    is_split: bool = False
     max_registers: int | None = None
 
     @property
@@ -180,23 +182,19 @@ class CompressPlan:
         return next_power_of_2(max(self.config.rows, 16) + reach - 1)
 
 
-# By the number of tokens: few (decode) get a program each; many (prefill) share one, so that 16 tokens of a CSA chunk
-# close the four entries that one tile finishes together, and 128 of an HCA chunk the one that is spread over 16
-# programs. Measured on an H200: 64 closing HCA requests take 44 us in one launch and 450 us spread out.
+# By the number of tokens: few (decode) get a program each, or one per 32 columns; many (prefill) share one, so that 16
+# tokens of a CSA chunk close the four entries that one tile finishes together, and 128 of an HCA chunk close one.
 CSA_FEW_TOKENS, HCA_FEW_TOKENS = 512, 256
 CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
 CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168)
-HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=8), tail_rows=1, cols=64)
-HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, is_split=True)
+HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=32)
+HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168)
 
 
 def compress(
     kv: Tensor, gate: Tensor, spec: CompressorSpec, state: CompressorView, pages: PagedView, batch: TokenBatch
 ) -> None:
-    """See `compress_ref`. fp32 projections with contiguous columns, fp32 tails, quantised pages.
-
-    One launch; two for an HCA layer with more than HCA_FEW_TOKENS tokens.
-    """
+    """See `compress_ref`. fp32 projections with contiguous columns, fp32 tails, quantised pages. One launch."""
     if state.following is None:
         plan = HCA_FEW if batch.num_tokens <= HCA_FEW_TOKENS else HCA_MANY
     else:
@@ -215,18 +213,13 @@ def launch_compress(job: Compression, batch: TokenBatch, plan: CompressPlan) -> 
     num_tokens, dim, rows = batch.num_tokens, shape["DIM"], plan.config.rows
     if num_tokens == 0:
         return
-    cuts, places, cols = _cuts(job, plan), _batch_arguments(batch), plan.columns(dim)
-    _compress_kernel[(-(-num_tokens // rows), dim // cols if plan.is_split else 1)](
-        arguments, target, places, num_tokens, rows, **cuts, **shape,
-        COLS=cols, POOL_COLS=cols if plan.is_split else dim, FINISH_ROWS=0 if plan.is_split else plan.finish_rows(dim),
-        **plan.options,
+    num_groups, cols = -(-num_tokens // rows), plan.columns(dim)
+    if num_groups > NUM_COUNTERS:
+        raise KernelInputError(f"expected at most {NUM_COUNTERS * rows} tokens, found {num_tokens}")
+    _compress_kernel[(num_groups, dim // cols)](
+        arguments, target, _batch_arguments(batch), arrival_counters("compress", job.kv.device), num_tokens, rows,
+        **_cuts(job, plan), **shape, COLS=cols, FINISH_ROWS=plan.finish_rows(dim), **plan.options,
     )  # fmt: skip
-    if plan.is_split:
-        finish_rows, options = rows_per_tile(dim)
-        _finish_kernel[(-(-num_tokens // finish_rows),)](
-            arguments, target, places, num_tokens, RATIO=cuts["RATIO"], PER_BLOCK=cuts["PER_BLOCK"], ROWS=finish_rows,
-            **shape, **options,
-        )  # fmt: skip
 
 
 def launch_compress_pair(attention: Compression, index: Compression, batch: TokenBatch, plan: CompressPlan) -> None:

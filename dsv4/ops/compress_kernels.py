@@ -6,17 +6,17 @@ first token of its chunk: the entries that reach back before the chunk (CSA: two
 barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
 An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
-which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once. HCA has 128 slots: columns
-are taken COLS at a time, the slots as eight runs side by side. Few tokens: one launch, the program goes through the
-columns itself. Many: the columns are spread over programs, and `_finish_kernel` follows.
+which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once, and the program that pools
+an entry finishes it. HCA has 128 slots, taken as eight runs side by side; its columns are spread over the programs of a
+group, each with its own columns of the rings, and the last of them to arrive finishes the group's entries.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from dsv4.ops.row_kernels import row_offsets, store_rows
+from dsv4.ops.tl_math import exp_fp32
 from dsv4.ops.tl_utils import jit, tl
 
 POOL_RUNS = 8  # see `_sum_of_slots` in ops/compress.py
@@ -57,49 +57,6 @@ class CompressorArguments(NamedTuple):
     norm_weight: Any
     freqs: Any
     eps: float
-
-
-# ---- the exponential ----
-
-# Chebyshev interpolation of e^r for |r| <= ln 2 / 2; relative error 2^-45
-_EXP_0, _EXP_1 = tl.constexpr(1.0000000000000144), tl.constexpr(1.0000000000000246)
-_EXP_2, _EXP_3 = tl.constexpr(0.4999999999942387), tl.constexpr(0.16666666666361285)
-_EXP_4, _EXP_5 = tl.constexpr(0.041666667045689526), tl.constexpr(0.008333333447773728)
-_EXP_6, _EXP_7 = tl.constexpr(0.0013888801125018367), tl.constexpr(0.00019841094826590665)
-_EXP_8, _EXP_9 = tl.constexpr(2.4884706488337773e-05), tl.constexpr(2.767057755607018e-06)
-_LOG2_E, _LN_2 = tl.constexpr(1.0 / math.log(2.0)), tl.constexpr(math.log(2.0))
-_ROUND_FP64 = tl.constexpr(1.5 * 2.0**52)  # adding it rounds to an integer, which then stands in the low bits
-
-
-@jit
-def _exp_step(p, r, CONSTANT: tl.constexpr):
-    """p * r + CONSTANT, rounded once. `tl.fma` by itself would take a bare constant for fp32."""
-    return tl.fma(p, r, tl.full([1], CONSTANT, tl.float64))
-
-
-@jit
-def exp_of_difference(x):
-    """fp32 x <= 0 (a score minus the highest) -> e^x in fp32, as `exp` of ops/invariant.py: computed in fp64, rounded
-    once.
-
-    The rounding hides the error of the polynomial but for one value in two million. Below -150 (and for -inf) the
-    result is 0; NaN stays. A third of the instructions of tl_math's `exp_negative`: a CSA layer needs 1,280 a token,
-    and a long prefill should wait for memory, not for these.
-    """
-    wide = tl.where(x < -150.0, -150.0, x).to(tl.float64)
-    shifted = _exp_step(wide, tl.full([1], _LOG2_E, tl.float64), _ROUND_FP64)
-    r = tl.fma(shifted - _ROUND_FP64, tl.full([1], -_LN_2, tl.float64), wide)
-    p = _exp_step(r, tl.full([1], _EXP_9, tl.float64), _EXP_8)
-    p = _exp_step(p, r, _EXP_7)
-    p = _exp_step(p, r, _EXP_6)
-    p = _exp_step(p, r, _EXP_5)
-    p = _exp_step(p, r, _EXP_4)
-    p = _exp_step(p, r, _EXP_3)
-    p = _exp_step(p, r, _EXP_2)
-    p = _exp_step(p, r, _EXP_1)
-    p = _exp_step(p, r, _EXP_0)
-    scaled = p.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
-    return tl.where(x != x, x, scaled.to(tl.float64, bitcast=True).to(tl.float32))
 
 
 # ---- pooling ----
@@ -143,7 +100,7 @@ def _pool_overlapping(
         highest = tl.maximum(highest, score)
         scores = scores + (score,)  # type: ignore  # noqa: RUF005
     total = tl.zeros([DIM], tl.float32)
-    pooled = tl.full([DIM], -0.0, tl.float32)  # adding to -0 leaves every first term as it is, -0 included
+    pooled = tl.zeros([DIM], tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
@@ -151,7 +108,7 @@ def _pool_overlapping(
         )
         source = tl.where(is_fresh, job.kv + row, tail.kv + place)
         kv = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=0.0)
-        weight = exp_of_difference(scores[index] - highest)
+        weight = exp_fp32(scores[index] - highest)
         total = total + weight
         pooled = pooled + weight * kv
     entry = tl.div_rn(pooled, total)
@@ -203,9 +160,9 @@ def _pool_plain(
         scores = scores + (score,)  # type: ignore  # noqa: RUF005
     highest = tl.max(highest, axis=0)[None, :]
     total = tl.zeros([_POOL_RUNS, COLS], tl.float32)
-    pooled = tl.full([_POOL_RUNS, COLS], -0.0, tl.float32)
+    pooled = tl.zeros([_POOL_RUNS, COLS], tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
-        weight = exp_of_difference(scores[step] - highest)
+        weight = exp_fp32(scores[step] - highest)
         total = total + weight
         pooled = pooled + weight * kvs[step]
     entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))
@@ -215,20 +172,17 @@ def _pool_plain(
 @jit
 def _pool_entry(
     job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
-    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Pool the entry that `token` closes: columns first_col .. first_col + POOL_COLS of it, COLS at a time."""
+    """Pool the entry that `token` closes: columns first_col .. first_col + COLS of it."""
     position = tl.load(batch.positions + token).to(tl.int32)
     slot = tl.load(batch.slots + token)
     start = tl.load(batch.chunk_starts + token).to(tl.int32)
     token = token.to(tl.int64)
     if FOLLOWING_LEN > 0:
         _pool_overlapping(job, token, slot, position, start, RATIO, DIM, OWN_LEN, FOLLOWING_LEN)
-    elif COLS == POOL_COLS:
-        _pool_plain(job, token, slot, position, start, first_col, RATIO, DIM, OWN_LEN, COLS)
     else:
-        for col in range(first_col, first_col + POOL_COLS, COLS):
-            _pool_plain(job, token, slot, position, start, col, RATIO, DIM, OWN_LEN, COLS)
+        _pool_plain(job, token, slot, position, start, first_col, RATIO, DIM, OWN_LEN, COLS)
 
 
 # ---- entries and tails ----
@@ -236,14 +190,12 @@ def _pool_entry(
 
 @jit
 def _finish_entries(
-    job, target, batch, tokens, mask, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
+    job, target, tokens, entries, blocks, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
     DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rope, encode the pooled entries that `tokens` [R] close, and write them through the block table."""
-    entries = tl.load(batch.positions + tokens, mask=mask, other=0) // RATIO
-    slots = tl.load(batch.slots + tokens, mask=mask, other=0)
-    blocks = tl.load(batch.table + slots * batch.table_stride + entries // PER_BLOCK, mask=mask, other=-1)
-    mask = mask & (blocks >= 0)
+    """Norm, rope, encode the pooled `entries` [R] that `tokens` close, and write them into `blocks` (-1: none)."""
+    mask = blocks >= 0
+    blocks, entries = blocks.to(tl.int64), entries.to(tl.int64)
     offsets = row_offsets(target, blocks, entries % PER_BLOCK)
     store_rows(
         job.pooled, tokens.to(tl.int64) * DIM, mask, job.norm_weight, entries * RATIO, job.freqs, job.eps,
@@ -307,71 +259,95 @@ def _write_tails(
 
 
 @jit
+def _value_at(values, lanes, lane):
+    """values[lane], a scalar."""
+    return tl.sum(tl.where(lanes == lane, values, 0), axis=0)
+
+
+@jit
 def _compress_group(
-    job, target, batch, num_tokens, group, first_col,
+    job, target, batch, counter_ptr, num_tokens, group, first_col,
     RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
-    FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """`group` neighbouring tokens: their entries, FINISH_ROWS at a time (0: pooled only), then the tails."""
+    """COLS columns of `group` neighbouring tokens: their entries, FINISH_ROWS at a time, and the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
+    IS_WHOLE: tl.constexpr = COLS == DIM
     base = tl.program_id(0) * group
-    lanes = tl.arange(
-        0, CANDIDATES
-    )  # the group's tokens, and those behind them whose entries may belong to this program
+    # the group's tokens, and those behind them whose entries may belong to this program
+    lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
     positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)
-    is_real = tl.load(batch.slots + base + lanes, mask=mask, other=-1) >= 0
+    slots = tl.load(batch.slots + base + lanes, mask=mask, other=-1)
+    is_real = slots >= 0
     # since the chunk's first token
     ages = positions - tl.load(batch.chunk_starts + base + lanes, mask=mask, other=0).to(tl.int32)
     leaders = tl.where(is_real & (ages == 0) & (lanes < group), lanes, CANDIDATES)
     # an entry that reaches back before its chunk belongs to the program of the chunk's first token
     owners = tl.where(ages < REACH - 1, lanes - ages, lanes)
-    is_mine = is_real & (owners >= 0) & (owners < group)
-    pending = tl.where(is_mine & ((positions + 1) % RATIO == 0), lanes, CANDIDATES)
+    is_mine = is_real & (owners >= 0) & (owners < group) & ((positions + 1) % RATIO == 0)
+    pending = tl.where(is_mine, lanes, CANDIDATES)
+    entries = positions // RATIO
+    # asked for here, beside the rows to be pooled; needed when they are finished
+    blocks = tl.load(batch.table + slots * batch.table_stride + entries // PER_BLOCK, mask=is_mine, other=-1)
+    finish_lanes = tl.arange(0, FINISH_ROWS)
     following = tl.min(pending, axis=0)
+    has_entries = following < CANDIDATES
+    if not IS_WHOLE:
+        unpooled = pending
+        token = following
+        while token < CANDIDATES:
+            _pool_entry(job, batch, base + token, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
+            unpooled = tl.where(lanes == token, CANDIDATES, unpooled)
+            token = tl.min(unpooled, axis=0)
+        if has_entries:
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            arrived = tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel")
+            if arrived == DIM // COLS - 1:
+                tl.store(counter_ptr + tl.program_id(0), 0)
+            else:
+                following = CANDIDATES
     while following < CANDIDATES:
-        if FINISH_ROWS > 0:
-            finish_lanes = tl.arange(0, FINISH_ROWS)
-            tokens = base + tl.zeros([FINISH_ROWS], tl.int32)
-            count = 0
-            while (following < CANDIDATES) & (count < FINISH_ROWS):
-                _pool_entry(
-                    job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS, POOL_COLS
-                )
-                tokens = tl.where(finish_lanes == count, base + following, tokens)
-                count += 1
-                pending = tl.where(lanes == following, CANDIDATES, pending)
-                following = tl.min(pending, axis=0)
-            tl.debug_barrier()  # the scratch rows are read back by other threads
-            _finish_entries(
-                job, target, batch, tokens, finish_lanes < count, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
-                SCALE_BYTES,
-            )  # fmt: skip
-        else:
-            _pool_entry(job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS, POOL_COLS)
+        rows = tl.zeros([FINISH_ROWS], tl.int32)
+        row_entries = tl.zeros([FINISH_ROWS], tl.int32)
+        row_blocks = tl.full([FINISH_ROWS], -1, tl.int32)
+        count = 0
+        while (following < CANDIDATES) & (count < FINISH_ROWS):
+            if IS_WHOLE:
+                _pool_entry(job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
+            is_row = finish_lanes == count
+            rows = tl.where(is_row, following, rows)
+            row_entries = tl.where(is_row, _value_at(entries, lanes, following), row_entries)
+            row_blocks = tl.where(is_row, _value_at(blocks, lanes, following), row_blocks)
+            count += 1
             pending = tl.where(lanes == following, CANDIDATES, pending)
             following = tl.min(pending, axis=0)
+        if IS_WHOLE:
+            tl.debug_barrier()  # the scratch rows are read back by other threads
+        _finish_entries(
+            job, target, base + rows, row_entries, row_blocks, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
+            SCALE_BYTES,
+        )  # fmt: skip
 
     tl.debug_barrier()  # every row of a ring that an entry needs has been read
     leader = tl.min(leaders, axis=0)
     while leader < CANDIDATES:
-        _write_tails(job, batch, base + leader, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, TAIL_ROWS, POOL_COLS)
+        _write_tails(job, batch, base + leader, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, TAIL_ROWS, COLS)
         leaders = tl.where(lanes == leader, CANDIDATES, leaders)
         leader = tl.min(leaders, axis=0)
 
 
 @jit(do_not_specialize=("num_tokens", "group"))
 def _compress_kernel(
-    job, target, batch, num_tokens, group, RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
-    PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr, POOL_COLS: tl.constexpr,
+    job, target, batch, counter_ptr, num_tokens, group, RATIO: tl.constexpr, OWN_LEN: tl.constexpr,
+    FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
     _compress_group(
-        job, target, batch, num_tokens, group, tl.program_id(1) * POOL_COLS, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
-        CANDIDATES, COLS, POOL_COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+        job, target, batch, counter_ptr, num_tokens, group, tl.program_id(1) * COLS, RATIO, OWN_LEN, FOLLOWING_LEN,
+        PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
     )  # fmt: skip
 
 
@@ -384,29 +360,15 @@ def _compress_pair_kernel(
     INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Two CSA compressors with the same rings' lengths; program_id(1) chooses."""
+    """Two CSA compressors with the same rings' lengths; program_id(1) chooses. Columns are whole: nothing counts."""
     if tl.program_id(1) == 0:
         _compress_group(
-            job, target, batch, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, CANDIDATES, DIM, DIM,
-            FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+            job, target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
+            CANDIDATES, DIM, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
         )  # fmt: skip
     else:
         _compress_group(
-            index_job, index_target, batch, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK, CANDIDATES,
-            INDEX_DIM, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM, INDEX_LOG2_DIM,
-            INDEX_SCALE_BYTES,
+            index_job, index_target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN,
+            PER_BLOCK, CANDIDATES, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM,
+            INDEX_LOG2_DIM, INDEX_SCALE_BYTES,
         )  # fmt: skip
-
-
-@jit(do_not_specialize=("num_tokens",))
-def _finish_kernel(
-    job, target, batch, num_tokens, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Entries pooled by `_compress_kernel` with FINISH_ROWS = 0."""
-    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = tokens < num_tokens
-    positions = tl.load(batch.positions + tokens, mask=mask, other=0)
-    mask = mask & (tl.load(batch.slots + tokens, mask=mask, other=-1) >= 0) & ((positions + 1) % RATIO == 0)
-    if tl.max(mask.to(tl.int32), axis=0) > 0:
-        _finish_entries(job, target, batch, tokens, mask, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES)

@@ -272,8 +272,11 @@ def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return new_streams
 
 
-def launch_hyper(call: HyperCall, variant: HyperVariant | None = None) -> HyperInput:
-    """`hyper_kernel` for a checked call. The variant follows from the number of rows unless a benchmark chooses it.
+def launch_hyper(
+    call: HyperCall, variant: HyperVariant | None = None, split_cols: int | None = None
+) -> HyperInput:  # fmt: skip
+    """`hyper_kernel` for a checked call. The variant follows from the number of rows, and the columns of a split from
+    the hidden size, unless a benchmark chooses them; other splits are other sums.
 
     Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
     """
@@ -286,15 +289,15 @@ def launch_hyper(call: HyperCall, variant: HyperVariant | None = None) -> HyperI
         part = HyperInput(result.streams[rows], result.hidden[rows], quant, result.post[rows], result.comb[rows])
         chosen = variant or (FEW_ROWS if num_tokens <= FEW_ROWS_LIMIT else MANY_ROWS)
         if hidden_size:
-            _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen)
+            _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen, split_cols)
     return result
 
 
-def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant) -> None:
+def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, split_cols: int | None) -> None:
     num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
     # tile and warps of the RMSNorm kernel: the same sum in the same order
     block, config = pick_config(ROW_CONFIGS, hidden_size, "the hidden size")
-    split_cols = next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
+    split_cols = split_cols or next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
     num_splits, num_tiles = -(-hidden_size // split_cols), -(-num_tokens // variant.tile_rows)
     x, device = _dense(call.x), call.x.device
     partial = torch.empty(num_tiles, num_splits, variant.tile_rows, MIX_COLS, dtype=torch.float32, device=device)

@@ -23,6 +23,7 @@ rows, whatever the tile, so that a token's bits do not depend on the number of t
 from __future__ import annotations
 
 from dsv4.ops.norm import inverse_rms
+from dsv4.ops.tl_math import exp_fp32
 from dsv4.ops.tl_utils import INTERPRET, jit, quantize_e4m3, tl
 
 NUM_STREAMS = 4
@@ -182,26 +183,32 @@ def _load_partials(partial_ptr, row, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.c
 
 
 @jit
-def _token_weights(
-    partial, base, scale, weights_ptr, post_ptr, token, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr
-):  # fmt: skip
-    """Sum a token's partials and leave its 4 pre weights, 4 post weights and 16 exponentials in `weights`."""
+def _token_weights(partial, base, scale, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr):
+    """Sum a token's partials -> its 4 pre weights, 4 post weights and 16 exponentials, side by side [MIX_COLS]."""
     mixes = tl.arange(0, _MIX_COLS)
     sums = tl.sum(partial, axis=0)
     # rows_matmul(wide.flatten(1), fn) * rsqrt(mean_square + norm_eps)
     mean_square = tl.div_rn(tl.sum(tl.where(mixes == NUM_MIXES, sums, 0.0), axis=0), 4.0 * D)
     logits = sums * tl.div_rn(1.0, tl.sqrt_rn(mean_square + norm_eps)) * scale + base
-    # sigmoid(z) = 1 / (1 + exp(-z)) for pre and post, exp(z - max of its row) for comb: one exp in fp64 serves all
+    # sigmoid(z) for pre and post, from exp(-|z|); exp(z - max of its row) for comb: one exp serves all
     rows_of_four = tl.reshape(logits, [_MIX_COLS // 4, 4])
     row_max = tl.broadcast_to(tl.max(rows_of_four, axis=1)[:, None], [_MIX_COLS // 4, 4])
     is_gate = mixes < 8
-    power = tl.exp(tl.where(is_gate, -logits, logits - tl.reshape(row_max, [_MIX_COLS])).to(tl.float64))
-    gate = (1.0 / (1.0 + power)).to(tl.float32)
+    power = exp_fp32(tl.where(is_gate, tl.abs(logits) * -1.0, logits - tl.reshape(row_max, [_MIX_COLS])))
+    gate = tl.div_rn(tl.where(logits < 0.0, power, 1.0), 1.0 + power)
     gate = tl.where(mixes < 4, gate + hc_eps, gate * 2.0)
-    row_ptr = weights_ptr + token * _MIX_COLS + mixes
-    tl.store(row_ptr, tl.where(is_gate, gate, power.to(tl.float32)), mask=mixes < NUM_MIXES)
-    if NUM_MIXES > 4:
-        tl.store(post_ptr + token * 4 + mixes - 4, gate, mask=is_gate & (mixes >= 4))
+    return tl.where(is_gate, gate, power)
+
+
+@jit
+def _pick(values, INDEX: tl.constexpr):
+    """One of values [MIX_COLS] in every lane: a shuffle."""
+    return tl.gather(values, tl.full([_MIX_COLS], INDEX, tl.int32), 0)
+
+
+@jit
+def _scalar(values, INDEX: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, _MIX_COLS) == INDEX, values, 0.0), axis=0)
 
 
 @jit
@@ -218,13 +225,12 @@ def _load_rows(x_ptr, token, cols, mask, D: tl.constexpr, IS_SHARED: tl.constexp
 
 
 @jit
-def _collapse(x0, x1, x2, x3, weights_ptr, token):
+def _collapse(x0, x1, x2, x3, values):
     """y = sum_j pre[j] X[j], rounded."""
-    pre = weights_ptr + token * _MIX_COLS
-    y = tl.load(pre, cache_modifier=".cg") * x0.to(tl.float32)
-    y = y + tl.load(pre + 1, cache_modifier=".cg") * x1.to(tl.float32)
-    y = y + tl.load(pre + 2, cache_modifier=".cg") * x2.to(tl.float32)
-    y = y + tl.load(pre + 3, cache_modifier=".cg") * x3.to(tl.float32)
+    y = _scalar(values, 0) * x0.to(tl.float32)
+    y = y + _scalar(values, 1) * x1.to(tl.float32)
+    y = y + _scalar(values, 2) * x2.to(tl.float32)
+    y = y + _scalar(values, 3) * x3.to(tl.float32)
     return y.to(x0.dtype)
 
 
@@ -265,13 +271,13 @@ def _softmax_row(a, b, c, d, eps):
 
 
 @jit
-def _sinkhorn(weights_ptr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr):
-    """Exponentials of some tokens -> comb. The 4 x 4 matrix is sixteen variables, so that no step leaves a thread."""
-    powers = weights_ptr + tokens * _MIX_COLS + 8
-    c00, c01, c02, c03 = _load_four(powers, mask)
-    c10, c11, c12, c13 = _load_four(powers + 4, mask)
-    c20, c21, c22, c23 = _load_four(powers + 8, mask)
-    c30, c31, c32, c33 = _load_four(powers + 12, mask)
+def _sinkhorn(
+    c00, c01, c02, c03,
+    c10, c11, c12, c13,
+    c20, c21, c22, c23,
+    c30, c31, c32, c33, eps, NUM_ITERS: tl.constexpr,
+):  # fmt: skip
+    """Exponentials -> comb. The 4 x 4 matrix is sixteen variables, so that no step leaves a thread."""
     # comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
     c00, c01, c02, c03 = _softmax_row(c00, c01, c02, c03, eps)
     c10, c11, c12, c13 = _softmax_row(c10, c11, c12, c13, eps)
@@ -293,6 +299,69 @@ def _sinkhorn(weights_ptr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr)
         c01, c11, c21, c31 = _normalise(c01, c11, c21, c31, eps)
         c02, c12, c22, c32 = _normalise(c02, c12, c22, c32, eps)
         c03, c13, c23, c33 = _normalise(c03, c13, c23, c33, eps)
+    return (
+        c00, c01, c02, c03,
+        c10, c11, c12, c13,
+        c20, c21, c22, c23,
+        c30, c31, c32, c33,
+    )  # fmt: skip
+
+
+@jit
+def _sinkhorn_of_token(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
+    """One token whose weights are in registers: every lane computes all of it, and each of sixteen stores a value."""
+    (
+        c00, c01, c02, c03,
+        c10, c11, c12, c13,
+        c20, c21, c22, c23,
+        c30, c31, c32, c33,
+    ) = _sinkhorn(
+        _pick(values, 8), _pick(values, 9), _pick(values, 10), _pick(values, 11),
+        _pick(values, 12), _pick(values, 13), _pick(values, 14), _pick(values, 15),
+        _pick(values, 16), _pick(values, 17), _pick(values, 18), _pick(values, 19),
+        _pick(values, 20), _pick(values, 21), _pick(values, 22), _pick(values, 23),
+        eps, NUM_ITERS,
+    )  # fmt: skip
+    mixes = tl.arange(0, _MIX_COLS)
+    comb = c00
+    comb = tl.where(mixes == 9, c01, comb)
+    comb = tl.where(mixes == 10, c02, comb)
+    comb = tl.where(mixes == 11, c03, comb)
+    comb = tl.where(mixes == 12, c10, comb)
+    comb = tl.where(mixes == 13, c11, comb)
+    comb = tl.where(mixes == 14, c12, comb)
+    comb = tl.where(mixes == 15, c13, comb)
+    comb = tl.where(mixes == 16, c20, comb)
+    comb = tl.where(mixes == 17, c21, comb)
+    comb = tl.where(mixes == 18, c22, comb)
+    comb = tl.where(mixes == 19, c23, comb)
+    comb = tl.where(mixes == 20, c30, comb)
+    comb = tl.where(mixes == 21, c31, comb)
+    comb = tl.where(mixes == 22, c32, comb)
+    comb = tl.where(mixes == 23, c33, comb)
+    tl.store(comb_ptr + token * 16 + mixes - 8, comb, mask=(mixes >= 8) & (mixes < 24))
+
+
+@jit
+def _sinkhorn_of_tokens(weights_ptr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr):
+    """Some tokens side by side, whose weights were left in memory."""
+    powers = weights_ptr + tokens * _MIX_COLS + 8
+    c00, c01, c02, c03 = _load_four(powers, mask)
+    c10, c11, c12, c13 = _load_four(powers + 4, mask)
+    c20, c21, c22, c23 = _load_four(powers + 8, mask)
+    c30, c31, c32, c33 = _load_four(powers + 12, mask)
+    (
+        c00, c01, c02, c03,
+        c10, c11, c12, c13,
+        c20, c21, c22, c23,
+        c30, c31, c32, c33,
+    ) = _sinkhorn(
+        c00, c01, c02, c03,
+        c10, c11, c12, c13,
+        c20, c21, c22, c23,
+        c30, c31, c32, c33,
+        eps, NUM_ITERS,
+    )  # fmt: skip
     comb = comb_ptr + tokens * 16
     _store_four(comb, c00, c01, c02, c03, mask)
     _store_four(comb + 4, c10, c11, c12, c13, mask)
@@ -389,14 +458,18 @@ def hyper_kernel(
                     x0, x1, x2, x3 = _load_rows(
                         source_ptr, token, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING
                     )  # fmt: skip
-                _token_weights(
-                    partial, base, scale, weights_ptr, new_post_ptr, token, norm_eps, hc_eps, D, NUM_MIXES
-                )  # fmt: skip
-                tl.debug_barrier()  # the weights pass from thread to thread through memory
+                values = _token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
+                if NUM_MIXES > 4:
+                    is_post = (mixes >= 4) & (mixes < 8)
+                    tl.store(new_post_ptr + token * 4 + mixes - 4, values, mask=is_post & collapses)
+                    if WORKER_TOKENS > 1:
+                        tl.store(weights_ptr + token * _MIX_COLS + mixes, values)
+                    elif item % NUM_ROLES == NUM_ROLES - 1:
+                        _sinkhorn_of_token(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
                 if collapses:
                     if not IS_EAGER:
                         x0, x1, x2, x3 = _load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
-                    hidden = _collapse(x0, x1, x2, x3, weights_ptr, token)
+                    hidden = _collapse(x0, x1, x2, x3, values)
                     if HAS_NORM:
                         # rms_norm_ref(hidden, norm_weight, norm_eps)
                         wide = hidden.to(tl.float32)
@@ -405,7 +478,10 @@ def hyper_kernel(
                     tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
                     if HAS_CODES:
                         _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
-            if NUM_MIXES > 4:  # noqa: SIM102 - known when compiling, unlike the role
+            if NUM_MIXES > 4 and WORKER_TOKENS > 1:  # noqa: SIM102 - known when compiling, unlike the role
                 if item % NUM_ROLES == NUM_ROLES - 1:
+                    tl.debug_barrier()  # the weights pass from thread to thread through memory
                     rows = first_row + tl.arange(0, WORKER_TOKENS)
-                    _sinkhorn(weights_ptr, new_comb_ptr, first_token + rows, rows < tile_tokens, hc_eps, NUM_ITERS)
+                    _sinkhorn_of_tokens(
+                        weights_ptr, new_comb_ptr, first_token + rows, rows < tile_tokens, hc_eps, NUM_ITERS
+                    )  # fmt: skip

@@ -2,11 +2,17 @@
 
 I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); visible are the entries s < floor((t + 1) / 4). A head weight may be
 negative, so a score may be too. Ties go to the lower entry.
+
+Kernels: indexer_kernels.py for queries and scores, topk_kernels.py for the selection. `index_topk` is two launches for
+every WORKSPACE_BYTES of scores, whatever the positions: the scores (with the maxima the selection starts from), and the
+selection. A token whose visible entries all fit into top_k leaves both at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +22,65 @@ from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.hadamard import hadamard_ref
+from dsv4.ops.indexer_kernels import MAX_GROUP, group_scores_kernel, index_queries_kernel, token_scores_kernel
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, ordered_sum
+from dsv4.ops.norm import KERNEL_DTYPES
 from dsv4.ops.rope import rope_ref
-from dsv4.ops.topk import topk_select_ref
+from dsv4.ops.row_kernels import row_kind, row_shape, row_target
+from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2
+from dsv4.ops.topk import (
+    MAX_COLUMNS,
+    MAX_K,
+    TOPK_CONFIG,
+    LongRows,
+    TopkConfig,
+    select_long,
+    select_short,
+    topk_select_ref,
+)
+
+WORKSPACE_BYTES = 256 << 20  # scores and lists of the tokens handled at once
+INDEX_FLAGS = {"ASCENDING": True, "DROP": False, "HAS_LENGTHS": True}
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """How scoring is divided; scores do not depend on it.
+
+    Up to `few_tokens` a program has one token; beyond, a group of neighbours, that share a decoded tile of keys.
+    """
+
+    tile: int = 128
+    num_warps: int = 8
+    programs: int = 264  # about so many, where there is work for them
+    few_tokens: int = 256
+    group_tile: int = 256
+    group_warps: int = 8
+    group_stages: int = 2
+    group_programs: int = 1056
+    max_group: int = MAX_GROUP
+    shares: int = 32
+    packed: bool = False  # nibbles decoded by inline PTX
+
+    def group(self, num_tokens: int) -> int:
+        """Tokens of one program, one for each `shares` of the batch: many share more, few leave more programs. 0: one
+        token.
+        """
+        return 0 if num_tokens <= self.few_tokens else min(max(num_tokens // self.shares, 1), self.max_group)
+
+    def grid(self, num_tokens: int, capacity: int) -> tuple[int, int]:
+        group = self.group(num_tokens)
+        tile, programs = (self.group_tile, self.group_programs) if group else (self.tile, self.programs)
+        num_groups = -(-num_tokens // max(group, 1))
+        return min(-(-capacity // tile), max(-(-programs // num_groups), 1)), num_groups
+
+    def options(self, is_group: bool) -> dict[str, Any]:
+        num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, 1)
+        return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+SCORE_CONFIG = ScoreConfig()
+FEW_QUERIES = 256  # up to here a token's heads are shared by several programs
 
 
 def index_queries_ref(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
@@ -93,3 +155,120 @@ def _score_tile(
     tile = gather_entries(keys, batch, tokens, entry_ids).to(acc)  # [Q, KEY_TILE, Di]
     dots = torch.bmm(q.to(acc), tile.transpose(1, 2).contiguous())  # [Q, Hi, KEY_TILE]
     return ordered_sum(weights.to(acc).unsqueeze(-1) * dots.relu(), 1)
+
+
+def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
+    """See `index_queries_ref`. bf16, fp16 or fp32 with contiguous heads; quantised formats only; one launch."""
+    check_launch(q, positions, freqs)
+    if q.dim() != 3 or q.shape[2] != key_format.dim or positions.shape != q.shape[:1] or q.dtype not in KERNEL_DTYPES:
+        raise KernelInputError(
+            f"expected q [T, Hi, {key_format.dim}] in one of {KERNEL_DTYPES} and positions [T], "
+            f"found {q.dtype} {tuple(q.shape)} and {tuple(positions.shape)}"
+        )
+    shape = row_shape(key_format, freqs)
+    if key_format.kind is RowKind.ENTRY_FP8:
+        raise KernelInputError("expected the format of index keys, found entry_fp8")
+    del shape["SCALE_BYTES"]
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.numel() == 0:
+        return out
+    q = q if q.stride(2) == 1 else q.contiguous()
+    config = LaunchConfig(rows=8, num_warps=1) if num_tokens <= FEW_QUERIES else LaunchConfig(rows=32, num_warps=4)
+    index_queries_kernel[(num_tokens, -(-num_heads // config.rows))](
+        q, out, positions.contiguous(), freqs.contiguous(), num_heads, q.stride(0), q.stride(1),
+        HEADS=config.rows, **shape, **config.options,
+    )  # fmt: skip
+    return out
+
+
+def index_topk(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
+    """See `index_topk_ref`. bf16 queries as `index_queries` gives them, fp32 weights, quantised keys; top_k up to
+    1024. A score that is NaN counts as -inf.
+    """
+    return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG)
+
+
+def launch_index_topk(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, ratio: int, top_k: int,
+    score_config: ScoreConfig, topk_config: TopkConfig, workspace_bytes: int = WORKSPACE_BYTES,
+) -> Tensor:  # fmt: skip
+    """`index_topk` with the work divided as the configurations say."""
+    _check(q, weights, keys, batch, top_k)
+    capacity = batch.block_table.shape[1] * keys.entries_per_block
+    picks = torch.empty(q.shape[0], top_k, dtype=torch.int64, device=q.device)
+    if picks.numel() == 0:
+        return picks
+    if capacity == 0:
+        return picks.fill_(-1)
+    # a score, a place in the lists of long rows, an eighth of a maximum; twice the list where rows are few
+    num_rows = max(workspace_bytes // (capacity * 13), 1)
+    for start in range(0, q.shape[0], num_rows):
+        part = slice(start, start + num_rows)
+        scores, lengths, rows = index_scores(
+            q[part], weights[part], keys, batch, part, ratio, top_k, score_config, topk_config
+        )
+        if rows is None:
+            select_short(scores, lengths, picks[part], topk_config, INDEX_FLAGS)
+        else:
+            select_long(scores, lengths, rows, picks[part], topk_config, INDEX_FLAGS)
+    return picks
+
+
+def index_scores(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, part: slice, ratio: int, top_k: int,
+    config: ScoreConfig, topk_config: TopkConfig,
+) -> tuple[Tensor, Tensor, LongRows | None]:  # fmt: skip
+    """Scores fp32 [Q, capacity] of the tokens `part` of the batch, how many entries each sees, maxima for long rows.
+
+    Written are the visible entries of tokens that see more than top_k.
+    """
+    num_tokens, num_heads, dim = q.shape
+    capacity = batch.block_table.shape[1] * keys.entries_per_block
+    scores = torch.empty(num_tokens, capacity, dtype=torch.float32, device=q.device)
+    lengths = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
+    is_long = capacity > topk_config.short_row
+    rows = LongRows.allocate(num_tokens, capacity, topk_config, q.device) if is_long else None
+    q = q if q.stride(2) == 1 else q.contiguous()
+    group = config.group(num_tokens)
+    pointers = (
+        q, weights.contiguous(), row_target(keys.rows), batch.block_table, batch.positions[part].contiguous(),
+        batch.slots[part].contiguous(), scores, lengths if rows is None else rows.maxima, lengths,
+        lengths if rows is None else rows.arrivals,
+    )  # fmt: skip
+    num_maxima = 0 if rows is None else rows.maxima.shape[1]
+    strides = q.stride(0), q.stride(1), num_heads, batch.block_table.stride(0), capacity
+    options: dict[str, Any] = {
+        "KIND": row_kind(keys.rows.format), "NUM_HEADS": num_heads, "HEADS": max(next_power_of_2(num_heads), 16),
+        "DIM": dim, "PER_BLOCK": keys.entries_per_block, "RATIO": ratio, "TOP_K": top_k, "HAS_MAXIMA": is_long,
+        "PACKED": config.packed, **config.options(group > 0),
+    }  # fmt: skip
+    grid = config.grid(num_tokens, capacity)
+    if group:
+        group_scores_kernel[grid](
+            *pointers, num_tokens, capacity, num_maxima, group, *strides,
+            TILE=config.group_tile, STAGES=config.group_stages, **options,
+        )  # fmt: skip
+    else:
+        token_scores_kernel[grid](*pointers, capacity, num_maxima, *strides, TILE=config.tile, **options)
+    return scores, lengths, rows
+
+
+def _check(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, top_k: int) -> None:
+    check_launch(q, weights, keys.rows.data, batch.positions)
+    fmt = keys.rows.format
+    if fmt.kind not in (RowKind.INDEX_FP4, RowKind.INDEX_FP8):
+        raise KernelInputError(
+            f"expected index keys in FP4 or FP8, found {fmt.kind}; the TORCH op set takes plain keys"
+        )
+    if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.shape[2] != fmt.dim or q.dtype != torch.bfloat16:
+        raise KernelInputError(f"expected bf16 q [{batch.num_tokens}, Hi, {fmt.dim}], found {q.dtype} {tuple(q.shape)}")
+    if weights.shape != q.shape[:2] or weights.dtype != torch.float32:
+        raise KernelInputError(
+            f"expected fp32 weights {tuple(q.shape[:2])}, found {weights.dtype} {tuple(weights.shape)}"
+        )
+    capacity = batch.block_table.shape[1] * keys.entries_per_block
+    if not 0 <= top_k <= MAX_K or capacity >= MAX_COLUMNS:
+        raise KernelInputError(f"expected top_k up to {MAX_K} of fewer than {MAX_COLUMNS}, found {top_k} of {capacity}")
+    if batch.block_table.stride(1) != 1:
+        raise KernelInputError(f"expected a block table of contiguous rows, found strides {batch.block_table.stride()}")

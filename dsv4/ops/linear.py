@@ -7,24 +7,54 @@
 | nvfp4 | as it is (weight-only) | fp32 |
 | plain tensor | as it is | at least fp32 |
 One rounding to the output dtype at the end.
+
+Kernels (linear_kernels.py) take FP8 weights in blocks of 128 x 128 and bf16 weights, and bf16 inputs or FP8 codes;
+other combinations go to the oracle. An output row is the same bits at every number of rows.
 """
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor, Weight, dequantize
 from dsv4.ops.invariant import accumulator, rows_matmul
+from dsv4.ops.linear_kernels import FP8_STEP, PLAIN_STEP, grouped_linear_kernel, linear_kernel, quantize_kernel
+from dsv4.ops.tl_utils import KernelInputError, check_launch
 
 
-def linear_ref(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N] in `out_dtype` (x's dtype if None)."""
-    out_dtype = out_dtype or x.dtype
-    if isinstance(weight, QuantTensor) and weight.format is not QuantFormat.NVFP4:
-        x = fp8_dequantize(*fp8_quantize(x, ACTIVATION_GROUP), ACTIVATION_GROUP)
-    return rows_matmul(x, dequantize(weight, accumulator(x))).to(out_dtype)
+def linear_ref(x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K], weight [N, K] -> [T, N] in `out_dtype` (x's dtype if None; bf16 for codes).
+
+    x may be the codes of a row instead of the row, for weights whose input is quantised: the same bits.
+    """
+    if isinstance(x, QuantActivation):
+        if not takes_codes(weight):
+            raise ValueError("expected a plain input for a weight that takes its input as it is, found FP8 codes")
+        out_dtype, x = out_dtype or torch.bfloat16, x.dequantize()
+    elif takes_codes(weight):
+        out_dtype, x = out_dtype or x.dtype, fp8_dequantize(*fp8_quantize(x, ACTIVATION_GROUP), ACTIVATION_GROUP)
+    return rows_matmul(x, dequantize(weight, accumulator(x))).to(out_dtype or x.dtype)
+
+
+def linears_ref(
+    x: Tensor | QuantActivation, weights: Sequence[Weight] | LinearBundle, out_dtypes: Sequence[torch.dtype | None],
+    codes: QuantActivation | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Several weights [N_i, K] on one input: (`linear` of each). `codes`: those of x, where a norm has made them."""
+    weights = weights.weights if isinstance(weights, LinearBundle) else weights
+    plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
+    return tuple(
+        linear_ref(x if codes is None or not takes_codes(weight) else codes, weight, out_dtype or plain_dtype)
+        for weight, out_dtype in zip(weights, out_dtypes, strict=True)
+    )
 
 
 def grouped_linear_ref(x: Tensor, weight: Weight) -> Tensor:
@@ -34,3 +64,380 @@ def grouped_linear_ref(x: Tensor, weight: Weight) -> Tensor:
     """
     plain = dequantize(weight, x.dtype).unflatten(0, (x.shape[1], -1))  # [G, R, K]
     return torch.stack([rows_matmul(x[:, g], plain[g]) for g in range(x.shape[1])], 1).to(x.dtype)
+
+
+def takes_codes(weight: Weight) -> bool:
+    """Whether the layer quantises its input."""
+    return isinstance(weight, QuantTensor) and weight.format is not QuantFormat.NVFP4
+
+
+# ---- weights that share an input ----
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One weight of a bundle: its rows of the FP8 or of the bf16 matrix, and where its scales begin."""
+
+    is_fp8: bool
+    first_row: int
+    num_rows: int
+    scale_row: int
+
+
+@dataclass(frozen=True)
+class LinearBundle:
+    """Weights [N_i, K] on one input, made ready for one launch: the FP8 ones end to end, and the bf16 ones.
+
+    Built once at load. `weights` are views of it in the given order; a loader keeps those and lets the originals go.
+    """
+
+    fp8: QuantTensor | None
+    plain: Tensor | None
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def build(cls, weights: Sequence[Weight]) -> LinearBundle:
+        """FP8 weights of one scale dtype and bf16 weights, in any order; ValueError for others."""
+        quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
+        plain = [weight for weight in weights if not isinstance(weight, QuantTensor)]
+        if not all(is_kernel_weight(weight) for weight in weights) or len({w.scale.dtype for w in quantised}) > 1:
+            raise ValueError("expected FP8 weights of one scale dtype in blocks of 128 x 128, and bf16 weights")
+        if len({weight.shape[1] for weight in weights}) != 1:
+            raise ValueError(f"expected weights of one width, found {[tuple(weight.shape) for weight in weights]}")
+        segments, rows, scale_row = [], {True: 0, False: 0}, 0
+        for weight in weights:
+            is_fp8 = isinstance(weight, QuantTensor)
+            segments.append(Segment(is_fp8, rows[is_fp8], weight.shape[0], scale_row if is_fp8 else 0))
+            rows[is_fp8] += weight.shape[0]
+            scale_row += weight.scale.shape[0] if isinstance(weight, QuantTensor) else 0
+        fp8 = None
+        if quantised:
+            codes = torch.cat([weight.data.view(torch.uint8) for weight in quantised]).view(torch.float8_e4m3fn)
+            fp8 = replace(quantised[0], data=codes, scale=torch.cat([weight.scale for weight in quantised]))
+        return cls(fp8, torch.cat(plain) if plain else None, tuple(segments))
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(self._view(segment) for segment in self.segments)
+
+    def _view(self, segment: Segment) -> Weight:
+        rows = slice(segment.first_row, segment.first_row + segment.num_rows)
+        if not segment.is_fp8:
+            assert self.plain is not None
+            return self.plain[rows]
+        assert self.fp8 is not None
+        scales = slice(segment.scale_row, segment.scale_row - (-segment.num_rows // FP8_STEP))
+        return replace(self.fp8, data=self.fp8.data[rows], scale=self.fp8.scale[scales])
+
+
+# ---- launch tables ----
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """How a launch is cut up: nothing here changes a bit of the result.
+
+    `outputs` x `tokens`: the tile. `tokens_first`: tokens are the rows of the matrix product. `is_split`: every split
+    of K is a program. `band`: token tiles that run beside each other. `has_descriptors`: loads by the tensor copy
+    engine, where strides allow. `quantize_rows`: up to so many rows a bf16 input is quantised in the same launch.
+    """
+
+    outputs: int
+    tokens: int
+    num_warps: int
+    stages: int
+    plain_stages: int
+    tokens_first: bool = False
+    is_split: bool = True
+    band: int = 8
+    has_descriptors: bool = True
+    quantize_rows: int = 16
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": self.stages, "enable_fp_fusion": False}
+
+
+# key: rows up to. Not measured yet; benchmarks/sweep_linear.py chooses among these and others.
+LINEAR_TILES = {
+    16: LinearTile(64, 16, 4, 6, 6),
+    32: LinearTile(64, 32, 4, 6, 6),
+    64: LinearTile(64, 64, 4, 5, 5),
+    512: LinearTile(128, 64, 4, 4, 4, tokens_first=True),
+}
+MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=False)
+GROUPED_TILES = {
+    16: LinearTile(64, 16, 4, 5, 5),
+    32: LinearTile(64, 32, 4, 5, 5),
+    64: LinearTile(64, 64, 4, 4, 4),
+    512: LinearTile(64, 128, 4, 3, 3),
+}
+GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 3, 3, is_split=False)
+# a weight of so many rows has tiles for every multiprocessor; below it K is cut into ranges of about so many columns
+UNSPLIT_ROWS = 8192
+SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}
+MAX_COUNTERS = 1 << 14
+QUANTIZE_GROUPS = 32
+
+
+def num_splits(num_rows: int, width: int, kind: str) -> int:
+    """Into how many ranges K is cut: by the weight's shape alone, because it decides the order of the sum."""
+    return 1 if num_rows >= UNSPLIT_ROWS else max(1, -(-width // SPLIT_COLS[kind]))
+
+
+def pick_tile(table: dict[int, LinearTile], many: LinearTile, num_rows: int) -> LinearTile:
+    return next((tile for limit, tile in sorted(table.items()) if num_rows <= limit), many)
+
+
+# ---- launchers ----
+
+
+def linear(x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """See `linear_ref`. Kernels for bf16 inputs or codes with FP8 or bf16 weights and bf16 or fp32 results."""
+    plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
+    if not _has_kernel(x, weight, (out_dtype or plain_dtype,)):
+        return linear_ref(x, weight, out_dtype)  # NVFP4, MXFP4, other dtypes
+    if isinstance(weight, QuantTensor):
+        bundle = LinearBundle(weight, None, (Segment(True, 0, weight.shape[0], 0),))
+    else:
+        bundle = LinearBundle(None, weight, (Segment(False, 0, weight.shape[0], 0),))
+    return launch_linears(x, bundle, (out_dtype or plain_dtype,))[0]
+
+
+def linears(
+    x: Tensor | QuantActivation, weights: Sequence[Weight] | LinearBundle, out_dtypes: Sequence[torch.dtype | None],
+    codes: QuantActivation | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `linears_ref`. One launch for a bundle (two where a long input is quantised first); else one each."""
+    plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
+    dtypes = tuple(dtype or plain_dtype for dtype in out_dtypes)
+    views = weights.weights if isinstance(weights, LinearBundle) else tuple(weights)
+    if len(views) != len(dtypes):
+        raise KernelInputError(f"expected {len(views)} output dtypes, found {len(dtypes)}")
+    if isinstance(weights, LinearBundle) and all(_has_kernel(x, weight, dtypes) for weight in views):
+        return launch_linears(x, weights, dtypes, codes)
+    return tuple(
+        linear(x if codes is None or not takes_codes(weight) else codes, weight, dtype)
+        for weight, dtype in zip(views, dtypes, strict=True)
+    )
+
+
+def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
+    """See `grouped_linear_ref`. Kernel for bf16 inputs with FP8 or bf16 weights."""
+    if x.dtype != torch.bfloat16 or not is_kernel_weight(weight):
+        return grouped_linear_ref(x, weight)
+    return launch_grouped(x, weight)
+
+
+def is_kernel_weight(weight: Weight) -> bool:
+    """Whether the kernels take this weight: bf16, or FP8 in blocks of 128 x 128."""
+    if not isinstance(weight, QuantTensor):
+        return weight.dtype == torch.bfloat16
+    return (
+        weight.format is QuantFormat.FP8_BLOCK
+        and weight.block == (FP8_STEP, FP8_STEP)
+        and weight.data.dim() == 2
+        and weight.scale.dtype in (torch.uint8, torch.float32)
+    )
+
+
+def _has_kernel(x: Tensor | QuantActivation, weight: Weight, out_dtypes: Sequence[torch.dtype]) -> bool:
+    if isinstance(x, QuantActivation) and not takes_codes(weight):
+        return False  # the oracle says what is wrong
+    has_input = isinstance(x, QuantActivation) or x.dtype == torch.bfloat16
+    return has_input and is_kernel_weight(weight) and set(out_dtypes) <= {torch.bfloat16, torch.float32}
+
+
+def launch_linears(
+    x: Tensor | QuantActivation, bundle: LinearBundle, out_dtypes: Sequence[torch.dtype],
+    codes: QuantActivation | None = None, tile: LinearTile | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`linear_kernel` for a bundle. The tile follows from the number of rows unless a benchmark chooses it.
+
+    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
+    """
+    fp8, plain = bundle.fp8, bundle.plain
+    first = fp8 if fp8 is not None else plain
+    assert first is not None, "a bundle without weights"
+    width = first.shape[1]
+    codes = x if isinstance(x, QuantActivation) else codes
+    rows = x.codes if isinstance(x, QuantActivation) else x
+    check_launch(rows, None if codes is None else codes.scale, None if fp8 is None else fp8.scale, plain)
+    num_tokens = rows.shape[0]
+    if rows.shape != (num_tokens, width) or (codes is not None and codes.codes.shape != rows.shape):
+        raise KernelInputError(f"expected an input [T, {width}], found {tuple(rows.shape)}")
+    if fp8 is not None and width % FP8_STEP:
+        raise KernelInputError(f"expected a multiple of {FP8_STEP} columns for an FP8 weight, found {width}")
+    outputs = _Outputs(bundle.segments, out_dtypes, num_tokens, rows.device)
+    if num_tokens == 0 or width == 0:
+        return outputs.zeroed()
+    tile = tile or pick_tile(LINEAR_TILES, MANY_ROWS, num_tokens)
+    rows = _dense_columns(rows)
+    quantize = fp8 is not None and codes is None and num_tokens <= tile.quantize_rows
+    if fp8 is not None and codes is None and not quantize:
+        codes = _quantize(rows)
+    x8 = rows if codes is None else _dense_columns(codes.codes)
+    scale = rows if codes is None else _dense_columns(codes.scale)
+    splits8 = 1 if fp8 is None else _common_splits(bundle, True, width, "fp8")
+    splits16 = 1 if plain is None else _common_splits(bundle, False, width, "plain")
+    segments8, tiles8 = outputs.table(True, tile.outputs)
+    segments16, tiles16 = outputs.table(False, tile.outputs)
+    num_token_tiles = -(-num_tokens // tile.tokens)
+    items = tiles8 * splits8 + tiles16 * splits16 if tile.is_split else tiles8 + tiles16
+    partial, counters = _workspace(
+        rows.device, tile, num_token_tiles * items, num_token_tiles * (tiles8 + tiles16), max(splits8, splits16)
+    )
+    step = PLAIN_STEP
+    w8 = None if fp8 is None else _source(_dense(fp8.data), tile, (tile.outputs, FP8_STEP))
+    w16 = None if plain is None else _source(_dense(plain), tile, (tile.outputs, step))
+    x8_source = _source(x8, tile, (tile.tokens, FP8_STEP)) if fp8 is not None else (rows, False)
+    x16_source = _source(rows, tile, (tile.tokens, step)) if plain is not None else (rows, False)
+    # an unused pointer still needs a tensor
+    has_w_desc = (w8 is None or w8[1]) and (w16 is None or w16[1])
+    if not has_w_desc:
+        w8 = None if fp8 is None else (_dense(fp8.data), False)
+        w16 = None if plain is None else (_dense(plain), False)
+    linear_kernel[(num_token_tiles * items,)](
+        rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.scale), rows if w16 is None else w16[0],
+        x8_source[0], scale, x16_source[0], outputs.narrow, outputs.wide, partial, counters, num_tokens,
+        0 if fp8 is None else fp8.shape[0], 0 if plain is None else plain.shape[0],
+        x8.stride(0), scale.stride(0), rows.stride(0),
+        K=width, SEGMENTS8=segments8, SEGMENTS16=segments16, TILES8=tiles8, TILES16=tiles16,
+        SPLITS8=splits8, SPLITS16=splits16, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
+        TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTIZE=quantize,
+        W_DESC=has_w_desc, X8_DESC=x8_source[1], X16_DESC=x16_source[1],
+        STAGES8=tile.stages, STAGES16=tile.plain_stages, **tile.options,
+    )  # fmt: skip
+    return outputs.tensors()
+
+
+def launch_grouped(x: Tensor, weight: Weight, tile: LinearTile | None = None) -> Tensor:
+    """`grouped_linear_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
+    is_fp8 = isinstance(weight, QuantTensor)
+    data, scale = (weight.data, weight.scale) if isinstance(weight, QuantTensor) else (weight, weight)
+    check_launch(x, data, scale)
+    num_tokens, num_groups, width = x.shape
+    if data.shape[1] != width or data.shape[0] % num_groups:
+        raise KernelInputError(f"expected a weight [{num_groups} * R, {width}], found {tuple(data.shape)}")
+    rank = data.shape[0] // num_groups
+    out = torch.empty(num_tokens, num_groups, rank, dtype=x.dtype, device=x.device)
+    if out.numel() == 0 or width == 0:
+        return out.zero_()
+    tile = tile or pick_tile(GROUPED_TILES, GROUPED_MANY_ROWS, num_tokens)
+    rows = _dense_columns(x if x.stride(1) == width and x.stride(2) == 1 else x.contiguous()).flatten(1)  # [T, G K]
+    splits = num_splits(data.shape[0], width, "grouped")
+    num_token_tiles = -(-num_tokens // tile.tokens)
+    tiles = num_groups * -(-rank // tile.outputs)
+    items = tiles * splits if tile.is_split else tiles
+    partial, counters = _workspace(x.device, tile, num_token_tiles * items, num_token_tiles * tiles, splits)
+    has_even_blocks = width % FP8_STEP == 0  # else a tile would end in the next group's columns
+    w_source = _source(_dense(data), tile, (tile.outputs, FP8_STEP), has_even_blocks)
+    x_source = _source(rows, tile, (tile.tokens, FP8_STEP), has_even_blocks)
+    grouped_linear_kernel[(num_token_tiles * items,)](
+        w_source[0], _dense(scale), x_source[0], out, partial, counters, num_tokens, rows.stride(0),
+        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
+        IS_SPLIT=tile.is_split, IS_FP8=is_fp8, W_DESC=w_source[1], X_DESC=x_source[1], STAGES=tile.stages,
+        **tile.options,
+    )  # fmt: skip
+    return out
+
+
+def _common_splits(bundle: LinearBundle, is_fp8: bool, width: int, kind: str) -> int:
+    """The splits of the segments of one format. A bundle has one number, that of its largest weight."""
+    return min(
+        num_splits(segment.num_rows, width, kind) for segment in bundle.segments if segment.is_fp8 == is_fp8
+    )  # fmt: skip
+
+
+def _quantize(x: Tensor) -> QuantActivation:
+    """`fp8_quantize` of x [T, K] with contiguous columns, in a launch of its own."""
+    num_tokens, width = x.shape
+    row_groups = width // ACTIVATION_GROUP
+    codes = torch.empty(num_tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(num_tokens, row_groups, dtype=torch.uint8, device=x.device)
+    num_groups = num_tokens * row_groups
+    quantize_kernel[(-(-num_groups // QUANTIZE_GROUPS),)](
+        x, codes, scale, num_groups, x.stride(0),
+        ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTIZE_GROUPS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return QuantActivation(codes, scale)
+
+
+class _Outputs:
+    """The results of a launch: one allocation per dtype, a contiguous matrix [T, N_i] in it for every segment."""
+
+    def __init__(
+        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], num_tokens: int, device: torch.device
+    ) -> None:
+        self.segments, self.num_tokens = segments, num_tokens
+        self.is_wide = [dtype == torch.float32 for dtype in dtypes]
+        self.cols: list[int] = []  # where each begins, in columns of its dtype
+        ends = {False: 0, True: 0}
+        for segment, is_wide in zip(segments, self.is_wide, strict=True):
+            self.cols.append(ends[is_wide])
+            ends[is_wide] += segment.num_rows
+        self.narrow = torch.empty(ends[False] * num_tokens, dtype=torch.bfloat16, device=device)
+        self.wide = torch.empty(ends[True] * num_tokens, dtype=torch.float32, device=device)
+
+    def table(self, is_fp8: bool, tile_outputs: int) -> tuple[tuple[int, ...], int]:
+        """The kernel's fields of the segments of one format, and how many tiles they have."""
+        fields: list[int] = []
+        tiles = 0
+        for segment, is_wide, col in zip(self.segments, self.is_wide, self.cols, strict=True):
+            if segment.is_fp8 == is_fp8:
+                fields += [tiles, segment.num_rows, segment.first_row, segment.scale_row, int(is_wide), col]
+                tiles += -(-segment.num_rows // tile_outputs)
+        return tuple(fields), tiles
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(
+            (self.wide if is_wide else self.narrow)[col * self.num_tokens :][: segment.num_rows * self.num_tokens].view(
+                self.num_tokens, segment.num_rows
+            )
+            for segment, is_wide, col in zip(self.segments, self.is_wide, self.cols, strict=True)
+        )
+
+    def zeroed(self) -> tuple[Tensor, ...]:
+        self.narrow.zero_()
+        self.wide.zero_()
+        return self.tensors()
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _dense_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _source(matrix: Tensor, tile: LinearTile, block: tuple[int, int], is_allowed: bool = True) -> tuple[Any, bool]:
+    """A matrix with contiguous columns as the kernel reads it: a tensor descriptor where the copy engine can take
+    it, else itself. Second: whether it is a descriptor.
+    """
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    has_rows = matrix.stride(0) >= matrix.shape[1] and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+    if not (is_allowed and tile.has_descriptors and has_rows):
+        return matrix, False
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return descriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block)), True
+
+
+def _workspace(
+    device: torch.device, tile: LinearTile, num_partials: int, num_counters: int, splits: int
+) -> tuple[Tensor, Tensor]:
+    """Partial tiles and counters of a launch whose splits are programs; any tensors otherwise."""
+    if not tile.is_split or splits == 1:
+        num_partials = num_counters = 0
+    if num_counters > MAX_COUNTERS:
+        raise KernelInputError(f"expected at most {MAX_COUNTERS} tiles with splits, found {num_counters}")
+    partial = torch.empty(num_partials * tile.outputs * tile.tokens, dtype=torch.float32, device=device)
+    return partial, _counters(device)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Arrivals per tile, for all launches on a device; zero between launches."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise KernelInputError("expected one linear layer's launch before the capture of a graph, found none")
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)

@@ -1,13 +1,31 @@
-"""Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection."""
+"""Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection.
+
+Kernels (ops/moe_kernels.py): the pairs are sorted by expert and x rounded for the FP8 products; gate, up and
+activation; down and combination. Three launches; beyond 128 pairs a fourth (the sort's count), from 512
+tokens on a fifth.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import Weight
+from dsv4.formats.layouts import ShuffledTensor, shuffle, unshuffle
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
+from dsv4.ops.expert_sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
+from dsv4.ops.moe_kernels import (
+    _down_kernel,
+    _fp4_linear_kernel,
+    _gate_up_kernel,
+    _moe_prepare_kernel,
+    _quantize_rows_kernel,
+)
+from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
 
 
 def expert_ref(x: Tensor, w1: Weight, w2: Weight, w3: Weight, limit: float, weight: Tensor | None) -> Tensor:
@@ -24,14 +42,23 @@ def expert_ref(x: Tensor, w1: Weight, w2: Weight, w3: Weight, limit: float, weig
     return linear_ref(hidden.to(x.dtype), w2)
 
 
+_Shuffled = tuple[ShuffledTensor, ShuffledTensor, ShuffledTensor]
+Matrices = tuple[Weight, Weight, Weight] | _Shuffled  # w1, w2, w3
+
+
+def _as_loaded(matrices: Matrices) -> tuple[Weight, Weight, Weight]:
+    w1, w2, w3 = (unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight for weight in matrices)
+    return w1, w2, w3
+
+
 def moe_ref(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: tuple[Weight, Weight, Weight],
-    shared: tuple[Weight, Weight, Weight], *, limit: float,
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
 ) -> Tensor:  # fmt: skip
     """x [T, D], experts and weights [T, k], (w1, w2, w3) stacked [E, ...] and of the shared expert -> [T, D].
 
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last.
     """
+    routed, shared = (_as_loaded(matrices) for matrices in (routed, shared))
     acc = accumulator(x)
     parts = torch.zeros((*experts.shape, x.shape[1]), dtype=acc, device=x.device)  # [T, k, D]
     for expert_idx in experts.unique().tolist():
@@ -39,3 +66,215 @@ def moe_ref(
         w1, w2, w3 = (stack[expert_idx] for stack in routed)
         parts[rows, places] = expert_ref(x[rows], w1, w2, w3, limit, weights[rows, places]).to(acc)
     return (ordered_sum(parts, 1) + expert_ref(x, *shared, limit, None).to(acc)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages."""
+
+    block: int = 64
+    unroll: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """How the work is divided: token rows of a tile of a routed expert and of the shared one, and the two products.
+
+    Only `rows` and `shared_rows` may differ between batches of one layer.
+    """
+
+    rows: int
+    shared_rows: int
+    gate_up: GemmConfig = GemmConfig()
+    down: GemmConfig = GemmConfig()
+
+
+# by pairs for each expert, on average
+# shared memory of all of these lets two programs live on a multiprocessor
+_SMALL, _LARGE = GemmConfig(unroll=2, num_stages=3), GemmConfig(unroll=2, num_stages=2)
+MOE_CONFIGS = {
+    12: MoeConfig(16, 16, _SMALL, _SMALL),
+    24: MoeConfig(32, 32, _LARGE, _LARGE),
+    1 << 30: MoeConfig(64, 64, _LARGE, _LARGE),
+}
+_FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
+QUANTISE_FIRST = 512  # from this many tokens on, hidden is rounded by a launch of its own
+QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
+
+
+def pick_moe_config(num_tokens: int, top_k: int, num_experts: int) -> MoeConfig:
+    average = -(-num_tokens * top_k // num_experts)
+    return next(config for bound, config in sorted(MOE_CONFIGS.items()) if average <= bound)
+
+
+def moe(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+) -> Tensor:  # fmt: skip
+    """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
+    Weights of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
+
+    An expert id outside 0 .. E - 1 (-1 by convention) is left out.
+    """
+    if not all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared)):
+        return moe_ref(x, experts, weights, routed, shared, limit=limit)
+    config = pick_moe_config(x.shape[0], experts.shape[1], routed[0].shape[0])
+    return launch_moe(x, experts, weights, cast(_Shuffled, routed), cast(_Shuffled, shared), limit, config)
+
+
+def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
+    """w1, w2, w3 (stacked or not) as `moe` takes them; once, at load."""
+    return tuple(shuffle(weight) for weight in weights)
+
+
+def launch_moe(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig
+) -> Tensor:  # fmt: skip
+    """`moe` with the work divided as `config` says."""
+    _check(x, experts, weights, routed, shared)
+    w1, w2, w3 = routed
+    num_tokens, dim = x.shape
+    top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    if num_tokens * (top_k + 1) * max(dim, width) >= 2**31:
+        raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
+    x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+    order, quantised, arrivals = _prepare(x, experts, num_experts, dim // config.down.block, config.rows)
+    num_rows = num_tokens * (top_k + 1)
+    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_tiles = num_shared_tiles + len(order.tile_experts)
+    common = {
+        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
+    }  # fmt: skip
+    _gate_up_kernel[(num_tiles * (width // config.gate_up.block),)](
+        x, quantised, hidden, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
+        limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
+        BLOCK=config.gate_up.block, UNROLL=config.gate_up.unroll, **config.gate_up.options,
+    )  # fmt: skip
+    is_large = num_tokens >= QUANTISE_FIRST
+    if is_large:  # else every program of the next launch rounds what it reads
+        first = 0 if w1.format is QuantFormat.MXFP4 else num_tokens * top_k
+        _quantize_rows_kernel[(num_rows - first,)](
+            hidden[first:], I=width, GROUPS=QUANTISE_GROUPS, num_warps=4, num_stages=1, enable_fp_fusion=False
+        )
+    _down_kernel[(num_tiles * (dim // config.down.block),)](
+        hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, E=num_experts, **common, **_strides(w2),
+        BLOCK=config.down.block, UNROLL=config.down.unroll, QUANTISE=not is_large,
+        **config.down.options,
+    )  # fmt: skip
+    return out
+
+
+def _prepare(
+    x: Tensor, experts: Tensor, num_experts: int, num_arrivals: int, tile_rows: int
+) -> tuple[ExpertOrder, Tensor, Tensor]:
+    """The sort, x rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the output.
+
+    One launch up to SORT_CONFIG.single_chunk pairs, two beyond.
+    """
+    (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
+    num_pairs = experts.numel()
+    bound = max_tiles(num_pairs, num_experts, tile_rows)
+    sizes = num_experts, num_experts + 1, num_pairs, bound, bound
+    order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    quantised = torch.empty_like(x)
+    arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int32, device=device)
+    has_one_chunk = num_pairs <= sort.single_chunk
+    chunk = max(next_power_of_2(num_pairs), 16) if has_one_chunk else sort.chunk
+    num_chunks = -(-num_pairs // chunk)
+    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": chunk}
+    chunk_counts = order.counts
+    if not has_one_chunk:
+        chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
+        _count_experts_kernel[(num_chunks,)](
+            experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
+        )
+    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
+    _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
+        experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
+        num_pairs, num_chunks, bound, x, quantised, arrivals, num_sort_programs, **flags,
+        TILE_ROWS=tile_rows, TILES=TILE_BLOCK, HAS_ONE_CHUNK=has_one_chunk, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
+        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), **sort.options,
+    )  # fmt: skip
+    return order, quantised, arrivals
+
+
+def _arguments(weight: ShuffledTensor) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.data, weight.scale, weight.out_scale
+
+
+def _strides(weight: ShuffledTensor) -> dict[str, int]:
+    """Words of one matrix of a stack."""
+    return {"DATA_WORDS": weight.data[0].numel(), "SCALE_WORDS": weight.scale[0].numel()}
+
+
+def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
+    num_rows = x.shape[0]
+    rows = next(size for size in (16, 32, 64) if num_rows <= size or size == 64)
+    return launch_fp4_linear(x, weight, out_dtype, rows, _LARGE if rows == 64 else _SMALL)
+
+
+def launch_fp4_linear(
+    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, rows: int, config: GemmConfig
+) -> Tensor:
+    """`fp4_linear` with tiles of `rows` rows and the product divided as `config` says."""
+    check_launch(x, weight.data)
+    if weight.format is QuantFormat.FP8_BLOCK or len(weight.shape) != 2 or x.dtype != torch.bfloat16:
+        raise KernelInputError(
+            f"expected bf16 rows and an NVFP4 or MXFP4 weight [N, K], found {x.dtype}, {weight.format} {weight.shape}"
+        )
+    (num_rows, cols), num_outs = x.shape, weight.shape[0]
+    if cols != weight.shape[1] or (weight.format is QuantFormat.MXFP4 and cols % 128):
+        raise KernelInputError(f"expected x [T, {weight.shape[1]}], a multiple of 128 for MXFP4, found {cols} columns")
+    if num_rows * max(cols, num_outs) >= 2**31:
+        raise KernelInputError(f"expected fewer than 2^31 values, found {num_rows} rows of {cols} and {num_outs}")
+    out = torch.empty(num_rows, num_outs, dtype=out_dtype or x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+        x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
+        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
+    )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any) -> None:
+    for weight in (*routed, *shared):
+        if not isinstance(weight, ShuffledTensor):
+            raise KernelInputError(f"expected weights from prepare_experts, found {type(weight).__name__}")
+    check_launch(x, experts, weights, *(weight.data for weight in (*routed, *shared)))
+    if x.dim() != 2 or x.dtype != torch.bfloat16:
+        raise KernelInputError(f"expected x [T, D] in bf16, found {x.dtype} {tuple(x.shape)}")
+    dim, width = x.shape[1], routed[0].shape[-2]
+    if dim % 128 or width % 128:
+        raise KernelInputError(f"expected D and I in multiples of 128, found {dim} and {width}")
+    if experts.dim() != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise KernelInputError(
+            f"expected experts and weights [{x.shape[0]}, k], found {tuple(experts.shape)} and {tuple(weights.shape)}"
+        )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise KernelInputError(f"expected int32 or int64 experts, found {experts.dtype}")
+    num_experts = routed[0].shape[0]
+    matrices = ((width, dim), (dim, width), (width, dim))
+    for weight, shape in zip(
+        (*routed, *shared), (*((num_experts, *shape) for shape in matrices), *matrices), strict=True
+    ):
+        if tuple(weight.shape) != shape:
+            raise KernelInputError(f"expected a weight {shape}, found {tuple(weight.shape)}")
+    if len({weight.format for weight in routed}) > 1 or routed[0].format is QuantFormat.FP8_BLOCK:
+        raise KernelInputError(f"expected routed experts in one FP4 format, found {[w.format for w in routed]}")
+    if any(weight.format is not QuantFormat.FP8_BLOCK for weight in shared):
+        raise KernelInputError(f"expected a shared expert in FP8, found {[w.format for w in shared]}")

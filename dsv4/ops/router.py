@@ -1,12 +1,14 @@
 """Expert choice: score = sqrt(softplus(gate x)) in fp32; top-k of score + bias, or a table by token id.
 
-Kernels: the gate product on tensor cores (bf16 operands, exact products, fp32 sums), then one program per token that
-turns logits into scores, picks, sorts and renormalises. With few rows the product is cut along D over many programs,
-which leave partial sums for the second kernel; with many rows one program sums its splits itself. Either way a logit
-is the sum, in split order, of sums over SPLIT_LEN columns: a row's bits do not depend on the number of rows.
+Kernels: the gate product on tensor cores (bf16 operands, exact products, fp32 sums), then a token's logits become
+scores, which are picked, sorted and renormalised. With few rows the product is cut along D over many programs, which
+leave partial sums; those that arrive last wait for the few still missing and finish a row each: one launch. With many
+rows one program sums its splits itself and a second launch has a program per row. Either way a logit is the sum, in
+split order, of sums over SPLIT_LEN columns: a row's bits do not depend on the number of rows.
 
-A second launch costs less than finishing in the last program to arrive: arrivals would have to be counted from zero,
-which is a launch too, and one program would finish all rows of its tile.
+Waiting cannot hang: a program waits for programs of its own tile, which a GPU starts before those of later tiles, and a
+tile has fewer programs than a GPU runs at once. In the interpreter, where programs run one after another, the last one
+does all the work.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import QuantTensor, Weight, dequantize
+from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.invariant import accumulator, ordered_sum, rows_matmul, sqrt_softplus
 from dsv4.ops.tl_math import ordered_bits, softplus
-from dsv4.ops.tl_utils import KernelInputError, check_launch, jit, next_power_of_2, tl
+from dsv4.ops.tl_utils import INTERPRET, KernelInputError, check_launch, jit, next_power_of_2, tl
 from dsv4.ops.topk import topk_select_ref
 
 
@@ -75,6 +78,7 @@ class GateConfig:
     is_split: bool  # one program per split
     num_warps: int = 4
     num_stages: int = 1
+    is_fused: bool = True  # if split: the choice in the same launch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -110,13 +114,13 @@ def _split_product(
     return sums
 
 
-@jit(do_not_specialize=("num_rows",))
-def _gate_kernel(
+@jit
+def _store_products(
     x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
     D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Logits [1, T, E], or (`IS_SPLIT`) the partial sums [NUM_SPLITS, T, E]."""
+    """Logits [1, T, E], or (`IS_SPLIT`) the partial sums [NUM_SPLITS, T, E]: one program's part."""
     rows = tl.program_id(1).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
     NUM_TILES: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE
     experts = (tl.program_id(0) % NUM_TILES) * EXPERT_TILE + tl.arange(0, EXPERT_TILE)
@@ -135,14 +139,13 @@ def _gate_kernel(
     tl.store(logits_ptr + places, sums, mask=(rows < num_rows)[None, :] & (experts < E)[:, None])
 
 
-@jit(do_not_specialize=("num_rows",))
-def _choose_kernel(
-    logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
+@jit
+def _choose_row(
+    logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, row, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """One token: sum the splits, score, choose (or look up), sort, renormalise."""
-    row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, E_BLOCK)
     lanes = tl.arange(0, K_BLOCK)
     picks, values = tl.full([K_BLOCK], E_BLOCK, tl.int32), tl.full([K_BLOCK], 1.0, tl.float32)
@@ -150,27 +153,27 @@ def _choose_kernel(
         logits = tl.zeros([E_BLOCK], dtype=tl.float32)
         for split in tl.static_range(NUM_SPLITS):
             place = split * stride_ls + row * stride_lt + ids * stride_le
-            logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0)
+            # other multiprocessors may have written it: .cg reads from the cache they share
+            logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0, cache_modifier=".cg")
         # softplus(logits.double()).sqrt().to(logits.dtype)
         scores = tl.sqrt(softplus(logits.to(tl.float64))).to(tl.float32)
     if HAS_TABLE:
         token_id = tl.load(token_ids_ptr + row)
         is_known = (token_id >= 0) & (token_id < num_ids)
+        picks = tl.load(table_ptr + token_id * TOP_K + lanes, mask=is_known & (lanes < TOP_K), other=-1).to(tl.int32)
+        picks = tl.where(lanes < TOP_K, picks, E_BLOCK)
     else:
         ranked = scores
         if HAS_BIAS:
             ranked += tl.load(bias_ptr + ids, mask=ids < E, other=0.0).to(tl.float32)
         composite = ((ordered_bits(ranked).to(tl.int64) + 0x80000000) << 16) | (0xFFFF - ids).to(tl.int64)
         composite = tl.where(ids < E, composite, -1)
-    for place in tl.static_range(TOP_K):
-        if HAS_TABLE:
-            pick = tl.load(table_ptr + token_id * TOP_K + place, mask=is_known, other=-1).to(tl.int32)
-        else:
+        for place in tl.static_range(TOP_K):
             pick = 0xFFFF - (tl.max(composite, 0) & 0xFFFF).to(tl.int32)
             composite = tl.where(ids == pick, -1, composite)
-        picks = tl.where(lanes == place, pick, picks)
-        if not IS_UNIFORM:
-            values = tl.where(lanes == place, tl.sum(tl.where(ids == pick, scores, 0.0), 0), values)
+            picks = tl.where(lanes == place, pick, picks)
+    if not IS_UNIFORM:
+        values = tl.gather(scores, tl.minimum(tl.maximum(picks, 0), E_BLOCK - 1), 0)
     # experts.sort(-1), by counting; a table may name an expert twice
     is_before = (picks[None, :] < picks[:, None]) | (
         (picks[None, :] == picks[:, None]) & (lanes[None, :] < lanes[:, None])
@@ -183,6 +186,68 @@ def _choose_kernel(
     weights = tl.where(picks < 0, 0.0, tl.div_rn(values, total.to(tl.float32) + tl.zeros_like(values)) * scale)
     tl.store(experts_ptr + row * TOP_K + rank, picks.to(tl.int64), mask=lanes < TOP_K)
     tl.store(weights_ptr + row * TOP_K + rank, weights, mask=lanes < TOP_K)
+
+
+@jit(do_not_specialize=("num_rows",))
+def _gate_kernel(
+    x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
+    D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    _store_products(
+        x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
+        EXPERT_TILE, ROW_TILE, IS_SPLIT,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=("num_rows", "stride_ls"))
+def _choose_kernel(
+    logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
+    num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+):  # fmt: skip
+    _choose_row(
+        logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
+        stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK, NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
+        IS_UNIFORM,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=("num_rows", "stride_ls"))
+def _route_kernel(
+    x_ptr, gate_ptr, stride_xt, stride_xd, stride_ge, stride_gd, counter_ptr,
+    logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
+    num_ids, scale, D: tl.constexpr, EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
+    E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
+    NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
+    _store_products(
+        x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
+        EXPERT_TILE, ROW_TILE, True,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    tile = tl.program_id(1)
+    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+    order = (arrived % NUM_PROGRAMS).to(tl.int32)
+    complete = arrived - order + NUM_PROGRAMS
+    tile_rows = tl.minimum(num_rows - tile * ROW_TILE, ROW_TILE)
+    num_workers = tl.minimum(tile_rows, NUM_PROGRAMS)
+    worker = order - (NUM_PROGRAMS - num_workers)
+    if INTERPRET:
+        worker = tl.where(order == NUM_PROGRAMS - 1, 0, -1)
+        num_workers = 1
+    if worker >= 0:
+        if not INTERPRET:
+            while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
+                pass
+        for row in range(worker, tile_rows, num_workers):
+            _choose_row(
+                logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,
+                tile.to(tl.int64) * ROW_TILE + row, stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK,
+                NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE, IS_UNIFORM,
+            )  # fmt: skip
 
 
 def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -215,24 +280,45 @@ def launch_route(
     if tid2eid is not None and uniform_hash_weights:
         no_logits = x.new_empty((1, x.shape[0], gate.shape[0]), dtype=torch.float32)
         return _choose(no_logits, None, tid2eid, token_ids, top_k, scale, True)
-    partial = _gate_products(x, gate, config)
-    return _choose(partial, None if tid2eid is not None else bias, tid2eid, token_ids, top_k, scale, False)
+    bias = None if tid2eid is not None else bias
+    if config.is_split and config.is_fused and x.numel():
+        return _route_in_one(x, gate, bias, tid2eid, token_ids, top_k, scale, config)
+    return _choose(_gate_products(x, gate, config), bias, tid2eid, token_ids, top_k, scale, False)
 
 
 def _gate_products(x: Tensor, gate: Tensor, config: GateConfig) -> Tensor:
     """fp32 [splits, T, E], whose sum in split order is the logits."""
-    (num_rows, width), num_experts = x.shape, gate.shape[0]
-    num_splits = -(-width // SPLIT_LEN)
-    shape = (num_splits if config.is_split else 1, num_rows, num_experts)
-    products = torch.empty(shape, dtype=torch.float32, device=x.device)
+    products = _empty_products(x, gate, config)
     if products.numel() == 0:
         return products
-    grid = (-(-num_experts // config.expert_tile) * shape[0], -(-num_rows // config.row_tile))
+    num_experts, width = gate.shape
+    grid = (-(-num_experts // config.expert_tile) * products.shape[0], -(-x.shape[0] // config.row_tile))
     _gate_kernel[grid](
-        x, gate, products, num_rows, *x.stride(), *gate.stride(), D=width, E=num_experts, NUM_SPLITS=num_splits,
-        EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile, IS_SPLIT=config.is_split, **config.options,
+        x, gate, products, x.shape[0], *x.stride(), *gate.stride(), D=width, E=num_experts,
+        NUM_SPLITS=-(-width // SPLIT_LEN), EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile,
+        IS_SPLIT=config.is_split, **config.options,
     )  # fmt: skip
     return products
+
+
+def _empty_products(x: Tensor, gate: Tensor, config: GateConfig) -> Tensor:
+    num_splits = -(-x.shape[1] // SPLIT_LEN) if config.is_split else 1
+    return torch.empty((num_splits, x.shape[0], gate.shape[0]), dtype=torch.float32, device=x.device)
+
+
+def _route_in_one(
+    x: Tensor, gate: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor, top_k: int, scale: float,
+    config: GateConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    products = _empty_products(x, gate, config)
+    num_splits, num_rows, num_experts = products.shape
+    arguments, flags = _choice_arguments(products, bias, table, token_ids, top_k, scale, False)
+    num_programs = -(-num_experts // config.expert_tile) * num_splits
+    _route_kernel[(num_programs, -(-num_rows // config.row_tile))](
+        x, gate, *x.stride(), *gate.stride(), arrival_counters(f"route, {num_programs} programs", x.device), *arguments,
+        D=x.shape[1], EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile, **flags, **config.options,
+    )  # fmt: skip
+    return arguments[4], arguments[5]
 
 
 def _choose(
@@ -240,6 +326,17 @@ def _choose(
     is_uniform: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits fp32 [splits, T, E] (not read if uniform)."""
+    arguments, flags = _choice_arguments(logits, bias, table, token_ids, top_k, scale, is_uniform)
+    if logits.shape[1]:
+        _choose_kernel[(logits.shape[1],)](*arguments, **flags, num_warps=4, num_stages=1, enable_fp_fusion=False)
+    return arguments[4], arguments[5]
+
+
+def _choice_arguments(
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float,
+    is_uniform: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What `_choose_row` is given: arguments, of which [4] and [5] are the results, and constants."""
     num_splits, num_rows, num_experts = logits.shape
     if not 0 < top_k <= num_experts <= 4096:
         raise KernelInputError(f"expected 1 to 4096 experts and a smaller top_k, found {num_experts} and {top_k}")
@@ -247,18 +344,18 @@ def _choose(
         raise KernelInputError(f"expected a bias of shape ({num_experts},), found {tuple(bias.shape)}")
     experts = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
-    if num_rows == 0:
-        return experts, weights
     # an unused pointer still needs a tensor
-    _choose_kernel[(num_rows,)](
+    arguments = (
         logits, logits if bias is None else bias.contiguous(), experts if table is None else table.contiguous(),
         experts if token_ids is None else token_ids.contiguous(), experts, weights, num_rows, *logits.stride(),
         0 if table is None else table.shape[0], scale,
-        E=num_experts, E_BLOCK=max(next_power_of_2(num_experts), 32), NUM_SPLITS=num_splits, TOP_K=top_k,
-        K_BLOCK=next_power_of_2(top_k), HAS_BIAS=bias is not None, HAS_TABLE=table is not None, IS_UNIFORM=is_uniform,
-        num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return experts, weights
+    flags = {
+        "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "NUM_SPLITS": num_splits, "TOP_K": top_k,
+        "K_BLOCK": next_power_of_2(top_k), "HAS_BIAS": bias is not None, "HAS_TABLE": table is not None,
+        "IS_UNIFORM": is_uniform,
+    }  # fmt: skip
+    return arguments, flags
 
 
 def _check(x: Tensor, gate: Weight, tid2eid: Tensor | None, token_ids: Tensor, top_k: int) -> None:

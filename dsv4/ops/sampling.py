@@ -3,11 +3,11 @@
 The noise of token v at step i of a request is a pure function of (seed, i, v), so a request draws the same tokens
 whatever is batched beside it, on any device.
 
-The kernels (sampling_kernels.py) compute the same fp64 values and follow the same order, with one difference: the sums
-that top-p compares are of integers, each probability rounded to 2^-45 of the largest one. They are exact, so no order
-of summation can show, and within 2^-28 of the largest probability of what the oracle sums. min-p compares exp(logit -
-largest) to min_p without normalising both. A token is therefore kept by one and dropped by the other only where the
-oracle's comparison is closer than that.
+The oracle computes in fp64, the kernels (sampling_kernels.py) in fp32 and relative to the row's largest logit: z =
+(logit - largest) / temperature, wrong by about 2^-23 of itself, noise by about 2^-22. They choose the same token unless
+two sums of z and noise are closer than that, some 5e-6. The sums that top-p compares are of integers, each probability
+rounded down to 2^-40 of the largest: no order of summation can show. A token is kept by one and dropped by the other
+only where the oracle's comparison is closer than 2^-20.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from dsv4.ops.sampling_kernels import (
     MAX_LISTED,
+    NOISE_BLOCK,
     NUM_BUCKETS,
+    _count_kernel,
     _draw_kernel,
     _exp_sum_kernel,
     _gather_kernel,
     _logprob_kernel,
-    _mass_kernel,
     _scan_kernel,
 )
 from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
@@ -122,14 +123,18 @@ def sampled_logprobs_ref(logits: Tensor, token_ids: Tensor, num_top: int) -> tup
 
 
 def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
-    """[R, V]: -log(-log u) with u in (0, 1) from Philox 4x32-10 at counter (v, step, 0, 0) and key seed.
+    """[R, V]: -log(-log u) with u in (0, 1) from Philox 4x32-10 with key seed, whose four words serve four tokens.
 
+    A run of 4 * NOISE_BLOCK tokens takes the words 0 of NOISE_BLOCK counters (c, step, 0, 0), then their words 1, 2, 3.
     Values of fp32 in fp64: a vectorised log may differ in its last fp64 bit with an element's place in the tensor, and
     the rounding takes that away.
     """
-    token_ids = torch.arange(vocab_size, device=seeds.device).unsqueeze(0)
+    num_runs = -(-vocab_size // (4 * NOISE_BLOCK))
+    counters = torch.arange(num_runs * NOISE_BLOCK, device=seeds.device).unsqueeze(0)
     steps = steps.unsqueeze(-1)
-    bits = philox(seeds.unsqueeze(-1), (token_ids, steps, torch.zeros_like(steps), torch.zeros_like(steps)))[0]
+    words = philox(seeds.unsqueeze(-1), (counters, steps, torch.zeros_like(steps), torch.zeros_like(steps)))
+    runs = [word.unflatten(-1, (num_runs, NOISE_BLOCK)) for word in words]  # [R, runs, NOISE_BLOCK] each
+    bits = torch.stack(runs, 2).flatten(1)[:, :vocab_size]
     uniform = ((bits >> 8).double() + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform)).float().double()
 
@@ -160,9 +165,9 @@ def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
 class SampleConfig:
     """How the work is divided; results do not depend on it."""
 
-    tile: int = 1024
+    tile: int = 2048
     num_warps: int = 4
-    max_chunks: int = 128
+    max_chunks: int = 64
 
     @property
     def options(self) -> dict[str, Any]:
@@ -170,8 +175,8 @@ class SampleConfig:
 
 
 SAMPLE_CONFIG = SampleConfig()
-# ptxas takes 128 of its own accord and spills a few bytes; there is one program a multiprocessor anyway
-_GATHER_REGISTERS = 224
+# left alone, ptxas stops at 96 of its own accord and spills a few bytes
+_DRAW_REGISTERS, _GATHER_REGISTERS = 128, 224
 _LOGPROB_TILE = 2048  # decides the order of a sum: never a function of the batch
 
 
@@ -191,17 +196,18 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) ->
         spec.name: None if (column := getattr(batch, spec.name)) is None else column.contiguous()
         for spec in fields(batch)
     }
-    chunk_len = -(-vocab_size // (config.max_chunks * config.tile)) * config.tile
+    unit = max(config.tile, 4 * NOISE_BLOCK)
+    chunk_len = -(-vocab_size // (config.max_chunks * unit)) * unit
     num_chunks = -(-vocab_size // chunk_len)
     grid = (num_chunks, num_rows)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    chunk_max, best = scratch(num_chunks, dtype=torch.float64), scratch(num_chunks, dtype=torch.float64)
+    chunk_max, best = scratch(num_chunks, dtype=torch.float32), scratch(num_chunks, dtype=torch.float32)
     chunk_argmax, best_index = scratch(num_chunks), scratch(num_chunks)
-    counts, masses, arrivals = scratch(NUM_BUCKETS), scratch(NUM_BUCKETS, dtype=torch.int64), scratch(4)
-    list_values, list_indices = scratch(MAX_LISTED, dtype=torch.float64), scratch(MAX_LISTED)
+    counts, total, arrivals = scratch(NUM_BUCKETS), scratch(dtype=torch.int64), scratch(4)
+    list_values, list_indices = scratch(MAX_LISTED, dtype=torch.float32), scratch(MAX_LISTED)
     last_key, last_index = scratch(dtype=torch.int64), scratch()
 
     prompt, output = columns["prompt_mask"], columns["output_counts"]
@@ -213,22 +219,20 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) ->
         columns["presence_penalty"], columns["frequency_penalty"],
     )  # fmt: skip
     filters = columns["top_k"], columns["top_p"]
-    maxima, buckets = (chunk_max, chunk_argmax), (counts, masses)
+    maxima, buckets = (chunk_max, chunk_argmax), (counts, total)
     sizes = *logits.stride(), vocab_size, chunk_len, num_chunks
-    shared = {"TILE": config.tile, "HAS_PENALTIES": has_penalties, **config.options}
-    c_block = next_power_of_2(num_chunks)
-    slice_len = -(-NUM_BUCKETS // num_chunks)
-    _scan_kernel[grid](
-        *row_inputs, *maxima, *buckets, arrivals, *sizes, slice_len, SLICE=next_power_of_2(slice_len), **shared
-    )
-    _mass_kernel[grid](*row_inputs, *filters, *maxima, *buckets, *sizes, C_BLOCK=c_block, **shared)
+    flags = {"HAS_PENALTIES": has_penalties, **config.options}
+    tile, c_block = config.tile, next_power_of_2(num_chunks)
+    _scan_kernel[grid](*row_inputs, *maxima, *buckets, arrivals, *sizes, TILE=tile, **flags)
+    _count_kernel[grid](*row_inputs, *filters, *maxima, *buckets, *sizes, TILE=tile, C_BLOCK=c_block, **flags)
     _gather_kernel[grid](
         *row_inputs, *filters, *maxima, *buckets, arrivals, list_values, list_indices, last_key, last_index, *sizes,
-        C_BLOCK=c_block, maxnreg=_GATHER_REGISTERS, **shared,
+        TILE=tile, C_BLOCK=c_block, maxnreg=_GATHER_REGISTERS, **flags,
     )  # fmt: skip
     _draw_kernel[grid](
         *row_inputs, *filters, columns["min_p"], columns["seeds"], columns["steps"], *maxima, last_key, last_index,
-        arrivals, best, best_index, token_ids, *sizes, C_BLOCK=c_block, **shared,
+        arrivals, best, best_index, token_ids, *sizes, C_BLOCK=c_block, maxnreg=_DRAW_REGISTERS,
+        **flags,
     )  # fmt: skip
     return token_ids
 

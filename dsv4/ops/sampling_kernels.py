@@ -2,40 +2,39 @@
 
 A row of logits is cut in chunks, one program each. Four launches, whatever the settings:
 
-1. `_scan_kernel`: largest logit / temperature of every chunk, and which; clears what the others count in.
-2. `_mass_kernel`, rows with top-k or top-p: how many tokens, and how much probability, in each of NUM_BUCKETS buckets
-   of the distance to the largest.
-3. `_gather_kernel`, those rows: lists the tokens of the buckets where a filter can end; the row's last program to
-   finish searches there for the last token kept, by bisection over the orderable bits of the value, then over the
-   index: commonly about ten steps over a few hundred tokens. Beyond MAX_LISTED tokens (nearly equal logits) it reads
-   the whole row at every step: slow, the same result.
+1. `_scan_kernel`: largest logit of every chunk, after penalties, and which; clears what the others count in.
+2. `_count_kernel`, rows with top-k or top-p: how many tokens in each of NUM_BUCKETS buckets of the distance to the
+   largest, and the probability of all.
+3. `_gather_kernel`, those rows: the counts say in which bucket the filters end at the latest. All tokens up to there
+   are listed, and the row's last program to finish searches the list for the last token kept, by bisection over the
+   orderable bits of the logit, then over the index. Beyond MAX_LISTED tokens it reads the whole row at every step:
+   slow, the same result.
 4. `_draw_kernel`: value + noise of every token kept, the best of a chunk; the last program takes the best of the row. A
    token far below the largest cannot win, and a tile of such tokens makes no noise.
 
-Order cannot matter: probabilities are integers, in units of 2^-45 of the largest, and everything else is a maximum. All
-values are fp64, computed as the oracle computes them.
+Values are fp32 and relative to the row's largest, z = (logit - largest) / temperature, so that nothing overflows and
+the likeliest tokens are the most precise. Order cannot matter: probabilities are integers, in units of 2^-40 of the
+largest, and everything else is a maximum or a count.
 """
 
 from __future__ import annotations
 
-from dsv4.ops.tl_math import exp_negative, log_positive, ordered_bits64
+from dsv4.ops.tl_math import exp_fp32, exp_negative, log_fp32, log_of_odd, log_positive, ordered_bits
 from dsv4.ops.tl_utils import jit, tl
 
-NUM_BUCKETS = 2048
-MAX_LISTED = 4096
+NUM_BUCKETS = 256
+MAX_LISTED = 16384
+NOISE_BLOCK = 512  # see `gumbel_noise` in ops/sampling.py
 
-_NUM_BUCKETS = tl.constexpr(NUM_BUCKETS)
-_LAST_BUCKET = tl.constexpr(NUM_BUCKETS - 1)  # of everything 32 and more below the largest: no probability left
-_MAX_LISTED = tl.constexpr(MAX_LISTED)
-_BUCKETS_PER_UNIT = tl.constexpr(64.0)
-_MASS_UNIT = tl.constexpr(2.0**45)
-_LARGEST = tl.constexpr(1.7976931348623157e308)
-_SMALLEST_KEY = tl.constexpr(-(1 << 63))
-_LARGEST_KEY = tl.constexpr((1 << 63) - 1)
+_NUM_BUCKETS, _MAX_LISTED = tl.constexpr(NUM_BUCKETS), tl.constexpr(MAX_LISTED)
+_NOISE_BLOCK = tl.constexpr(NOISE_BLOCK)
+_BUCKETS_PER_UNIT = tl.constexpr(8.0)
+_REACH = tl.constexpr(32.0)  # of the buckets: all that lies further below the largest has no probability left
+_MASS_UNIT = tl.constexpr(2.0**40)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_SMALLEST_KEY = tl.constexpr(-(1 << 31))
 _MAX_INDEX = tl.constexpr((1 << 31) - 1)
-# A token further below the largest cannot win: noise lies between -2.86 and 17.33. The margin keeps that exact where
-# logits are so large that their sums with noise are rounded.
-_NOISE_SPAN = tl.constexpr(64.0)
+_NOISE_SPAN = tl.constexpr(24.0)  # a token further below the largest cannot win: noise lies between -2.86 and 17.33
 
 
 # ---- values ----
@@ -53,51 +52,52 @@ def _open_row(
     logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
     stride_lr, stride_lv, vocab_size,
 ):  # fmt: skip
-    """What `_load_scaled` needs of a row: pointers, sizes and settings."""
-    temperature = tl.load(temperature_ptr + row).to(tl.float64)
+    """What `_load_logits` and `_relative` need of a row: pointers, sizes and settings."""
+    temperature = tl.load(temperature_ptr + row)
+    # 1 if greedy; a reciprocal that is not finite orders tokens like the largest one
+    inverse = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature))
+    inverse = tl.where(inverse > _LARGEST, _LARGEST, inverse)
     return (
         logits_ptr + row * stride_lr, prompt_ptr + row * vocab_size, output_ptr + row * vocab_size,
-        stride_lv, vocab_size,
-        tl.where(temperature == 0.0, temperature + 1.0, temperature), tl.load(repetition_ptr + row).to(tl.float64),
-        tl.load(presence_ptr + row).to(tl.float64), tl.load(frequency_ptr + row).to(tl.float64),
+        stride_lv, vocab_size, inverse, tl.load(repetition_ptr + row), tl.load(presence_ptr + row),
+        tl.load(frequency_ptr + row),
     )  # fmt: skip
 
 
 @jit
-def _load_scaled(opened, columns, HAS_PENALTIES: tl.constexpr):
-    """fp64 values of a row: logits after penalties, over the temperature (1 if greedy). -inf beyond the vocabulary."""
-    logits_ptr, prompt_ptr, output_ptr, stride_lv, vocab_size, temperature, repetition, presence, frequency = opened
+def _load_logits(opened, columns, HAS_PENALTIES: tl.constexpr):
+    """fp32 logits of a row after penalties. -inf beyond the vocabulary."""
+    logits_ptr, prompt_ptr, output_ptr, stride_lv, vocab_size, _inverse, repetition, presence, frequency = opened
     is_token = columns < vocab_size
-    x = tl.load(logits_ptr + columns * stride_lv, mask=is_token, other=float("-inf")).to(tl.float64)
+    x = tl.load(logits_ptr + columns * stride_lv, mask=is_token, other=float("-inf")).to(tl.float32)
     if HAS_PENALTIES:
-        counts = tl.load(output_ptr + columns, mask=is_token, other=0).to(tl.float64)
+        counts = tl.load(output_ptr + columns, mask=is_token, other=0).to(tl.float32)
         in_prompt = tl.load(prompt_ptr + columns, mask=is_token, other=0).to(tl.int32) != 0
         # torch.where(seen, where(logits > 0, logits / factor, logits * factor), logits) - frequency * counts -
         # presence * (counts > 0)
-        repeated = tl.where(x > 0.0, x / repetition, x * repetition)
+        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
         x = tl.where(in_prompt | (counts > 0.0), repeated, x)
         x = x - frequency * counts
-        x = x - presence * (counts > 0.0).to(tl.float64)
-    return _numbers(_numbers(x) / temperature)
+        x = x - presence * (counts > 0.0).to(tl.float32)
+    return _numbers(x)
 
 
 @jit
-def _distance(values, largest):
-    """largest - values, also where both are infinite."""
-    return tl.where(values == largest, 0.0, largest - values)
+def _relative(opened, x, largest):
+    """z = (x - largest) / temperature, at most 0."""
+    return tl.where(x == largest, 0.0, (x - largest) * opened[5])
 
 
 @jit
-def _bucket(distance):
-    """Bucket of 1/64 each; the last takes everything 32 and more below the largest."""
-    bucket = (tl.where(distance < 32.0, distance, 32.0) * _BUCKETS_PER_UNIT).to(tl.int32)
-    return tl.minimum(bucket, _LAST_BUCKET)
+def _bucket(z):
+    """Bucket of 1/8 each, NUM_BUCKETS and more where a token is beyond all of them."""
+    return (tl.where(z > -_REACH, z, -_REACH) * -_BUCKETS_PER_UNIT).to(tl.int32)
 
 
 @jit
-def _mass(distance):
+def _mass(z):
     """Probability relative to the largest as an integer; sums of it are exact, in any order."""
-    return (exp_negative(distance * -1.0) * _MASS_UNIT + 0.5).to(tl.int64)
+    return (exp_fp32(z) * _MASS_UNIT).to(tl.int64)
 
 
 @jit
@@ -116,19 +116,18 @@ def _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size):
     """Whether the row has a filter that needs the search; its top-k (0: off) and top-p (1 or more: off)."""
     top_k = tl.load(top_k_ptr + row)
     top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
-    top_p = tl.load(top_p_ptr + row).to(tl.float64)
+    top_p = tl.load(top_p_ptr + row)
     return (tl.load(temperature_ptr + row) != 0.0) & ((top_k > 0) | (top_p < 1.0)), top_k, top_p
 
 
 # ---- 1 and 2: largest, buckets ----
 
 
-@jit(do_not_specialize=("chunk_len", "num_chunks", "slice_len"))
+@jit(do_not_specialize=("chunk_len", "num_chunks"))
 def _scan_kernel(
     logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, masses_ptr, arrivals_ptr,
-    stride_lr, stride_lv, vocab_size, chunk_len, num_chunks, slice_len,
-    TILE: tl.constexpr, SLICE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, total_ptr, arrivals_ptr,
+    stride_lr, stride_lv, vocab_size, chunk_len, num_chunks, TILE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     opened = _open_row(
@@ -136,34 +135,32 @@ def _scan_kernel(
         stride_lr, stride_lv, vocab_size,
     )  # fmt: skip
     start = chunk * chunk_len
-    best, best_index = tl.full([], float("-inf"), tl.float64), start
+    best, best_index = tl.full([], float("-inf"), tl.float32), start
     for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
         columns = tile + tl.arange(0, TILE)
-        values = _load_scaled(opened, columns, HAS_PENALTIES)
+        values = _load_logits(opened, columns, HAS_PENALTIES)
         largest = tl.max(values, 0)
         index = tl.min(tl.where(values == largest, columns, _MAX_INDEX), 0)
         best_index = tl.where(largest > best, index, best_index)
         best = tl.where(largest > best, largest, best)
     tl.store(chunk_max_ptr + row * num_chunks + chunk, best)
     tl.store(chunk_argmax_ptr + row * num_chunks + chunk, best_index)
-    # what later launches count in
-    buckets = chunk * slice_len + tl.arange(0, SLICE)
-    is_own = (tl.arange(0, SLICE) < slice_len) & (buckets < _NUM_BUCKETS)
-    tl.store(counts_ptr + row * _NUM_BUCKETS + buckets, tl.zeros([SLICE], dtype=tl.int32), mask=is_own)
-    tl.store(masses_ptr + row * _NUM_BUCKETS + buckets, tl.zeros([SLICE], dtype=tl.int64), mask=is_own)
-    if chunk == 0:
+    if chunk == 0:  # what later launches count in
+        zeros = tl.zeros([_NUM_BUCKETS], dtype=tl.int32)
+        tl.store(counts_ptr + row * _NUM_BUCKETS + tl.arange(0, _NUM_BUCKETS), zeros)
+        tl.store(total_ptr + row, tl.full([], 0, tl.int64))
         tl.store(arrivals_ptr + row * 4 + tl.arange(0, 4), tl.zeros([4], dtype=tl.int32))
 
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
-def _mass_kernel(
+def _count_kernel(
     logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     top_k_ptr, top_p_ptr,
-    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, masses_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
+    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, total_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
     TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    is_filtered, _top_k, top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
+    is_filtered, _top_k, _top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     if is_filtered:
         opened = _open_row(
             logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
@@ -171,115 +168,136 @@ def _mass_kernel(
         )  # fmt: skip
         largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
         start = chunk * chunk_len
+        counts = tl.zeros([_NUM_BUCKETS], dtype=tl.int32)
+        total = tl.full([], 0, tl.int64)
         for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
             columns = tile + tl.arange(0, TILE)
-            distance = _distance(_load_scaled(opened, columns, HAS_PENALTIES), largest)
-            bucket = _bucket(distance)
-            is_counted = (columns < vocab_size) & (bucket < _LAST_BUCKET)
-            places = row * _NUM_BUCKETS + bucket
-            tl.atomic_add(counts_ptr + places, tl.full([TILE], 1, tl.int32), mask=is_counted, sem="relaxed")
-            if top_p < 1.0:
-                tl.atomic_add(masses_ptr + places, _mass(distance), mask=is_counted, sem="relaxed")
+            x = _load_logits(opened, columns, HAS_PENALTIES)
+            z = _relative(opened, x, largest)
+            bucket = _bucket(z)
+            is_counted = (x > float("-inf")) & (bucket < _NUM_BUCKETS)
+            counts += tl.histogram(tl.minimum(bucket, _NUM_BUCKETS - 1), _NUM_BUCKETS, mask=is_counted)
+            total += tl.sum(tl.where(is_counted, _mass(z), 0), 0)
+        places = counts_ptr + row * _NUM_BUCKETS + tl.arange(0, _NUM_BUCKETS)
+        tl.atomic_add(places, counts, mask=counts > 0, sem="relaxed")
+        tl.atomic_add(total_ptr + row, total, sem="relaxed")
 
 
 # ---- 3: the last token kept ----
 
 
 @jit
-def _first_reaching(through, target):
-    """The first bucket through which `target` is reached, and what lies before it; `through` are running sums."""
-    is_before = through < target
-    return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, through, 0), 0)
+def _mass_target(top_p, total):
+    """Tokens are kept while the mass before them is below this: one token at least."""
+    return tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @jit
-def _mass_target(top_p, total):
-    """Tokens are kept while the mass before them is below this: one token at least."""
-    return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
+def _last_bucket(counts, total, top_k, top_p):
+    """The bucket in which the filters end at the latest. counts [NUM_BUCKETS]; total is the mass of all that is
+    counted.
+    """
+    buckets = tl.arange(0, _NUM_BUCKETS)
+    k_bucket = tl.sum((tl.cumsum(counts, 0) < tl.where(top_k > 0, top_k, _MAX_INDEX)).to(tl.int32), 0)
+    # behind a bucket lies at most what its followers' counts allow; top-p ends where that is what it may leave out
+    most = counts.to(tl.int64) * _mass(buckets.to(tl.float32) * (-1.0 / _BUCKETS_PER_UNIT))
+    behind = (tl.sum(most, 0) - tl.cumsum(most, 0)).to(tl.float64)
+    spared = (1.0 - top_p.to(tl.float64)) * total.to(tl.float64) * 0.999
+    p_bucket = tl.sum((behind > spared).to(tl.int32), 0)
+    last = tl.where((top_k > 0) & (k_bucket < _NUM_BUCKETS), k_bucket, _NUM_BUCKETS - 1)
+    return tl.where((top_k == 0) & (top_p < 1.0), tl.minimum(p_bucket, last), last)
+
+
+@jit
+def _load_listed(
+    opened, list_values_ptr, list_indices_ptr, num_listed, largest, tile, TILE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+):  # fmt: skip
+    """Keys, columns and masses of some tokens that a filter may keep, and which places hold one."""
+    places = tile + tl.arange(0, TILE)
+    if num_listed <= _MAX_LISTED:
+        is_listed = places < num_listed
+        x = tl.load(list_values_ptr + places, mask=is_listed, other=float("-inf"))
+        columns = tl.load(list_indices_ptr + places, mask=is_listed, other=_MAX_INDEX)
+    else:
+        columns = places
+        x = _load_logits(opened, columns, HAS_PENALTIES)
+    z = _relative(opened, x, largest)
+    is_inside = (x > float("-inf")) & (_bucket(z) < _NUM_BUCKETS)
+    return ordered_bits(x).to(tl.int64), columns, tl.where(is_inside, _mass(z), 0), is_inside
 
 
 @jit
 def _totals(
-    opened, list_values_ptr, list_indices_ptr, num_listed, largest, bucket, key, last_index,
-    TILE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    opened, list_values_ptr, list_indices_ptr, num_listed, largest, key, last_index, TILE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """Of a bucket's tokens, in order (larger value first, then lower index), up to (key, last_index): number and mass.
-
-    And the bucket's nearest keys at or below, and above, `key`; of those with this key, the nearest indices at or
-    below, and above, `last_index`.
+    """Number and mass of the tokens above `key`; number and mass of those with this key, and how many of them have an
+    index up to `last_index`; the lowest key.
     """
-    vocab_size = opened[4]
-    from_list = num_listed <= _MAX_LISTED
-    count, mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    key_below, key_above = tl.full([], _SMALLEST_KEY, tl.int64), tl.full([], _LARGEST_KEY, tl.int64)
-    index_below, index_above = tl.full([], -1, tl.int32), tl.full([], _MAX_INDEX, tl.int32)
-    for tile in range(0, tl.where(from_list, num_listed, vocab_size), TILE):
-        places = tile + tl.arange(0, TILE)
-        if from_list:
-            is_listed = places < num_listed
-            values = tl.load(list_values_ptr + places, mask=is_listed, other=float("-inf"), cache_modifier=".cg")
-            columns = tl.load(list_indices_ptr + places, mask=is_listed, other=vocab_size, cache_modifier=".cg")
-        else:
-            columns = places
-            values = _load_scaled(opened, columns, HAS_PENALTIES)
-        distance = _distance(values, largest)
-        is_inside = (columns < vocab_size) & (_bucket(distance) == bucket)
-        keys = ordered_bits64(values)
-        is_equal = is_inside & (keys == key)
-        is_counted = (is_inside & (keys > key)) | (is_equal & (columns <= last_index))
-        count += tl.sum(is_counted.to(tl.int64), 0)
-        mass += tl.sum(tl.where(is_counted, _mass(distance), 0), 0)
-        key_below = tl.maximum(key_below, tl.max(tl.where(is_inside & (keys <= key), keys, _SMALLEST_KEY), 0))
-        key_above = tl.minimum(key_above, tl.min(tl.where(is_inside & (keys > key), keys, _LARGEST_KEY), 0))
-        is_low = is_equal & (columns <= last_index)
-        index_below = tl.maximum(index_below, tl.max(tl.where(is_low, columns, -1), 0))
-        is_high = is_equal & (columns > last_index)
-        index_above = tl.minimum(index_above, tl.min(tl.where(is_high, columns, _MAX_INDEX), 0))
-    return count, mass, key_below, key_above, index_below, index_above
+    size = tl.where(num_listed <= _MAX_LISTED, num_listed, opened[4])
+    above, equal, early = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    mass, equal_mass, lowest = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], _MAX_INDEX, tl.int64)
+    for tile in range(0, size, TILE):
+        keys, columns, masses, is_inside = _load_listed(
+            opened, list_values_ptr, list_indices_ptr, num_listed, largest, tile, TILE, HAS_PENALTIES
+        )
+        is_above, is_equal = is_inside & (keys > key), is_inside & (keys == key)
+        above += tl.sum(is_above.to(tl.int32), 0)
+        mass += tl.sum(tl.where(is_above, masses, 0), 0)
+        equal += tl.sum(is_equal.to(tl.int32), 0)
+        equal_mass += tl.sum(tl.where(is_equal, masses, 0), 0)
+        early += tl.sum((is_equal & (columns <= last_index)).to(tl.int32), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(is_inside, keys, _MAX_INDEX), 0))
+    return above, mass, equal, equal_mass, early, lowest
 
 
 @jit
 def _last_kept(
-    opened, list_values_ptr, list_indices_ptr, num_listed, largest, bucket, target, by_mass,
-    TILE: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    opened, list_values_ptr, list_indices_ptr, num_listed, largest, target, by_mass, TILE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The bucket's first token, in order, through which the count or mass reaches `target`: its key, its index, the
-    mass through it. Bisection; the ends of the interval move to tokens that exist.
+    """The first token, in order (larger logit first, then lower index), through which the count or mass reaches
+    `target`: its key, its index, the mass through it.
     """
-    # A bucket is 1/64 wide; with one more on either side no rounding can matter, and keys are less than 2^63 apart.
-    lower = largest - (bucket + 2).to(tl.float64) / _BUCKETS_PER_UNIT
-    upper = largest - tl.maximum(bucket - 1, 0).to(tl.float64) / _BUCKETS_PER_UNIT
-    low, high = (
-        ordered_bits64(lower) - 1,
-        ordered_bits64(upper),
-    )  # reached by the keys above low, not by those above high
-    low_index = tl.full([], -1, tl.int32)
-    high_index = low_index + opened[4]  # the last token
-    kept = tl.full([], 0, tl.int64)
-    is_done = tl.full([], 0, tl.int32)
-    while is_done == 0:
-        in_keys = high - low > 1
-        in_indices = (in_keys == 0) & (high_index - low_index > 1)
-        key = tl.where(in_keys, low + (high - low) // 2, high)
-        index = tl.where(in_indices, low_index + (high_index - low_index) // 2, high_index)
-        index = tl.where(in_keys, -1, index)
-        count, kept, key_below, key_above, index_below, index_above = _totals(
-            opened, list_values_ptr, list_indices_ptr, num_listed, largest, bucket, key, index, TILE, HAS_PENALTIES
+    high = tl.max(ordered_bits(largest + tl.zeros([1], tl.float32)), 0).to(tl.int64)  # nothing is above it
+    _a, _m, _e, _em, _f, lowest = _totals(
+        opened, list_values_ptr, list_indices_ptr, num_listed, largest, high, -1, TILE, HAS_PENALTIES
+    )
+    low = lowest - 1  # everything is above it, which is enough
+    while high - low > 1:
+        key = low + (high - low) // 2
+        above, mass, _e, _em, _f, _l = _totals(
+            opened, list_values_ptr, list_indices_ptr, num_listed, largest, key, -1, TILE, HAS_PENALTIES
         )
-        is_reached = tl.where(by_mass, kept, count) >= target
-        low = tl.where(in_keys & is_reached, key_above - 1, low)
-        high = tl.where(in_keys & (is_reached == 0), key_below, high)
-        high_index = tl.where(in_indices & is_reached, index_below, high_index)
-        low_index = tl.where(in_indices & (is_reached == 0), index_above - 1, low_index)
-        is_done = ((in_keys | in_indices) == 0).to(tl.int32)
-    return high, high_index, kept
+        is_reached = tl.where(by_mass, mass, above.to(tl.int64)) >= target
+        low = tl.where(is_reached, key, low)
+        high = tl.where(is_reached, high, key)
+    above, mass, equal, equal_mass, _f, _l = _totals(
+        opened, list_values_ptr, list_indices_ptr, num_listed, largest, high, -1, TILE, HAS_PENALTIES
+    )
+    # equal tokens have equal masses: as many of them as are still missing
+    each = tl.maximum(equal_mass // tl.maximum(equal, 1), 1)
+    missing = tl.where(by_mass, (target - mass + each - 1) // each, target - above.to(tl.int64))
+    missing = tl.minimum(tl.maximum(missing, 1), equal.to(tl.int64)).to(tl.int32)
+    low_index, high_index = tl.full([], -1, tl.int32), tl.full([], _MAX_INDEX, tl.int32)
+    if missing < equal:
+        high_index = tl.full([], 0, tl.int32) + opened[4] - 1
+        while high_index - low_index > 1:
+            index = low_index + (high_index - low_index) // 2
+            _a, _m, _e, _em, early, _l = _totals(
+                opened, list_values_ptr, list_indices_ptr, num_listed, largest, high, index, TILE, HAS_PENALTIES
+            )
+            low_index = tl.where(early < missing, index, low_index)
+            high_index = tl.where(early < missing, high_index, index)
+    return high, high_index, mass + missing * each
 
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
 def _gather_kernel(
     logits_ptr, prompt_ptr, output_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     top_k_ptr, top_p_ptr,
-    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, masses_ptr, arrivals_ptr, list_values_ptr, list_indices_ptr,
+    chunk_max_ptr, chunk_argmax_ptr, counts_ptr, total_ptr, arrivals_ptr, list_values_ptr, list_indices_ptr,
     last_key_ptr, last_index_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
     TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
@@ -293,49 +311,35 @@ def _gather_kernel(
         largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
         list_values_ptr += row * _MAX_LISTED
         list_indices_ptr += row * _MAX_LISTED
-        buckets = tl.arange(0, _NUM_BUCKETS)
-        count_through = tl.cumsum(tl.load(counts_ptr + row * _NUM_BUCKETS + buckets), 0)
-        mass_through = tl.cumsum(tl.load(masses_ptr + row * _NUM_BUCKETS + buckets), 0)
-        # The bucket where top-k ends: none if all but hopeless tokens are kept. The mass of what it keeps, which top-p
-        # is a part of, is known but for that bucket; top-p then ends in one of a few buckets.
-        k_bucket, count_before = _first_reaching(count_through, tl.where(top_k > 0, top_k, _MAX_INDEX))
-        has_k, has_p = k_bucket < _LAST_BUCKET, top_p < 1.0
-        least = tl.max(tl.where(buckets < k_bucket, mass_through, 0), 0)
-        most = tl.max(tl.where(buckets <= k_bucket, mass_through, 0), 0)
-        first_p, _before = _first_reaching(mass_through, _mass_target(top_p, least))
-        last_p, _before = _first_reaching(mass_through, _mass_target(top_p, most))
-        last_p = tl.where(has_p, last_p, -1)
-
+        counts = tl.load(counts_ptr + row * _NUM_BUCKETS + tl.arange(0, _NUM_BUCKETS))
+        total = tl.load(total_ptr + row)
+        num_counted = tl.sum(counts, 0)
+        last = _last_bucket(counts, total, top_k, top_p)
+        num_listed = tl.sum(tl.where(tl.arange(0, _NUM_BUCKETS) <= last, counts, 0), 0)
         start = chunk * chunk_len
-        for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
-            columns = tile + tl.arange(0, TILE)
-            values = _load_scaled(opened, columns, HAS_PENALTIES)
-            bucket = _bucket(_distance(values, largest))
-            is_wanted = (has_k & (bucket == k_bucket)) | ((bucket >= first_p) & (bucket <= last_p))
-            is_listed = (is_wanted & (columns < vocab_size) & (bucket < _LAST_BUCKET)).to(tl.int32)
-            place = tl.atomic_add(arrivals_ptr + row * 4 + 2, tl.sum(is_listed, 0), sem="relaxed")
-            places = place + tl.cumsum(is_listed, 0) - 1
-            is_stored = (is_listed == 1) & (places < _MAX_LISTED)
-            tl.store(list_values_ptr + places, values, mask=is_stored)
-            tl.store(list_indices_ptr + places, columns, mask=is_stored)
+        if num_listed <= _MAX_LISTED:
+            for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
+                columns = tile + tl.arange(0, TILE)
+                x = _load_logits(opened, columns, HAS_PENALTIES)
+                is_listed = (x > float("-inf")) & (_bucket(_relative(opened, x, largest)) <= last)
+                number = tl.sum(is_listed.to(tl.int32), 0)
+                if number > 0:
+                    place = tl.atomic_add(arrivals_ptr + row * 4 + 2, number, sem="relaxed")
+                    places = place + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                    tl.store(list_values_ptr + places, x, mask=is_listed)
+                    tl.store(list_indices_ptr + places, columns, mask=is_listed)
         tl.debug_barrier()  # every thread's entries before the arrival
         if tl.atomic_add(arrivals_ptr + row * 4, 1, sem="acq_rel") == num_chunks - 1:
-            num_listed = tl.load(arrivals_ptr + row * 4 + 2, cache_modifier=".cg")
-            key, last_index, total = tl.full([], _SMALLEST_KEY, tl.int64), tl.full([], _MAX_INDEX, tl.int32), most
+            key, last_index = tl.full([], _SMALLEST_KEY, tl.int64), tl.full([], _MAX_INDEX, tl.int32)
             for stage in range(2):  # top-k, then top-p of what it kept
-                if ((stage == 0) & has_k) | ((stage == 1) & has_p):
+                has_k = (stage == 0) & (top_k > 0) & (top_k < num_counted)
+                if has_k | ((stage == 1) & (top_p < 1.0) & (num_counted > 0)):
                     by_mass = stage == 1
-                    goal = _mass_target(top_p, total)
-                    # summed again: kept from above, the sums would take the search's registers
-                    masses = tl.load(masses_ptr + row * _NUM_BUCKETS + buckets, cache_modifier=".cg")
-                    p_bucket, mass_before = _first_reaching(tl.cumsum(masses, 0), goal)
-                    goal = tl.where(by_mass, goal - mass_before, (top_k - count_before).to(tl.int64))
-                    ending = tl.where(by_mass, p_bucket, k_bucket)
-                    key, last_index, kept = _last_kept(
-                        opened, list_values_ptr, list_indices_ptr, num_listed, largest, ending, goal, by_mass,
-                        TILE // 2, HAS_PENALTIES,
+                    goal = tl.where(by_mass, _mass_target(top_p, total), top_k.to(tl.int64))
+                    key, last_index, total = _last_kept(
+                        opened, list_values_ptr, list_indices_ptr, num_listed, largest, goal, by_mass, TILE // 2,
+                        HAS_PENALTIES,
                     )  # fmt: skip
-                    total = least + kept
             tl.store(last_key_ptr + row, key)
             tl.store(last_index_ptr + row, last_index)
 
@@ -344,13 +348,36 @@ def _gather_kernel(
 
 
 @jit
-def gumbel(seed, step, columns):
-    """-log(-log u), rounded to fp32, in fp64; u from Philox 4x32-10 at counter (column, step, 0, 0) and key seed."""
-    zeros = tl.zeros_like(columns)
+def _gumbel(bits):
+    """-log(-log u) in fp32 of u = (the upper 24 bits + 1/2) / 2^24."""
+    odd = ((bits.to(tl.uint32, bitcast=True) >> 8).to(tl.int32) << 1) | 1  # u * 2^25
+    return log_fp32(log_of_odd(odd) * -1.0) * -1.0
+
+
+@jit
+def gumbel(seed, step, block):
+    """Noise of four times NOISE_BLOCK neighbouring tokens, from number 4 * NOISE_BLOCK * block on; Philox 4x32-10."""
+    counters = block * _NOISE_BLOCK + tl.arange(0, _NOISE_BLOCK)
+    zeros = tl.zeros_like(counters)
     low_step = (step & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    bits, _b1, _b2, _b3 = tl.philox(seed, columns, zeros + low_step, zeros, zeros)
-    uniform = ((bits.to(tl.uint32, bitcast=True) >> 8).to(tl.float64) + 0.5) * (1.0 / 16777216.0)
-    return (log_positive(log_positive(uniform) * -1.0) * -1.0).to(tl.float32).to(tl.float64)
+    b0, b1, b2, b3 = tl.philox(seed, counters, zeros + low_step, zeros, zeros)
+    return _gumbel(b0), _gumbel(b1), _gumbel(b2), _gumbel(b3)
+
+
+@jit
+def _draw_block(opened, row_state, noise, columns, best, best_index, HAS_PENALTIES: tl.constexpr):
+    """The better of (best, best_index) and a block of tokens, place by place."""
+    largest, last_key, last_index, min_p = row_state
+    x = _load_logits(opened, columns, HAS_PENALTIES)
+    z = _relative(opened, x, largest)
+    keys = ordered_bits(x)
+    is_kept = (keys > last_key) | ((keys == last_key) & (columns <= last_index))
+    is_kept = is_kept & (x > float("-inf"))
+    if min_p > 0.0:
+        is_kept = is_kept & (exp_fp32(z) >= min_p)
+    # noise cannot tell infinities apart
+    drawn = tl.where(is_kept, tl.where(largest == _LARGEST, z, z + noise), float("-inf"))
+    return tl.where(drawn > best, drawn, best), tl.where(drawn > best, columns, best_index)
 
 
 @jit(do_not_specialize=("chunk_len", "num_chunks"))
@@ -359,7 +386,7 @@ def _draw_kernel(
     top_k_ptr, top_p_ptr,
     min_p_ptr, seeds_ptr, steps_ptr, chunk_max_ptr, chunk_argmax_ptr, last_key_ptr, last_index_ptr, arrivals_ptr,
     best_ptr, best_index_ptr, token_ids_ptr, stride_lr, stride_lv, vocab_size, chunk_len, num_chunks,
-    TILE: tl.constexpr, C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    C_BLOCK: tl.constexpr, HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = chunk * chunk_len
@@ -372,27 +399,28 @@ def _draw_kernel(
             stride_lr, stride_lv, vocab_size,
         )  # fmt: skip
         is_filtered, _top_k, _top_p = _filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
-        last_key = tl.load(last_key_ptr + row, mask=is_filtered, other=_SMALLEST_KEY)
+        last_key = tl.load(last_key_ptr + row, mask=is_filtered, other=_SMALLEST_KEY).to(tl.int32)
         last_index = tl.load(last_index_ptr + row, mask=is_filtered, other=_MAX_INDEX)
-        min_p = tl.load(min_p_ptr + row).to(tl.float64)
         seed, step = tl.load(seeds_ptr + row), tl.load(steps_ptr + row)
         largest, _largest_index = _row_best(chunk_max_ptr, chunk_argmax_ptr, row, num_chunks, C_BLOCK)
-        best, best_index = tl.full([], float("-inf"), tl.float64), start
-        for tile in range(start, tl.minimum(start + chunk_len, vocab_size), TILE):
-            columns = tile + tl.arange(0, TILE)
-            values = _load_scaled(opened, columns, HAS_PENALTIES)
-            distance = _distance(values, largest)
-            keys = ordered_bits64(values)
-            is_kept = (keys > last_key) | ((keys == last_key) & (columns <= last_index))
-            is_kept = is_kept & (distance <= _NOISE_SPAN) & (columns < vocab_size)
-            if min_p > 0.0:
-                is_kept = is_kept & (exp_negative(distance * -1.0) >= min_p)
-            if tl.max(is_kept.to(tl.int32), 0) == 1:
-                drawn = tl.where(is_kept, values + gumbel(seed, step, columns), float("-inf"))
-                tile_best = tl.max(drawn, 0)
-                tile_index = tl.min(tl.where(is_kept & (drawn == tile_best), columns, _MAX_INDEX), 0)
-                best_index = tl.where(tile_best > best, tile_index, best_index)
-                best = tl.where(tile_best > best, tile_best, best)
+        row_state = largest, last_key, last_index, tl.load(min_p_ptr + row)
+        chunk_z = _relative(opened, best, largest)
+        bests = tl.full([_NOISE_BLOCK], float("-inf"), tl.float32)
+        indices = tl.full([_NOISE_BLOCK], 0, tl.int32) + start
+        end = tl.minimum(start + chunk_len, vocab_size)
+        # a chunk without a token that could win, or be kept, makes no noise
+        for tile in range(start, tl.where(chunk_z >= -_NOISE_SPAN, end, start), 4 * _NOISE_BLOCK):
+            noise0, noise1, noise2, noise3 = gumbel(seed, step, tile // (4 * _NOISE_BLOCK))
+            columns = tile + tl.arange(0, _NOISE_BLOCK)
+            bests, indices = _draw_block(opened, row_state, noise0, columns, bests, indices, HAS_PENALTIES)
+            columns += _NOISE_BLOCK
+            bests, indices = _draw_block(opened, row_state, noise1, columns, bests, indices, HAS_PENALTIES)
+            columns += _NOISE_BLOCK
+            bests, indices = _draw_block(opened, row_state, noise2, columns, bests, indices, HAS_PENALTIES)
+            columns += _NOISE_BLOCK
+            bests, indices = _draw_block(opened, row_state, noise3, columns, bests, indices, HAS_PENALTIES)
+        best = tl.max(bests, 0)
+        best_index = tl.min(tl.where(bests == best, indices, _MAX_INDEX), 0)
     tl.store(best_ptr + row * num_chunks + chunk, best)
     tl.store(best_index_ptr + row * num_chunks + chunk, best_index)
     tl.debug_barrier()

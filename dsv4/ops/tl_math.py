@@ -1,9 +1,13 @@
-"""exp, log and what is made of them in fp64, for kernels: the same bits in the interpreter and on every GPU.
+"""exp, log and what is made of them, for kernels: the same bits in the interpreter and on every GPU.
 
-The oracles take transcendental functions in fp64 and round to fp32. These series are good to a few fp64 steps, so the
-rounded results agree with them except where the exact value lies within 2^-50 of the middle between two fp32 numbers.
-No library is called: a library's last bit differs between machines. Kernels that use them are launched with fp fusion
-off.
+In fp32, for kernels that should wait for memory: `exp_fp32`, `log_fp32`, `log_of_odd`, each right to a bound in units
+of the result's last place that its docstring states and tests/ops/test_tl_math.py holds it to. In fp64, where the
+oracle's bits are wanted: the oracles take transcendental functions in fp64 and round to fp32; these series are good to
+a few fp64 steps, so the rounded results agree except where the exact value lies within 2^-50 of the middle between two
+fp32 numbers.
+
+No library is called: a library's last bit differs between machines. Kernels that use these are launched with fp fusion
+off; where one rounding is wanted, `tl.fma` is written.
 
 Also here: the orderable integer of a float, which turns every comparison of this project's selections into one of
 integers.
@@ -17,6 +21,73 @@ _LOG2_E = tl.constexpr(1.4426950408889634074)
 # ln 2 in two parts; the first has 32 bits, so that its product with an exponent is exact
 _LN2_HIGH = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW = tl.constexpr(1.90821492927058770002e-10)
+
+_LOG2_E_FP32 = tl.constexpr(1.4426950216293335)
+# ln 2 in two fp32 parts; the first has 15 bits, so that its product with an exponent is exact
+_LN2_HIGH_FP32 = tl.constexpr(0.693145751953125)
+_LN2_LOW_FP32 = tl.constexpr(1.428606765330187e-06)
+_ROUND_FP32 = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which then stands in the low bits
+
+
+# ---- fp32 ----
+
+
+@jit
+def exp_fp32(x):
+    """e^x of fp32 x <= 0, wrong by less than 1.1 in the last place; 0 below -86 (e^-86 = 4.5e-38). NaN stays NaN."""
+    is_zero = x < -86.0
+    x = tl.where(is_zero, -86.0, x)
+    shifted = tl.fma(x, _LOG2_E_FP32, _ROUND_FP32)
+    whole = shifted - _ROUND_FP32
+    r = tl.fma(whole, -_LN2_LOW_FP32, tl.fma(whole, -_LN2_HIGH_FP32, x))  # |r| <= ln 2 / 2
+    tail = tl.fma(r, 0.001394760562106967, 0.008369873277842999)
+    tail = tl.fma(tail, r, 0.04166624695062637)
+    tail = tl.fma(tail, r, 0.16666509211063385)
+    tail = tl.fma(tail, r, 0.5)
+    value = tl.fma(tail * r, r, r) + 1.0
+    scaled = value.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return tl.where(is_zero, 0.0, tl.where(x == x, scaled.to(tl.float32, bitcast=True), x))
+
+
+@jit
+def _log_ratio_fp32(numerator, denominator):
+    """log((1 + s) / (1 - s)) of s = numerator / denominator, |s| <= 0.1716."""
+    s = tl.div_rn(numerator, denominator)
+    s2 = s * s
+    tail = tl.fma(s2, 0.2987652122974396, 0.39977332949638367)
+    tail = tl.fma(tail, s2, 0.6666677594184875)
+    return tl.fma(tail * s2, s, s + s)
+
+
+@jit
+def log_fp32(x):
+    """log x of a normal, finite fp32 x > 0, wrong by less than 3 in the last place."""
+    bits = x.to(tl.int32, bitcast=True)
+    # the exponent that leaves a mantissa between sqrt(1/2) and sqrt(2)
+    whole = (bits - 0x3F3504F3) >> 23
+    mantissa = (bits - (whole << 23)).to(tl.float32, bitcast=True)
+    fraction = _log_ratio_fp32(mantissa - 1.0, mantissa + 1.0)
+    wide = whole.to(tl.float32)
+    return tl.fma(wide, _LN2_HIGH_FP32, tl.fma(wide, _LN2_LOW_FP32, fraction))
+
+
+@jit
+def log_of_odd(odd):
+    """log(odd / 2^25) of an odd int32 below 2^25, in fp32, wrong by less than 3 in the last place. Near 1 the distance
+    to 1 is used, which fp32 holds where it does not hold the number itself."""
+    is_near = odd > 23726566  # sqrt(1/2) * 2^25
+    x = odd.to(tl.float32)
+    distance = (odd - 33554432).to(tl.float32) * (1.0 / 33554432.0)  # exact where it is used
+    bits = x.to(tl.int32, bitcast=True)
+    whole = (bits - 0x3F3504F3) >> 23
+    mantissa = (bits - (whole << 23)).to(tl.float32, bitcast=True)
+    numerator = tl.where(is_near, distance, mantissa - 1.0)
+    fraction = _log_ratio_fp32(numerator, numerator + 2.0)
+    wide = tl.where(is_near, 0, whole - 25).to(tl.float32)
+    return tl.fma(wide, _LN2_HIGH_FP32, tl.fma(wide, _LN2_LOW_FP32, fraction))
+
+
+# ---- fp64 ----
 
 
 @jit
@@ -94,10 +165,3 @@ def ordered_bits(x):
     x = tl.where(x == x, x, float("-inf"))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def ordered_bits64(x):
-    """The same for fp64 without NaN -> int64."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int64, bitcast=True)
-    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)

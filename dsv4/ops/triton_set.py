@@ -9,8 +9,12 @@ from dataclasses import replace
 
 from dsv4.ops import TORCH
 from dsv4.ops.append_swa import append_swa, window_rows
+from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compress import compress, compress_pair
 from dsv4.ops.hyper import hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
+from dsv4.ops.indexer import index_queries, index_topk
+from dsv4.ops.linear import grouped_linear, linear, linears
+from dsv4.ops.moe import moe
 from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.ops.rope import head_norm_rope, rope
 from dsv4.ops.router import route
@@ -22,11 +26,18 @@ TRITON = replace(
     rms_norm_quant=rms_norm_quant,
     head_norm_rope=head_norm_rope,
     rope=rope,
+    linear=linear,
+    linears=linears,
+    grouped_linear=grouped_linear,
     window_rows=window_rows,
     append_swa=append_swa,
     compress=compress,
     compress_pair=compress_pair,
+    index_queries=index_queries,
+    index_topk=index_topk,
+    sparse_attention=sparse_attention,
     route=route,
+    moe=moe,
     sample=sample,
     hc_pre=hc_pre,
     hc_post=hc_post,

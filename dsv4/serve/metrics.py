@@ -70,10 +70,12 @@ class _EngineCollector(Collector):
             ("dsv4_requests_finished", "Requests that came to their end.", stats.num_finished),
             ("dsv4_requests_aborted", "Requests dropped: cancelled, or in a forward call that failed.",
              stats.num_aborted),
-            ("dsv4_requests_failed", "Requests that failed alone: no numbers, or a constraint without a token.",
+            ("dsv4_requests_failed", "Requests that failed alone: no numbers, a constraint without a token, too late.",
              stats.num_failed),
-            ("dsv4_preemptions", "Requests preempted: always 0. A request starts once the blocks of its longest "
-             "possible life are reserved, so none is ever preempted.", 0),
+            ("dsv4_preemptions", "Times a request gave its cache blocks to another and started again later.",
+             stats.num_preemptions),
+            ("dsv4_recomputed_tokens", "Tokens that went through the model again after a preemption.",
+             stats.num_recomputed_tokens),
         )  # fmt: skip
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)

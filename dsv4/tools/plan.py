@@ -10,7 +10,7 @@ Several GPUs: routed experts are divided by number, everything else is on each G
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
@@ -23,6 +23,10 @@ CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
 GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
 STAGED_EXPERT_LAYERS = 2  # offloaded experts: the layer in use and the one being copied
+CACHED_EXPERTS_PER_CHOICE = 4  # offloaded experts: slots that come and go, for each expert a token chooses
+BOUNDARY_SECONDS = 60e-6  # offloaded experts: a layer waits while the host reads its routing
+HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 less its overhead
+READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels.md
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 MAX_GPUS_TRIED = 64
 
@@ -45,6 +49,24 @@ class MemoryBudget:
     @property
     def without_cache(self) -> int:
         return self.total - self.cache
+
+
+@dataclass(frozen=True)
+class OffloadForecast:
+    """Decode of one request with offloaded experts, every expert used alike, on one GPU whose spare memory is filled.
+
+    num_slots of the experts of each layer are on the device, `num_fixed` of them for good (their host copy is not
+    kept). tokens_per_second adds up copies from the host at `host_speed`, reads of the device's memory where its speed
+    is known (`read_speed`), and `BOUNDARY_SECONDS` a layer; copies do not overlap with computing.
+    """
+
+    num_slots: int
+    num_fixed: int
+    bytes_per_token: int
+    host_bytes: int
+    host_speed: float
+    read_speed: float | None
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,7 @@ class Plan:
     budget: MemoryBudget
     fits: tuple[GpuFit, ...]
     summary: str
+    forecast: OffloadForecast | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`; sizes are bytes."""
@@ -124,7 +147,7 @@ class Plan:
             },
             "fits": [_fit_to_dict(fit) for fit in self.fits],
             "summary": self.summary,
-        }
+        } | ({} if self.forecast is None else {"offload": asdict(self.forecast)})
 
 
 def plan(
@@ -137,8 +160,11 @@ def plan(
     gpus: int = 1,
     offload_experts: bool = False,
     with_draft: bool = True,
+    host_speed: float = HOST_BYTES_PER_SECOND,
 ) -> Plan:
     """Plan `engine`'s workload for the whole of `gpus` GPUs of the kind `gpu` (None: every known kind).
+
+    `host_speed`: bytes a second from pinned host memory to the device, for the forecast of offloaded experts.
 
     `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
     """
@@ -163,6 +189,7 @@ def plan(
         budget=budget,
         fits=fits,
         summary=planner.advise(requested, budget),
+        forecast=planner.forecast(requested, host_speed) if offload_experts and requested.fits and gpus == 1 else None,
     )
 
 
@@ -282,6 +309,36 @@ class _Planner:
             if self.budget(self.engine, gpus).total <= gpu.usable_bytes:
                 return gpus
         return None
+
+    def forecast(self, fit: GpuFit, host_speed: float) -> OffloadForecast:
+        """What the spare memory of one GPU makes of offloaded experts."""
+        if not host_speed > 0:
+            raise ConfigError(f"host_speed must be a positive number of bytes a second, found {host_speed!r}")
+        config, num_experts = self.config, self.config.n_routed_experts
+        expert_bytes = self.routed_bytes // (num_experts * self.num_moe_blocks)
+        num_slots = min(num_experts, max(0, fit.spare_bytes) // (expert_bytes * self.num_moe_blocks))
+        cached = 0 if num_slots == num_experts else CACHED_EXPERTS_PER_CHOICE * config.num_experts_per_tok
+        num_fixed = max(0, num_slots - cached)
+        uses = config.num_hidden_layers * config.num_experts_per_tok
+        moved = round(uses * (1 - num_slots / num_experts) * expert_bytes)
+        resident = sum(
+            t.num_bytes
+            for t in self.weights.tensors
+            if not t.is_draft and t.part not in ("routed experts", "embedding")
+        )
+        read_speed = READ_BYTES_PER_SECOND.get(fit.gpu.name)
+        seconds = moved / host_speed + config.num_hidden_layers * BOUNDARY_SECONDS
+        if read_speed is not None:
+            seconds += (resident + uses * expert_bytes) / read_speed
+        return OffloadForecast(
+            num_slots=num_slots,
+            num_fixed=num_fixed,
+            bytes_per_token=moved,
+            host_bytes=(num_experts - num_fixed) * expert_bytes * self.num_moe_blocks,
+            host_speed=host_speed,
+            read_speed=read_speed,
+            tokens_per_second=1 / seconds,
+        )
 
     def advise(self, fit: GpuFit, budget: MemoryBudget) -> str:
         """One line: what limits, and what would help."""

@@ -7,12 +7,29 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4.tools.hardware import GIB
-from dsv4.tools.plan import Plan
+from dsv4.tools.plan import OffloadForecast, Plan
 
 
 def render(plan: Plan) -> RenderableType:
     """Weights, cache, one GPU's budget, what fits where, and the summary line."""
-    return Group(_weights(plan), _cache(plan), _budget(plan), _fits(plan), Text(plan.summary, style="bold"))
+    lines = [Text(plan.summary, style="bold")]
+    if plan.forecast is not None:
+        lines.append(Text(forecast_line(plan.forecast, plan.config.n_routed_experts)))
+    return Group(_weights(plan), _cache(plan), _budget(plan), _fits(plan), *lines)
+
+
+def forecast_line(forecast: OffloadForecast, num_experts: int) -> str:
+    """One line: where the experts are, what moves, how fast that is."""
+    where = (
+        f"Offloaded experts: {forecast.num_slots} of {num_experts} a layer on the device "
+        f"({forecast.num_fixed} for good), {_size(forecast.host_bytes)} in host memory"
+    )
+    speed = (
+        f"{forecast.bytes_per_token / 1e6:,.0f} MB a token at {forecast.host_speed / 1e9:g} GB/s: about "
+        f"{forecast.tokens_per_second:.0f} tokens/s at batch 1"
+    )
+    unknown = "" if forecast.read_speed is not None else " at most (the GPU's own read speed is not known)"
+    return f"{where}; {speed}{unknown}."
 
 
 def print_plan(plan: Plan, console: Console) -> None:

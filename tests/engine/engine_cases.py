@@ -44,7 +44,7 @@ def let_it_say(llm, *answers):
 
 def assert_all_free(llm):
     """Nothing is held, and the cache's books agree with the truth."""
-    llm.cache.check_integrity()
+    llm.engine.check_integrity()
     assert llm.cache.num_free_slots == llm.cache.schema.num_slots
     assert llm.cache.num_free_blocks == llm.cache.schema.num_blocks
     assert not llm.engine.has_work

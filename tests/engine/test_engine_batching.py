@@ -84,17 +84,18 @@ def test_more_requests_than_slots_in_order(make_llm):
 
 
 def test_scarce_blocks_make_requests_wait_not_fail(make_llm):
-    """Four slots but three blocks: a request that may need two must wait until they are free."""
-    llm = make_llm("exact", num_blocks=3)
-    prompts, params = prompts_of(130, 4, 131, 4), SamplingParams(max_tokens=3, ignore_eos=True)
-    expected = [make_llm("exact").generate([prompt], params)[0] for prompt in prompts]
+    """Four slots but three blocks: the fourth request waits for the first chunk of its prompt."""
+    llm = make_llm("official", num_blocks=3)
+    prompts, params = prompts_of(130, 4, 131, 4), SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
+    expected = [make_llm("official").generate([prompt], params)[0] for prompt in prompts]
     sequences = [llm.engine.add(prompt, params) for prompt in prompts]
     most_running = 0
     while llm.engine.has_work:
         llm.engine.step()
-        llm.cache.check_integrity()
+        llm.engine.check_integrity()
         most_running = max(most_running, sum(sequence.slot is not None for sequence in sequences))
-    assert most_running == 2, "the third would fit its prompt, but not its longest answer"
+    assert most_running == 3
+    assert llm.engine.stats().num_preemptions > 0, "the first needs a second block while three run"
     assert [sequence.completion() for sequence in sequences] == expected
 
 

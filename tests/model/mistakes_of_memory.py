@@ -117,7 +117,7 @@ def entries_written_after_attention(bed: Bed) -> None:
 def _other_window(bed: Bed, change: int) -> None:
     bed.op(
         "sparse_attention",
-        lambda right, *args, window_len: right(*args, window_len=window_len + change),
+        lambda right, *args, window_len, **rest: right(*args, window_len=window_len + change, **rest),
     )
 
 

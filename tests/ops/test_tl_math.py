@@ -1,12 +1,20 @@
-"""fp64 exp, log and softplus of the kernels: rounded to fp32 they are torch's, and the order of orderable bits is the
-values'.
+"""exp, log and softplus of the kernels: in fp64, rounded to fp32, they are torch's; in fp32 they keep the bounds they
+state. And the order of orderable bits is the values'.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dsv4.ops.tl_math import exp_negative, log_positive, ordered_bits, ordered_bits64, softplus
+from dsv4.ops.tl_math import (
+    exp_fp32,
+    exp_negative,
+    log_fp32,
+    log_of_odd,
+    log_positive,
+    ordered_bits,
+    softplus,
+)
 from dsv4.ops.tl_utils import jit, tl
 from dsv4.testing.inputs import generator, kernel_device
 from dsv4.testing.numeric import assert_bitwise
@@ -27,8 +35,12 @@ def _function_kernel(x_ptr, out_ptr, WHICH: tl.constexpr, SIZE: tl.constexpr):
         tl.store(out_ptr + lanes, softplus(x))
     elif WHICH == 3:
         tl.store(out_ptr + lanes, ordered_bits(x))
+    elif WHICH == 5:
+        tl.store(out_ptr + lanes, exp_fp32(x))
+    elif WHICH == 6:
+        tl.store(out_ptr + lanes, log_fp32(x))
     else:
-        tl.store(out_ptr + lanes, ordered_bits64(x))
+        tl.store(out_ptr + lanes, log_of_odd(x))
 
 
 def run(which, x, dtype):
@@ -71,10 +83,45 @@ def test_softplus():
 def test_orderable_bits():
     infinity = float("inf")
     ascending = [-infinity, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1e-38, 1.0, 3e38, infinity]
-    for which, floats, integers in ((3, torch.float32, torch.int32), (4, torch.float64, torch.int64)):
-        bits = run(which, torch.tensor(ascending, dtype=floats), integers)
-        assert (bits.diff() > 0).all()
-        zeros = run(which, torch.tensor([0.0, -0.0], dtype=floats), integers)
-        assert zeros[0] == zeros[1]
+    bits = run(3, torch.tensor(ascending), torch.int32)
+    assert (bits.diff() > 0).all()
+    zeros = run(3, torch.tensor([0.0, -0.0]), torch.int32)
+    assert zeros[0] == zeros[1]
     no_number = run(3, torch.tensor([float("nan"), -infinity]), torch.int32)
     assert no_number[0] == no_number[1]
+
+
+# ---- fp32 ----
+
+# what the docstrings of dsv4/ops/tl_math.py state, in units of the last place
+EXP_BOUND, LOG_BOUND = 1.1, 3.0
+
+
+def units_wrong(found, exact):
+    rounded = exact.float().abs()
+    unit = torch.nextafter(rounded, torch.full_like(rounded, float("inf"))) - rounded
+    return ((found.double() - exact).abs() / unit.double()).max().item()
+
+
+def test_exp_fp32():
+    for seed, low in enumerate((-1e-3, -1.0, -20.0, -86.0)):
+        x = uniform(low, 0.0, seed).float()
+        assert units_wrong(run(5, x, torch.float32), x.double().exp()) < EXP_BOUND
+    special = run(5, torch.tensor([0.0, -0.0, -86.1, -3e38, -float("inf"), float("nan")]), torch.float32)
+    assert special[:5].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert special[5].isnan()
+
+
+def test_log_fp32():
+    near_one = 1 + uniform(-1e-3, 1e-3, 3)
+    for x in (uniform(1e-9, 1.0, 0), uniform(1.0, 1e9, 1), uniform(-87.0, 88.0, 2).exp(), near_one):
+        x = x.float()
+        assert units_wrong(run(6, x, torch.float32), x.double().log()) < LOG_BOUND
+    assert run(6, torch.ones(1), torch.float32).item() == 0.0
+
+
+def test_log_of_odd():
+    for low, high in ((0, 1 << 16), ((1 << 24) - (1 << 16), 1 << 24), (0, 1 << 24), (11_800_000, 11_900_000)):
+        odd = 2 * uniform(low, high, low).long() + 1
+        odd[:2] = torch.tensor([2 * low + 1, 2 * high - 1])
+        assert units_wrong(run(8, odd.int(), torch.float32), (odd.double() / 2**25).log()) < LOG_BOUND

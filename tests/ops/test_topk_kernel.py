@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from dsv4.ops.tl_utils import KernelInputError
-from dsv4.ops.topk import MAX_CANDIDATES, TopkConfig, launch_topk, topk_select, topk_select_ref
+from dsv4.ops.topk import TopkConfig, launch_topk, topk_select, topk_select_ref
+from dsv4.ops.topk_kernels import LIST
 from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
 from dsv4.testing.numeric import assert_bitwise
 
 INF, NAN = float("inf"), float("nan")
-ONE_PROGRAM = TopkConfig(tile=128, num_warps=4)
-CHUNKS = TopkConfig(tile=64, num_warps=4, max_chunks=2, long_row=128)
+SHORT = TopkConfig()
+ONE_CHUNK = TopkConfig(tile=128, max_chunks=1, short_row=64, maxima_tile=128, direct=64)
+CHUNKS = TopkConfig(tile=64, max_chunks=4, short_row=64, maxima_tile=64, direct=64)
+DIRECT = TopkConfig(tile=128, max_chunks=2, short_row=64, maxima_tile=128, direct=256)
 
 
 def hostile(num_columns, seed=0):
@@ -44,25 +45,35 @@ def assert_selects(scores, k, config, lengths=None):
 @pytest.mark.parametrize("num_columns", around(128))
 @pytest.mark.parametrize("k", [6, 200])
 def test_one_program_a_row(num_columns, k):
-    assert_selects(hostile(num_columns), k, ONE_PROGRAM)
+    assert_selects(hostile(num_columns), k, SHORT)
 
 
-@pytest.mark.parametrize(("tile", "num_columns", "k"), [(64, 257, 40), (64, 256, 256)])
-def test_many_programs_a_row(tile, num_columns, k):
-    config = replace(CHUNKS, tile=tile)
-    assert config.num_chunks(8, num_columns) == 2
+@pytest.mark.parametrize(
+    ("config", "num_columns", "k"), [(CHUNKS, 257, 40), (CHUNKS, 256, 256), (ONE_CHUNK, 255, 6), (DIRECT, 256, 40)]
+)
+def test_long_rows(config, num_columns, k):
+    assert config.num_chunks(5, num_columns) == config.max_chunks
     assert_selects(hostile(num_columns)[[0, 1, 2, 5, 6]], k, config)
 
 
-def test_more_candidates_than_the_list_holds():
-    config = TopkConfig(tile=512, max_chunks=4, long_row=1024)
-    scores = torch.full((1, MAX_CANDIDATES + 100), 2.0, device=kernel_device())
-    assert config.num_chunks(*scores.shape) > 1
-    scores[0, 7], scores[0, 2100] = 3.0, 1.0
-    assert_selects(scores, 9, config)
+@pytest.mark.parametrize("config", [CHUNKS, ONE_CHUNK])
+def test_the_maxima_let_little_pass(config):
+    """k chosen of many spread scores: what the bound rejects must not be needed, wherever the best lie."""
+    scores = torch.randn(2, 1000, generator=generator(3))
+    scores[1] = scores[1].sort().values  # the best all in the last chunk
+    assert_selects(scores.to(kernel_device()), 12, config)
 
 
-@pytest.mark.parametrize("config", [ONE_PROGRAM, CHUNKS])
+def test_more_equals_than_are_listed_at_once():
+    config = TopkConfig(tile=2048, max_chunks=2, short_row=1024, direct=1024)
+    scores = torch.full((1, LIST + 100), 2.0, device=kernel_device())
+    assert config.num_chunks(*scores.shape) == 2
+    scores[0, 7], scores[0, LIST] = 3.0, 1.0
+    found = launch_topk(scores, 9, None, True, config)
+    assert_bitwise(found, topk_select_ref(scores, 9, ascending=True))
+
+
+@pytest.mark.parametrize("config", [SHORT, CHUNKS, DIRECT])
 def test_nothing_is_read_beyond_a_rows_length(config):
     scores = hostile(300)[[0, 1, 2, 5]]
     lengths = torch.tensor([0, 300, 17, 150], device=scores.device)

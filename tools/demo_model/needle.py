@@ -29,7 +29,6 @@ from data import MIN_DISTANCE, NeedleWords, write_needles
 
 from dsv4.llm import LLM
 from dsv4.loader.shipped import shipped_checkpoint, shipped_text
-from dsv4.model.transformer import Transformer
 from dsv4.ops.attention import sparse_attention_ref
 from dsv4.schedule import AttentionKind
 
@@ -48,21 +47,17 @@ def hide_entries(llm: LLM, kinds: Collection[AttentionKind] = COMPRESSED) -> LLM
     """The same model and weights, its layers of these kinds blind to compressed entries. `llm` is left as it is."""
 
     def partly_blind(
-        q: Tensor, rows: Any, window: Any, entries: Any, picks: Any, sink: Tensor, batch: Any, *, window_len: int
+        q: Tensor, rows: Any, window: Any, entries: Any, picks: Any, sink: Tensor, batch: Any, **rest: Any
     ) -> Tensor:
         kind = AttentionKind.HCA if picks is None else AttentionKind.CSA  # only CSA layers pick
         if kind in kinds:
             entries = picks = None
-        return sparse_attention_ref(q, rows, window, entries, picks, sink, batch, window_len=window_len)
+        return sparse_attention_ref(q, rows, window, entries, picks, sink, batch, **rest)
 
-    blind = LLM.from_params(
+    return LLM.from_params(
         llm.config, llm.model.params, numerics=llm.numerics, dtype=llm.model.context.dtype, engine=llm.cache.engine,
-        tokenizer=llm.tokenizer,
+        tokenizer=llm.tokenizer, ops=replace(llm.model.context.ops, sparse_attention=partly_blind),
     )  # fmt: skip
-    ops = replace(llm.model.context.ops, sparse_attention=partly_blind)
-    transformer = Transformer(llm.config, llm.model.params, llm.model.context.dtype, ops=ops)
-    blind.model = blind.engine.model = transformer
-    return blind
 
 
 def needle_prompts(

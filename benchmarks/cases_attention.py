@@ -1,0 +1,108 @@
+"""Cases of ops/attention.py: Flash (64 heads, 512 picks) and Pro (128 heads, 1024 picks), rows of 512 values.
+
+Decode: one token a request, its window in the ring, picks spread over the whole context. Requests share one pool of
+blocks, 1.2 GB at most, so that a million tokens of context times a batch need no memory of their own.
+Prefill: the last queries of one chunk.
+Operations: 4 x heads x keys x 512 a query.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView, WindowView
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.attention import PLAN, AttentionPlan, launch_attention
+from dsv4.testing.bench import BenchCase, Work
+
+ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
+WINDOW = 128
+CSA, HCA = 4, 128
+K64, M1 = 65536, 1048576
+POOL_ROWS = 1 << 21  # 1.2 GB of entries
+HEADS = {"flash": 64, "pro": 128}
+PICKS = {"flash": 512, "pro": 1024}
+
+
+def random_rows(leading: tuple[int, ...], device: torch.device) -> RowStore:
+    """Codes of finite values, rope values of a sane size, scales around one."""
+    codes = torch.randint(0, 0x78, (*leading, 448), dtype=torch.uint8, device=device)
+    signs = torch.randint(0, 2, (*leading, 448), dtype=torch.uint8, device=device) * 128
+    rope = torch.randn((*leading, 64), device=device).to(torch.bfloat16).view(torch.uint8)
+    scales = torch.randint(118, 122, (*leading, 8), dtype=torch.uint8, device=device)
+    return RowStore(torch.cat((codes + signs, rope), -1), scales, ENTRY)
+
+
+def build_inputs(
+    model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device
+) -> dict[str, object]:
+    """Arguments of `launch_attention` behind the plan: `requests` requests with `chunk` new tokens each."""
+    heads, num_tokens, num_blocks = HEADS[model], requests * chunk, context // 128
+    per_block = 128 // ratio
+    pool_blocks = max(1, min(requests * num_blocks, POOL_ROWS // per_block))
+    starts = torch.full((num_tokens,), context - chunk, device=device)
+    slots = torch.arange(requests, device=device).repeat_interleave(chunk)
+    positions = starts + torch.arange(chunk, device=device).repeat(requests)
+    table = torch.randint(0, pool_blocks, (requests, num_blocks), dtype=torch.int32, device=device)
+    ring_positions = torch.full((requests, WINDOW), context - chunk - WINDOW, dtype=torch.int32, device=device)
+    ring_positions += torch.arange(WINDOW, dtype=torch.int32, device=device)
+    shift = (context - chunk - WINDOW) % WINDOW
+    picks = None
+    if ratio == CSA:
+        # one in every stretch of context / k entries: ascending, no duplicates
+        k = PICKS[model]
+        stretch = (context - chunk) // ratio // k
+        picks = torch.arange(k, device=device) * stretch + torch.randint(0, stretch, (num_tokens, k), device=device)
+    return {
+        "q": torch.randn(num_tokens, heads, 512, device=device, dtype=torch.bfloat16),
+        "rows": random_rows((num_tokens,), device),
+        "window": WindowView(random_rows((requests, WINDOW), device), ring_positions.roll(shift, 1)),
+        "entries": PagedView(random_rows((pool_blocks, per_block), device)),
+        "picks": picks,
+        "sink": torch.randn(heads, device=device),
+        "batch": TokenBatch(positions, positions, slots, starts, starts + chunk, table),
+        "window_len": WINDOW,
+        "freqs": torch.rand(32, device=device),
+    }
+
+
+def work(
+    plan: AttentionPlan, model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device
+) -> Work:
+    """The fewest bytes: every distinct row once (window rows of a chunk are shared), q in, the output out."""
+    inputs = build_inputs(model, ratio, context, requests, chunk, device)
+    heads, num_tokens = HEADS[model], requests * chunk
+    behind = PICKS[model] if ratio == CSA else context // HCA
+    touched = min(num_tokens * behind, requests * context // ratio)  # entries; a prefill's queries share them
+    read = num_tokens * heads * 1024 + (requests * (WINDOW + chunk) + touched) * ENTRY.row_bytes
+    read += num_tokens * behind * 8 if ratio == CSA else 0
+    flops = 4 * heads * (WINDOW + behind) * 512 * num_tokens
+    return Work(lambda: launch_attention(plan, **inputs), read, num_tokens * heads * 1024, flops)  # type: ignore[arg-type]
+
+
+def case(model: str, ratio: int, context: int, requests: int, chunk: int = 1, plan: AttentionPlan = PLAN,
+         variant: str = "") -> BenchCase:  # fmt: skip
+    kind = "csa" if ratio == CSA else "hca"
+    name = (
+        f"{model}-{kind}-{'1m' if context == M1 else '64k'}-{requests if chunk == 1 else f'prefill-{chunk}'}{variant}"
+    )
+    shape: dict[str, int | str] = {
+        "model": model, "ratio": ratio, "context": context, "requests": requests, "tokens": requests * chunk,
+        "heads": HEADS[model], "keys": WINDOW + (PICKS[model] if ratio == CSA else context // HCA),
+    }  # fmt: skip
+    return BenchCase(
+        "sparse_attention", name, shape,
+        lambda device: work(plan, model, ratio, context, requests, chunk, device),
+    )  # fmt: skip
+
+
+BATCHES = (1, 2, 8, 32, 64, 128, 256)
+CASES = [
+    *(case(model, CSA, K64, batch) for model in HEADS for batch in BATCHES),
+    *(case("flash", HCA, context, batch) for context in (K64, M1) for batch in (1, 64)),
+    *(case("flash", CSA, M1, batch) for batch in (1, 64)),
+    *(case("flash", CSA, K64, 1, chunk) for chunk in (2048, 8192)),
+    case("pro", CSA, K64, 1, 8192),
+]

@@ -1,0 +1,98 @@
+"""Cases of ops/indexer.py: 64 heads of 128, FP4 and FP8 keys, 512 picks; scores alone, and with the selection.
+
+Floors: keys are read once a request, queries and weights once; 2 * 64 * 128 operations for every pair of a query and an
+entry it sees.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.indexer import SCORE_CONFIG, ScoreConfig, index_queries, index_scores, launch_index_topk
+from dsv4.ops.topk import TOPK_CONFIG
+from dsv4.testing.bench import BenchCase, Work, nbytes
+
+HEADS, DIM, RATIO, PER_BLOCK, TOP_K = 64, 128, 4, 32, 512
+FORMATS = {"fp4": RowFormat(RowKind.INDEX_FP4, DIM), "fp8": RowFormat(RowKind.INDEX_FP8, DIM)}
+
+
+def batch_at(requests: int, tokens: int, context: int, device: torch.device) -> TokenBatch:
+    """Each request's last `tokens` of `context` tokens."""
+    num_blocks = -(-context // 128)
+    slots = torch.arange(requests, device=device).repeat_interleave(tokens, output_size=requests * tokens)
+    positions = (torch.arange(tokens, device=device) + context - tokens).repeat(requests)
+    table = torch.arange(requests * num_blocks, dtype=torch.int32, device=device).view(requests, num_blocks)
+    return TokenBatch(slots, positions, slots, positions, positions + 1, table)
+
+
+def random_keys(num_blocks: int, row_format: RowFormat, device: torch.device) -> PagedView:
+    """Keys of about unit size."""
+    shape = (num_blocks, PER_BLOCK)
+    if row_format.kind is RowKind.INDEX_FP4:
+        data = torch.randint(0, 256, (*shape, 64), dtype=torch.uint8, device=device)
+        scales = torch.randint(124, 127, (*shape, 4), dtype=torch.uint8, device=device)
+    else:
+        data = torch.randint(0, 126, (*shape, 128), dtype=torch.uint8, device=device)
+        scales = torch.full((*shape, 1), 2.0**-8, device=device).view(torch.uint8)
+    return PagedView(RowStore(data, scales, row_format))
+
+
+def make_work(
+    requests: int, tokens: int, context: int, kind: str, is_whole: bool, config: ScoreConfig, device: torch.device
+) -> Work:
+    batch = batch_at(requests, tokens, context, device)
+    row_format = FORMATS[kind]
+    keys = random_keys(requests * -(-context // 128), row_format, device)
+    q = torch.randn(requests * tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(requests * tokens, HEADS, device=device)
+    num_entries = context // RATIO
+    read = requests * num_entries * row_format.row_bytes + nbytes(q, weights)
+    pairs = requests * tokens * num_entries
+    flops = 2 * HEADS * DIM * pairs
+    if is_whole:
+        return Work(
+            lambda: launch_index_topk(q, weights, keys, batch, RATIO, TOP_K, config, TOPK_CONFIG),
+            read, requests * tokens * TOP_K * 8, flops,
+        )  # fmt: skip
+
+    def score() -> torch.Tensor:
+        return index_scores(
+            q, weights, keys, batch, slice(None), RATIO, TOP_K, config, TOPK_CONFIG
+        )[0]  # fmt: skip
+
+    return Work(score, read, 4 * pairs, flops)
+
+
+def _case(
+    requests: int, tokens: int, context: int, kind: str, is_whole: bool, config: ScoreConfig = SCORE_CONFIG
+) -> BenchCase:
+    shape: dict[str, int | str] = {"requests": requests, "tokens": tokens, "context": context, "keys": kind}
+    name = f"{requests}x{tokens}-at-{context}-{kind}"
+    op = "index_topk" if is_whole else "index_scores"
+    return BenchCase(
+        op, name, shape, lambda device: make_work(requests, tokens, context, kind, is_whole, config, device)
+    )
+
+
+def _queries(tokens: int, kind: str) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        q = torch.randn(tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
+        positions, freqs = torch.arange(tokens, device=device), torch.rand(32, device=device)
+        return Work(
+            lambda: index_queries(q, positions, freqs, FORMATS[kind]), nbytes(q, positions, freqs), nbytes(q)
+        )  # fmt: skip
+
+    return BenchCase("index_queries", f"{tokens}-{kind}", {"tokens": tokens, "keys": kind}, build)
+
+
+SHAPES = [(1, 1, 65536), (1, 1, 1 << 20), (64, 1, 65536), (1, 2048, 65536)]
+CASES = [
+    *(_queries(tokens, kind) for tokens in (1, 64, 4096) for kind in FORMATS),
+    *(_case(*shape, "fp4", is_whole) for shape in SHAPES for is_whole in (False, True)),
+    *(_case(*shape, "fp8", False) for shape in SHAPES[1:]),
+    _case(1, 1, 2048, "fp4", True),  # everything fits: nothing is scored
+]

@@ -1,0 +1,124 @@
+"""Cases of ops/linear.py: the FP8 and bf16 products of a Flash and of a Pro layer, alone and as the bundles a layer
+launches, and the vocabulary projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
+from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
+from dsv4.testing.bench import BenchCase, Work, nbytes
+
+ROWS = (1, 16, 64, 256, 4096)
+# FP8 weights on codes that a norm has made: name -> N, K
+FP8_SHAPES = {
+    "flash-wq_a": (1024, 4096),
+    "flash-wkv": (512, 4096),
+    "flash-wq_b": (32768, 1024),
+    "flash-wo_b": (4096, 8192),
+    "pro-wq_a": (1536, 7168),
+    "pro-wq_b": (65536, 1536),
+    "pro-wo_b": (7168, 16384),
+}
+# N of the FP8 weights, N of the bf16 weights, K
+BUNDLES = {
+    "flash-csa-in": ((1024, 512), (1024, 1024, 256, 256, 64), 4096),
+    "flash-hca-in": ((1024, 512), (512, 512), 4096),
+    "flash-csa-queries": ((32768, 8192), (), 1024),
+    "pro-csa-in": ((1536, 512), (1024, 1024, 256, 256, 64), 7168),
+    "pro-csa-queries": ((65536, 8192), (), 1536),
+}
+GROUPED = {"flash-wo_a": (8, 1024, 4096), "pro-wo_a": (16, 1024, 4096)}  # G, R, K
+HEADS = {"flash-lm_head": (129280, 4096), "pro-lm_head": (129280, 7168)}
+
+
+def random_bytes(shape: tuple[int, ...], low: int, high: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, device=device)
+
+
+def random_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """E4M3 codes of normal values."""
+    return torch.randn(shape, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+
+
+def random_fp8(num_rows: int, width: int, device: torch.device) -> QuantTensor:
+    scale = random_bytes((-(-num_rows // 128), -(-width // 128)), 118, 124, device)
+    return QuantTensor(random_codes((num_rows, width), device), scale, QuantFormat.FP8_BLOCK)
+
+
+def random_plain(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
+
+
+def random_activation(num_tokens: int, width: int, device: torch.device) -> QuantActivation:
+    scale = random_bytes((num_tokens, width // 128), 118, 124, device)
+    return QuantActivation(random_codes((num_tokens, width), device), scale)
+
+
+def weight_bytes(weights: Sequence[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def _linear(name: str, num_rows: int, width: int, tokens: int, has_codes: bool) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        weight = random_fp8(num_rows, width, device)
+        x = random_activation(tokens, width, device) if has_codes else random_plain(tokens, width, device)
+        read = weight.nbytes + (nbytes(x.codes, x.scale) if isinstance(x, QuantActivation) else nbytes(x))
+        return Work(lambda: linear(x, weight), read, 2 * tokens * num_rows, 2 * tokens * num_rows * width, "fp8")
+
+    shape = {"tokens": tokens, "outputs": num_rows, "width": width, "input": "codes" if has_codes else "bf16"}
+    return BenchCase("linear", f"{name}-{tokens}{'' if has_codes else '-bf16'}", shape, build)
+
+
+def _bundle(name: str, tokens: int) -> BenchCase:
+    fp8_rows, plain_rows, width = BUNDLES[name]
+
+    def build(device: torch.device) -> Work:
+        fp8: list[Weight] = [random_fp8(num_rows, width, device) for num_rows in fp8_rows]
+        plain: list[Weight] = [random_plain(num_rows, width, device) for num_rows in plain_rows]
+        bundle = LinearBundle.build([*fp8, *plain])
+        codes = random_activation(tokens, width, device)
+        x = random_plain(tokens, width, device)
+        dtypes = [torch.bfloat16] * len(fp8) + [torch.float32] * len(plain)
+        read = weight_bytes(bundle.weights) + nbytes(codes.codes, codes.scale) + (nbytes(x) if plain else 0)
+        written = tokens * (2 * sum(fp8_rows) + 4 * sum(plain_rows))
+        # a bf16 operation takes 1392 / 792 times as long as an FP8 one
+        flops = int(2 * tokens * width * (sum(fp8_rows) + sum(plain_rows) * 1392 / 792))
+        return Work(lambda: linears(x if plain else codes, bundle, dtypes, codes), read, written, flops, "fp8")
+
+    return BenchCase("linears", f"{name}-{tokens}", {"tokens": tokens, "width": width}, build)
+
+
+def _grouped(name: str, tokens: int) -> BenchCase:
+    groups, rank, width = GROUPED[name]
+
+    def build(device: torch.device) -> Work:
+        weight = random_fp8(groups * rank, width, device)
+        x = random_plain(tokens, groups * width, device).unflatten(1, (groups, width))
+        written, flops = 2 * tokens * groups * rank, 2 * tokens * groups * rank * width
+        return Work(lambda: grouped_linear(x, weight), weight.nbytes + nbytes(x), written, flops)
+
+    return BenchCase("grouped_linear", f"{name}-{tokens}", {"tokens": tokens, "groups": groups, "width": width}, build)
+
+
+def _head(name: str, tokens: int) -> BenchCase:
+    num_rows, width = HEADS[name]
+
+    def build(device: torch.device) -> Work:
+        weight, x = random_plain(num_rows, width, device), random_plain(tokens, width, device)
+        written, flops = 4 * tokens * num_rows, 2 * tokens * num_rows * width
+        return Work(lambda: linear(x, weight, torch.float32), nbytes(weight, x), written, flops)
+
+    return BenchCase("linear", f"{name}-{tokens}", {"tokens": tokens, "outputs": num_rows, "width": width}, build)
+
+
+CASES = [
+    *(_linear(name, *shape, tokens, True) for name, shape in FP8_SHAPES.items() for tokens in ROWS),
+    *(_linear("flash-wo_b", *FP8_SHAPES["flash-wo_b"], tokens, False) for tokens in ROWS),
+    *(_bundle(name, tokens) for name in BUNDLES for tokens in ROWS),
+    *(_grouped(name, tokens) for name in GROUPED for tokens in ROWS),
+    *(_head(name, tokens) for name in HEADS for tokens in (1, 16, 64)),
+]

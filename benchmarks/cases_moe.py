@@ -1,0 +1,111 @@
+"""Cases of ops/moe.py: all of a feed-forward sublayer behind the router, Flash and Pro, and one FP4 linear.
+
+Every token has experts of its own choice, uniformly: the bytes are those of the experts that such a choice meets on
+average. Weights are random bits of the right kind; on "meta" they are empty.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.formats.layouts import ShuffledTensor
+from dsv4.formats.tensors import QuantFormat
+from dsv4.ops.moe import MoeConfig, fp4_linear, launch_moe, moe
+from dsv4.testing.bench import BenchCase, Work, nbytes
+
+MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6)}
+LIMIT = 10.0
+
+
+def random_weight(shape: tuple[int, ...], fmt: QuantFormat, device: torch.device) -> ShuffledTensor:
+    """Random weights of standard deviation about 0.02 [..., N, K] in the shuffled form."""
+    *stack, num_rows, num_cols = shape
+    lead = (*stack, num_rows // 64, num_cols // 128)
+    is_fp8 = fmt is QuantFormat.FP8_BLOCK
+    words = 32 if is_fp8 else 16
+    data = torch.randint(-(2**31), 2**31 - 1, (*lead, 64, words), dtype=torch.int32, device=device)
+    if is_fp8:
+        data &= 0xBFBFBFBF - 2**32  # bit 6 of no byte: neither NaN nor large
+        scale = torch.full(lead, (127 + 120) * 0x00800080, dtype=torch.int32, device=device)
+        out_scale, shift = 2.0**-5, -5  # blocks of 2^-5
+    else:
+        is_nvfp4 = fmt is QuantFormat.NVFP4
+        code = 0x9C if is_nvfp4 else 250  # 0.75; 2^-7 with the shift
+        scale = torch.full(
+            (*lead, 64, 2 if is_nvfp4 else 1), code * 0x01010101 - 2**32, dtype=torch.int32, device=device
+        )
+        out_scale, shift = (2.0**2, 0) if is_nvfp4 else (2.0**-4, 130)
+    given = torch.full(tuple(stack), 2.0**-7, device=device) if fmt is QuantFormat.NVFP4 else None
+    scale_dtype = torch.float8_e4m3fn if fmt is QuantFormat.NVFP4 else torch.uint8
+    out_scales = torch.full(tuple(stack), out_scale, device=device)
+    shifts = torch.full(tuple(stack), shift, dtype=torch.int32, device=device)
+    return ShuffledTensor(data, scale, out_scales, shifts, fmt, torch.Size(shape), (128, 128), scale_dtype, given)
+
+
+def random_layer(
+    model: str, fmt: QuantFormat, device: torch.device
+) -> tuple[tuple[ShuffledTensor, ...], tuple[ShuffledTensor, ...]]:
+    """(w1, w2, w3) of the routed experts and of the shared one."""
+    dim, width, num_experts, _ = MODELS[model]
+    shapes = ((width, dim), (dim, width), (width, dim))
+    routed = tuple(random_weight((num_experts, *shape), fmt, device) for shape in shapes)
+    return routed, tuple(random_weight(shape, QuantFormat.FP8_BLOCK, device) for shape in shapes)
+
+
+def random_inputs(model: str, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, experts (distinct, ascending) and weights."""
+    dim, _, num_experts, top_k = MODELS[model]
+    x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+    experts = torch.rand(tokens, num_experts, device=device).topk(top_k, sorted=False).indices.sort(-1).values
+    return x, experts, torch.rand(tokens, top_k, device=device)
+
+
+def experts_met(num_experts: int, top_k: int, tokens: int) -> float:
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+
+
+def layer_bytes(model: str, fmt: QuantFormat, tokens: int) -> int:
+    """Weights of the experts met on average, the shared expert, and x in and out."""
+    dim, width, num_experts, top_k = MODELS[model]
+    weight = 0.5625 if fmt is QuantFormat.NVFP4 else 0.53125
+    return int(3 * dim * width * (experts_met(num_experts, top_k, tokens) * weight + 1) + 2 * tokens * dim)
+
+
+def _moe(model: str, fmt: QuantFormat, tokens: int, variant: tuple[str, MoeConfig] | None = None) -> BenchCase:
+    dim, width, num_experts, top_k = MODELS[model]
+
+    def build(device: torch.device) -> Work:
+        routed, shared = random_layer(model, fmt, device)
+        x, experts, weights = random_inputs(model, tokens, device)
+
+        def call() -> torch.Tensor:
+            if variant is None:
+                return moe(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
+            return launch_moe(x, experts, weights, routed, shared, LIMIT, variant[1])  # type: ignore[arg-type]
+
+        flops = 6 * tokens * (top_k + 1) * dim * width
+        return Work(call, layer_bytes(model, fmt, tokens), 2 * tokens * dim, flops)
+
+    name = f"{model}-{fmt.value}-{tokens}{variant[0] if variant else ''}"
+    shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "experts": num_experts, "top_k": top_k}
+    return BenchCase("moe", name, shape, build)
+
+
+def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        weight = random_weight((num_outs, num_cols), fmt, device)
+        x = torch.randn(rows, num_cols, device=device, dtype=torch.bfloat16)
+        read = nbytes(x, weight.data, weight.scale)
+        return Work(lambda: fp4_linear(x, weight), read, 2 * rows * num_outs, 2 * rows * num_outs * num_cols)
+
+    shape: dict[str, int | str] = {"rows": rows, "outs": num_outs, "cols": num_cols}
+    return BenchCase("fp4_linear", f"{fmt.value}-{rows}x{num_outs}x{num_cols}", shape, build)
+
+
+CASES = [
+    *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 16, 64, 256, 1024, 4096)),
+    *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 64, 4096)),
+    *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64)),
+    *(_fp4_linear(QuantFormat.NVFP4, rows, 4096, 4096) for rows in (1, 64, 4096)),
+    _fp4_linear(QuantFormat.MXFP4, 1, 4096, 4096),
+]

@@ -1,0 +1,465 @@
+"""Experts that do not fit on the device: they live in pinned host memory and are copied when a layer chooses them.
+
+Every layer has S slots on the device, a stack like a resident one with S in place of E. The first F hold experts that
+never leave (`Placement`: by plan, or the most used as measured); their host copy is not kept. The other S - F slots are
+a least-recently-used cache of the remaining E - F experts, whose home is the host. When a layer has chosen, the
+missing experts are copied into slots on a stream of their own, expert ids become slot ids, and the grouped product runs
+on the S-stack as it would on a resident one. The product sums a token's experts in the order of its columns, which stay
+in ascending expert order, so the result has the bits of the resident model.
+
+A call that needs more experts than there are slots (a long prompt) goes through a staging stack of all E experts,
+shared by all layers: what the device has is copied across the device, the rest from the host. While one layer computes,
+the next one's experts are already on their way into a second staging stack.
+
+The host must read the routing: that is the one synchronisation of a layer. A captured call is cut there: a piece ends
+with the routing of one layer and the next piece begins with its experts (`Recorder`), so decode is one graph per layer.
+
+Works on a CPU too, where "device" and "host" are two tensors; that is how the tests prove the bits.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
+from dsv4.ops import OpSet
+
+PADDED_EXPERT = -1
+NOT_HERE = -1
+PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
+
+
+class OffloadError(ValueError):
+    """A placement that cannot work."""
+
+
+class Recorder(Protocol):
+    """What captures a call (engine/runner.py). `cut` ends a piece; a replay calls `then` before the next one."""
+
+    def cut(self, then: Callable[[], None]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Slots of every layer: `num_fixed` for experts that stay, `num_cached` for those that come and go.
+
+    `hottest[layer]`, where given, lists experts by falling use; the first `num_fixed` stay. Otherwise the lowest do.
+    """
+
+    num_fixed: int
+    num_cached: int
+    hottest: tuple[tuple[int, ...], ...] | None = None
+
+    def fixed_ids(self, layer_idx: int, num_experts: int) -> list[int]:
+        if self.hottest is None:
+            return list(range(self.num_fixed))
+        order = self.hottest[layer_idx]
+        if sorted(order) != list(range(num_experts)):
+            raise OffloadError(f"layer {layer_idx}: expected every expert 0 to {num_experts - 1} once in `hottest`")
+        return sorted(order[: self.num_fixed])
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        if min(self.num_fixed, self.num_cached) < 0 or self.num_fixed + self.num_cached > num_experts:
+            raise OffloadError(
+                f"expected at most {num_experts} slots, found {self.num_fixed} fixed and {self.num_cached} cached"
+            )
+        if self.num_cached < min(top_k, num_experts - self.num_fixed):
+            raise OffloadError(f"expected cached slots for one token's {top_k} experts, found {self.num_cached}")
+
+
+def placement_by_use(counts: Sequence[Sequence[int]], num_fixed: int, num_cached: int) -> Placement:
+    """From measured use, counts[layer][expert] (`tools.experts.ExpertCounter`); ties go to the lower expert."""
+    orders = tuple(tuple(sorted(range(len(layer)), key=lambda e: (-layer[e], e))) for layer in counts)
+    return Placement(num_fixed, num_cached, orders)
+
+
+@dataclass
+class TransferStats:
+    """What has been moved since `reset`. `num_uses` counts the experts a call of a layer needed, once each."""
+
+    num_uses: int = 0
+    num_misses: int = 0
+    bytes_moved: int = 0
+    num_staged_layers: int = 0
+
+    def reset(self) -> None:
+        self.num_uses = self.num_misses = self.bytes_moved = self.num_staged_layers = 0
+
+
+class LayerExperts:
+    """The routed experts of one layer: a stack of slots on the device, the rest on the host. Passes for the stacks of
+    `ExpertParams`: `matrices` is the object itself, which `ExpertPool.moe` recognises.
+    """
+
+    def __init__(self, pool: ExpertPool, layer_idx: int, like: Any) -> None:
+        """`like`: the matrices of one expert, tensors in tuples and dataclasses; only shapes and dtypes count."""
+        placement, self.num_experts = pool.placement, pool.num_experts
+        self.pool = pool
+        self.layer_idx = layer_idx
+        self.following: LayerExperts | None = None
+        self._fixed = placement.fixed_ids(layer_idx, self.num_experts)
+        self._offloaded = sorted(set(range(self.num_experts)) - set(self._fixed))
+        self._host_row = {expert: row for row, expert in enumerate(self._offloaded)}
+        num_slots = placement.num_fixed + placement.num_cached
+        self.stack = map_tensors(
+            like, lambda part: part.new_empty((num_slots, *part.shape), device=pool.device), (num_slots,)
+        )
+        self._host = map_tensors(like, lambda part: pool.host_tensor((len(self._offloaded), *part.shape), part.dtype))
+        # pairs of tensors, device and host, each indexed by slot and by row
+        self._parts = list(zip(tensors_of(self.stack), tensors_of(self._host), strict=True))
+        self.expert_bytes = sum(host[0].numel() * host.element_size() for _, host in self._parts if len(host))
+        self._slot_of = torch.full((self.num_experts,), NOT_HERE, dtype=torch.int64)
+        for slot, expert in enumerate(self._fixed):
+            self._slot_of[expert] = slot
+        self._recent: OrderedDict[int, int] = OrderedDict()  # cached expert -> slot, least recently used first
+        self._free = list(range(placement.num_fixed, num_slots))
+        self._boundaries: dict[int, _Boundary] = {}
+
+    @property
+    def matrices(self) -> LayerExperts:
+        return self
+
+    def put(self, expert_idx: int, weights: Any) -> None:
+        """Bring one expert home: to its fixed slot, or to the host."""
+        for (device_part, host_part), source in zip(self._parts, tensors_of(weights), strict=True):
+            if expert_idx in self._host_row:
+                host_part[self._host_row[expert_idx]].copy_(source)
+            else:
+                device_part[self._slot_of[expert_idx]].copy_(source)
+
+    def slots_for(self, experts: Tensor, num_valid: int | None = None) -> Tensor | None:
+        """experts int64 [T, k] on the host -> slots [T, k], once those experts are (or will be) there.
+
+        Rows from `num_valid` on are padding: they fetch nothing and get -1. None if the slots cannot hold them all.
+        """
+        num_valid = len(experts) if num_valid is None else min(num_valid, len(experts))
+        needed = _distinct(experts[:num_valid])
+        wandering = [expert for expert in needed if expert in self._host_row]
+        if len(wandering) > self.pool.placement.num_cached:
+            return None
+        missing = [expert for expert in wandering if expert not in self._recent]
+        for expert in wandering:
+            if expert in self._recent:
+                self._recent.move_to_end(expert)
+        moved = []
+        for expert in missing:
+            if self._free:
+                slot = self._free.pop()
+            else:  # never one of this call: those stand at the end
+                evicted, slot = self._recent.popitem(last=False)
+                self._slot_of[evicted] = NOT_HERE
+            self._recent[expert] = slot
+            self._slot_of[expert] = slot
+            moved.append((expert, slot))
+        self._copy(moved)
+        self.pool.stats.num_uses += len(needed)
+        self.pool.stats.num_misses += len(missing)
+        slots = torch.full_like(experts, PADDED_EXPERT)
+        slots[:num_valid] = self._slot_of[experts[:num_valid].clamp_min(0)]
+        slots[:num_valid][experts[:num_valid] < 0] = PADDED_EXPERT
+        return slots
+
+    def _copy(self, moved: list[tuple[int, int]]) -> None:
+        """Host to slots. The device is done with the slots: the routing this answers comes after their last use."""
+        if not moved:
+            return
+        with self.pool.copying():
+            for expert, slot in moved:
+                row = self._host_row[expert]
+                for device_part, host_part in self._parts:
+                    device_part[slot].copy_(host_part[row], non_blocking=True)
+        self.pool.stats.bytes_moved += len(moved) * self.expert_bytes
+
+    def fill_staging(self, staging: Any, needed: Iterable[int]) -> None:
+        """Put the needed experts in their own places of a stack of all E."""
+        targets = tensors_of(staging)
+        for first, source, length, is_host in self._runs(needed):
+            for parts, staged in zip(self._parts, targets, strict=True):
+                staged[first : first + length].copy_(parts[is_host][source : source + length], non_blocking=True)
+            self.pool.stats.bytes_moved += is_host * length * self.expert_bytes
+            self.pool.stats.num_misses += is_host * length
+
+    def _runs(self, needed: Iterable[int]) -> Iterator[tuple[int, int, int, bool]]:
+        """Neighbours that are neighbours where they lie too: first expert, its slot or host row, length, on the host.
+
+        One copy each: a layer's hundreds of experts become a few.
+        """
+        run: tuple[int, int, int, bool] | None = None
+        for expert in needed:
+            slot = int(self._slot_of[expert])
+            is_host = slot == NOT_HERE
+            source = self._host_row[expert] if is_host else slot
+            if run is not None and run[3] == is_host and expert - run[0] == source - run[1] == run[2]:
+                run = (*run[:2], run[2] + 1, is_host)
+                continue
+            if run is not None:
+                yield run
+            run = (expert, source, 1, is_host)
+        if run is not None:
+            yield run
+
+    def boundary(self, num_tokens: int, top_k: int) -> _Boundary:
+        if num_tokens not in self._boundaries:
+            self._boundaries[num_tokens] = _Boundary(self, num_tokens, top_k)
+        return self._boundaries[num_tokens]
+
+    def check_integrity(self) -> None:
+        """Slots and their owners agree, and what a slot holds is what the host has."""
+        owners = {slot: expert for expert, slot in enumerate(self._slot_of.tolist()) if slot != NOT_HERE}
+        num_slots = self.pool.placement.num_fixed + self.pool.placement.num_cached
+        assert len(owners) == int((self._slot_of != NOT_HERE).sum()), "two experts share a slot"
+        assert sorted([*owners, *self._free]) == list(range(num_slots)), "a slot is lost"
+        for expert, slot in self._recent.items():
+            assert owners[slot] == expert, (expert, slot, owners[slot])
+            for device_part, host_part in self._parts:
+                home = host_part[self._host_row[expert]]
+                # as bytes: FP8 has no equality, and a NaN code equals itself
+                same = torch.equal(_bytes(device_part[slot].cpu()), _bytes(home))
+                assert same, f"layer {self.layer_idx}: slot {slot} does not hold expert {expert}"
+
+
+class _Boundary:
+    """The cut of a captured call at one layer: routing out to the host, slots back in, through static buffers."""
+
+    def __init__(self, layer: LayerExperts, num_tokens: int, top_k: int) -> None:
+        pool = layer.pool
+        self._layer = layer
+        self.experts = pool.host_tensor((num_tokens, top_k), torch.int64)
+        self._slots = pool.host_tensor((num_tokens, top_k), torch.int64)
+        self.slots = torch.full((num_tokens, top_k), PADDED_EXPERT, dtype=torch.int64, device=pool.device)
+
+    def cross(self) -> None:
+        """Between two pieces of a replay."""
+        pool = self._layer.pool
+        pool.wait_for_routing()
+        found = self._layer.slots_for(self.experts, pool.num_valid)
+        assert found is not None, "captured only for sizes whose experts always fit"
+        self._slots.copy_(found)
+        self.slots.copy_(self._slots, non_blocking=True)
+        pool.wait_for_copies()
+
+
+class ExpertPool:
+    """All offloaded layers of a model, and the `moe` op over them.
+
+    `num_valid`, `recorder` and `stages_always` are the running call's, and the runner's to set: rows from num_valid on
+    are padding; a recorder is there while a call is captured; warm-up sends calls through staging that need not.
+    """
+
+    def __init__(
+        self, placement: Placement, num_experts: int, top_k: int, inner: OpSet, *, device: torch.device | str,
+        num_staging: int = 2,
+    ) -> None:  # fmt: skip
+        placement.check(num_experts, top_k)
+        self.placement = placement
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.device = torch.device(device)
+        self.stats = TransferStats()
+        self.layers: list[LayerExperts] = []
+        self.num_valid: int | None = None
+        self.recorder: Recorder | None = None
+        self.stages_always = False
+        self._inner = inner
+        self._num_staging = num_staging
+        self._staging: list[Any] = []
+        self._staged: list[LayerExperts | None] = [None] * num_staging  # prefetched in full
+        self._free_events: list[Any] = [None] * num_staging  # after the last product that read a staging stack
+        self._next_staging = 0
+        self._is_cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
+
+    @property
+    def ops(self) -> OpSet:
+        """The given ops with `moe` replaced."""
+        return replace(self._inner, moe=self.moe)
+
+    def always_fits(self, num_tokens: int) -> bool:
+        """Whether no choice of `num_tokens` tokens can need more experts than there are cached slots."""
+        wandering = self.num_experts - self.placement.num_fixed
+        return min(num_tokens * self.top_k, wandering) <= self.placement.num_cached
+
+    def add_layer(self, like: Any) -> LayerExperts:
+        """The next layer, empty; `put` its experts."""
+        layer = LayerExperts(self, len(self.layers), like)
+        if self.layers:
+            self.layers[-1].following = layer
+        self.layers.append(layer)
+        return layer
+
+    def moe(
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
+    ) -> Tensor:  # fmt: skip
+        """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
+        if not isinstance(routed, LayerExperts):
+            return self._inner.moe(x, experts, weights, routed, shared, limit=limit)
+        if self.recorder is not None:
+            boundary = routed.boundary(*experts.shape)
+            boundary.experts.copy_(experts, non_blocking=True)
+            self.recorder.cut(boundary.cross)
+            return self._inner.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+        chosen = experts.cpu()
+        slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
+        if slots is None:
+            return self._staged_moe(x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
+        self.wait_for_copies()
+        return self._inner.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+
+    def _staged_moe(
+        self, x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor, routed: LayerExperts, shared: Any,
+        limit: float,
+    ) -> Tensor:  # fmt: skip
+        needed = _distinct(chosen)
+        self.stats.num_uses += len(needed)
+        self.stats.num_staged_layers += 1
+        place = self._staged.index(routed) if routed in self._staged else self._stage(routed, needed)
+        self._staged[place] = None
+        self.wait_for_copies()
+        following = routed.following
+        if following is not None and self._num_staging > 1 and 2 * len(needed) > self.num_experts:
+            # most experts are wanted, so the next layer will want most of its own: do not wait for its routing
+            ahead = self._stage(following, range(self.num_experts))
+            self._staged[ahead] = following
+        out = self._inner.moe(x, experts, weights, self._staging[place], shared, limit=limit)
+        if self._is_cuda:
+            self._free_events[place] = torch.cuda.current_stream().record_event()
+        return out
+
+    def _stage(self, layer: LayerExperts, needed: Iterable[int]) -> int:
+        """Start filling the next staging stack; which one."""
+        if not self._staging:
+            count = self.num_experts
+            self._staging = [
+                map_tensors(layer.stack, lambda part: part.new_empty((count, *part.shape[1:])), (count,))
+                for _ in range(self._num_staging)
+            ]
+        place = self._next_staging
+        self._next_staging = (place + 1) % self._num_staging
+        self._staged[place] = None
+        with self.copying(after=self._free_events[place]):
+            layer.fill_staging(self._staging[place], needed)
+        return place
+
+    # ---- memory and streams ----
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pinned where there is a GPU, so that copies run beside kernels."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not self._is_cuda or nbytes < PIN_BYTES:
+            return torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda)
+        # torch's own pinned memory comes in powers of two: of tens of gigabytes that may waste half
+        tensor = torch.empty(shape, dtype=dtype)
+        runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+        if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+            return tensor.pin_memory()
+        weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
+        return tensor
+
+    def copying(self, after: Any = None) -> Any:
+        """Copies started inside run on the pool's own stream, after the event if one is given."""
+        if self._stream is None:
+            return _Nothing()
+        if after is not None:
+            self._stream.wait_event(after)
+        return torch.cuda.stream(self._stream)
+
+    def wait_for_copies(self) -> None:
+        """Kernels launched from here on see every copy started so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def wait_for_routing(self) -> None:
+        if self._is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def device_bytes(self) -> int:
+        """Slots and staging."""
+        trees = [layer.stack for layer in self.layers] + self._staging
+        return sum(part.numel() * part.element_size() for tree in trees for part in tensors_of(tree))
+
+    def host_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for layer in self.layers for _, part in layer._parts)
+
+    def check_integrity(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        for layer in self.layers:
+            layer.check_integrity()
+
+
+def offload(
+    params: ModelParams, placement: Placement, ops: OpSet, *, top_k: int, device: torch.device | str
+) -> tuple[ModelParams, ExpertPool]:
+    """Main layers' experts of `params` (stacks anywhere, e.g. in host memory) into a pool; everything else as it is.
+
+    The stacks of `params` are copied layer by layer and may be dropped afterwards. Draft blocks stay resident.
+    """
+    num_experts = len(tensors_of(params.layers[0].ffn.experts.matrices)[0])
+    pool = ExpertPool(placement, num_experts, top_k, ops, device=device)
+    layers = []
+    for block in params.layers:
+        stacks = block.ffn.experts.matrices
+        layer = pool.add_layer(map_tensors(stacks, lambda part: part[0], ()))
+        for expert_idx in range(num_experts):
+            layer.put(expert_idx, [part[expert_idx] for part in tensors_of(stacks)])
+        layers.append(with_experts(block, layer))
+    return replace(params, layers=layers), pool
+
+
+def with_experts(block: BlockParams, experts: LayerExperts) -> BlockParams:
+    """The same block over other routed experts. The model reads `matrices` of them and nothing else."""
+    return replace(block, ffn=replace(block.ffn, experts=cast(ExpertParams, experts)))
+
+
+# ---- weights as trees of tensors: any format, with or without scales ----
+
+
+def map_tensors(weights: Any, change: Callable[[Tensor], Tensor], leading: tuple[int, ...] | None = None) -> Any:
+    """The same structure with every tensor changed. Tuples, lists and dataclasses are structure; the rest is kept.
+
+    A weight that states its logical shape [..., N, K] gets `leading` in front of the last two, if that is given.
+    """
+    if isinstance(weights, Tensor):
+        return change(weights)
+    if isinstance(weights, torch.Size):
+        return weights if leading is None else torch.Size((*leading, *weights[-2:]))
+    if isinstance(weights, (tuple, list)):
+        return type(weights)(map_tensors(part, change, leading) for part in weights)
+    if is_dataclass(weights) and not isinstance(weights, type):
+        changed = {field.name: map_tensors(getattr(weights, field.name), change, leading) for field in fields(weights)}
+        return replace(weights, **changed)
+    return weights
+
+
+def tensors_of(weights: Any) -> list[Tensor]:
+    """Every tensor of the structure, in its order."""
+    found: list[Tensor] = []
+
+    def note(part: Tensor) -> Tensor:
+        found.append(part)
+        return part
+
+    map_tensors(weights, note)
+    return found
+
+
+def _distinct(experts: Tensor) -> list[int]:
+    """Ids that occur, ascending; padding left out."""
+    return [expert for expert in experts.unique().tolist() if expert >= 0]
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,240 @@
+"""`ShuffledTensor`: a quantised weight in the order in which a tensor core's registers take it. Made once, at load.
+
+A matrix [N, K] is cut into tiles of 64 rows and 128 columns, rows of tiles first; one tile is one contiguous piece.
+Sizes that are not multiples are filled with zero weights.
+
+| format | words of a row of a tile | what word j holds |
+|---|---|---|
+| nvfp4, mxfp4 | 16 int32 | columns i * 16 + j, i = 0 .. 7: "plane" i is 16 neighbouring columns, one step of the MMA |
+| fp8 | 32 int32 | columns i * 32 + j in byte i, i = 0 .. 3 |
+
+**Bits of an FP4 word.** A nibble is s e e m. Put at bits 15, 8, 7, 6 of a bf16 it is the value times 2^-126. Plane
+i < 7 reads the 16 bits (byte 3, byte L) shifted left by i, L = 2, 1, 0, 2, 1, 0, 2: s at bit 31 - i of the word, e e m
+at bits 8 - i, 7 - i, 6 - i of byte L (bit 8 is bit 0 of byte 3). Plane 7 takes what is left: s and the first e at bits
+7 and 0 of byte 0, e m at bits 1 and 0 of byte 1.
+
+**Scales.** int32; of a tile [64, 2] (nvfp4), [64, 1] (mxfp4), one (fp8).
+
+| format | place | meaning |
+|---|---|---|
+| nvfp4 | byte q of word h: plane 4 h + q | 0, or (floor(log2 s) + 20) * 8 + mantissa: (code << 4) + 0x7000 is 2^117 s |
+| mxfp4 | byte q: planes 2 q and 2 q + 1 | E8M0 code + `shift` of the matrix, modulo 256: code << 7 as bf16 |
+| fp8 | both halves: all of the tile | bf16 of 2^(120 + e - `shift`), for a block scale 2^e |
+
+What the decoded value lacks (2^9 and the global scale; 2^(126 - shift); 2^shift) is `out_scale`, one fp32 a matrix.
+
+`unshuffle(shuffle(w))` is w bit for bit, with one exception: nibbles under an NVFP4 scale of zero come back as +0;
+every weight there is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4.formats.e8m0 import e8m0_to_float
+from dsv4.formats.fp4 import pack_nibbles, unpack_nibbles
+from dsv4.formats.tensors import QuantFormat, QuantTensor
+
+TILE_ROWS = 64
+TILE_COLS = 128
+_LOW_BYTE = (2, 1, 0, 2, 1, 0, 2)  # byte L of planes 0 to 6
+_WORDS = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 16, QuantFormat.FP8_BLOCK: 32}
+
+
+class LayoutError(ValueError):
+    """A weight that has no shuffled form."""
+
+
+@dataclass(frozen=True)
+class ShuffledTensor:
+    """A weight [N, K] or a stack [E, N, K] of them. R = ceil(N / 64), C = ceil(K / 128).
+
+    data int32 [..., R, C, 64, 16 or 32]; scale int32 [..., R, C, 64, 2 or 1] (FP4) or [..., R, C] (fp8); out_scale fp32
+    [...]; shift int32 [...] (0 for NVFP4); global_scale as in `QuantTensor`. `shape` is the logical shape.
+    """
+
+    data: Tensor
+    scale: Tensor
+    out_scale: Tensor
+    shift: Tensor
+    format: QuantFormat
+    shape: torch.Size
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+    global_scale: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        parts = [self.data, self.scale, self.out_scale, self.shift]
+        parts += [] if self.global_scale is None else [self.global_scale]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def shuffle(weight: QuantTensor) -> ShuffledTensor:
+    """A weight [N, K] or a stack of them into the kernels' order. `LayoutError` where that is not possible exactly."""
+    if len(weight.shape) == 3:
+        parts = [_shuffle_matrix(weight[index]) for index in range(weight.shape[0])]
+        data, scale, out_scale, shift = (torch.stack(items) for items in zip(*parts, strict=True))
+    else:
+        data, scale, out_scale, shift = _shuffle_matrix(weight)
+    return ShuffledTensor(
+        data, scale, out_scale, shift, weight.format, weight.shape, weight.block, weight.scale.dtype,
+        weight.global_scale,
+    )  # fmt: skip
+
+
+def unshuffle(weight: ShuffledTensor) -> QuantTensor:
+    """The exact inverse of `shuffle`."""
+    rows, cols = weight.shape[-2:]
+    if weight.format is QuantFormat.FP8_BLOCK:
+        tiles = weight.data.unsqueeze(-1).contiguous().view(torch.uint8)  # [..., R, C, 64, 32 (j), 4 (i)]
+        codes = tiles.transpose(-1, -2).movedim(-4, -3).flatten(-3).flatten(-3, -2)  # [..., R * 64, C * 128]
+        data = codes[..., :rows, :cols].contiguous().view(torch.float8_e4m3fn)
+        return QuantTensor(data, _fp8_blocks(weight), weight.format, None, weight.block)
+    nibbles = _from_words(weight.data).movedim(-4, -3).flatten(-3).flatten(-3, -2)[..., :rows, :cols]
+    group = 16 if weight.format is QuantFormat.NVFP4 else 32
+    codes = weight.scale.contiguous().view(torch.uint8)  # [..., R, C, 64, 8 or 4]
+    codes = codes.movedim(-3, -2).flatten(-2).flatten(-3, -2)[..., :rows, : cols // group].contiguous()
+    if weight.format is QuantFormat.NVFP4:
+        codes = _nvfp4_scale_codes(weight.device)[1][codes.long()].view(torch.float8_e4m3fn)
+    else:
+        codes = (codes.int() - weight.shift[..., None, None]).to(torch.uint8)  # wraps
+    return QuantTensor(pack_nibbles(nibbles), codes, weight.format, weight.global_scale, weight.block)
+
+
+def _shuffle_matrix(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """data, scale, out_scale and shift of one matrix [N, K]."""
+    if weight.format is QuantFormat.FP8_BLOCK:
+        return _shuffle_fp8(weight)
+    nibbles = unpack_nibbles(weight.data)
+    per_tile = TILE_COLS // (nibbles.shape[1] // weight.scale.shape[1])
+    if weight.format is QuantFormat.NVFP4:
+        assert weight.global_scale is not None
+        codes = _nvfp4_scale_codes(weight.device)[0][weight.scale.view(torch.uint8).long()]
+        if (codes < 0).any():
+            raise LayoutError("expected NVFP4 scales that are zero or positive numbers, found a negative one or NaN")
+        # code 0 stands for a small scale; the zeros must come from the nibbles
+        nibbles = nibbles * (codes != 0).to(torch.uint8).repeat_interleave(16, 1)
+        codes, shift = codes.to(torch.uint8), torch.zeros((), dtype=torch.int32, device=weight.device)
+        out_scale = weight.global_scale.float() * 2.0**9
+    else:
+        has_weights = (nibbles & 7).unflatten(1, (-1, 32)).amax(-1) > 0
+        shift = _mxfp4_shift(weight.scale, has_weights)
+        codes = (weight.scale.int() + shift).to(torch.uint8)  # wraps where there are only zeros
+        out_scale = torch.exp2(126.0 - shift.double()).float()
+    data = _to_words(_tiles(nibbles, TILE_COLS).unflatten(-1, (8, 16)))
+    scale = _tiles(codes, per_tile).contiguous().view(torch.int32)
+    return data, scale, out_scale, shift
+
+
+def _tiles(x: Tensor, cols: int) -> Tensor:
+    """[N, k] -> [R, C, 64, cols], zeros added."""
+    padded = pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % TILE_ROWS))
+    return padded.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, cols)).transpose(1, 2)
+
+
+def _to_words(planes: Tensor) -> Tensor:
+    """Nibbles uint8 [..., 8 (i), 16 (j)] -> int32 [..., 16 (j)]."""
+    words = torch.zeros(*planes.shape[:-2], 16, dtype=torch.int64, device=planes.device)
+    for plane in range(8):
+        nibble = planes[..., plane, :].long()
+        for bit, place in zip((3, 2, 1, 0), _places(plane), strict=True):
+            words |= ((nibble >> bit) & 1) << place
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def _from_words(words: Tensor) -> Tensor:
+    """int32 [..., 16 (j)] -> nibbles uint8 [..., 8 (i), 16 (j)]."""
+    planes = []
+    for plane in range(8):
+        nibble = torch.zeros_like(words)
+        for bit, place in zip((3, 2, 1, 0), _places(plane), strict=True):
+            nibble |= ((words >> place) & 1) << bit
+        planes.append(nibble.to(torch.uint8))
+    return torch.stack(planes, -2)
+
+
+def _places(plane: int) -> tuple[int, ...]:
+    """Bits of the word that hold s, e, e, m of a plane."""
+    if plane == 7:
+        return 7, 0, 9, 8
+    base = 8 * _LOW_BYTE[plane]
+    low = tuple(24 if bit == 8 else base + bit for bit in (8 - plane, 7 - plane, 6 - plane))
+    return 31 - plane, *low
+
+
+def _nvfp4_scale_codes(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each E4M3 byte its code, -1 where there is none; for each code its E4M3 byte, 0 where there is none."""
+    values = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+    mantissa, exponent = torch.frexp(values)  # in [0.5, 1)
+    codes = (exponent - 1 + 20) * 8 + ((mantissa * 16).int() - 8)
+    codes = torch.where(values == 0, 0, codes)
+    is_valid = (values >= 0) & ~torch.signbit(values)  # NaN fails the first
+    codes = torch.where(is_valid, codes, -1).int()
+    inverse = torch.zeros(256, dtype=torch.uint8, device=device)
+    inverse[codes[is_valid].long()] = torch.arange(256, dtype=torch.uint8, device=device)[is_valid]
+    return codes, inverse
+
+
+_MX_TOP, _MX_LOW = 253, 128  # exponents of bf16 that keep every product with a nibble normal and finite
+
+
+def _mxfp4_shift(codes: Tensor, has_weights: Tensor) -> Tensor:
+    """int32 []: what to add to the E8M0 codes so that the largest in use becomes at most 253.
+
+    Groups of zeros may have any code but, once shifted, 255: 0 times infinity is not 0.
+    """
+    if (codes == 255).any():
+        raise LayoutError("expected MXFP4 scales that are numbers, found NaN (code 255)")
+    used = codes[has_weights].int()
+    if not len(used):
+        used = codes.flatten()[:1].int() * 0 + 127
+    present = torch.zeros(256, dtype=torch.bool, device=codes.device)
+    present[codes.flatten().long()] = True
+    for top in range(_MX_TOP, _MX_LOW - 1, -1):
+        shift = top - used.max()
+        if used.min() + shift >= _MX_LOW and not present[(255 - shift) % 256]:
+            return shift.to(torch.int32)
+    raise LayoutError(
+        f"expected MXFP4 scales of one matrix within a factor of 2^{_MX_TOP - _MX_LOW}, found codes from "
+        f"{int(used.min())} to {int(used.max())}"
+    )
+
+
+def _shuffle_fp8(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if weight.block[0] % TILE_ROWS or weight.block[1] % TILE_COLS:
+        raise LayoutError(f"expected scale blocks of multiples of (64, 128), found {weight.block}")
+    if ((weight.data.view(torch.uint8) & 0x7F) == 0x7F).any():
+        raise LayoutError("expected FP8 weights that are numbers, found NaN")
+    tiles = _tiles(weight.data.view(torch.uint8), TILE_COLS).unflatten(-1, (4, 32))  # [R, C, 64, 4 (i), 32 (j)]
+    data = tiles.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
+    factor = weight.scale if weight.scale.dtype == torch.float32 else e8m0_to_float(weight.scale)
+    mantissa, exponent = torch.frexp(factor)
+    if not (mantissa == 0.5).all():
+        raise LayoutError("expected FP8 block scales that are powers of two: others are not exact in bf16")
+    exponent = exponent - 1
+    shift = exponent.max()
+    if (exponent - shift).min() < -200:  # bf16 itself reaches from 2^-126; codes are decoded at 2^-120
+        raise LayoutError(f"expected FP8 block scales within a factor of 2^200, found {factor.min()} to {factor.max()}")
+    bits = (127 + 120 + exponent - shift).int() << 7
+    rows, cols = weight.block[0] // TILE_ROWS, weight.block[1] // TILE_COLS
+    scale = (bits | (bits << 16)).repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+    scale = scale[: data.shape[0], : data.shape[1]].contiguous()
+    return data, scale, torch.exp2(shift.double()).float(), shift.to(torch.int32)
+
+
+def _fp8_blocks(weight: ShuffledTensor) -> Tensor:
+    """Block scales [..., ceil(N / bn), ceil(K / bk)] in their first dtype."""
+    bits = weight.scale[..., :: weight.block[0] // TILE_ROWS, :: weight.block[1] // TILE_COLS]
+    exponent = ((bits & 0xFFFF) >> 7) - 127 - 120 + weight.shift[..., None, None]
+    if weight.scale_dtype == torch.float32:
+        return torch.exp2(exponent.double()).float()
+    return (exponent + 127).to(torch.uint8).view(weight.scale_dtype)

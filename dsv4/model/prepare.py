@@ -1,0 +1,60 @@
+"""Weights laid out as an op set wants them: done once, after loading, in place.
+
+The kernels take experts shuffled for their MMA (formats/layouts.py) and weights that share an input end to end
+(`LinearBundle`). The oracles take weights as they were loaded; nothing is prepared for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams
+from dsv4.ops import OpSet
+from dsv4.ops.linear import LinearBundle, is_kernel_weight, linears
+from dsv4.ops.moe import moe, prepare_experts
+
+
+def prepare_params(params: ModelParams, ops: OpSet) -> ModelParams:
+    """Layer by layer, since there may be no room for a second copy; what is prepared already stays as it is."""
+    for place, block in enumerate(params.layers):
+        params.layers[place] = _prepare_block(block, ops)
+    for place, draft in enumerate(params.mtp):
+        params.mtp[place] = replace(draft, block=_prepare_block(draft.block, ops))
+    return params
+
+
+def _prepare_block(block: BlockParams, ops: OpSet) -> BlockParams:
+    attn, ffn = block.attn, block.ffn
+    if ops.linears is linears:
+        attn = _prepare_attention(attn)
+    if ops.moe is moe:
+        ffn = replace(ffn, experts=_prepare_experts(ffn.experts), shared=_prepare_experts(ffn.shared))
+    return replace(block, attn=attn, ffn=ffn)
+
+
+def _prepare_attention(attn: AttentionParams) -> AttentionParams:
+    """With bundles, their views in place of the weights they were made of, so that nothing is held twice."""
+    if attn.input_bundle is not None or not all(map(is_kernel_weight, (*attn.on_input, *attn.on_latent))):
+        return attn
+    on_input, on_latent = LinearBundle.build(attn.on_input), LinearBundle.build(attn.on_latent)
+    wq_a, wkv, *of_compressors = on_input.weights
+    wq_b, *index_wq_b = on_latent.weights
+    compressor, indexer = attn.compressor, attn.indexer
+    if compressor is not None:
+        compressor = replace(compressor, wkv=of_compressors[0], wgate=of_compressors[1])
+    if indexer is not None:
+        keys = replace(indexer.compressor, wkv=of_compressors[2], wgate=of_compressors[3])
+        indexer = replace(indexer, wq_b=index_wq_b[0], weights_proj=of_compressors[4], compressor=keys)
+    return replace(
+        attn, wq_a=wq_a, wkv=wkv, wq_b=wq_b, compressor=compressor, indexer=indexer,
+        input_bundle=on_input, latent_bundle=on_latent,
+    )  # fmt: skip
+
+
+def _prepare_experts(experts: ExpertParams) -> ExpertParams:
+    matrices = experts.matrices
+    if not isinstance(matrices, tuple) or not all(isinstance(weight, QuantTensor) for weight in matrices):
+        return experts  # prepared, offloaded, or plain
+    return ExpertParams(*cast(tuple[Weight, Weight, Weight], prepare_experts(matrices)))

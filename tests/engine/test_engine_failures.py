@@ -1,0 +1,175 @@
+"""What goes wrong for one request: it ends with a clear error, the others go on, and everything is free again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from engine_cases import SMALL, assert_all_free
+
+from dsv4.engine.async_engine import AsyncEngine
+from dsv4.engine.engine import Engine
+from dsv4.engine.events import ErrorEvent
+from dsv4.engine.sequence import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.llm import LLM
+from dsv4.request import RequestError, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def expected(make_llm):
+    return make_llm().generate([5, 6], PARAMS)[0]
+
+
+def run(engine):
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+
+
+class Rule:
+    """Allows everything, until it misbehaves in its third step."""
+
+    def __init__(self, allowed=None, accept=None):
+        self.num_accepted = 0
+        self._allowed, self._accept = allowed, accept
+
+    def allowed(self):
+        if self.num_accepted == 2 and self._allowed is not None:
+            return self._allowed()
+        return torch.ones(SMALL.vocab_size, dtype=torch.bool)
+
+    def accept(self, token_id):
+        self.num_accepted += 1
+        if self.num_accepted == 3 and self._accept is not None:
+            self._accept()
+
+
+def raising(error):
+    def call():
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("rule", "message", "num_output"),
+    [
+        (lambda: Rule(allowed=raising(KeyError("state"))), "the constraint raised KeyError: 'state'", 2),
+        (lambda: Rule(accept=raising(RecursionError("deep"))), "the constraint raised RecursionError: deep", 3),
+        (lambda: Rule(allowed=lambda: torch.ones(7, dtype=torch.bool)), "gave torch.bool [7], not bool [300]", 2),
+        (lambda: Rule(allowed=lambda: torch.ones(300)), "gave torch.float32 [300], not bool [300]", 2),
+    ],
+)
+def test_a_rule_that_misbehaves_fails_its_request_alone(make_llm, expected, rule, message, num_output):
+    llm = make_llm()
+    bad, good = llm.engine.prepare([5, 6], PARAMS, rule()), llm.engine.prepare([5, 6], PARAMS)
+    llm.engine.submit(bad)
+    llm.engine.submit(good)
+    run(llm.engine)
+    with pytest.raises(RequestFailed) as failed:
+        bad.completion()
+    assert message in str(failed.value)
+    assert bad.num_output == num_output
+    assert good.completion() == expected
+    assert llm.engine.stats().num_failed == 1
+
+
+def test_a_deadline_ends_its_request_alone(make_llm, expected):
+    llm = make_llm()
+    clock = [50.0]
+    engine = llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, clock=lambda: clock[0])
+    late = engine.add([5, 6], SamplingParams(max_tokens=8, ignore_eos=True, deadline=2.5))
+    good = engine.add([5, 6], PARAMS)
+    while engine.has_work:
+        engine.step()
+        clock[0] += 1
+    with pytest.raises(DeadlinePassed, match="deadline of 2.5 s passed with 3 of at most 8 tokens written"):
+        late.completion()
+    assert tuple(late.output_ids) == expected.token_ids[:3], "what it had written is there"
+    assert good.completion() == expected
+
+
+def test_a_deadline_reaches_an_asynchronous_caller(make_llm):
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    engine.start()
+
+    async def ask():
+        params = SamplingParams(max_tokens=400, ignore_eos=True, deadline=0.05)
+        stream = engine.submit([llm.engine.prepare([5, 6], params)])
+        async with stream:
+            return [event async for event in stream]
+
+    events = asyncio.run(ask())
+    assert engine.stop(timeout=10)
+    assert isinstance(events[-1], ErrorEvent)
+    assert isinstance(events[-1].error, DeadlinePassed)
+    assert len(events) < 400
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf"), "soon", True])
+def test_nonsense_deadlines_and_priorities(deadline):
+    with pytest.raises(RequestError, match="deadline must be a number above 0"):
+        SamplingParams(deadline=deadline)
+    with pytest.raises(RequestError, match="priority must be an integer from -10 to 10"):
+        SamplingParams(priority=11)
+
+
+def test_a_request_that_alone_exceeds_the_cache_or_the_context_is_refused(make_llm):
+    llm = make_llm(num_blocks=2)
+    with pytest.raises(RequestError, match="may reach 330 tokens, which need 3 cache blocks of 2"):
+        llm.engine.prepare([5] * 300, SamplingParams(max_tokens=30))
+    with pytest.raises(RequestError, match="the prompt has 600 tokens; max_context_tokens is 512"):
+        llm.engine.prepare([5] * 600, PARAMS)
+
+
+def test_blocks_held_outside_the_engine_fail_who_needs_them(make_llm, expected):
+    llm = make_llm(num_blocks=2)
+    outside = llm.cache.admit(200)
+    llm.cache.prepare_forward([outside], [0], [100])
+    grows = llm.engine.add([5] * 125, SamplingParams(max_tokens=60, ignore_eos=True))
+    good = llm.engine.add([5, 6], PARAMS)
+    run(llm.engine)
+    with pytest.raises(RequestFailed, match="no cache block is free for token 131: the request holds 1 of 2"):
+        grows.completion()
+    assert good.completion() == expected
+    llm.cache.release(outside)
+
+
+def test_a_failed_call_takes_only_the_requests_in_it(make_llm, expected, monkeypatch):
+    """The second request is still waiting for tokens of the budget when the call of the first one fails."""
+    llm = make_llm(max_chunk_tokens=4)
+    first, second = llm.engine.add([7] * 20, PARAMS), llm.engine.add([5, 6], PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", lambda *arguments: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.engine.step()
+    run(llm.engine)
+    with pytest.raises(RequestAborted):
+        first.completion()
+    assert second.completion() == expected
+
+
+def test_aborting_from_within_a_step(make_llm, expected):
+    llm = make_llm()
+    first, second = llm.engine.add([5, 6], PARAMS), llm.engine.add([5, 6], PARAMS)
+    llm.engine.observe = lambda layer_idx, output: llm.engine.abort(first) if first.num_output == 3 else None
+    run(llm.engine)
+    assert (first.is_aborted, first.num_output, first.error) == (True, 3, None)
+    assert second.completion() == expected
+    assert_all_free(llm)
+
+
+def test_no_room_at_the_start_is_told_as_a_mistake_in_the_limits(monkeypatch):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nmore")
+
+    monkeypatch.setattr("dsv4.llm.KVCacheManager", full)
+    with pytest.raises(RequestError, match="no room for the cache .*`dsv4 plan`. CUDA out of memory. Tried to"):
+        LLM()
+    monkeypatch.setattr("dsv4.llm.load_params", full)
+    with pytest.raises(RequestError, match="no room for the weights"):
+        LLM()

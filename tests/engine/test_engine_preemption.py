@@ -1,0 +1,145 @@
+"""The same request, the same bits: alone, batched, cut differently, preempted and resumed, beside poisoned padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import SMALL, assert_all_free
+
+from dsv4.engine.async_engine import AsyncEngine
+from dsv4.engine.engine import Engine
+from dsv4.request import SamplingParams
+from dsv4.serve.metrics import Metrics
+
+LENGTHS = (3, 129, 2, 126, 20)
+PARAMS = [
+    SamplingParams(max_tokens=7, temperature=0, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=5, seed=1, logprobs=0, ignore_eos=True),
+    SamplingParams(max_tokens=6, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5, ignore_eos=True),
+    SamplingParams(max_tokens=8, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(max_tokens=4, seed=4, min_p=0.05, presence_penalty=1.0, logprobs=2, ignore_eos=True),
+]
+
+
+def random_prompts(*lengths):
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = random_prompts(*LENGTHS)
+ALONE: list = []
+
+
+@pytest.fixture
+def alone(make_llm):
+    """Each request on an engine of its own, one chunk a prompt; computed once."""
+    if not ALONE:
+        llm = make_llm("official", max_concurrent_requests=1)
+        ALONE.extend(llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True))
+    return ALONE
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_scarce"),
+    [
+        ({"max_concurrent_requests": 5}, False),
+        ({"max_concurrent_requests": 5, "max_chunk_tokens": 23}, False),
+        ({"max_concurrent_requests": 5, "num_blocks": 4}, True),
+        ({"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 200}, True),
+        ({"max_concurrent_requests": 5, "num_blocks": 3, "max_chunk_tokens": 128}, True),
+    ],
+)
+def test_the_same_bits_whatever_the_load(make_llm, alone, limits, is_scarce):
+    llm = make_llm("official", **limits)
+    sequences = [llm.engine.add(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert [sequence.completion() for sequence in sequences] == alone
+    assert (llm.engine.stats().num_preemptions > 0) == is_scarce
+    assert llm.engine.stats().num_prompt_tokens == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6])
+def test_preempted_at_any_moment(make_llm, alone, num_steps):
+    """One slot: an urgent request takes it after so many steps: while the prompt is read (three steps), or later."""
+    llm = make_llm("official", max_concurrent_requests=1, max_chunk_tokens=50)
+    sequence = llm.engine.add(PROMPTS[1], PARAMS[1])
+    for _ in range(num_steps):
+        llm.engine.step()
+    num_output, text = sequence.num_output, sequence.text
+    urgent = llm.engine.add(PROMPTS[0], replace(PARAMS[0], priority=1))
+    llm.engine.step()
+    assert (sequence.slot, sequence.num_preemptions, sequence.num_output) == (None, 1, num_output)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert urgent.completion() == alone[0]
+    assert sequence.completion() == alone[1]
+    assert sequence.text.startswith(text)
+    stats = llm.engine.stats()
+    assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
+    assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
+
+
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 3, "max_chunk_tokens": 60}])
+def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
+    """Padded rows carry token 0, whose embedding is NaN here. Nobody else sees one."""
+    assert all(0 not in done.token_ids for done in alone)
+    llm = make_llm("official", **limits)
+    embed = llm.model.params.embed.clone()
+    embed[0] = float("nan")
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    sizes = []
+
+    def bucket(num_tokens):
+        sizes.append(num_tokens)
+        return num_tokens + 1 + num_tokens % 3
+
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, pad_to=bucket)
+    assert llm.generate(PROMPTS, PARAMS) == alone
+    assert len(sizes) == llm.engine.stats().num_steps
+    monkeypatch.undo()
+
+
+def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
+    """The test above can fail: the same rows, but written into a request's slot."""
+    llm = make_llm("official")
+    embed = llm.model.params.embed.clone()
+    embed[0] = float("nan")
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr("dsv4.engine.step.PADDED_SLOT", 0)
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, pad_to=lambda num_tokens: num_tokens + 2)
+    sequence = llm.engine.add(PROMPTS[0], PARAMS[0])
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert sequence.error is not None or sequence.completion() != alone[0]
+
+
+def test_a_runner_of_ones_own(make_llm, alone):
+    """The engine asks it for exactly the rows that draw."""
+    llm = make_llm("official", max_chunk_tokens=60)
+    asked = []
+
+    class Watching:
+        def forward(self, batch, sample_rows):
+            asked.append((batch.num_tokens, sample_rows.tolist()))
+            return llm.model.logits(llm.model.forward(batch, llm.cache.handle)[sample_rows])
+
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=Watching())
+    assert llm.generate([PROMPTS[1]], PARAMS[1]) == [alone[1]]
+    assert asked == [(60, []), (60, []), (9, [8]), *[(1, [0])] * 4]
+    assert_all_free(llm)
+
+
+def test_metrics_tell_preemptions(make_llm):
+    llm = make_llm(max_concurrent_requests=1)
+    llm.engine.add([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+    llm.engine.step()
+    llm.engine.add([5], SamplingParams(max_tokens=1, priority=1))
+    while llm.engine.has_work:
+        llm.engine.step()
+    text = Metrics(AsyncEngine(llm.engine)).text().decode()
+    assert "dsv4_preemptions_total 1.0" in text
+    assert "dsv4_recomputed_tokens_total 3.0" in text

@@ -1,0 +1,118 @@
+"""Set A on a GPU with the kernels: logits of prefill and decode, single blocks, and the same through graphs.
+
+The limits are those of the oracles on a CPU (tests/model/test_vectors.py); `LLM(device="cuda")` chooses the kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.runner import Runner, decode_buckets
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.weights import load_params
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops.triton_set import TRITON
+from dsv4.testing.vectors import STRICT_LAYER, entries_missed, quantised_failures, relative_l2
+
+pytestmark = pytest.mark.gpu
+MAX_TOKENS = 1024
+
+
+@pytest.fixture(scope="module")
+def model(set_a):
+    config = ModelConfig.from_pretrained(set_a.model_path)
+    params = load_params(Checkpoint.open(set_a.model_path), config, device="cuda")
+    return Transformer(config, prepare_params(params, TRITON), torch.bfloat16, ops=TRITON)
+
+
+def make_cache(model):
+    limits = EngineConfig(max_context_tokens=MAX_TOKENS, max_concurrent_requests=2, max_chunk_tokens=MAX_TOKENS)
+    return KVCacheManager(model.config, model.schedule, limits, device="cuda", plain_dtype=None)
+
+
+@pytest.fixture(scope="module")
+def runners(model):
+    """With and without graphs, each over a cache of its own."""
+    found = {}
+    for use_graphs in (False, True):
+        runner = Runner(
+            model, make_cache(model), buckets=decode_buckets(2), use_graphs=use_graphs, forbid_compiles=True
+        )
+        runner.warm_up()
+        found[use_graphs] = runner
+    return found
+
+
+def run_case(runner, set_a, case):
+    """Logits at the case's positions, fed exactly as the case was."""
+    remaining, rows = list(set_a.token_ids(case)), []
+    cache = runner.cache
+    slot = cache.admit(len(remaining))
+    for length in set_a.chunks(case):
+        batch = cache.make_batch([slot], [remaining[:length]])
+        rows.append(runner.forward(batch, torch.arange(length, device="cuda")).cpu())
+        del remaining[:length]
+    cache.release(slot)
+    return torch.cat(rows)[case["positions"]]
+
+
+def main_cases(set_a):
+    """The cases of the main model; MTP is not the runner's yet."""
+    return [case for case in set_a.cases["cases"] if not case["kind"].startswith("mtp")]
+
+
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_official_logits(runners, set_a, use_graphs):
+    """Every case on its own, then all rows together, as on a CPU."""
+    table, failures, columns = set_a.expected("expected_quant"), {}, ([], [], [], [])
+    for case in main_cases(set_a):
+        name = case["id"]
+        logits = run_case(runners[use_graphs], set_a, case)
+        row = (logits, table[case["logits"]], table[f"{name}.noise_maxabs"], table[f"{name}.noise_cosdist"])
+        failures[name] = quantised_failures(*row)
+        for column, part in zip(columns, row, strict=True):
+            column.append(part)
+    failures["all rows"] = quantised_failures(*(torch.cat(column) for column in columns))
+    assert {name: found for name, found in failures.items() if found} == {}
+    assert (runners[use_graphs].num_replays > 0) == use_graphs
+
+
+def test_graphs_give_the_bits_of_direct_calls(runners, set_a):
+    decoding = [case for case in main_cases(set_a) if "k" in case]
+    assert decoding
+    for case in decoding:
+        direct, replayed = (run_case(runners[use_graphs], set_a, case) for use_graphs in (False, True))
+        assert torch.equal(direct, replayed), case["id"]
+
+
+def test_chunks_give_the_same_bits(runners, set_a):
+    ids = set_a.cases["sequences"]["t300"][:140]
+    positions = list(range(len(ids)))
+    one_go = {"seq": "t300", "n": 140, "positions": positions, "kind": "prefill"}
+    runner = runners[False]
+    whole = run_case(runner, set_a, one_go)
+    pieces = run_case(runner, set_a, one_go | {"k": 60})
+    assert torch.equal(whole, pieces)
+
+
+def test_single_blocks(model, set_a):
+    """One block on a given input: this, not the logits, proves that every quantisation point is in its place."""
+    table = set_a.expected("layers")
+    tokens, rows = table["tokens"].tolist(), table["positions"]
+    for layer_idx in set_a.cases["layer_cases"]["layers"]:
+        cache = make_cache(model)
+        batch = cache.make_batch([cache.admit(len(tokens))], [tokens])
+        streams = table["input"].to(device="cuda", dtype=torch.bfloat16)
+        output = model.block(layer_idx, streams, cache.handle(layer_idx), batch)
+        for name in ("attn_out", "ffn_out", "streams"):
+            want = table[f"quant.{layer_idx}.{name}"]
+            reference = want.double() - table["input"].double()[rows] if name == "streams" else None
+            assert relative_l2(getattr(output, name)[rows].cpu(), want, reference) <= STRICT_LAYER[name], name
+        assert torch.equal(output.experts.cpu(), table[f"quant.{layer_idx}.experts"].long())
+        if output.entries is not None:
+            missed = entries_missed(output.entries.cpu(), table[f"quant.{layer_idx}.entries"])
+            assert missed <= STRICT_LAYER["entries"]

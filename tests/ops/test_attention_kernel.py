@@ -1,0 +1,314 @@
+"""Sparse attention kernels: near the oracle, which sees the dequantised cache; the same bits however a batch is put
+together and however its keys are cut; nothing read that must not be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import ENTRY, SMALL_ENTRY, batch_of
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView, WindowView
+from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.attention import PLAN, launch_attention, sparse_attention, sparse_attention_ref
+from dsv4.ops.rope import rope, rope_frequencies
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
+from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
+
+CSA, HCA = 4, 128
+FREQS = rope_frequencies(64, 10000.0, None).to(kernel_device())
+SPLIT, WHOLE = PLAN._replace(split_programs=1 << 30), PLAN._replace(split_programs=0)
+
+
+def poisoned(leading, fmt):
+    """Every byte 0xFF: codes, rope values and scales are all NaN."""
+    rows = RowStore.allocate(leading, fmt, torch.bfloat16, kernel_device())
+    poison(rows.data)
+    poison(rows.scales)
+    return rows
+
+
+def picks_of(visible, k, source):
+    """The newest entry and others, ascending, with holes; and two to be ignored: not visible yet, out of the table."""
+    num = min(visible, k - 5)
+    chosen = torch.randperm(visible, generator=source)[:num].sort().values
+    if num:
+        chosen[-1] = visible - 1
+    picks = torch.full((k,), -1, dtype=torch.int64)
+    places = torch.randperm(k, generator=source)
+    picks[places[:num].sort().values] = chosen
+    picks[places[num]], picks[places[num + 1]] = visible, 1 << 30
+    return picks
+
+
+def case_of(chunks, *, ratio=CSA, k=70, fmt=SMALL_ENTRY, heads=3, padding=0, ring_len=150, seed=0, scale=1.0):
+    """Arguments of `sparse_attention`. Only what a query may see is finite, in the ring and in the pages; blocks are
+    shuffled, and there are only those somebody reads.
+    """
+    source, num_slots, per_block = generator(seed), 4, 128 // ratio
+    batch = batch_of(chunks, padding=padding)
+    window = WindowView(
+        poisoned((num_slots, ring_len), fmt),
+        torch.full((num_slots, ring_len), -1, dtype=torch.int32, device=kernel_device()),
+    )
+    table = torch.full((num_slots, max([(s + n) // 128 for _, s, n in chunks], default=0) + 1), -1, dtype=torch.int32)
+    picks = torch.full((batch.num_tokens, k), 0, dtype=torch.int64)  # of padding too
+    token, seen = 0, []
+    for slot, start, num in chunks:
+        for position in range(max(0, start - ring_len), start):
+            at = torch.tensor([slot]), torch.tensor([position % ring_len])
+            window.positions[at[0], at[1]] = position  # rows older than the window are there, and are NaN
+            if position > start - 128:
+                values = torch.randn(1, fmt.dim, generator=source).to(torch.bfloat16)
+                window.rows[tuple(i.to(kernel_device()) for i in at)] = encode_rows(values.to(kernel_device()), fmt)
+        for position in range(start, start + num):
+            visible = (position + 1) // ratio
+            picks[token] = picks_of(visible, k, source)
+            chosen = picks[token][(picks[token] >= 0) & (picks[token] < visible)].tolist()
+            seen += [(slot, entry) for entry in (chosen if ratio == CSA else range(visible))]
+            token += 1
+    needed = sorted({(slot, entry // per_block) for slot, entry in seen})
+    order = torch.randperm(len(needed) + 3, generator=source)
+    pages = PagedView(poisoned((len(needed) + 3, per_block), fmt))
+    for (slot, block), physical in zip(needed, order.tolist(), strict=False):
+        table[slot, block] = physical
+    if seen:
+        slots, ids = (torch.tensor(column) for column in zip(*sorted(set(seen)), strict=True))
+        values = torch.randn(len(ids), fmt.dim, generator=source).to(torch.bfloat16).to(kernel_device())
+        at = table[slots, ids // per_block].long(), ids % per_block
+        pages.rows[tuple(i.to(kernel_device()) for i in at)] = encode_rows(values, fmt)
+    rows = encode_rows(normal((batch.num_tokens, fmt.dim), seed=seed + 1), fmt)
+    q = scale * normal((batch.num_tokens, heads, fmt.dim), seed=seed + 2)
+    if padding:
+        poison(rows.data[-padding:])
+        poison(q[-padding:])
+    return {
+        "q": q,
+        "rows": rows,
+        "window": window,
+        "entries": pages,
+        "picks": picks.to(kernel_device()) if ratio == CSA else None,
+        "sink": normal((heads,), torch.float32, seed=seed + 3),
+        "batch": replace(batch, block_table=table.to(kernel_device())),
+        "window_len": 128,
+        "freqs": FREQS,
+    }
+
+
+def run(case, plan=SPLIT):
+    return launch_attention(plan, **case)
+
+
+def plain(rows, dtype):
+    """Decoded rows as plain ones; NaN rows stay NaN."""
+    values = decode_rows(rows).to(dtype)
+    return RowStore(values, None, RowFormat(RowKind.PLAIN, values.shape[-1], itemsize=dtype.itemsize))
+
+
+def assert_follows_oracle(case, plan=SPLIT):
+    """Against the oracle on the dequantised cache, which for bf16 are the values it sees anyway."""
+    real = case["batch"].slots >= 0
+    found = run(case, plan)
+
+    def oracle(dtype):
+        changed = {name: case[name] for name in ("picks", "batch", "window_len", "freqs")} | {
+            "q": case["q"].to(dtype),
+            "sink": case["sink"].to(torch.promote_types(dtype, torch.float32)),
+            "rows": plain(case["rows"], dtype),
+            "window": replace(case["window"], rows=plain(case["window"].rows, dtype)),
+            "entries": None if case["entries"] is None else PagedView(plain(case["entries"].rows, dtype)),
+        }
+        return sparse_attention_ref(**changed)[real]
+
+    assert_close_to_oracle(found[real], oracle)
+    assert not found[~real].any(), "a padded row gives zeros"
+    return found
+
+
+CHUNKS = {
+    "decode, ring wraps": [(2, 300, 1), (0, 5, 1), (3, 1000, 1)],
+    "first tokens": [(1, 0, 4), (2, 0, 1)],
+    "drafts across a boundary of 4": [(0, 253, 6)],
+    "across 128": [(3, 125, 4), (1, 127, 1), (2, 128, 1)],
+    "a chunk beside decoding": [(1, 60, 9), (0, 400, 1), (3, 131, 2)],
+}
+
+
+@pytest.mark.parametrize("ratio", [CSA, HCA])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_follows_the_oracle_in_both_forms(chunks, ratio):
+    case = case_of(chunks, ratio=ratio, padding=1)
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found, "all tiles in one program")
+
+
+def test_head_dim_512_and_two_blocks_of_heads():
+    case = case_of([(1, 300, 1)], fmt=ENTRY, heads=65)
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found)
+
+
+def test_a_million_tokens():
+    case = case_of([(1, 1048574, 1), (0, 1048575, 1)], k=64)
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found)
+
+
+def test_many_entries_without_picks():
+    case = case_of([(1, 128 * 130 - 1, 1)], ratio=HCA)
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found)
+
+
+def test_sharp_logits():
+    """One key takes all, in any tile: what underflows must do so in both forms alike."""
+    case = case_of([(1, 400, 2)], scale=20.0)
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found)
+
+
+def test_window_layers_have_no_entries():
+    case = case_of([(1, 200, 1), (0, 0, 2)]) | {"entries": None, "picks": None}
+    assert_bitwise(run(case, WHOLE), assert_follows_oracle(case))
+
+
+@pytest.mark.parametrize("window_len", [1, 63, 65])
+def test_other_windows(window_len):
+    assert_follows_oracle(case_of([(1, 200, 2)]) | {"window_len": window_len})
+
+
+def test_nothing_picked_and_nothing_in_the_ring():
+    """A request whose ring was lost sees its own row only; picks of -1 everywhere add nothing."""
+    case = case_of([(1, 300, 1), (2, 301, 1)])
+    case["picks"][:] = -1
+    case["window"].positions[:] = -1
+    found = run(case)
+    fresh = decode_rows(case["rows"])
+    assert_bitwise(run(case, WHOLE), found)
+    # with a sink of -inf one key is the whole average
+    alone = run(case | {"sink": torch.full_like(case["sink"], float("-inf")), "freqs": None})
+    assert_bitwise(alone, fresh.unsqueeze(1).expand_as(alone).contiguous())
+
+
+@pytest.mark.parametrize("plan", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_infinite_sinks(plan):
+    case = case_of([(1, 300, 1)], padding=1)
+    case["sink"][0], case["sink"][1] = float("inf"), float("-inf")
+    found = assert_follows_oracle(case, plan)
+    assert not found[:, 0].any()
+    assert found[0, 1].any()
+
+
+def test_a_nan_that_is_read_is_seen():
+    """The other tests mean something: a poisoned row that is picked comes out."""
+    case = case_of([(1, 300, 1)])
+    case["picks"][0, :] = -1
+    case["batch"].block_table[1, 0] = case["entries"].rows.data.shape[0] - 1
+    poison(case["entries"].rows.data)
+    poison(case["entries"].rows.scales)
+    case["picks"][0, 5] = 3
+    for plan in (SPLIT, WHOLE):
+        assert run(case, plan).isnan().all()
+
+
+def test_without_frequencies_the_rotation_is_left_to_rope():
+    case = case_of([(1, 300, 2), (0, 7, 1)])
+    for plan in (SPLIT, WHOLE):
+        unfused = rope(run(case | {"freqs": None}, plan), case["batch"].positions, FREQS, inverse=True)
+        assert_bitwise(run(case, plan), unfused)
+
+
+def of_tokens(case, tokens):
+    """The same queries in another batch. Requests stay whole."""
+    batch = case["batch"]
+    fields = {n: getattr(batch, n)[tokens] for n in ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")}
+    return case | {
+        "q": case["q"][tokens],
+        "rows": case["rows"][(tokens,)],
+        "picks": None if case["picks"] is None else case["picks"][tokens],
+        "batch": replace(batch, **fields),
+    }
+
+
+@pytest.mark.parametrize("ratio", [CSA, HCA])
+def test_the_batch_does_not_matter(ratio):
+    case = case_of([(1, 60, 3), (0, 400, 1), (3, 131, 2)], ratio=ratio)
+    whole = run(case)
+    order = torch.tensor([4, 5, 3, 0, 1, 2], device=kernel_device())
+    assert_bitwise(run(of_tokens(case, order), WHOLE), whole[order], "another order")
+    for some in ([3], [4, 5]):
+        tokens = torch.tensor(some, device=kernel_device())
+        assert_bitwise(run(of_tokens(case, tokens), WHOLE), whole[tokens], "fewer requests")
+    # a wider table, as for a longer request beside these, and padding
+    batch = case["batch"]
+    wide = torch.cat((batch.block_table, torch.full_like(batch.block_table, -1)), 1)
+    longer = {
+        n: torch.cat((getattr(batch, n), getattr(batch, n)[:2])) for n in ("token_ids", "positions", "chunk_starts")
+    }
+    padded = case | {
+        "q": padded_rows(case["q"], 2),
+        "rows": case["rows"][(torch.tensor([0, 1, 2, 3, 4, 5, 0, 0], device=kernel_device()),)],
+        "picks": None if case["picks"] is None else torch.cat((case["picks"], case["picks"][:2])),
+        "batch": TokenBatch(
+            longer["token_ids"], longer["positions"], torch.cat((batch.slots, batch.slots[:2] * 0 - 1)),
+            longer["chunk_starts"], torch.cat((batch.chunk_ends, batch.chunk_ends[:2])), wide,
+        ),
+    }  # fmt: skip
+    assert_bitwise(run(padded)[:6], whole, "padding")
+
+
+def test_strided_inputs():
+    case = case_of([(1, 300, 1), (0, 7, 1)])
+    rows, window, pages = case["rows"], case["window"], case["entries"]
+    views = case | {
+        "q": strided(case["q"], 0),
+        "rows": replace(rows, data=strided(rows.data, 0), scales=strided(rows.scales, 0)),
+        "window": replace(
+            window,
+            rows=replace(window.rows, data=strided(window.rows.data, 0), scales=strided(window.rows.scales, 1)),
+            positions=strided(window.positions, 0),
+        ),
+        "entries": PagedView(
+            replace(pages.rows, data=strided(pages.rows.data, 1), scales=strided(pages.rows.scales, 0))
+        ),
+        "picks": case["picks"].t().contiguous().t(),
+        "sink": strided(case["sink"], 0),
+    }
+    assert_bitwise(run(views), run(case))
+
+
+def test_no_tokens():
+    case = of_tokens(case_of([(1, 3, 1)]), torch.zeros(0, dtype=torch.int64, device=kernel_device()))
+    assert sparse_attention(**case).shape == (0, 3, 128)
+
+
+def test_what_cannot_be_done_is_said():
+    case = case_of([(1, 3, 2)])
+    with pytest.raises(KernelInputError, match=r"expected q \[2, heads, 128\] in bf16 .* found torch.float32"):
+        run(case | {"q": case["q"].float()})
+    with pytest.raises(KernelInputError, match="expected 2 rows of"):
+        run(case | {"rows": case["rows"][(torch.zeros(1, dtype=torch.int64, device=kernel_device()),)]})
+    with pytest.raises(KernelInputError, match=r"expected a sink of shape \(3,\)"):
+        run(case | {"sink": case["sink"][:2]})
+    with pytest.raises(KernelInputError, match=r"expected entries and picks \[2, k\]"):
+        run(case | {"picks": case["picks"][:1]})
+    with pytest.raises(KernelInputError, match="expected fp32 frequencies of 64 dims"):
+        run(case | {"freqs": FREQS[:16]})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("ratio", [CSA, HCA])
+def test_real_sizes(heads, ratio):
+    chunks = (
+        [(0, 40000, 1), (1, 9000, 8), (2, 3000, 150), (3, 0, 30)] if ratio == CSA else [(1, 300000, 2), (2, 3000, 40)]
+    )
+    case = case_of(chunks, ratio=ratio, k=512, fmt=ENTRY, heads=heads, padding=3)
+    found = assert_follows_oracle(case, WHOLE)
+    assert_bitwise(run(case, SPLIT), found, "split")
+    assert_bitwise(sparse_attention(**case), found, "as launched")

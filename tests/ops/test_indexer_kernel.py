@@ -1,0 +1,294 @@
+"""`index_queries` and `index_topk` against their oracles, and what must not change a score or a pick.
+
+Exact data (small integers, weights of few bits) makes every score exact in fp32 whatever the order of the sum: picks
+are then the oracle's, index for index, ties included. On other data scores are held to the policy of float ops, and
+picks to the scores the kernel itself found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import BLOCKS_PER_SLOT, CSA, INDEX_FP4, INDEX_FP8, NUM_BLOCKS, batch_of
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView
+from dsv4.formats.row_store import RowStore, encode_rows
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.indexer import (
+    SCORE_CONFIG,
+    ScoreConfig,
+    _score_tile,
+    index_queries,
+    index_queries_ref,
+    index_scores,
+    index_topk,
+    index_topk_ref,
+    launch_index_topk,
+    num_visible,
+)
+from dsv4.ops.invariant import KEY_TILE
+from dsv4.ops.rope import rope_frequencies
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.topk import TOPK_CONFIG, TopkConfig, topk_select_ref
+from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, wild
+from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
+
+FORMATS = pytest.mark.parametrize("fmt", [INDEX_FP4, INDEX_FP8], ids=lambda fmt: fmt.kind.value)
+FREQS = rope_frequencies(64, 160000.0, None).to(kernel_device())
+HEADS, PER_BLOCK = 4, 32
+GROUPS = ScoreConfig(few_tokens=0, shares=1, group_tile=128)
+LONG = TopkConfig(tile=64, max_chunks=2, short_row=64, direct=64)
+ONE_CHUNK = replace(LONG, max_chunks=1)
+CHUNKS = {
+    "decode": [(2, 400, 1), (0, 1535, 1), (3, 3, 1), (1, 0, 1)],
+    "chunks": [(1, 500, 3), (2, 78, 5), (0, 1022, 2)],
+}
+
+
+def positions_of(num_tokens, factor=37):
+    return torch.arange(num_tokens, device=kernel_device()) * factor
+
+
+def pages_of(values, batch, fmt):
+    """Keys whose entries [slot, e] are `values`, where some token of the batch sees them; NaN everywhere else."""
+    data = torch.full((NUM_BLOCKS, PER_BLOCK, fmt.data_bytes), 0xFF, dtype=torch.uint8, device=kernel_device())
+    scales = torch.full((NUM_BLOCKS, PER_BLOCK, fmt.scale_bytes), 0xFF, dtype=torch.uint8, device=kernel_device())
+    rows = RowStore(data, scales, fmt)
+    encoded = encode_rows(values, fmt)
+    for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
+        entries = torch.arange((position + 1) // CSA if slot >= 0 else 0, device=kernel_device())
+        blocks = batch.block_table[slot, entries // PER_BLOCK].long()
+        rows[blocks, entries % PER_BLOCK] = encoded[torch.full_like(entries, slot), entries]
+    return PagedView(rows)
+
+
+def exact_case(chunks, fmt, *, heads=HEADS, padding=2, seed=0):
+    """q, weights, keys and batch of few significant bits, with many equal scores."""
+    batch = batch_of(chunks, padding=padding)
+    source = generator(seed)
+    values = torch.randint(-2, 3, (4, BLOCKS_PER_SLOT * PER_BLOCK, 128), generator=source).bfloat16()
+    values[..., 0] = 3.0  # every group has the same scale
+    values[..., ::32] = 3.0
+    q = torch.randint(-3, 4, (batch.num_tokens, heads, 128), generator=source).bfloat16()
+    weights = torch.randint(-4, 5, (batch.num_tokens, heads), generator=source) / 8
+    keys = pages_of(values.to(kernel_device()), batch, fmt)
+    q, weights = q.to(kernel_device()), weights.to(kernel_device())
+    if padding:
+        poison(q[-padding:]), poison(weights[-padding:])
+    return q, weights, keys, batch
+
+
+def random_case(chunks, fmt, *, heads, seed=0):
+    batch = batch_of(chunks)
+    keys = pages_of(normal((4, BLOCKS_PER_SLOT * PER_BLOCK, 128), seed=seed), batch, fmt)
+    q = index_queries_ref(normal((batch.num_tokens, heads, 128), seed=seed + 1), batch.positions, FREQS, fmt)
+    return q, normal((batch.num_tokens, heads), torch.float32, seed + 2), keys, batch
+
+
+def scores_of(q, weights, keys, batch, config=SCORE_CONFIG, topk_config=TOPK_CONFIG, top_k=1):
+    """Scores with everything a token does not see set to -inf."""
+    scores, lengths, _rows = index_scores(q, weights, keys, batch, slice(None), CSA, top_k, config, topk_config)
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(-1)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def part_of(batch, order):
+    names = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
+    return TokenBatch(**{name: getattr(batch, name)[order] for name in names}, block_table=batch.block_table)
+
+
+# ---- queries ----
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_queries_are_the_oracle_s(fmt, dtype):
+    q, positions = wild((5, 9, 128), dtype), positions_of(5, 261_999)
+    found = index_queries(q, positions, FREQS, fmt)
+    assert_bitwise(found, index_queries_ref(q, positions, FREQS, fmt))
+
+
+@pytest.mark.parametrize("heads", around(8))
+def test_numbers_of_heads(heads):
+    q, positions = wild((2, heads, 128), seed=1), positions_of(2)
+    found = index_queries(strided(q, 1), positions, FREQS, INDEX_FP4)
+    assert_bitwise(found, index_queries_ref(q, positions, FREQS, INDEX_FP4))
+    assert_bitwise(index_queries(q[1:], positions[1:], FREQS, INDEX_FP4), found[1:])
+
+
+@FORMATS
+def test_a_query_of_nan_stays_alone(fmt):
+    q = normal((3, 4, 128), seed=2)
+    expected = index_queries(q, positions_of(3), FREQS, fmt)
+    poison(q[1])
+    found = index_queries(q, positions_of(3), FREQS, fmt)
+    assert_bitwise(found[[0, 2]], expected[[0, 2]])
+    assert found[1].isnan().all()
+
+
+# ---- picks ----
+
+
+@FORMATS
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG], ids=["short", "long"])
+def test_picks_are_the_oracle_s(fmt, chunks, topk_config):
+    q, weights, keys, batch = exact_case(chunks, fmt)
+    found = launch_index_topk(q, weights, keys, batch, CSA, 20, SCORE_CONFIG, topk_config)
+    assert_bitwise(found, index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=20))
+    assert (found[-2:] == -1).all()
+
+
+@pytest.mark.parametrize("top_k", [99, 100, 101])
+def test_as_many_picks_as_entries(top_k):
+    """The token at 400 sees 100 entries, those at 399 and 403 see 100 and 101."""
+    q, weights, keys, batch = exact_case([(2, 399, 5)], INDEX_FP4)
+    found = index_topk(q, weights, keys, batch, ratio=CSA, top_k=top_k)
+    assert_bitwise(found, index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=top_k))
+
+
+def test_the_comparison_sees_a_wrong_limit():
+    q, weights, keys, batch = exact_case([(2, 403, 1)], INDEX_FP4)
+    expected = index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=100)
+    early = replace(batch, positions=batch.positions - CSA)
+    assert (index_topk(q, weights, keys, early, ratio=CSA, top_k=100) != expected).any()
+
+
+@pytest.mark.parametrize("topk_config", [LONG, ONE_CHUNK], ids=["chunks", "one chunk"])
+def test_how_the_work_is_divided_does_not_matter(topk_config):
+    """A workspace of one token, groups of all tokens and of one, few programs."""
+    q, weights, keys, batch = exact_case(CHUNKS["chunks"], INDEX_FP4)
+    expected = index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=20)
+    for config, workspace in [
+        (SCORE_CONFIG, 1),
+        (replace(GROUPS, group_programs=2), 1 << 20),
+        (replace(GROUPS, max_group=1), 3 * 13 * BLOCKS_PER_SLOT * PER_BLOCK),
+        (ScoreConfig(tile=64, programs=2), 1 << 20),
+    ]:
+        found = launch_index_topk(q, weights, keys, batch, CSA, 20, config, topk_config, workspace)
+        assert_bitwise(found, expected)
+
+
+def test_a_key_of_nan_is_not_picked():
+    q, weights, keys, batch = exact_case([(1, 300, 2)], INDEX_FP4, padding=0)
+    bad = [3, 40, 74]
+    for entry in bad:
+        poison(keys.rows.scales[batch.block_table[1, entry // PER_BLOCK], entry % PER_BLOCK])
+    found = index_topk(q, weights, keys, batch, ratio=CSA, top_k=70)
+    assert_bitwise(found, index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=70))
+    assert not torch.isin(found, torch.tensor(bad, device=found.device)).any()
+
+
+# ---- scores ----
+
+
+@FORMATS
+@pytest.mark.parametrize("heads", [1, 5, 64])
+def test_scores_are_close_to_the_oracle(fmt, heads):
+    q, weights, keys, batch = random_case([(1, 1000, 2)], fmt, heads=heads)
+    num_entries = int(num_visible(batch.positions, CSA).min())
+    found = scores_of(q, weights, keys, batch)[:, :num_entries]
+
+    def oracle(dtype):
+        tokens, limit = torch.arange(2, device=q.device), num_visible(batch.positions, CSA)
+        tiles = [
+            _score_tile(q.to(dtype), weights.to(dtype), keys, batch, tokens, limit, start)
+            for start in range(0, num_entries, KEY_TILE)
+        ]
+        return torch.cat(tiles, -1)[:, :num_entries]
+
+    assert_close_to_oracle(found, oracle)
+
+
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG], ids=["short", "long"])
+def test_picks_are_the_best_of_the_scores(topk_config):
+    q, weights, keys, batch = random_case([(1, 1000, 2), (0, 400, 1)], INDEX_FP4, heads=64)
+    scores = scores_of(q, weights, keys, batch, topk_config=topk_config)
+    found = launch_index_topk(q, weights, keys, batch, CSA, 33, SCORE_CONFIG, topk_config)
+    assert_bitwise(found, topk_select_ref(scores, 33, ascending=True))
+
+
+@FORMATS
+def test_a_score_does_not_depend_on_the_batch(fmt):
+    q, weights, keys, batch = random_case([(1, 1000, 3), (2, 300, 2)], fmt, heads=16)
+    whole = scores_of(q, weights, keys, batch)
+    assert_bitwise(scores_of(q, weights, keys, batch, GROUPS), whole, "in groups")
+    for order in (torch.tensor([3, 4, 0, 1, 2]), torch.tensor([1]), torch.tensor([4])):
+        order = order.to(q.device)
+        assert_bitwise(scores_of(q[order], weights[order], keys, part_of(batch, order)), whole[order])
+    padded = batch_of([(1, 1000, 3), (2, 300, 2)], padding=4)
+    more = poison(torch.empty(4, 16, 128, dtype=q.dtype, device=q.device))
+    most = poison(torch.empty(4, 16, device=q.device))
+    found = scores_of(torch.cat((q, more)), torch.cat((weights, most)), keys, padded)
+    assert_bitwise(found[:5], whole)
+
+
+# ---- edges ----
+
+
+def test_nothing_to_do():
+    q, weights, keys, batch = exact_case([(1, 40, 2)], INDEX_FP4)
+    nothing = part_of(batch, slice(0, 0))
+    assert index_queries(q[:0], positions_of(0), FREQS, INDEX_FP4).shape == (0, HEADS, 128)
+    assert index_topk(q[:0], weights[:0], keys, nothing, ratio=CSA, top_k=8).shape == (0, 8)
+    no_blocks = replace(batch, block_table=batch.block_table[:, :0])
+    assert (index_topk(q, weights, keys, no_blocks, ratio=CSA, top_k=8) == -1).all()
+    assert index_topk(q, weights, keys, batch, ratio=CSA, top_k=0).shape == (4, 0)
+
+
+def test_strides():
+    q, weights, keys, batch = exact_case([(1, 300, 3)], INDEX_FP8)
+    expected = index_topk(q, weights, keys, batch, ratio=CSA, top_k=8)
+    rows = replace(keys.rows, data=strided(keys.rows.data, 0), scales=strided(keys.rows.scales, 0))
+    wide = replace(batch, block_table=strided(batch.block_table, 0))
+    found = index_topk(strided(q, 0), strided(weights, 1), PagedView(rows), wide, ratio=CSA, top_k=8)
+    assert_bitwise(found, expected)
+
+
+def test_what_cannot_be_done_is_said():
+    q, weights, keys, batch = exact_case([(1, 40, 2)], INDEX_FP4)
+    with pytest.raises(KernelInputError, match=r"expected bf16 q \[4, Hi, 128\], found torch.float32"):
+        index_topk(q.float(), weights, keys, batch, ratio=CSA, top_k=8)
+    with pytest.raises(KernelInputError, match=r"expected fp32 weights \(4, 4\), found torch.float64"):
+        index_topk(q, weights.double(), keys, batch, ratio=CSA, top_k=8)
+    with pytest.raises(KernelInputError, match="expected top_k up to 1024"):
+        index_topk(q, weights, keys, batch, ratio=CSA, top_k=1025)
+    plain = RowFormat(RowKind.PLAIN, 128, itemsize=2)
+    rows = RowStore.allocate((3, PER_BLOCK), plain, torch.bfloat16, kernel_device())
+    with pytest.raises(KernelInputError, match="found plain"):
+        index_topk(q, weights, PagedView(rows), batch, ratio=CSA, top_k=8)
+    with pytest.raises(KernelInputError, match="expected quantised rows, found plain"):
+        index_queries(q, batch.positions, FREQS, plain)
+    with pytest.raises(KernelInputError, match=r"expected q \[T, Hi, 128\]"):
+        index_queries(q[..., :64], batch.positions, FREQS, INDEX_FP4)
+
+
+# ---- real sizes ----
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 262144), (3, 65536), (300, 65537), (40, 2100)])
+def test_real_sizes(fmt, num_tokens, context):
+    """64 heads, 512 picks: the picks are the best of the kernel's scores, and a token alone has the same scores."""
+    device, num_blocks = kernel_device(), -(-context // 128)
+    table = torch.randperm(num_blocks, generator=generator(1)).to(torch.int32).to(device).unsqueeze(0)
+    positions = torch.arange(context - num_tokens, context, device=device)
+    slots = torch.zeros_like(positions)
+    batch = TokenBatch(slots, positions, slots, positions, positions + 1, table)
+    keys = PagedView(encode_rows(normal((num_blocks, PER_BLOCK, 128), seed=2), fmt))
+    q = index_queries(normal((num_tokens, 64, 128), seed=3), positions, FREQS, fmt)
+    weights = normal((num_tokens, 64), torch.float32, 4)
+    found = index_topk(q, weights, keys, batch, ratio=CSA, top_k=512)
+    scores = scores_of(q, weights, keys, batch, top_k=512)
+    is_scored = num_visible(positions, CSA) > 512
+    assert_bitwise(found[is_scored], topk_select_ref(scores[is_scored], 512, ascending=True))
+    few = found[~is_scored]
+    assert (few.amax(-1) + 1 == num_visible(positions, CSA)[~is_scored]).all()
+    for token in {0, num_tokens - 1}:
+        one = torch.tensor([token], device=device)
+        alone = scores_of(q[one], weights[one], keys, part_of(batch, one), top_k=512)
+        assert_bitwise(alone, scores[one])

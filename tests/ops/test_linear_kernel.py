@@ -1,0 +1,345 @@
+"""The linear kernels: within the oracle's error, and the same bits for a row whatever the rows around it, the tile, the
+splits' form, and whether its codes came from outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
+from dsv4.ops import linear as linear_ops
+from dsv4.ops.linear import (
+    LinearBundle,
+    LinearTile,
+    grouped_linear,
+    grouped_linear_ref,
+    launch_grouped,
+    launch_linears,
+    linear,
+    linear_ref,
+    linears,
+    linears_ref,
+    num_splits,
+)
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
+from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle, assert_within_format
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# every tile, and with it both forms
+ROW_TILES = [*linear_ops.LINEAR_TILES.values(), linear_ops.MANY_ROWS]
+GROUPED_ROW_TILES = [*linear_ops.GROUPED_TILES.values(), linear_ops.GROUPED_MANY_ROWS]
+
+
+def fp8_weight(num_rows, width, fp32_scale=False, seed=0):
+    weight = normal((num_rows, width), FP32, seed)
+    weight[: num_rows // 2] *= 17.0  # scales that differ
+    return QuantTensor(*fp8_block_quantize(weight, (128, 128), fp32_scale), QuantFormat.FP8_BLOCK)
+
+
+def codes_of(x):
+    return QuantActivation(*fp8_quantize(x, ACTIVATION_GROUP))
+
+
+def assert_follows_oracle(actual, x, weight, out_dtype):
+    """fp64: exact products of the codes."""
+
+    def oracle(dtype):
+        if dtype != torch.float64:
+            return linear_ref(x, weight, dtype)
+        plain = codes_of(x).dequantize() if isinstance(weight, QuantTensor) else x
+        wide = weight.dequantize() if isinstance(weight, QuantTensor) else weight
+        return plain.double() @ wide.double().T
+
+    assert actual.dtype == out_dtype
+    assert_close_to_oracle(actual, oracle)
+
+
+@pytest.mark.parametrize("fp32_scale", [False, True], ids=["e8m0", "fp32"])
+@pytest.mark.parametrize(("num_rows", "width"), [(24, 128), (64, 384), (200, 256), (129, 2304)])
+def test_fp8_follows_the_oracle(num_rows, width, fp32_scale):
+    x, weight = wild((7, width), seed=1), fp8_weight(num_rows, width, fp32_scale)
+    for out_dtype in (FP32, BF16):
+        assert_follows_oracle(linear(x, weight, out_dtype), x, weight, out_dtype)
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(24, 40), (64, 128), (130, 1100), (65, 1024), (3, 8)])
+def test_bf16_follows_the_oracle(num_rows, width):
+    x, weight = wild((7, width), seed=2), normal((num_rows, width), BF16, seed=3)
+    for out_dtype in (FP32, BF16):
+        assert_follows_oracle(linear(x, weight, out_dtype), x, weight, out_dtype)
+
+
+def test_odd_widths_and_alignments():
+    """The copy engine needs rows of 16 bytes at addresses of 16 bytes: the others are read another way."""
+    x, weight = normal((5, 77), BF16, seed=4), normal((30, 77), BF16, seed=5)
+    assert_follows_oracle(linear(x, weight, FP32), x, weight, FP32)
+    shifted = normal((5, 129), BF16, seed=6)[:, 1:]
+    weight = normal((30, 128), BF16, seed=7)
+    assert_bitwise(linear(shifted, weight, FP32), linear(shifted.contiguous(), weight, FP32))
+
+
+@pytest.mark.parametrize("number_format", ["fp8", "bf16"])
+def test_within_the_format_s_bound(number_format):
+    x, wide = normal((9, 512), FP32, seed=8), normal((64, 512), FP32, seed=9)
+    weight = wide.to(BF16)
+    if number_format == "fp8":
+        weight = QuantTensor(*fp8_block_quantize(wide, (128, 128)), QuantFormat.FP8_BLOCK)
+    exact = x.double() @ wide.double().T
+    assert_within_format(linear(x.to(BF16), weight, FP32), exact, number_format)
+    if number_format == "fp8":  # one step in one scale in eight is seen
+        wrong = weight.scale.clone()
+        wrong[0, 0] += 1
+        with pytest.raises(AssertionError, match="expected at most"):
+            assert_within_format(linear(x.to(BF16), replace(weight, scale=wrong), FP32), exact, number_format)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 33])
+def test_codes_from_outside_are_the_same_bits(num_tokens):
+    """Quantised in the same launch, in one before it, or by a norm."""
+    x, weight = wild((num_tokens, 256), seed=10), fp8_weight(72, 256)
+    expected = linear(codes_of(x), weight, FP32)
+    assert_bitwise(linear(x, weight, FP32), expected)
+    assert linear(codes_of(x), weight).dtype == BF16
+    for rows in (0, 1 << 20):
+        tile = replace(linear_ops.LINEAR_TILES[64], quantize_rows=rows)
+        bundle = LinearBundle.build([weight])
+        assert_bitwise(launch_linears(x, bundle, (FP32,), tile=tile)[0], expected, f"quantised up to {rows} rows")
+
+
+def test_strides():
+    x, weight = wild((6, 256), seed=11), fp8_weight(40, 256)
+    expected = linear(x, weight, FP32)
+    assert_bitwise(linear(strided(x, 0), weight, FP32), expected)
+    assert_bitwise(linear(transposed(x), weight, FP32), expected)
+    assert_bitwise(linear(x[2:3].expand(6, 256), weight, FP32), expected[2:3].expand(6, 40))
+    codes = codes_of(x)
+    gaps = QuantActivation(strided(codes.codes.view(torch.uint8), 0).view(torch.float8_e4m3fn), strided(codes.scale, 0))
+    assert_bitwise(linear(gaps, weight, FP32), expected)
+    plain = normal((40, 256), BF16, seed=12)
+    assert_bitwise(linear(transposed(x), transposed(plain), FP32), linear(x, plain, FP32))
+
+
+def mixed_bundle(width=256):
+    weights = [
+        fp8_weight(200, width, seed=13),
+        normal((24, width), BF16, seed=14),
+        fp8_weight(64, width, seed=15),
+        normal((130, width), BF16, seed=16),
+    ]
+    return weights, LinearBundle.build(weights), (None, FP32, FP32, None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 70])
+def test_a_bundle_is_its_weights_one_by_one(num_tokens):
+    weights, bundle, dtypes = mixed_bundle()
+    x = wild((num_tokens, 256), seed=17)
+    results = linears(x, bundle, dtypes)
+    for result, weight, dtype in zip(results, weights, dtypes, strict=True):
+        assert result.is_contiguous()
+        assert_bitwise(result, linear(x, weight, dtype))
+        assert_follows_oracle(result, x, weight, dtype or BF16)
+    for result, other in zip(results, linears(x, bundle, dtypes, codes_of(x)), strict=True):
+        assert_bitwise(other, result, "with codes")
+    for result, other in zip(results, linears(x, weights, dtypes), strict=True):
+        assert_bitwise(other, result, "a list")
+
+
+def test_a_bundle_s_views_are_its_weights():
+    weights, bundle, dtypes = mixed_bundle()
+    for view, weight in zip(bundle.weights, weights, strict=True):
+        if isinstance(weight, QuantTensor):
+            assert_bitwise(view.dequantize(), weight.dequantize())
+            assert view.data.untyped_storage().data_ptr() == bundle.fp8.data.untyped_storage().data_ptr()
+        else:
+            assert_bitwise(view, weight)
+    x = wild((3, 256), seed=18)
+    for one, other in zip(linears_ref(x, bundle, dtypes), linears_ref(x, weights, dtypes, codes_of(x)), strict=True):
+        assert_bitwise(one, other)
+
+
+def test_an_fp8_bundle_takes_codes_alone():
+    bundle = LinearBundle.build([fp8_weight(70, 256, seed=19), fp8_weight(24, 256, seed=20)])
+    x = wild((5, 256), seed=21)
+    for one, other in zip(linears(codes_of(x), bundle, (None, FP32)), linears(x, bundle, (None, FP32)), strict=True):
+        assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 with fp32 scales", "bf16"])
+@pytest.mark.parametrize(("rank", "width"), [(64, 256), (72, 384), (24, 128)])
+def test_grouped_follows_the_oracle(rank, width, kind):
+    x = normal((5, 3, width), BF16, seed=22)
+    weight = normal((3 * rank, width), BF16, seed=23)
+    if kind != "bf16":
+        weight = fp8_weight(3 * rank, width, kind != "fp8", seed=24)
+
+    def oracle(dtype):
+        if dtype != torch.float64:
+            return grouped_linear_ref(x, weight)
+        plain = weight.dequantize(BF16) if isinstance(weight, QuantTensor) else weight
+        return torch.einsum("tgk,grk->tgr", x.double(), plain.double().unflatten(0, (3, rank)))
+
+    assert_close_to_oracle(grouped_linear(x, weight), oracle)
+
+
+def test_grouped_strides_and_odd_widths():
+    x, weight = normal((5, 2, 77), BF16, seed=25), normal((2 * 24, 77), BF16, seed=26)
+    assert_close_to_oracle(
+        grouped_linear(x, weight),
+        lambda dtype: grouped_linear_ref(x.to(dtype), weight.to(dtype)),
+    )
+    assert_bitwise(grouped_linear(strided(x, 0), weight), grouped_linear(x, weight))
+    assert_bitwise(grouped_linear(transposed(x), weight), grouped_linear(x, weight))
+    # a NaN in one group stays in that group of that token
+    x[3, 1, 0] = float("nan")
+    is_nan = grouped_linear(x, weight).isnan()
+    assert is_nan[3, 1].all()
+    assert is_nan.sum() == 24
+
+
+def test_nan_rows_stay_in_their_row():
+    weight = fp8_weight(40, 256)
+    for kind in (weight, normal((40, 256), BF16, seed=27)):
+        x = normal((20, 256), BF16, seed=28)
+        clean = linear(x, kind, FP32)
+        x[7] = float("nan")
+        x[11, 3] = float("inf")
+        others = [row for row in range(20) if row not in (7, 11)]
+        result = linear(x, kind, FP32)
+        assert_bitwise(result[others], clean[others])
+        assert result[7].isnan().all()
+
+
+def integers(shape, limit, seed):
+    values = torch.randint(-limit, limit + 1, shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(BF16).to(kernel_device())
+
+
+@pytest.mark.parametrize("tile", [*ROW_TILES[-3:]], ids=["weights first", "tokens first", "walking the splits"])
+def test_tiles_and_forms_agree(tile):
+    """Integers small enough that every sum is exact in any order: only a wrong place or scale can change a bit. That
+    the order is the same too, the tests on a GPU show with ordinary values.
+    """
+    width = 2304  # two splits of FP8, three of bf16
+    assert num_splits(200, width, "fp8") == 2
+    assert num_splits(130, width, "plain") == 3
+    weights = []
+    for index, num_rows in enumerate((200, 64)):
+        codes = integers((num_rows, width), 8, seed=index).to(torch.float8_e4m3fn)
+        scale = 127 + integers((-(-num_rows // 128), width // 128), 2, seed=index + 5).to(torch.uint8)
+        weights.append(QuantTensor(codes, scale, QuantFormat.FP8_BLOCK))
+    weights += [integers((24, width), 8, seed=2), integers((130, width), 8, seed=3)]
+    bundle, dtypes = LinearBundle.build(weights), (BF16, FP32, FP32, BF16)
+    x = integers((20, width), 8, seed=29)
+    for result, weight, dtype in zip(launch_linears(x, bundle, dtypes, tile=tile), weights, dtypes, strict=True):
+        assert_bitwise(result, linear_ref(x, weight, dtype))
+
+
+def test_the_counters_are_set_back():
+    weight = fp8_weight(64, 4096)
+    x = normal((3, 4096), BF16, seed=30)
+    first = linear(x, weight, FP32)
+    assert (linear_ops._counters(x.device) == 0).all()
+    assert_bitwise(linear(x, weight, FP32), first)
+
+
+def test_rows_do_not_depend_on_the_batch():
+    x, weight = wild((19, 2304), seed=31), fp8_weight(72, 2304)
+    plain = normal((72, 2304), BF16, seed=32)
+    order = torch.randperm(19).to(x.device)
+    for kind in (weight, plain):
+        whole = linear(x, kind, FP32)
+        assert_bitwise(linear(x[order], kind, FP32), whole[order], "permuted")
+        assert_bitwise(linear(padded_rows(x, 9), kind, FP32)[:19], whole, "padded")
+
+
+def test_nothing_to_do():
+    assert linear(normal((0, 256)), fp8_weight(40, 256)).shape == (0, 40)
+    assert linear(normal((0, 256)), normal((40, 256)), FP32).shape == (0, 40)
+    assert grouped_linear(normal((0, 2, 256)), fp8_weight(40, 256)).shape == (0, 2, 20)
+    _, bundle, dtypes = mixed_bundle()
+    assert [tuple(y.shape) for y in linears(normal((0, 256)), bundle, dtypes)] == [(0, 200), (0, 24), (0, 64), (0, 130)]
+
+
+def test_other_formats_go_to_the_oracle():
+    x = normal((3, 128), FP32, seed=33)
+    weight = normal((20, 128), FP32, seed=34)
+    assert_bitwise(linear(x, weight), linear_ref(x, weight))
+    assert_bitwise(grouped_linear(x.unflatten(0, (3, 1)), weight), grouped_linear_ref(x.unflatten(0, (3, 1)), weight))
+
+
+def test_what_cannot_be_done_is_said():
+    x, weight = normal((3, 256)), fp8_weight(40, 256)
+    with pytest.raises(KernelInputError, match=r"expected an input \[T, 256\], found \(3, 128\)"):
+        linear(x[:, :128], weight)
+    with pytest.raises(ValueError, match="found FP8 codes"):
+        linear(codes_of(x), normal((40, 256)))
+    with pytest.raises(ValueError, match="of one scale dtype"):
+        LinearBundle.build([weight, fp8_weight(40, 256, True)])
+    with pytest.raises(ValueError, match="of one width"):
+        LinearBundle.build([weight, normal((40, 128))])
+    with pytest.raises(KernelInputError, match="expected 1 output dtypes, found 2"):
+        linears(x, LinearBundle.build([weight]), (None, None))
+    with pytest.raises(KernelInputError, match=r"expected a weight \[3 \* R, 256\]"):
+        grouped_linear(x.unsqueeze(1).expand(3, 3, 256), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp32_scale", [False, True], ids=["e8m0", "fp32"])
+@pytest.mark.parametrize(("num_rows", "width"), [(1024, 4096), (512, 7168), (8192, 1024), (4096, 8192), (1000, 1536)])
+def test_rows_are_the_same_bits_from_1_to_512(num_rows, width, fp32_scale):
+    """Every number of rows against one launch of 4,096: another tile, another order of operands, another form."""
+    x, weight = normal((4096, width), seed=35), fp8_weight(num_rows, width, fp32_scale)
+    codes = codes_of(x)
+    whole = linear(codes, weight, FP32)
+    assert_follows_oracle(whole[:300], x[:300], weight, FP32)
+    for num_tokens in [*range(1, 66), *range(66, 513, 31), 511, 512, 513]:
+        part = QuantActivation(codes.codes[:num_tokens], codes.scale[:num_tokens])
+        assert_bitwise(linear(part, weight, FP32), whole[:num_tokens], f"{num_tokens} rows")
+    for num_tokens in (1, 16, 17, 100):
+        assert_bitwise(linear(x[:num_tokens], weight, FP32), whole[:num_tokens], f"{num_tokens} rows, quantised")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "width"), [(1024, 4096), (256, 7168), (8200, 1024), (64, 4096)])
+def test_bf16_rows_are_the_same_bits_from_1_to_512(num_rows, width):
+    x, weight = normal((4096, width), seed=36), normal((num_rows, width), seed=37)
+    whole = linear(x, weight, FP32)
+    assert_follows_oracle(whole[:300], x[:300], weight, FP32)
+    for num_tokens in [*range(1, 66), *range(66, 513, 31), 511, 512, 513]:
+        assert_bitwise(linear(x[:num_tokens], weight, FP32), whole[:num_tokens], f"{num_tokens} rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1024, 1000])
+def test_grouped_rows_are_the_same_bits(rank):
+    x, weight = normal((2048, 8, 4096), seed=38), fp8_weight(8 * rank, 4096)
+    whole = grouped_linear(x, weight)
+    assert_close_to_oracle(whole[:16], lambda dtype: grouped_linear_ref(x[:16].to(dtype), weight).to(dtype))
+    for num_tokens in [*range(1, 66), *range(66, 513, 31), 511, 512, 513]:
+        assert_bitwise(grouped_linear(x[:num_tokens], weight), whole[:num_tokens], f"{num_tokens} rows")
+
+
+@pytest.mark.gpu
+def test_the_attention_bundle_at_every_size():
+    rows, plain_rows = (1024, 512), (1024, 1024, 256, 256, 64)
+    weights = [fp8_weight(n, 4096, seed=n) for n in rows] + [normal((n, 4096), seed=n + 1) for n in plain_rows]
+    bundle, dtypes = LinearBundle.build(weights), (BF16, BF16, FP32, FP32, FP32, FP32, BF16)
+    x = normal((1024, 4096), seed=39)
+    whole = linears(x, bundle, dtypes)
+    for result, weight, dtype in zip(whole, weights, dtypes, strict=True):
+        assert_bitwise(result, linear(x, weight, dtype))
+    for num_tokens in (1, 2, 16, 17, 33, 64, 65, 300, 512, 513):
+        for part, one in zip(linears(x[:num_tokens], bundle, dtypes), whole, strict=True):
+            assert_bitwise(part, one[:num_tokens], f"{num_tokens} rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", GROUPED_ROW_TILES, ids=lambda tile: f"{tile.outputs}x{tile.tokens}")
+def test_grouped_tiles_agree(tile: LinearTile):
+    x, weight = normal((130, 8, 4096), seed=40), fp8_weight(8192, 4096)
+    assert_bitwise(launch_grouped(x, weight, tile), launch_grouped(x, weight, GROUPED_ROW_TILES[0]))
