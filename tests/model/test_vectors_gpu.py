@@ -39,9 +39,8 @@ def runners(model):
     """With and without graphs, each over a cache of its own."""
     found = {}
     for use_graphs in (False, True):
-        runner = Runner(
-            model, make_cache(model), buckets=decode_buckets(2), use_graphs=use_graphs, forbid_compiles=True
-        )
+        # late compiles are allowed: these calls ask for the logits of every row, which no engine does
+        runner = Runner(model, make_cache(model), buckets=decode_buckets(2), use_graphs=use_graphs)
         runner.warm_up()
         found[use_graphs] = runner
     return found
@@ -52,11 +51,13 @@ def run_case(runner, set_a, case):
     remaining, rows = list(set_a.token_ids(case)), []
     cache = runner.cache
     slot = cache.admit(len(remaining))
-    for length in set_a.chunks(case):
-        batch = cache.make_batch([slot], [remaining[:length]])
-        rows.append(runner.forward(batch, torch.arange(length, device="cuda")).cpu())
-        del remaining[:length]
-    cache.release(slot)
+    try:
+        for length in set_a.chunks(case):
+            batch = cache.make_batch([slot], [remaining[:length]])
+            rows.append(runner.forward(batch, torch.arange(length, device="cuda")).cpu())
+            del remaining[:length]
+    finally:
+        cache.release(slot)
     return torch.cat(rows)[case["positions"]]
 
 

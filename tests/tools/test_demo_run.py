@@ -23,7 +23,7 @@ from settings import TrainSettings
 from dsv4 import LLM
 from dsv4.config import ModelConfig
 
-NEEDLES = replace(TrainSettings().needles, share=0.5, max_facts=1)
+NEEDLES = replace(TrainSettings().needles, share=0.5, max_facts=1, csa_hidden=0.5, hca_hidden=0.25)
 SMALL = replace(TrainSettings(), sequence_tokens=384, batch_sequences=1, needles=NEEDLES, needle_questions=2)
 NUM_STEPS = 6
 
@@ -61,7 +61,9 @@ def folder(tmp_path_factory):
 def run(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "demo_config", lambda: small_config(1024))
-        options = argparse.Namespace(out=folder.parent / "out", minutes=60, data=folder, toy=False, backend="none")
+        options = argparse.Namespace(
+            out=folder.parent / "out", minutes=60, data=folder, toy=False, backend="none", recall=None
+        )
         done = train.Run(options, SMALL)
         for step in range(NUM_STEPS):  # by count, not by the clock: a test must not depend on how busy the machine is
             done._step(step / NUM_STEPS)

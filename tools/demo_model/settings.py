@@ -48,3 +48,12 @@ class TrainSettings:
     evaluate_every_s: float = 40.0
     needle_questions: int = 32  # per evaluation
     seed: int = 20
+
+
+def recall_settings() -> TrainSettings:
+    """The second run, from the weights of the first: most sequences are needle tasks, and in most of those only one
+    kind of compressed entries is seen. Selecting and quantised from the start."""
+    return TrainSettings(
+        sequence_tokens=1024, batch_sequences=24, peak_rate=8e-4, select_from=0.0, quantise_from=0.0,
+        needles=NeedleShares(share=0.6, csa_hidden=0.6, hca_hidden=0.15), evaluate_every_s=30.0, seed=21,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Trains the demo model within a time budget and exports it.
 
     python tools/demo_model/train.py --minutes 8 --out DIR
+    python tools/demo_model/train.py --minutes 3 --recall DIR --out OTHER     # from DIR's weights: see settings.py
 
 Progress is wall time: the rate schedule, the switches (selection, quantisation) and the end all follow the clock, so a
 run ends in time on any machine. DIR gets curve.jsonl (as it goes) and, now and then and at the end, the best state so
@@ -34,7 +35,7 @@ from card import model_card
 from data import Batch, Corpus, hash_table, write_needles
 from export import export_checkpoint
 from model import DemoModel, Output
-from settings import TrainSettings, demo_config
+from settings import TrainSettings, demo_config, recall_settings
 
 from dsv4.config import ModelConfig
 from dsv4.loader.config_write import ExpertFormat
@@ -190,6 +191,9 @@ class Run:
         for block in self.model.layers:
             if block.ffn.gate.is_hash:
                 block.ffn.gate.tid2eid.copy_(table)
+        if options.recall is not None:
+            self.model.load_state_dict(load_master(options.recall))
+        self.keeps_last = options.recall is not None
         self.model.to(device).train()
         self.optimizer = make_optimizer(self.model, settings)
         self.generator = np.random.default_rng(settings.seed)
@@ -270,7 +274,7 @@ class Run:
         model.select.copy_(switches[0])
         model.quantise.copy_(switches[1])
         self._record(progress, values)
-        if values["heldout_perplexity"] < self.best["heldout_perplexity"]:
+        if self.keeps_last or values["heldout_perplexity"] < self.best["heldout_perplexity"]:
             self.best = values | {"step": self.steps, "tokens": self.tokens, "progress": progress}
             self.best_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
             if time.monotonic() - self.packed >= PACK_EVERY_S:
@@ -372,6 +376,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--toy", action="store_true", help="fewer layers: a smoke test on a CPU")
     parser.add_argument("--backend", help="of torch.compile; 'none' to do without. Default: inductor on a GPU")
+    parser.add_argument("--recall", type=Path, help="second run: start from the master weights in this folder")
     parser.add_argument("--export", type=Path, help="only export the master weights of this finished run's folder")
     options = parser.parse_args()
     if options.export is not None:
@@ -380,7 +385,8 @@ def main() -> None:
         print(export_all(load_master(options.export), demo_config(), options.out, options.data, summary))
         return
     given = {"batch_sequences": options.batch, "sequence_tokens": options.length, "peak_rate": options.rate}
-    run = Run(options, replace(TrainSettings(), **{k: v for k, v in given.items() if v is not None}))
+    settings = TrainSettings() if options.recall is None else recall_settings()
+    run = Run(options, replace(settings, **{k: v for k, v in given.items() if v is not None}))
     run.train()
     sizes = run.save()
     print_table(run.summary(), sizes)
