@@ -3,6 +3,7 @@
 python benchmarks/bench_ops.py                         all cases, records appended to benchmarks/results/<gpu>.jsonl
 python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file
 python benchmarks/bench_ops.py --compare OLD NEW       no GPU needed; exit status 1 if something became slower
+python benchmarks/bench_ops.py --markdown              no GPU needed; docs/measured.md anew from the H200's records
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.testing import bench
+from dsv4.testing.compile_check import precompile
 
 RESULTS = Path(__file__).parent / "results"
+MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -30,6 +33,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit to record where there is no git repository")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two record files")
+    parser.add_argument("--markdown", action="store_true", help="write docs/measured.md from results/nvidia-h200.jsonl")
     return parser.parse_args(arguments)
 
 
@@ -54,6 +58,8 @@ def compare(old: Path, new: Path) -> int:
 
 
 def run(cases: list[bench.BenchCase], samples: int, out: Path | None, commit: str | None) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    precompile([case.key for case in cases], 10 * major + minor)
     timer = bench.Timer(samples)
     origin = bench.provenance(commit)
     ceiling = bench.ceiling_of(origin["gpu"])
@@ -73,6 +79,10 @@ def main(arguments: list[str]) -> int:
     try:
         if options.compare:
             return compare(*options.compare)
+        if options.markdown:
+            records = bench.read_records(RESULTS / "nvidia-h200.jsonl")
+            MEASURED.write_text(bench.markdown(bench.load_cases(bench.case_modules()), records), encoding="utf-8")
+            return 0
         cases = select(bench.load_cases(bench.case_modules()), options.op, options.case)
         if options.list:
             print("\n".join(case.key for case in cases))

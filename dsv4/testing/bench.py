@@ -277,3 +277,44 @@ def table(records: Iterable[dict[str, Any]]) -> str:
         for r in records
     ]
     return "\n".join(lines)
+
+
+def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> str:
+    """The page docs/measured.md: the last record of every case there is, by op; cases without one are named."""
+    origins = sorted({tuple(r[name] for name in ("gpu", "driver", "torch", "triton")) for r in records.values()})
+    lines = [
+        "# Measured",
+        "",
+        "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
+    ]
+    lines += [
+        "[kernels.md](kernels.md). "
+        + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}" for g, d, t, n in origins)
+        + "."
+    ]
+    unmeasured = []
+    by_op: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        if case.key in records:
+            by_op.setdefault(case.op, []).append(records[case.key])
+        else:
+            unmeasured.append(case.key)
+    for op, rows in sorted(by_op.items()):
+        lines += [
+            "",
+            f"## {op}",
+            "",
+            "| case | MB | floor us | us | p10 to p90 | x floor | ceiling | TFLOP/s | commit |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|---|"]
+        for r in rows:
+            moved = (r["bytes_read"] + r["bytes_written"]) / 1e6
+            rate = f"{r['flops'] / r['median_us'] / 1e6:.0f}" if r["flops"] else ""
+            lines.append(
+                f"| {r['case']} | {moved:.3g} | {r['floor_us']:.3g} | {r['median_us']:.1f} | {r['p10_us']:.1f} to "
+                f"{r['p90_us']:.1f} | {r['times_floor']:.3g} | {r['ceiling_percent']:.0f} % | {rate} | "
+                f"{r['commit'][:7]} |"
+            )
+    if unmeasured:
+        lines += ["", "Not measured: " + ", ".join(unmeasured) + "."]
+    return "\n".join(lines) + "\n"

@@ -20,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -88,6 +90,19 @@ def compile_case(case: BenchCase, arch: int) -> list[CompileReport]:
         raise CompileError(f"{case.key} launched no kernel")
     unique = {id(kernel): kernel for kernel in compiled}
     return [_report(case.key, kernel, arch) for kernel in unique.values()]
+
+
+def precompile(keys: list[str], arch: int) -> None:
+    """Compile cases for `arch` into Triton's disk cache, where a run on such a GPU then finds them. On all cores: for a
+    process that will time many cases and should not wait for each."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_precompile_case, keys, [arch] * len(keys)))
+
+
+def _precompile_case(key: str, arch: int) -> None:
+    case = next(case for case in load_cases(case_modules()) if case.key == key)
+    with suppress(Exception), _offline(arch):  # what does not compile says so when it is run
+        case.build(torch.device("meta")).call()
 
 
 class _OfflineDriver:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,8 +101,9 @@ def _spread(times: Sequence[float], unit: float = 1e3) -> Record:
     }
 
 
-def kernels_of(call: Callable[[], Any], device: torch.device) -> dict[str, int] | None:
-    """Launches of one call by kernel name, copies included; None where they cannot be seen (no GPU, no profiler)."""
+def kernels_of(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]] | None:
+    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen (no
+    GPU, no profiler)."""
     if device.type != "cuda":
         return None
     from torch.autograd import DeviceType
@@ -114,10 +114,11 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> dict[str, int] 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             call()
             torch.cuda.synchronize()
-        names = Counter(event.name[:80] for event in profiler.events() or () if event.device_type == DeviceType.CUDA)
+        events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     except RuntimeError:  # the machine keeps its counters to itself
         return None
-    return dict(names.most_common()) or None
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name[:60], round(event.time_range.elapsed_us(), 2)) for event in events] or None
 
 
 # ---- sections ----
@@ -200,13 +201,13 @@ def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: fl
         times = time_calls(timed, model.device, repeats)
         experts = call().experts
         num_bytes = layer_bytes(model, layer, made, len(experts.unique()))
-        kernels = kernels_of(call, model.device)
+        kernels = kernels_of(timed, model.device)
         record = {
             "kind": "layer", "layer": layer.layer_idx, "attention": layer.attention.value,
             "router": layer.router.value, "batch": made.batch.num_tokens, "context": made.context, "mode": mode,
             **_spread(times),
             "bytes": num_bytes, "experts_read": len(experts.unique()),
-            "launches": None if kernels is None else sum(kernels.values()), "kernels": kernels,
+            "launches": None if kernels is None else len(kernels), "kernels": kernels,
         }  # fmt: skip
         if bandwidth is not None:
             floor = num_bytes / bandwidth

@@ -23,8 +23,9 @@ from settings import TrainSettings
 from dsv4 import LLM
 from dsv4.config import ModelConfig
 
-NEEDLES = replace(TrainSettings().needles, share=0.5, max_facts=1, csa_hidden=0.5, hca_hidden=0.25)
-SMALL = replace(TrainSettings(), sequence_tokens=384, batch_sequences=1, needles=NEEDLES, needle_questions=2)
+SMALL = replace(
+    TrainSettings(), sequence_tokens=384, batch_sequences=1, needle_share=0.5, needle_questions=2, max_facts=1
+)
 NUM_STEPS = 6
 
 
@@ -61,9 +62,7 @@ def folder(tmp_path_factory):
 def run(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "demo_config", lambda: small_config(1024))
-        options = argparse.Namespace(
-            out=folder.parent / "out", minutes=60, data=folder, toy=False, backend="none", recall=None
-        )
+        options = argparse.Namespace(out=folder.parent / "out", minutes=60, data=folder, toy=False, backend="none")
         done = train.Run(options, SMALL)
         for step in range(NUM_STEPS):  # by count, not by the clock: a test must not depend on how busy the machine is
             done._step(step / NUM_STEPS)
@@ -127,7 +126,7 @@ def test_compiling_changes_nothing_and_failing_is_survived(folder):
     torch.manual_seed(0)
     model = DemoModel(config, dtype=torch.float32, max_tokens=256)
     data = train.Corpus(folder, torch.device("cpu"))
-    batch = data.batch(np.random.default_rng(0), 1, 256, replace(NEEDLES, share=0.0))
+    batch = data.batch(np.random.default_rng(0), 1, 256, 0.0, 1, 1.0)
     plain = model(batch.ids[:, :-2]).logits
     assert not train.compile_blocks(model, batch, SMALL, "no such backend")
     assert torch.equal(model(batch.ids[:, :-2]).logits, plain)

@@ -2,9 +2,7 @@
 
 A needle task writes short facts (`Alice has the river.`) over the text and asks for them again much later, farther than
 the sliding window reaches, so that only compressed entries can carry the answer. Facts are one token each for name and
-thing; the answer is the token after ` the`. From some of these sequences the CSA entries are hidden, from others the
-HCA entries: CSA's fine entries alone would do, and HCA's coarse ones (128 tokens each) would never learn to carry
-anything.
+thing; the answer is the token after ` the`.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
-
-from dsv4.schedule import AttentionKind
 
 NUM_NAMES, NUM_THINGS = 48, 64
 MIN_DISTANCE = 160  # more than the 128-token window and the few tokens of a fact
@@ -118,23 +114,10 @@ def _spread(generator: np.random.Generator, start: int, end: int, count: int, ro
 
 @dataclass(frozen=True)
 class Batch:
-    """ids [B, T + 2]: inputs are [:, :-2], targets one and two further. weights [B, T] of the targets. hidden: per kind
-    of layer, the sequences [B] whose compressed entries it may not see."""
+    """ids [B, T + 2]: inputs are [:, :-2], targets one and two further. weights [B, T] of the targets."""
 
     ids: Tensor
     weights: Tensor
-    hidden: dict[AttentionKind, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeedleShares:
-    """How many sequences are needle tasks, and how many of those see only one kind of compressed entries."""
-
-    share: float = 0.15
-    max_facts: int = 8  # facts in one task: from 1 to this
-    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
-    csa_hidden: float = 0.0
-    hca_hidden: float = 0.0
 
 
 class Corpus:
@@ -150,26 +133,19 @@ class Corpus:
         tokenizer = tokenizers.Tokenizer.from_file(str(self.tokenizer_file))
         self.words = NeedleWords.choose(tokenizer, meta["token_counts"])
 
-    def batch(self, generator: np.random.Generator, count: int, length: int, needles: NeedleShares) -> Batch:
-        """`count` random stretches; each becomes a needle task with probability `needles.share`."""
+    def batch(
+        self, generator: np.random.Generator, count: int, length: int, needle_share: float, max_facts: int,
+        answer_weight: float,
+    ) -> Batch:  # fmt: skip
+        """`count` random stretches; each becomes a needle task with probability `needle_share`."""
         starts = generator.integers(0, len(self.train) - length - 2, count)
         ids = np.stack([self.train[start : start + length + 2] for start in starts]).astype(np.int64)
         weights = np.ones((count, length), dtype=np.float32)
-        is_needle = generator.random(count) < needles.share
-        for row in np.flatnonzero(is_needle):
-            num_facts = int(generator.integers(1, needles.max_facts + 1))
-            for place in write_needles(ids[row], self.words, generator, num_facts):
+        for row in np.flatnonzero(generator.random(count) < needle_share):
+            for place in write_needles(ids[row], self.words, generator, int(generator.integers(1, max_facts + 1))):
                 if 1 <= place <= length:
-                    weights[row, place - 1] = needles.answer_weight  # target t is token t + 1
-        draw = generator.random(count)
-        hides_csa = is_needle & (draw < needles.csa_hidden)
-        hides_hca = is_needle & (draw >= 1 - needles.hca_hidden)
-        on_device = [torch.from_numpy(part).to(self.device, non_blocking=True) for part in (ids, weights)]
-        hidden = {
-            kind: torch.from_numpy(rows).to(self.device, non_blocking=True)
-            for kind, rows in ((AttentionKind.CSA, hides_csa), (AttentionKind.HCA, hides_hca))
-        }
-        return Batch(*on_device, hidden)
+                    weights[row, place - 1] = answer_weight  # target t is token t + 1
+        return Batch(*(torch.from_numpy(part).to(self.device, non_blocking=True) for part in (ids, weights)))
 
     def heldout_batches(self, count: int, length: int, num_batches: int) -> list[Tensor]:
         """Held-out ids [count, length + 2], side by side, the same every time."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from data import NeedleShares
 
 from dsv4.config import ModelConfig, RopeScaling
 
@@ -32,7 +30,9 @@ class TrainSettings:
 
     sequence_tokens: int = 2048
     batch_sequences: int = 32
-    needles: NeedleShares = field(default_factory=NeedleShares)
+    needle_share: float = 0.15
+    max_facts: int = 8  # facts in one needle task: from 1 to this
+    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
     peak_rate: float = 2e-3
     final_rate_share: float = 0.02
     warmup_share: float = 0.03
@@ -48,12 +48,3 @@ class TrainSettings:
     evaluate_every_s: float = 40.0
     needle_questions: int = 32  # per evaluation
     seed: int = 20
-
-
-def recall_settings() -> TrainSettings:
-    """The second run, from the weights of the first: most sequences are needle tasks, and in most of those only one
-    kind of compressed entries is seen. Selecting and quantised from the start."""
-    return TrainSettings(
-        sequence_tokens=1024, batch_sequences=24, peak_rate=8e-4, select_from=0.0, quantise_from=0.0,
-        needles=NeedleShares(share=0.6, csa_hidden=0.6, hca_hidden=0.15), evaluate_every_s=30.0, seed=21,
-    )  # fmt: skip

@@ -1,7 +1,6 @@
 """Trains the demo model within a time budget and exports it.
 
     python tools/demo_model/train.py --minutes 8 --out DIR
-    python tools/demo_model/train.py --minutes 3 --recall DIR --out OTHER     # from DIR's weights: see settings.py
 
 Progress is wall time: the rate schedule, the switches (selection, quantisation) and the end all follow the clock, so a
 run ends in time on any machine. DIR gets curve.jsonl (as it goes) and, now and then and at the end, the best state so
@@ -35,21 +34,15 @@ from card import model_card
 from data import Batch, Corpus, hash_table, write_needles
 from export import export_checkpoint
 from model import DemoModel, Output
-from settings import TrainSettings, demo_config, recall_settings
+from settings import TrainSettings, demo_config
 
 from dsv4.config import ModelConfig
 from dsv4.loader.config_write import ExpertFormat
-from dsv4.schedule import AttentionKind
 
 HERE = Path(__file__).parent
 EXPORT_RESERVE_S = 25.0  # the last evaluation and the export
 PACK_EVERY_S = 110.0  # between saves of the best state, so that a killed run leaves something
 MASTER_FILE_BYTES = 15_000_000
-NEEDLE_TESTS = {
-    "needle_accuracy": (),
-    "needle_accuracy_csa_only": (AttentionKind.HCA,),
-    "needle_accuracy_hca_only": (AttentionKind.CSA,),
-}
 EXPORTS: tuple[tuple[str, ExpertFormat], ...] = (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4"))
 
 
@@ -111,16 +104,14 @@ def evaluate(model: DemoModel, batches: list[Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int, *blind: AttentionKind) -> float:
-    """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text, with the
-    entries of layers of kind `blind` hidden."""
+def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int) -> float:
+    """Share of answers (one fact each, beyond the window) whose most likely token is right, on held-out text."""
     generator = np.random.default_rng(7)
     starts = generator.integers(0, len(corpus.heldout) - length, count)
     ids = np.stack([corpus.heldout[start : start + length] for start in starts]).astype(np.int64)
     places = [write_needles(row, corpus.words, generator, 1)[0] for row in ids]
     tokens = torch.from_numpy(ids).to(corpus.device)
-    everyone = torch.ones(count, dtype=torch.bool, device=tokens.device)
-    guesses = model(tokens, hidden=dict.fromkeys(blind, everyone)).logits.argmax(-1)
+    guesses = model(tokens).logits.argmax(-1)
     rows = torch.arange(count, device=tokens.device)
     at = torch.tensor(places, device=tokens.device)
     return float((guesses[rows, at - 1] == tokens[rows, at]).float().mean())
@@ -136,7 +127,7 @@ def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings, back
     try:
         for block in blocks:
             block.compile(backend=backend, dynamic=False)
-        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1], trial.hidden), trial, settings).total
+        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total
         loss.backward()
         if not torch.isfinite(loss):
             raise ValueError(f"the compiled trial step gave a loss of {float(loss)}")
@@ -191,9 +182,6 @@ class Run:
         for block in self.model.layers:
             if block.ffn.gate.is_hash:
                 block.ffn.gate.tid2eid.copy_(table)
-        if options.recall is not None:
-            self.model.load_state_dict(load_master(options.recall))
-        self.keeps_last = options.recall is not None
         self.model.to(device).train()
         self.optimizer = make_optimizer(self.model, settings)
         self.generator = np.random.default_rng(settings.seed)
@@ -208,7 +196,9 @@ class Run:
 
     def _batch(self) -> Batch:
         s = self.settings
-        return self.corpus.batch(self.generator, s.batch_sequences, s.sequence_tokens, s.needles)
+        return self.corpus.batch(
+            self.generator, s.batch_sequences, s.sequence_tokens, s.needle_share, s.max_facts, s.answer_weight
+        )
 
     @property
     def progress(self) -> float:
@@ -237,7 +227,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(progress, settings)
         batch = self._batch()
-        output = model(batch.ids[:, :-2], batch.ids[:, 1:-1], batch.hidden)
+        output = model(batch.ids[:, :-2], batch.ids[:, 1:-1])
         loss = losses(output, batch, settings)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
@@ -267,14 +257,13 @@ class Run:
         model.quantise.fill_(True)
         with uncompiled(model):
             values = evaluate(model, self.heldout)
-            for name, blind in NEEDLE_TESTS.items():
-                values[name] = needle_accuracy(
-                    model, self.corpus, self.settings.sequence_tokens, self.settings.needle_questions, *blind
-                )
+            values["needle_accuracy"] = needle_accuracy(
+                model, self.corpus, self.settings.sequence_tokens, self.settings.needle_questions
+            )
         model.select.copy_(switches[0])
         model.quantise.copy_(switches[1])
         self._record(progress, values)
-        if self.keeps_last or values["heldout_perplexity"] < self.best["heldout_perplexity"]:
+        if values["heldout_perplexity"] < self.best["heldout_perplexity"]:
             self.best = values | {"step": self.steps, "tokens": self.tokens, "progress": progress}
             self.best_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
             if time.monotonic() - self.packed >= PACK_EVERY_S:
@@ -359,7 +348,7 @@ def print_table(summary: dict[str, object], sizes: dict[str, int]) -> None:
         "held-out perplexity": f"{best['heldout_perplexity']:.2f} (unigram {summary['unigram_perplexity']:.0f})",
         "held-out MTP perplexity": f"{best['heldout_mtp_perplexity']:.2f}",
         "indexer recall of attention mass": f"{best['index_recall']:.3f}",
-        **{name.replace("_", " "): f"{best[name]:.2f}" for name in NEEDLE_TESTS},
+        "needle accuracy": f"{best['needle_accuracy']:.2f}",
         **{f"{name} bytes": f"{size:,}" for name, size in sizes.items()},
     }
     for label, value in rows.items():
@@ -376,7 +365,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--toy", action="store_true", help="fewer layers: a smoke test on a CPU")
     parser.add_argument("--backend", help="of torch.compile; 'none' to do without. Default: inductor on a GPU")
-    parser.add_argument("--recall", type=Path, help="second run: start from the master weights in this folder")
     parser.add_argument("--export", type=Path, help="only export the master weights of this finished run's folder")
     options = parser.parse_args()
     if options.export is not None:
@@ -385,8 +373,7 @@ def main() -> None:
         print(export_all(load_master(options.export), demo_config(), options.out, options.data, summary))
         return
     given = {"batch_sequences": options.batch, "sequence_tokens": options.length, "peak_rate": options.rate}
-    settings = TrainSettings() if options.recall is None else recall_settings()
-    run = Run(options, replace(settings, **{k: v for k, v in given.items() if v is not None}))
+    run = Run(options, replace(TrainSettings(), **{k: v for k, v in given.items() if v is not None}))
     run.train()
     sizes = run.save()
     print_table(run.summary(), sizes)
