@@ -6,8 +6,8 @@ registers them.
 
 Names, argument order and meaning are those of the launchers in `dsv4.ops`. Schemas know tensors and numbers only, so
 dataclasses are spelled out (a `QuantActivation` is codes and scale, a `TokenBatch` its tensors), and where a launcher
-returns None the op returns a tensor of no elements. Results never alias arguments. The ops that write the cache are in
-library_cache.py.
+returns None the op returns a tensor of no elements. Results alias neither arguments nor each other. The ops that read
+or write the cache are in library_cache.py, those that multiply with weights in library_weights.py.
 
 Not differentiable. `custom_op`, not `triton_op`: the latter cannot be compiled in Triton's interpreter.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4.formats.tensors import ACTIVATION_GROUP
 from dsv4.ops import expert_sort as sort_ops
-from dsv4.ops import hyper, library_cache, norm, router, sampling, topk
+from dsv4.ops import hyper, library_cache, library_weights, norm, router, sampling, topk
 from dsv4.ops import rope as rope_ops
 from dsv4.ops.hyper import HyperInput, HyperSettings
 
@@ -299,4 +299,5 @@ def _(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, 
 OPS = (
     rms_norm, rms_norm_quant, rope, head_norm_rope, hc_enter, hc_boundary, hc_pre, hc_post, hc_head, hc_head_norm,
     topk_select, activation_topk, route, expert_sort, sample, sampled_logprobs, *library_cache.OPS,
+    *library_weights.OPS,
 )  # fmt: skip

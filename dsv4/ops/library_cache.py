@@ -1,9 +1,10 @@
-"""The part of library.py that writes the cache: views and batches spelled out as tensors, everything written declared.
+"""The part of library.py that reads or writes the cache: views and batches spelled out as tensors, everything written
+declared.
 
 A row format is (kind, dim, rope_dim): see formats/rows.py. A compressor is two lists: `inputs` [kv, gate, ape,
 norm_weight, freqs], which are read, and `state` [own kv, own score, following kv, following score, page data, page
 scales], or the same without the following two for HCA, which is written. A batch is positions, slots, chunk_starts,
-chunk_ends and the block table.
+chunk_ends and the block table. Pages are data and scales.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dsv4.cache.handle import CompressorView, PagedView, TailView, WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops import append_swa as window_ops
+from dsv4.ops import attention, indexer
 from dsv4.ops import compress as compress_ops
 from dsv4.ops.tl_utils import KernelInputError
 
@@ -149,4 +151,65 @@ def _(
     return None
 
 
-OPS = (window_rows, append_swa, store_window, compress, compress_pair)
+# ---- what reads the cache ----
+
+
+@torch.library.custom_op("dsv4::index_queries", mutates_args=())
+def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, kind: str, dim: int) -> Tensor:
+    return indexer.index_queries(q, positions, freqs, RowFormat(RowKind(kind), dim))
+
+
+@index_queries.register_fake
+def _(q: Tensor, positions: Tensor, freqs: Tensor, kind: str, dim: int) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op("dsv4::index_topk", mutates_args=())
+def index_topk(
+    q: Tensor, weights: Tensor, key_data: Tensor, key_scales: Tensor, positions: Tensor, slots: Tensor,
+    chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, ratio: int, top_k: int, kind: str, dim: int,
+) -> Tensor:  # fmt: skip
+    keys = PagedView(RowStore(key_data, key_scales, RowFormat(RowKind(kind), dim)))
+    batch = TokenBatch(positions, positions, slots, chunk_starts, chunk_ends, block_table)
+    return indexer.index_topk(q, weights, keys, batch, ratio=ratio, top_k=top_k)
+
+
+@index_topk.register_fake
+def _(
+    q: Tensor, weights: Tensor, key_data: Tensor, key_scales: Tensor, positions: Tensor, slots: Tensor,
+    chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, ratio: int, top_k: int, kind: str, dim: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], top_k, dtype=torch.int64)
+
+
+@torch.library.custom_op("dsv4::sparse_attention", mutates_args=())
+def sparse_attention(
+    q: Tensor, data: Tensor, scales: Tensor, ring_data: Tensor, ring_scales: Tensor, ring_positions: Tensor,
+    entry_data: Tensor | None, entry_scales: Tensor | None, picks: Tensor | None, sink: Tensor, positions: Tensor,
+    slots: Tensor, chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, window_len: int, kind: str,
+    dim: int, rope_dim: int, freqs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if (entry_data is None) != (entry_scales is None):
+        raise KernelInputError("expected data and scales of the entries, or neither, found one of them")
+    fmt = RowFormat(RowKind(kind), dim, rope_dim)
+    rows, window = RowStore(data, scales, fmt), WindowView(RowStore(ring_data, ring_scales, fmt), ring_positions)
+    entries = None if entry_data is None else PagedView(RowStore(entry_data, entry_scales, fmt))
+    batch = TokenBatch(positions, positions, slots, chunk_starts, chunk_ends, block_table)
+    return attention.sparse_attention(
+        q, rows, window, entries, picks, sink, batch, window_len=window_len, freqs=freqs
+    )  # fmt: skip
+
+
+@sparse_attention.register_fake
+def _(
+    q: Tensor, data: Tensor, scales: Tensor, ring_data: Tensor, ring_scales: Tensor, ring_positions: Tensor,
+    entry_data: Tensor | None, entry_scales: Tensor | None, picks: Tensor | None, sink: Tensor, positions: Tensor,
+    slots: Tensor, chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, window_len: int, kind: str,
+    dim: int, rope_dim: int, freqs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape)
+
+
+OPS = (
+    window_rows, append_swa, store_window, compress, compress_pair, index_queries, index_topk, sparse_attention
+)  # fmt: skip

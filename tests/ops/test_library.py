@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cache_cases import CSA, EPS, HCA, INDEX_FP4, SMALL_ENTRY, batch_of, compressor, window
+from cache_cases import CSA, EPS, HCA, INDEX_FP4, NUM_BLOCKS, SMALL_ENTRY, batch_of, compressor, window
 from test_op_contracts import PAIRS
 
 import dsv4.ops.library as library
+from dsv4.cache.handle import PagedView, WindowView
+from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
+from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
+from dsv4.formats.layouts import shuffle
+from dsv4.formats.row_store import RowStore, encode_rows
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
 from dsv4.ops.append_swa import append_swa, window_rows
+from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compress import compress
+from dsv4.ops.indexer import index_queries, index_topk
+from dsv4.ops.library_weights import bundle_tensors, shuffled_tensors, weight_tensors
+from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
+from dsv4.ops.moe import fp4_linear, moe, prepare_experts
 from dsv4.ops.norm import rms_norm_quant
 from dsv4.ops.rope import rope_frequencies
 from dsv4.ops.router import route
+from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import generator, kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise
 
+BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = [op._qualname.removeprefix("dsv4::") for op in library.OPS]
 ENTRY_FORMAT = (SMALL_ENTRY.kind.value, SMALL_ENTRY.dim, SMALL_ENTRY.rope_dim)
+INDEX_FORMAT = (INDEX_FP4.kind.value, INDEX_FP4.dim)
+DIM, WIDTH, EXPERTS, LIMIT = 128, 256, 2, 10.0
 
 
 def integers(high, shape, seed=0):
@@ -63,6 +80,90 @@ def compress_pair_arguments():
     index_lists, _ = spread(compressor(INDEX_FP4, CSA, num_tokens=4, seed=9), batch)
     formats = (*ENTRY_FORMAT, INDEX_FP4.kind.value, INDEX_FP4.dim)
     return (*lists, *index_lists, *places, CSA, EPS, torch.bfloat16, *formats)
+
+
+def weight_of(form, shape, seed=0):
+    """A weight [N, K] or a stack of them."""
+    weight = normal(shape, FP32, seed).cpu() * 0.2
+    if form == "bf16":
+        return weight.to(BF16).to(kernel_device())
+    if form == "fp8":
+        quant = QuantTensor(*fp8_block_quantize(weight, (128, 128)), QuantFormat.FP8_BLOCK)
+    elif form == "mxfp4":
+        quant = QuantTensor(*mxfp4_quantize(weight), QuantFormat.MXFP4)
+    elif len(shape) == 2:
+        quant = QuantTensor(*nvfp4_quantize(weight)[:2], QuantFormat.NVFP4, nvfp4_quantize(weight)[2])
+    else:
+        parts = zip(*(nvfp4_quantize(matrix) for matrix in weight), strict=True)
+        data, scale, given = (torch.stack(part) for part in parts)
+        quant = QuantTensor(data, scale, QuantFormat.NVFP4, given)
+    return quant.to(kernel_device())
+
+
+def codes_of(x):
+    return QuantActivation(*fp8_quantize(x, ACTIVATION_GROUP))
+
+
+def some_weights():
+    return [weight_of("fp8", (130, DIM), 1), weight_of("bf16", (24, DIM), 2), weight_of("fp8", (40, DIM), 3)]
+
+
+def experts_of(form, stack=()):
+    shapes = (WIDTH, DIM), (DIM, WIDTH), (WIDTH, DIM)
+    return prepare_experts(tuple(weight_of(form, (*stack, *shape), seed) for seed, shape in enumerate(shapes)))
+
+
+def moe_arguments(form="nvfp4"):
+    routed, shared = experts_of(form, (EXPERTS,)), experts_of("fp8")
+    chosen = torch.tensor([[1], [0]], device=kernel_device())
+    arguments = normal((2, DIM)), chosen, normal((2, 1), FP32).abs()
+    return (*arguments, shuffled_tensors(*routed), shuffled_tensors(*shared), LIMIT, form, WIDTH), (routed, shared)
+
+
+def fp4_linear_arguments(form="nvfp4"):
+    weight = shuffle(weight_of(form, (72, DIM)))
+    return (normal((3, DIM)), shuffled_tensors(weight), form, list(weight.shape), FP32), weight
+
+
+def linears_arguments(is_bundle, has_codes):
+    x, weights, segments = normal((3, DIM)), weight_tensors(*some_weights()), None
+    if is_bundle:
+        weights, segments = bundle_tensors(LinearBundle.build(some_weights()))
+    quant = (codes_of(x).codes, codes_of(x).scale) if has_codes else (None, None)
+    return (x, None, weights, [False, True, False], *quant, segments)
+
+
+def reading_batch():
+    """A token at 70 of slot 0 and one at 9 of slot 2."""
+    batch = batch_of([(0, 70, 1), (2, 9, 1)])
+    batch = replace(batch, block_table=batch.block_table[:, :1].contiguous())
+    return batch, (batch.positions, batch.slots, batch.chunk_starts, batch.chunk_ends, batch.block_table)
+
+
+def rows_of(leading, fmt, seed):
+    return encode_rows(normal((*leading, fmt.dim), seed=seed), fmt)
+
+
+def index_arguments(num_heads=4, top_k=5):
+    (batch, places), keys = reading_batch(), rows_of((NUM_BLOCKS, 32), INDEX_FP4, 1)
+    q, weights = normal((2, num_heads, INDEX_FP4.dim)), normal((2, num_heads), FP32, 2)
+    return (q, weights, keys.data, keys.scales, *places, CSA, top_k, *INDEX_FORMAT), batch
+
+
+def attention_arguments(has_entries=True, num_heads=3):
+    """The ring holds what came before."""
+    batch, places = reading_batch()
+    held = torch.full((4, 16), -1, dtype=torch.int32, device=kernel_device())
+    for slot, end in ((0, 70), (2, 9)):
+        positions = torch.arange(max(end - 16, 0), end, device=kernel_device())
+        held[slot, positions % 16] = positions.int()
+    rows, ring = rows_of((2,), SMALL_ENTRY, 1), rows_of((4, 16), SMALL_ENTRY, 2)
+    pages = rows_of((NUM_BLOCKS, 32), SMALL_ENTRY, 3)
+    picks = torch.tensor([[0, 3, 16, -1], [1, -1, 0, 17]], device=kernel_device())
+    entries = (pages.data, pages.scales, picks) if has_entries else (None, None, None)
+    q, sink = normal((2, num_heads, SMALL_ENTRY.dim)), normal((num_heads,), FP32, 4)
+    arguments = (q, rows.data, rows.scales, ring.data, ring.scales, held, *entries, sink, *places)
+    return (*arguments, 8, *ENTRY_FORMAT, freqs()), batch
 
 
 def sample_arguments():
@@ -112,24 +213,70 @@ ARGUMENTS = {
     "store_window": lambda: (normal((3, 128)), normal((128,)), freqs(), EPS, *ring_arguments(), *ENTRY_FORMAT),
     "compress": compress_arguments,
     "compress_pair": compress_pair_arguments,
+    "linear": lambda: (normal((3, DIM)), None, weight_tensors(weight_of("fp8", (130, DIM)))),
+    "linears": lambda: linears_arguments(is_bundle=True, has_codes=False),
+    "grouped_linear": lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("fp8", (48, DIM)))),
+    "moe": lambda: moe_arguments()[0],
+    "fp4_linear": lambda: fp4_linear_arguments()[0],
+    "index_queries": lambda: (normal((3, 4, 128)), integers(99, (3,)), freqs(), *INDEX_FORMAT),
+    "index_topk": lambda: index_arguments()[0],
+    "sparse_attention": lambda: attention_arguments()[0],
 }  # fmt: skip
+# the same ops with arguments of other kinds: (op, what is different) -> arguments
+VARIANTS = {
+    ("linear", "codes"): lambda: (
+        codes_of(normal((3, DIM))).codes, codes_of(normal((3, DIM))).scale, weight_tensors(weight_of("fp8", (40, DIM)))
+    ),
+    ("linear", "bf16"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("bf16", (40, DIM))), FP32),
+    ("linear", "mxfp4"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("mxfp4", (40, DIM)))),
+    ("linear", "nvfp4"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("nvfp4", (40, DIM)))),
+    ("linears", "list"): lambda: linears_arguments(is_bundle=False, has_codes=False),
+    ("linears", "bundle and codes"): lambda: linears_arguments(is_bundle=True, has_codes=True),
+    ("grouped_linear", "bf16"): lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("bf16", (48, DIM)))),
+    ("fp4_linear", "mxfp4"): lambda: fp4_linear_arguments("mxfp4")[0],
+    ("sparse_attention", "window only"): lambda: attention_arguments(has_entries=False)[0],
+}  # fmt: skip
+WITHOUT_ORACLE = {"fp4_linear"}  # its oracle is that of another op
 
 
 def test_every_kernel_is_an_op():
-    kernels = {kernel.__name__ for _, kernel in PAIRS.values()}
+    kernels = {kernel.__name__ for _, kernel in PAIRS.values()} | WITHOUT_ORACLE
     assert kernels == set(NAMES) == set(ARGUMENTS)
     assert all(hasattr(torch.ops.dsv4, name) for name in NAMES)
 
 
+@pytest.fixture(autouse=True)
+def fp8_can_be_compared(monkeypatch):
+    """opcheck looks at arguments before and after with torch.allclose, which has no FP8."""
+    allclose = torch.allclose
+
+    def by_value_or_byte(left, right, **options):
+        if left.dtype == torch.float8_e4m3fn:
+            return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+        return allclose(left, right, **options)
+
+    monkeypatch.setattr(torch, "allclose", by_value_or_byte)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
+    check(name, ARGUMENTS[name]())
+
+
+@pytest.mark.parametrize(("name", "kind"), VARIANTS)
+def test_opcheck_of_other_arguments(name, kind):
+    check(name, VARIANTS[name, kind]())
+
+
+def check(name, arguments):
     op = getattr(torch.ops.dsv4, name).default
-    torch.library.opcheck(
-        op, ARGUMENTS[name](), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-    )
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
-@pytest.mark.parametrize("name", ["rms_norm_quant", "expert_sort", "append_swa", "compress"])
+SLOW_CHECKED = ["rms_norm_quant", "expert_sort", "append_swa", "compress", "linears", "index_topk"]
+
+
+@pytest.mark.parametrize("name", SLOW_CHECKED)
 def test_opcheck_under_dispatch(name):
     """The slow part, with symbolic shapes, for one op of every kind."""
     op = getattr(torch.ops.dsv4, name).default
@@ -167,6 +314,115 @@ def test_the_cache_is_written_as_the_launchers_write_it():
     torch.ops.dsv4.compress(inputs, state, *tensors, HCA, EPS, torch.bfloat16, *ENTRY_FORMAT)
     assert_bitwise(ours.pages.rows.data, theirs.pages.rows.data)
     assert_bitwise(ours.state.own.score, theirs.state.own.score)
+
+
+# ---- weights ----
+
+
+def assert_all_bitwise(found, expected):
+    for left, right in zip(found, expected, strict=True):
+        assert_bitwise(left, right)
+
+
+@pytest.mark.parametrize("form", ["fp8", "bf16", "mxfp4", "nvfp4"])
+def test_a_weight_of_every_kind_is_recognised(form):
+    x, weight = normal((3, DIM)), weight_of(form, (40, DIM))
+    assert_bitwise(torch.ops.dsv4.linear(x, None, weight_tensors(weight)), linear(x, weight))
+    grouped = normal((3, 2, DIM), seed=1)
+    assert_bitwise(torch.ops.dsv4.grouped_linear(grouped, weight_tensors(weight)), grouped_linear(grouped, weight))
+
+
+def test_several_weights_are_the_launcher_s():
+    """Of four kinds in one list; of a bundle; with codes. No result shares another's memory."""
+    x, mixed = normal((3, DIM)), [*some_weights(), *(weight_of(form, (8, DIM)) for form in ("nvfp4", "mxfp4", "bf16"))]
+    wide = [False, True, True, False, True, False]
+    dtypes = [FP32 if is_wide else None for is_wide in wide]
+    assert_all_bitwise(torch.ops.dsv4.linears(x, None, weight_tensors(*mixed), wide), linears(x, mixed, dtypes))
+    expected = linears(x, LinearBundle.build(some_weights()), dtypes[:1] + dtypes[1:2] + dtypes[:1])
+    for has_codes in (False, True):
+        found = torch.ops.dsv4.linears(*linears_arguments(is_bundle=True, has_codes=has_codes))
+        assert_all_bitwise(found, expected)
+        assert len({result.untyped_storage().data_ptr() for result in found}) == len(found)
+    codes, fp8 = codes_of(x), [weight for weight in some_weights() if isinstance(weight, QuantTensor)]
+    found = torch.ops.dsv4.linears(codes.codes, codes.scale, weight_tensors(*fp8), [False, True])
+    assert_all_bitwise(found, linears(codes, fp8, [None, FP32]))
+    assert [result.dtype for result in found] == [BF16, FP32]
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_shuffled_weights_are_the_launcher_s(form):
+    arguments, (routed, shared) = moe_arguments(form)
+    assert_bitwise(torch.ops.dsv4.moe(*arguments), moe(*arguments[:3], routed, shared, limit=LIMIT))
+    arguments, weight = fp4_linear_arguments(form)
+    assert_bitwise(torch.ops.dsv4.fp4_linear(*arguments), fp4_linear(arguments[0], weight, FP32))
+
+
+def test_lists_that_are_no_weights():
+    x, weight = normal((3, DIM)), weight_of("fp8", (40, DIM))
+    with pytest.raises(KernelInputError, match="one after another"):
+        torch.ops.dsv4.linear(x, None, [weight.data])
+    with pytest.raises(KernelInputError, match="one weight, found 2"):
+        torch.ops.dsv4.linear(x, None, weight_tensors(weight, weight))
+    with pytest.raises(KernelInputError, match="within 170 and 24 rows"):
+        torch.ops.dsv4.linears(*linears_arguments(True, False)[:3], [True], segments=[1, 128, 43, 1])
+    with pytest.raises(KernelInputError, match="codes and their scale"):
+        torch.ops.dsv4.linears(x, None, weight_tensors(weight), [True], x)
+    (x, tensors, form, shape, dtype), _ = fp4_linear_arguments()
+    for wrong in ((tensors, "mxfp4", shape), (tensors, form, [136, DIM]), (tensors, form, [72, 2 * DIM])):
+        with pytest.raises(KernelInputError, match="expected a shuffled"):
+            torch.ops.dsv4.fp4_linear(x, *wrong, dtype)
+    arguments = moe_arguments()[0]
+    with pytest.raises(KernelInputError, match="nine tensors twice"):
+        torch.ops.dsv4.moe(*arguments[:3], arguments[3][:6], *arguments[4:])
+    with pytest.raises(ValueError, match="in blocks of"):
+        weight_tensors(QuantTensor(weight.data, weight.scale, QuantFormat.FP8_BLOCK, block=(64, 64)))
+
+
+# ---- what reads the cache ----
+
+
+def test_the_cache_is_read_as_the_launchers_read_it():
+    arguments, batch = index_arguments()
+    q, weights, data, scales = arguments[:4]
+    queries = torch.ops.dsv4.index_queries(q, batch.positions, freqs(), *INDEX_FORMAT)
+    assert_bitwise(queries, index_queries(q, batch.positions, freqs(), INDEX_FP4))
+    keys = PagedView(RowStore(data, scales, INDEX_FP4))
+    found = torch.ops.dsv4.index_topk(queries, *arguments[1:])
+    assert_bitwise(found, index_topk(queries, weights, keys, batch, ratio=CSA, top_k=5))
+    assert (found[1] >= 0).sum() == 2, "a token at 9 sees two entries"
+    for has_entries in (True, False):
+        arguments, batch = attention_arguments(has_entries)
+        q, data, scales, ring_data, ring_scales, held, entry_data, entry_scales, picks, sink = arguments[:10]
+        ring = WindowView(RowStore(ring_data, ring_scales, SMALL_ENTRY), held)
+        pages = PagedView(RowStore(entry_data, entry_scales, SMALL_ENTRY)) if has_entries else None
+        rows = RowStore(data, scales, SMALL_ENTRY)
+        expected = sparse_attention(q, rows, ring, pages, picks, sink, batch, window_len=8, freqs=freqs())
+        assert_bitwise(torch.ops.dsv4.sparse_attention(*arguments), expected)
+
+
+# ---- compiled ----
+
+
+def test_an_attention_and_an_moe_layer_compile_whole():
+    """From the indexer to the experts, with symbolic sizes and without a graph break."""
+    ops = torch.ops.dsv4
+    index, attention, experts = index_arguments()[0], attention_arguments()[0], moe_arguments()[0]
+    wo_a, bundle = weight_tensors(weight_of("fp8", (3 * 64, DIM))), bundle_tensors(LinearBundle.build(some_weights()))
+    up = weight_tensors(weight_of("bf16", (DIM, 3 * 64)))
+    fp4 = fp4_linear_arguments()[0]
+
+    def layer(q, x, chosen, weights):
+        queries = ops.index_queries(index[0], attention[10], freqs(), *INDEX_FORMAT)
+        picks = ops.index_topk(queries, *index[1:])
+        out = ops.sparse_attention(q, *attention[1:8], picks, *attention[9:])
+        out = ops.linear(ops.grouped_linear(out, wo_a).flatten(1), None, up)
+        first, second, third = ops.linears(x + 1, None, bundle[0], [False, True, False], None, None, bundle[1])
+        moved = ops.moe(x, chosen, weights, *experts[3:])
+        return out, first * 2, second, third, moved, ops.fp4_linear(moved, *fp4[1:])
+
+    arguments = attention[0], *experts[:3]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_all_bitwise(compiled(*arguments), layer(*arguments))
 
 
 def test_compiles_whole():
