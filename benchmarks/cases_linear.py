@@ -5,9 +5,11 @@ launches, and the vocabulary projection.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
 from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
 from dsv4.testing.bench import BenchCase, Work, nbytes
@@ -47,6 +49,19 @@ def random_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def random_fp8(num_rows: int, width: int, device: torch.device) -> QuantTensor:
     scale = random_bytes((-(-num_rows // 128), -(-width // 128)), 118, 124, device)
     return QuantTensor(random_codes((num_rows, width), device), scale, QuantFormat.FP8_BLOCK)
+
+
+def random_shuffled(num_rows: int, width: int, device: torch.device) -> ShuffledTensor:
+    """Built from its parts, since a weight on the device "meta" has no values to shuffle. No code is a NaN."""
+    tiles = num_rows // TILE_ROWS, width // TILE_COLS
+    shape = (*tiles, TILE_ROWS, TILE_COLS // 4)
+    data = random_codes((*shape, 4), device).view(torch.uint8).view(torch.int32).view(shape)
+    bits = (127 + 120 - torch.randint(0, 6, tiles, dtype=torch.int32, device=device)) << 7
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    return ShuffledTensor(
+        data, bits | (bits << 16), torch.ones((), device=device), zero, QuantFormat.FP8_BLOCK,
+        torch.Size((num_rows, width)), (TILE_ROWS, TILE_COLS), torch.uint8,
+    )  # fmt: skip
 
 
 def random_plain(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -96,7 +111,7 @@ def _grouped(name: str, tokens: int) -> BenchCase:
     groups, rank, width = GROUPED[name]
 
     def build(device: torch.device) -> Work:
-        weight = random_fp8(groups * rank, width, device)
+        weight = random_shuffled(groups * rank, width, device)
         x = random_plain(tokens, groups * width, device).unflatten(1, (groups, width))
         written, flops = 2 * tokens * groups * rank, 2 * tokens * groups * rank * width
         return Work(lambda: grouped_linear(x, weight), weight.nbytes + nbytes(x), written, flops)
@@ -115,10 +130,54 @@ def _head(name: str, tokens: int) -> BenchCase:
     return BenchCase("linear", f"{name}-{tokens}", {"tokens": tokens, "outputs": num_rows, "width": width}, build)
 
 
+@dataclass
+class AttentionBlock:
+    """The linears of one Flash CSA layer as the model calls them, each on a result of the one before: the two bundles,
+    wo_a and wo_b, 137 MB of weights. What stands between them in the model is left out."""
+
+    tokens: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        device = self.device
+        self.bundles = []
+        for name in ("flash-csa-in", "flash-csa-queries"):
+            fp8_rows, plain_rows, width = BUNDLES[name]
+            weights: list[Weight] = [random_fp8(num_rows, width, device) for num_rows in fp8_rows]
+            weights += [random_plain(num_rows, width, device) for num_rows in plain_rows]
+            self.bundles.append(LinearBundle.build(weights))
+        groups, rank, width = GROUPED["flash-wo_a"]
+        self.wo_a, self.wo_b = random_shuffled(groups * rank, width, device), random_fp8(4096, 8192, device)
+        self.groups = groups
+        self.x, self.codes = random_plain(self.tokens, 4096, device), random_activation(self.tokens, 4096, device)
+
+    @property
+    def nbytes(self) -> int:
+        return weight_bytes([*self.bundles[0].weights, *self.bundles[1].weights, self.wo_b]) + self.wo_a.nbytes
+
+    def dtypes(self, place: int) -> list[torch.dtype]:
+        return [torch.bfloat16 if segment.is_fp8 else torch.float32 for segment in self.bundles[place].segments]
+
+    def call(self) -> tuple[torch.Tensor, ...]:
+        latent, *of_compressors = linears(self.x, self.bundles[0], self.dtypes(0), self.codes)
+        queries, index_queries = linears(latent, self.bundles[1], self.dtypes(1))
+        grouped = grouped_linear(queries.unflatten(1, (self.groups, -1)), self.wo_a)
+        return linear(grouped.flatten(1), self.wo_b), index_queries, *of_compressors
+
+
+def _block(tokens: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        block = AttentionBlock(tokens, device)
+        return Work(block.call, block.nbytes + nbytes(block.x, block.codes.codes), 2 * tokens * 4096)
+
+    return BenchCase("linears", f"attention-block-{tokens}", {"tokens": tokens, "launches": 4}, build)
+
+
 CASES = [
     *(_linear(name, *shape, tokens, True) for name, shape in FP8_SHAPES.items() for tokens in ROWS),
     *(_linear("flash-wo_b", *FP8_SHAPES["flash-wo_b"], tokens, False) for tokens in ROWS),
     *(_bundle(name, tokens) for name in BUNDLES for tokens in ROWS),
     *(_grouped(name, tokens) for name in GROUPED for tokens in ROWS),
     *(_head(name, tokens) for name in HEADS for tokens in (1, 16, 64)),
+    *(_block(tokens) for tokens in (1, 16)),
 ]

@@ -10,7 +10,7 @@ from dsv4.testing.bench import BenchCase, Work, nbytes
 # the default and what it is compared with
 VARIANTS = {
     "": TOPK_CONFIG,
-    "-chunks32": TopkConfig(max_chunks=32, tile=8192),
+    "-chunks32": TopkConfig(max_chunks=32),
     "-long": TopkConfig(short_row=8192),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import Weight
 from dsv4.ops.linear import LinearBundle
 
@@ -56,7 +57,7 @@ class AttentionParams:
     wq_b: Weight
     wkv: Weight
     kv_norm: Tensor
-    wo_a: Weight
+    wo_a: Weight | ShuffledTensor
     wo_b: Weight
     sink: Tensor
     compressor: CompressorParams | None

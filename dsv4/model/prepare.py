@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams
 from dsv4.ops import OpSet
-from dsv4.ops.linear import LinearBundle, is_kernel_weight, linears
+from dsv4.ops.linear import LinearBundle, grouped_linear, is_kernel_weight, linears, prepare_grouped
 from dsv4.ops.moe import moe, prepare_experts
 
 
@@ -28,13 +29,15 @@ def prepare_params(params: ModelParams, ops: OpSet) -> ModelParams:
 def _prepare_block(block: BlockParams, ops: OpSet) -> BlockParams:
     attn, ffn = block.attn, block.ffn
     if ops.linears is linears:
-        attn = _prepare_attention(attn)
+        attn = _bundle(attn)
+    if ops.grouped_linear is grouped_linear and not isinstance(attn.wo_a, ShuffledTensor):
+        attn = replace(attn, wo_a=prepare_grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
     if ops.moe is moe:
         ffn = replace(ffn, experts=_prepare_experts(ffn.experts), shared=_prepare_experts(ffn.shared))
     return replace(block, attn=attn, ffn=ffn)
 
 
-def _prepare_attention(attn: AttentionParams) -> AttentionParams:
+def _bundle(attn: AttentionParams) -> AttentionParams:
     """With bundles, their views in place of the weights they were made of, so that nothing is held twice."""
     if attn.input_bundle is not None or not all(map(is_kernel_weight, (*attn.on_input, *attn.on_latent))):
         return attn

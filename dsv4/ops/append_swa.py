@@ -28,7 +28,7 @@ from dsv4.ops.row_kernels import (
     rows_per_tile,
     store_rows,
 )
-from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, jit, next_power_of_2, tl
+from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, jit, next_power_of_2, pdl_trigger, tl
 
 
 def window_rows_ref(
@@ -81,6 +81,7 @@ def _window_rows_kernel(
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, RING_LEN: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=mask, other=0)
@@ -105,20 +106,19 @@ def _append_swa_kernel(
     stride_dt, stride_st, DATA_BYTES: tl.constexpr, DATA_BLOCK: tl.constexpr, SCALE_BYTES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, ROWS: tl.constexpr, RING_LEN: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=mask, other=0)
     slots, ring_rows, is_writer = _ring_writers(tokens, mask, positions, slots_ptr, chunk_ends_ptr, RING_LEN)
     offsets = row_offsets(ring, slots, ring_rows)
-    # window.rows[slots, ring_rows] = rows[writers]
-    cols = tl.arange(0, DATA_BLOCK)[None, :]
-    data_mask = is_writer[:, None] & (cols < DATA_BYTES)
-    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=data_mask)
-    tl.store(ring.data + offsets[0][:, None] + cols, data, mask=data_mask)
-    cols = tl.arange(0, SCALE_BLOCK)[None, :]
-    scale_mask = is_writer[:, None] & (cols < SCALE_BYTES)
-    scales = tl.load(scales_ptr + tokens[:, None] * stride_st + cols, mask=scale_mask)
-    tl.store(ring.scales + offsets[2][:, None] + cols, scales, mask=scale_mask)
+    # window.rows[slots, ring_rows] = rows[writers]. Asked for before it is known who writes: one wait, not two
+    cols, scale_cols = tl.arange(0, DATA_BLOCK)[None, :], tl.arange(0, SCALE_BLOCK)[None, :]
+    is_data, is_scale = cols < DATA_BYTES, scale_cols < SCALE_BYTES
+    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=mask[:, None] & is_data)
+    scales = tl.load(scales_ptr + tokens[:, None] * stride_st + scale_cols, mask=mask[:, None] & is_scale)
+    tl.store(ring.data + offsets[0][:, None] + cols, data, mask=is_writer[:, None] & is_data)
+    tl.store(ring.scales + offsets[2][:, None] + scale_cols, scales, mask=is_writer[:, None] & is_scale)
     tl.store(ring_positions_ptr + slots * stride_rps + ring_rows, positions.to(tl.int32), mask=is_writer)
 
 
@@ -134,6 +134,11 @@ def window_rows(
 
 def append_swa(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
     """See `append_swa_ref`. Quantised rows only."""
+    launch_append(rows, window, batch, APPEND_CONFIG)
+
+
+def launch_append(rows: RowStore, window: WindowView, batch: TokenBatch, config: LaunchConfig) -> None:
+    """`append_swa` with a given number of rows a program; results do not depend on it."""
     num_tokens = batch.num_tokens
     data, scales = rows.data, rows.scales
     check_launch(data, window.rows.data, batch.positions)
@@ -149,7 +154,7 @@ def append_swa(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
         )
     if num_tokens == 0:
         return
-    config, fmt = APPEND_CONFIG, rows.format
+    fmt = rows.format
     _append_swa_kernel[(-(-num_tokens // config.rows),)](
         data, scales, ring, *_ring_arguments(window), batch.positions.contiguous(), batch.slots.contiguous(),
         batch.chunk_ends.contiguous(), num_tokens, data.stride(0), scales.stride(0),

@@ -11,6 +11,7 @@ same bits, so the choice may depend on the batch.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from dsv4.ops.indexer import gather_entries, num_visible
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, exp
 from dsv4.ops.rope import rope_ref
 from dsv4.ops.row_kernels import RowTarget, row_target
-from dsv4.ops.tl_utils import KernelInputError, check_launch
+from dsv4.ops.tl_utils import IS_INTERPRETED, KernelInputError, check_launch
 
 
 def sparse_attention_ref(
@@ -115,20 +116,28 @@ def _visible_picks(picks: Tensor | None, entries: PagedView, batch: TokenBatch, 
 class AttentionPlan(NamedTuple):
     """How the work is cut; no choice here changes a bit.
 
-    `split_programs`: a batch is split into tiles when that makes no more programs than this. `combine_rows`,
-    `combine_tiles`: heads a program folds, and tiles it has under way.
+    `split_programs`: a batch is split into tiles when that makes no more programs than this. `wide`: 64-wide groups of
+    a row in one matrix; `ahead`: groups fetched a tile ahead. `combine_rows`, `combine_tiles`: heads a program folds,
+    and tiles it has under way. `overlap`: the second launch may begin before the first has ended.
     """
 
     split_programs: int = 400
     num_warps: int = 8
-    num_stages: int = 1
-    combine_rows: int = 16
+    wide: int = 2
+    ahead: int = 2
+    combine_rows: int = 8
     combine_warps: int = 4
     combine_tiles: int = 4
+    overlap: bool = True
 
 
 PLAN = AttentionPlan()
 LOG2_E = 1.4426950408889634
+
+
+def current_arch() -> int:
+    """Of the GPU kernels are compiled for: 90 is Hopper, 100 Blackwell."""
+    return int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch)
 
 
 def sparse_attention(
@@ -183,15 +192,23 @@ def launch_attention(
         batch.chunk_starts.contiguous(), fresh, ring, window.positions, window.positions.stride(0), pages,
         picked, picked.stride(0), table, table.stride(0), part, highest, total, num_slices,
         **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))), IS_SPLIT=is_split,
-        num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False,
+        WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
+        num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(num_programs, HEADS // plan.combine_rows, dim // ENTRY_GROUP)](
             part, highest, total, num_slices, out, num_heads, sink, angles, positions, slots,
             **shape, ROWS=plan.combine_rows, AT_ONCE=plan.combine_tiles,
-            num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
         )  # fmt: skip
     return out
+
+
+def _matrix_groups(plan: AttentionPlan) -> int:
+    """`plan.wide`, or a whole row on Blackwell: Triton keeps every product of a loop in tensor memory of its own, and
+    with several a tile needs 544 columns where there are 512.
+    """
+    return plan.wide if IS_INTERPRETED or current_arch() < 100 else 8
 
 
 def _check(

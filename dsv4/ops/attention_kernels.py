@@ -2,21 +2,23 @@
 
 A tile has its own highest logit, its own sum and its own product P V, which begins at zero. The state of a query is the
 left fold of its tiles (`_fold`). So it does not matter to the bits whether one program takes all tiles of a query in
-turn, or every tile is a program of its own and `_combine_kernel` folds what they stored. P V is folded one 64-wide
-group at a time: a second set of accumulators would not fit the registers. The order of tiles is that of the keys:
-window, oldest first, then entries.
+turn, or every tile is a program of its own and `_combine_kernel` folds what they stored. P V is folded some columns at
+a time: a second set of accumulators would not fit the registers. The order of tiles is that of the keys: window, oldest
+first, then entries.
 
-Two things are written for the compiler (Triton 3.6). The products of a tile stand in branches that are always taken:
+Three things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
 where the result of a product visibly reaches another product, both warpgroups are given all rows, and every product is
-computed twice. And rows wait in registers as words: bytes would take a register each.
+computed twice. Rows wait in registers as words: bytes would take a register each. And only the first AHEAD groups of
+a row are fetched a tile ahead; the others are on their way while those are decoded and multiplied.
 
-A row's 64-wide groups are separate matrices throughout: seven E4M3 groups with a scale each, and the BF16 rope group.
+A row has 64-wide groups: seven of E4M3 with a scale each, and the BF16 rope group. Decoded groups lie side by side in
+matrices of WIDE groups.
 """
 
 from __future__ import annotations
 
-from dsv4.ops.rope import rope_cos_sin, rotate_pairs
-from dsv4.ops.tl_utils import INTERPRET, e8m0_to_float, jit, tl
+from dsv4.ops.rope import rotate_pairs
+from dsv4.ops.tl_utils import INTERPRET, cos_sin, jit, pdl_trigger, pdl_wait, tl
 
 KEYS = 64  # of a tile
 HEADS = 64  # of a program: the smallest matrix a Hopper warpgroup multiplies
@@ -26,6 +28,7 @@ _WORDS = tl.constexpr(16)  # of four codes in a group, or of two bf16 values in 
 _BLOCK_TOKENS = tl.constexpr(128)
 _NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_TWO_120 = tl.constexpr(2.0**120)
 
 
 @jit
@@ -82,13 +85,13 @@ def _tile_links(tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, bl
 
 
 @jit
-def _load_tile(
+def _tile_rows(
     tile, ids, links, token, position, slot, chunk_start, rows, ring, pages,
     HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The bytes of a tile in words [KEYS, 16]: codes of every group, then the two halves of the rope group; the scales
-    of a row in one word; and which keys exist.
+    """Where a tile's rows begin, in words; the scales of a row in one word; and which keys exist, twice: for loads and,
+    in int32, for logits.
     """
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
     id_ = tl.maximum(ids, 0)
@@ -116,44 +119,73 @@ def _load_tile(
         exists = tl.where(is_window, exists, ids >= 0)
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-    # all loads have one shape, so that one thread needs the address of one row
-    words = data.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + tl.arange(0, _WORDS)[None, :]
-    groups = ()
-    for group in tl.static_range(NUM_GROUPS + 2):
-        groups += (tl.load(words + group * _WORDS, mask=exists[:, None], other=0),)  # type: ignore[assignment]
     # a maximum of equal values: without it the compiler finds all addresses again in the layout of the logits
     is_key = tl.max(tl.broadcast_to(exists.to(tl.int32)[:, None], [_KEYS, _WORDS]), axis=1)
-    return groups, tl.load(scales, mask=exists, other=0), is_key
+    words_ptr = data.to(tl.pointer_type(tl.int32), bitcast=True)
+    return words_ptr, tl.load(scales, mask=exists, other=0), exists, is_key
 
 
 @jit
-def _e4m3_word(word):
-    """int32 words of four E4M3 codes -> their values in fp32, first byte first: the cast of a GPU, on whole words."""
+def _load_groups(words_ptr, exists, FIRST: tl.constexpr, LAST: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Groups FIRST .. LAST - 1 of a tile's rows in words [KEYS, 16]. The last two are the rope group: one has every
+    other four words, one the rest, so that a thread gets the columns it has of other groups.
+    """
+    # all loads have one shape, so that one thread needs the address of one row
+    word = tl.arange(0, _WORDS)
+    groups = ()
+    for group in tl.static_range(FIRST, LAST):
+        words = words_ptr[:, None] + group * _WORDS + word[None, :]
+        if group >= NUM_GROUPS:
+            rope_word = word // 4 * 8 + word % 4 + 4 * (group - NUM_GROUPS)
+            words = words_ptr[:, None] + NUM_GROUPS * _WORDS + rope_word[None, :]
+        groups += (tl.load(words, mask=exists[:, None], other=0),)  # type: ignore[assignment]
+    return groups
+
+
+@jit
+def _e4m3_byte(word, scale, BYTE: tl.constexpr):
+    """One byte of every word as `_e4m3_word` decodes it."""
+    code = (word >> (8 * BYTE)) & 0xFF
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
+    value = (bits << 16).to(tl.float32, bitcast=True) * _TWO_120
+    return (value * (scale << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+
+
+@jit
+def _e4m3_word(word, scale):
+    """int32 words of four E4M3 codes, times a bf16 given twice in a word -> four bf16, first byte first.
+
+    A code at the bits 15 and 10 .. 4 of a bf16 is its value times 2^-120. Every product is exact but for what
+    underflows, which is rounded once. Integer instructions, because conversions are slow. A code that is NaN gives 480:
+    only a scale makes NaN here, and `encode_rows` makes a NaN scale where it makes a NaN code.
+    """
     if INTERPRET:
+        half = scale & 0xFFFF
         return (
-            (word & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32),
-            ((word >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32),
-            ((word >> 16) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32),
-            ((word >> 24) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32),
-        )
+            _e4m3_byte(word, half, 0), _e4m3_byte(word, half, 1), _e4m3_byte(word, half, 2), _e4m3_byte(word, half, 3),
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 first, second;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 first, low;
-            cvt.rn.f16x2.e4m3x2 second, high;
-            mov.b32 {a, b}, first;
-            mov.b32 {c, d}, second;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
+            .reg .b32 high, low, first, second, factor;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x07070707;
+            lop3.b32 high, $4, 0x80808080, high, 0xEA;
+            shl.b32 low, $4, 4;
+            and.b32 low, low, 0xF0F0F0F0;
+            prmt.b32 first, low, high, 0x5140;
+            prmt.b32 second, low, high, 0x7362;
+            mov.b32 factor, 0x7B807B80;
+            mul.rn.bf16x2 first, first, factor;
+            mul.rn.bf16x2 second, second, factor;
+            mul.rn.bf16x2 first, first, $5;
+            mul.rn.bf16x2 second, second, $5;
+            mov.b32 {$0, $1}, first;
+            mov.b32 {$2, $3}, second;
             }""",
-            constraints="=f,=f,=f,=f,r",
-            args=[word],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            constraints="=h,=h,=h,=h,r,r",
+            args=[word, scale],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=1,
         )
@@ -162,27 +194,48 @@ def _e4m3_word(word):
 @jit
 def _decode(words, scale_word, GROUP: tl.constexpr):
     """decode_rows of one group: words [KEYS, 16] of four codes and the row's scales -> bf16 [KEYS, 64], exact."""
-    scale = e8m0_to_float(((scale_word >> (8 * GROUP)) & 0xFF).to(tl.int32))[:, None]
-    # through fp32: a GPU converts fp16 to bf16 at a quarter of that speed
-    first, second, third, fourth = _e4m3_word(words)
-    even = tl.join((first * scale).to(tl.bfloat16), (third * scale).to(tl.bfloat16))
-    odd = tl.join((second * scale).to(tl.bfloat16), (fourth * scale).to(tl.bfloat16))
-    return tl.reshape(tl.join(even, odd), [_KEYS, _GROUP])
+    code = ((scale_word >> (8 * GROUP)) & 0xFF).to(tl.int32)
+    # 2^(code - 127) in bf16: 2^-127 is a subnormal, 255 is NaN
+    bits = tl.where(code == 0, 0x40, code << 7) | tl.where(code == 255, 0x40, 0)
+    first, second, third, fourth = _e4m3_word(words, tl.broadcast_to((bits * 0x10001)[:, None], words.shape))
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [_KEYS, _GROUP])
 
 
 @jit
 def _bf16_pairs(words):
-    """int32 words of two bf16 values -> bf16, twice as wide."""
+    """int32 words [KEYS, 16] of two bf16 values -> bf16 [KEYS, 4, 8]."""
     low = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.reshape(tl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+    return tl.reshape(tl.join(low, high), [_KEYS, 4, 8])
 
 
 @jit
 def _rope_group(first, second):
-    """The two halves of the rope group, words [KEYS, 16] -> bf16 [KEYS, 64]."""
-    halves = tl.join(_bf16_pairs(first), _bf16_pairs(second))
-    return tl.reshape(tl.permute(halves, (0, 2, 1)), [_KEYS, _GROUP])
+    """The words of the rope group as `_load_groups` gives them -> bf16 [KEYS, 64]."""
+    eights = tl.join(_bf16_pairs(first), _bf16_pairs(second))
+    return tl.reshape(tl.permute(eights, (0, 1, 3, 2)), [_KEYS, _GROUP])
+
+
+@jit
+def _side_by_side(left, right):
+    """Two matrices [R, C] -> [R, 2 C]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
+
+
+@jit
+def _decode_groups(words, scale_word, FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Groups FIRST .. FIRST + COUNT - 1, a power of two of them, side by side. `words` begin with group FIRST."""
+    if COUNT == 1:
+        if FIRST == NUM_GROUPS:
+            return _rope_group(words[0], words[1])
+        else:
+            return _decode(words[0], scale_word, FIRST)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        return _side_by_side(
+            _decode_groups(words, scale_word, FIRST, HALF, NUM_GROUPS),
+            _decode_groups(words[HALF:], scale_word, FIRST + HALF, HALF, NUM_GROUPS),
+        )
 
 
 @jit
@@ -202,13 +255,15 @@ def _fold(out, shrink, part, share):
 
 @jit
 def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, INVERSE_ROPE: tl.constexpr):
-    """out / total in bf16, rotated back if asked for, stored."""
+    """out / total in bf16, its last 64 columns rotated back if asked for, stored."""
     cols = tl.arange(0, out.shape[1])
     out = (out * total[:, None]).to(tl.bfloat16)
     if INVERSE_ROPE:
         # rope_ref(out, positions, freqs, inverse=True)
-        cos, sin = rope_cos_sin(position, freqs_ptr, out.shape[1] // 2)
-        out = rotate_pairs(out.to(tl.float32), cos, sin * -1.0).to(tl.bfloat16)
+        pairs = tl.arange(0, out.shape[1] // 2) - (out.shape[1] - _GROUP) // 2
+        cos, sin = cos_sin(position.to(tl.float32) * tl.load(freqs_ptr + pairs, mask=pairs >= 0, other=0.0))
+        rotated = rotate_pairs(out.to(tl.float32), cos, sin * -1.0).to(tl.bfloat16)
+        out = tl.where((cols >= out.shape[1] - _GROUP)[None, :], rotated, out)
     tl.store(column_ptr + tl.arange(0, out.shape[0])[:, None] * stride_oh + cols[None, :], out, mask=head_mask[:, None])
 
 
@@ -227,8 +282,10 @@ def _attend_kernel(
     stride_bs, part_ptr, highest_ptr, total_ptr, num_slices,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
-    ALIGNED: tl.constexpr, IS_SPLIT: tl.constexpr,
+    ALIGNED: tl.constexpr, IS_SPLIT: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    pdl_wait()
+    pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = tl.program_id(0) % HEAD_BLOCKS * _HEADS + tl.arange(0, _HEADS)
     head_mask = heads < num_heads
@@ -243,26 +300,30 @@ def _attend_kernel(
         if first >= num_tiles:
             return
     DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
-    cols = tl.arange(0, _GROUP)
-    q = ()
-    for group in tl.static_range(NUM_GROUPS + 1):
-        q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + heads[:, None] * stride_qh + group * _GROUP + cols[None, :]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    MATRICES: tl.constexpr = (NUM_GROUPS + 1) // WIDE
+    COLS: tl.constexpr = WIDE * _GROUP
+    AHEAD_GROUPS: tl.constexpr = NUM_GROUPS + 2 if IS_SPLIT else AHEAD
+    cols = tl.arange(0, COLS)
 
+    ids = _tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    q = ()
+    for matrix in tl.static_range(MATRICES):
+        q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + heads[:, None] * stride_qh + matrix * COLS + cols[None, :]
+        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
     highest = tl.full([_HEADS], _NONE, tl.float32)
     total = tl.zeros([_HEADS], tl.float32)
     out = ()
-    for _ in tl.static_range(NUM_GROUPS + 1):
-        out += (tl.zeros([_HEADS, _GROUP], tl.float32),)  # type: ignore[assignment]
-    ids = _tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    for _ in tl.static_range(MATRICES):
+        out += (tl.zeros([_HEADS, COLS], tl.float32),)  # type: ignore[assignment]
     links = _tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
     )  # fmt: skip
-    ahead = _load_tile(
+    words_ptr, scale_word, exists, is_key = _tile_rows(
         first, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-        NUM_GROUPS, ALIGNED,
+        ALIGNED,
     )  # fmt: skip
+    ahead = _load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
     if not IS_SPLIT:
         # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
         tile = first + 1
@@ -277,16 +338,26 @@ def _attend_kernel(
         )
     for step in range(first, last):
         tile = num_tiles * 0 + step
-        words, scale_word, exists = ahead
-        keys = ()
-        for group in tl.static_range(NUM_GROUPS):
-            keys += (_decode(words[group], scale_word, group),)  # type: ignore[assignment]
-        keys += (_rope_group(words[NUM_GROUPS], words[NUM_GROUPS + 1]),)  # type: ignore[assignment]
         if not IS_SPLIT:
-            ahead = _load_tile(
+            # loaded again, so that nothing made of them waits in a register
+            position = tl.load(positions_ptr + token, volatile=True).to(tl.int32)
+            slot = tl.load(slots_ptr + token, volatile=True).to(tl.int32)
+            chunk_start = tl.load(chunk_starts_ptr + token, volatile=True).to(tl.int32)
+        words = ahead + _load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
+        keys = ()
+        for matrix in tl.static_range(MATRICES):
+            some = words[matrix * WIDE :]
+            keys += (_decode_groups(some, scale_word, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+        weight = tl.zeros([_HEADS, _KEYS], tl.bfloat16)
+        shrink = tl.zeros([_HEADS], tl.float32)
+        share = shrink
+        is_now = is_key
+        if not IS_SPLIT:
+            words_ptr, scale_word, exists, is_key = _tile_rows(
                 tile + 1, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW,
-                RING_LEN, NUM_GROUPS, ALIGNED,
+                RING_LEN, ALIGNED,
             )  # fmt: skip
+            ahead = _load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
             ids = next_ids
             links = _tile_links(
                 tile + 2, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs,
@@ -295,16 +366,13 @@ def _attend_kernel(
             next_ids = _tile_ids(
                 tile + 3, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
             )
-        weight = tl.zeros([_HEADS, _KEYS], tl.bfloat16)
-        shrink = tl.zeros([_HEADS], tl.float32)
-        share = shrink
         if num_tiles > 0:
             # logit = (q @ k.T) * scale
             logits = tl.zeros([_HEADS, _KEYS], tl.float32)
-            for group in tl.static_range(NUM_GROUPS + 1):
-                if num_tiles > -1 - group:
-                    logits = tl.dot(q[group], tl.trans(keys[group]), logits)
-            tile_highest, wide_weight, tile_total = _probabilities(logits * scale, exists)
+            for matrix in tl.static_range(MATRICES):
+                if num_tiles > -1 - matrix:
+                    logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
+            tile_highest, wide_weight, tile_total = _probabilities(logits * scale, is_now)
             new_highest = tl.maximum(highest, tile_highest)
             shrink = tl.exp2(highest - new_highest)
             share = tl.exp2(tile_highest - new_highest)
@@ -312,8 +380,8 @@ def _attend_kernel(
             total = total * shrink + tile_total * share
             weight = wide_weight.to(tl.bfloat16)
         folded = ()
-        for group in tl.static_range(NUM_GROUPS + 1):
-            folded += (_fold(out[group], shrink, tl.dot(weight, keys[group]), share),)  # type: ignore[assignment]
+        for matrix in tl.static_range(MATRICES):
+            folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
         out = folded
 
     if IS_SPLIT:
@@ -321,15 +389,15 @@ def _attend_kernel(
         row = (tl.program_id(0).to(tl.int64) * num_slices + first) * _HEADS + tl.arange(0, _HEADS)
         tl.store(highest_ptr + row, highest)
         tl.store(total_ptr + row, total)
-        for group in tl.static_range(NUM_GROUPS + 1):
-            tl.store(part_ptr + row[:, None] * DIM + group * _GROUP + cols[None, :], out[group])
+        for matrix in tl.static_range(MATRICES):
+            tl.store(part_ptr + row[:, None] * DIM + matrix * COLS + cols[None, :], out[matrix])
     else:
         inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
         first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
-        for group in tl.static_range(NUM_GROUPS + 1):
+        for matrix in tl.static_range(MATRICES):
             _finish(
-                out[group], first_out + group * _GROUP, DIM, inverse, head_mask, position, freqs_ptr,
-                INVERSE_ROPE and group == NUM_GROUPS,
+                out[matrix], first_out + matrix * COLS, DIM, inverse, head_mask, position, freqs_ptr,
+                INVERSE_ROPE and matrix == MATRICES - 1,
             )  # fmt: skip
 
 
@@ -353,14 +421,22 @@ def _combine_kernel(
     highest = tl.full([ROWS], _NONE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, _GROUP], tl.float32)
+    pdl_wait()
     for start in range(0, num_tiles, AT_ONCE):
+        parts = ()
         for step in tl.static_range(AT_ONCE):
-            tile = start + step
-            row = (block * num_slices + tile) * _HEADS + rows
-            exists = (row * 0 + tile) < num_tiles
-            tile_highest = tl.load(highest_ptr + row, mask=exists, other=_NONE)
-            tile_total = tl.load(total_ptr + row, mask=exists, other=0.0)
-            part = tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0)
+            row = (block * num_slices + start + step) * _HEADS + rows
+            exists = (row * 0 + start + step) < num_tiles
+            parts += (
+                (
+                    exists,
+                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
+                    tl.load(total_ptr + row, mask=exists, other=0.0),
+                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
+                ),
+            )  # type: ignore[assignment]
+        for step in tl.static_range(AT_ONCE):
+            exists, tile_highest, tile_total, part = parts[step]  # type: ignore[var-annotated]
             new_highest = tl.maximum(highest, tile_highest)
             shrink = tl.exp2(highest - new_highest)
             share = tl.exp2(tile_highest - new_highest)

@@ -182,29 +182,35 @@ class CompressPlan:
         return next_power_of_2(max(self.config.rows, 16) + reach - 1)
 
 
-# By the number of tokens: few (decode) get a program each, or one per 32 columns; many (prefill) share one, so that 16
-# tokens of a CSA chunk close the four entries that one tile finishes together, and 128 of an HCA chunk close one.
-CSA_FEW_TOKENS, HCA_FEW_TOKENS = 512, 256
+# By the number of tokens: few (decode) get a program each, or one per 16 or 64 columns; many (prefill) share one: then
+# 16 tokens of a CSA chunk close the four entries that one tile finishes together, and 128 of an HCA chunk close one.
+CSA_FEW_TOKENS, HCA_ONE_WAVE_TOKENS, HCA_FEW_TOKENS = 512, 8, 256
 CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
 CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168)
-HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=32)
+HCA_ONE_WAVE = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=16)
+HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=64)
 HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168)
+
+
+def pick_plan(num_tokens: int, is_overlapping: bool) -> CompressPlan:
+    if is_overlapping:
+        return CSA_FEW if num_tokens <= CSA_FEW_TOKENS else CSA_MANY
+    if num_tokens <= HCA_ONE_WAVE_TOKENS:
+        return HCA_ONE_WAVE
+    return HCA_FEW if num_tokens <= HCA_FEW_TOKENS else HCA_MANY
 
 
 def compress(
     kv: Tensor, gate: Tensor, spec: CompressorSpec, state: CompressorView, pages: PagedView, batch: TokenBatch
 ) -> None:
     """See `compress_ref`. fp32 projections with contiguous columns, fp32 tails, quantised pages. One launch."""
-    if state.following is None:
-        plan = HCA_FEW if batch.num_tokens <= HCA_FEW_TOKENS else HCA_MANY
-    else:
-        plan = CSA_FEW if batch.num_tokens <= CSA_FEW_TOKENS else CSA_MANY
+    plan = pick_plan(batch.num_tokens, state.following is not None)
     launch_compress(Compression(kv, gate, spec, state, pages), batch, plan)
 
 
 def compress_pair(attention: Compression, index: Compression, batch: TokenBatch) -> None:
     """See `compress_pair_ref`. One launch; the same bits as two calls of `compress`."""
-    launch_compress_pair(attention, index, batch, CSA_FEW if batch.num_tokens <= CSA_FEW_TOKENS else CSA_MANY)
+    launch_compress_pair(attention, index, batch, pick_plan(batch.num_tokens, is_overlapping=True))
 
 
 def launch_compress(job: Compression, batch: TokenBatch, plan: CompressPlan) -> None:

@@ -6,9 +6,10 @@ first token of its chunk: the entries that reach back before the chunk (CSA: two
 barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
 An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
-which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once, and the program that pools
-an entry finishes it. HCA has 128 slots, taken as eight runs side by side; its columns are spread over the programs of a
-group, each with its own columns of the rings, and the last of them to arrive finishes the group's entries.
+which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once, 512 columns of them: one
+entry, or four index keys side by side. The program that pools an entry finishes it. HCA has 128 slots, taken as eight
+runs side by side; its columns are spread over the programs of a group, each with its own columns of the rings, and the
+last of them to arrive finishes the group's entries.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 
 from dsv4.ops.row_kernels import row_offsets, store_rows
 from dsv4.ops.tl_math import exp_fp32
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
 POOL_RUNS = 8  # see `_sum_of_slots` in ops/compress.py
 _POOL_RUNS = tl.constexpr(POOL_RUNS)
+_POOL_COLS = tl.constexpr(512)  # of CSA entries side by side: what a program's registers hold
 
 
 class BatchArguments(NamedTuple):
@@ -64,55 +66,61 @@ class CompressorArguments(NamedTuple):
 
 @jit
 def _overlapping_rows(
-    token, slot, position, start, stride, tail, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
+    tokens, slots, positions, starts, stride, tail, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
     OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Of one of the 2 * RATIO slots of a CSA entry, oldest first: is it fresh, its place in the batch, its place in the
-    ring.
+    """Of one of the 2 * RATIO slots of CSA entries [P], oldest first: its position, is it fresh, its place in the
+    batch, its place in the ring.
     """
     AGE: tl.constexpr = 2 * RATIO - 1 - SLOT
     LEN: tl.constexpr = FOLLOWING_LEN if SLOT < RATIO else OWN_LEN
-    wanted = position - AGE
-    place = slot * tail.slot_stride + (tl.maximum(wanted, 0) % LEN) * tail.row_stride
-    return wanted, wanted >= start, (token - AGE) * stride + (0 if SLOT < RATIO else DIM), place
+    wanted = positions - AGE
+    place = slots * tail.slot_stride + (tl.maximum(wanted, 0) % LEN) * tail.row_stride
+    return wanted, wanted >= starts, (tokens - AGE) * stride + (0 if SLOT < RATIO else DIM), place
 
 
 @jit
 def _pool_overlapping(
-    job, token, slot, position, start, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    job, batch, tokens, mask, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Pool a CSA entry into its scratch row, slot after slot, as `ordered_sum`. Absent slots are 0 and -inf."""
-    cols = tl.arange(0, DIM)
+    """Pool the CSA entries that `tokens` [P] close, where `mask`, into their scratch rows, slot after slot, as
+    `ordered_sum`. Absent slots are 0 and -inf."""
+    positions = tl.load(batch.positions + tokens, mask=mask, other=0).to(tl.int32)[:, None]
+    slots = tl.load(batch.slots + tokens, mask=mask, other=0)[:, None]
+    starts = tl.load(batch.chunk_starts + tokens, mask=mask, other=0).to(tl.int32)[:, None]
+    tokens = tokens.to(tl.int64)[:, None]
+    mask = mask[:, None]
+    cols = tl.arange(0, DIM)[None, :]
     scores = ()
-    highest = tl.full([DIM], float("-inf"), tl.float32)
+    highest = tl.full([tokens.shape[0], DIM], float("-inf"), tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
-            token, slot, position, start, job.gate_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+            tokens, slots, positions, starts, job.gate_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
         )
         source = tl.where(is_fresh, job.gate + row, tail.score + place)
-        score = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=float("-inf"))
+        score = tl.load(source + cols, mask=mask & (wanted >= 0) & (cols >= 0), other=float("-inf"))
         # a ring holds scores; a fresh row is a gate that still needs its ape, whose row is the slot's place in its
         # block
         ape = job.ape + (index % RATIO) * 2 * DIM + (0 if index < RATIO else DIM)
-        score = score + tl.load(ape + cols, mask=is_fresh & (cols >= 0), other=0.0)
+        score = score + tl.load(ape + cols, mask=mask & is_fresh & (cols >= 0), other=0.0)
         highest = tl.maximum(highest, score)
         scores = scores + (score,)  # type: ignore  # noqa: RUF005
-    total = tl.zeros([DIM], tl.float32)
-    pooled = tl.zeros([DIM], tl.float32)
+    total = tl.zeros([tokens.shape[0], DIM], tl.float32)
+    pooled = tl.zeros([tokens.shape[0], DIM], tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
-            token, slot, position, start, job.kv_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+            tokens, slots, positions, starts, job.kv_stride, tail, index, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
         )
         source = tl.where(is_fresh, job.kv + row, tail.kv + place)
-        kv = tl.load(source + cols, mask=(wanted >= 0) & (cols >= 0), other=0.0)
+        kv = tl.load(source + cols, mask=mask & (wanted >= 0) & (cols >= 0), other=0.0)
         weight = exp_fp32(scores[index] - highest)
         total = total + weight
         pooled = pooled + weight * kv
     entry = tl.div_rn(pooled, total)
-    tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
+    tl.store(job.pooled + tokens * DIM + cols, entry.to(job.pooled.dtype.element_ty), mask=mask & (cols >= 0))
 
 
 @jit
@@ -145,10 +153,14 @@ def _plain_slots(job, token, slot, position, start, cols, STEP: tl.constexpr, RA
 
 @jit
 def _pool_plain(
-    job, token, slot, position, start, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, LEN: tl.constexpr,
-    COLS: tl.constexpr,
+    job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Pool COLS columns of an HCA entry into its scratch row: POOL_RUNS runs of slots side by side, then their sum."""
+    """Pool COLS columns, from first_col on, of the HCA entry that `token` closes into its scratch row: POOL_RUNS runs
+    of slots side by side, then their sum."""
+    position = tl.load(batch.positions + token).to(tl.int32)
+    slot = tl.load(batch.slots + token)
+    start = tl.load(batch.chunk_starts + token).to(tl.int32)
+    token = token.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
     kvs = ()
     scores = ()
@@ -167,22 +179,6 @@ def _pool_plain(
         pooled = pooled + weight * kvs[step]
     entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))
     tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
-
-
-@jit
-def _pool_entry(
-    job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
-    FOLLOWING_LEN: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Pool the entry that `token` closes: columns first_col .. first_col + COLS of it."""
-    position = tl.load(batch.positions + token).to(tl.int32)
-    slot = tl.load(batch.slots + token)
-    start = tl.load(batch.chunk_starts + token).to(tl.int32)
-    token = token.to(tl.int64)
-    if FOLLOWING_LEN > 0:
-        _pool_overlapping(job, token, slot, position, start, RATIO, DIM, OWN_LEN, FOLLOWING_LEN)
-    else:
-        _pool_plain(job, token, slot, position, start, first_col, RATIO, DIM, OWN_LEN, COLS)
 
 
 # ---- entries and tails ----
@@ -273,7 +269,8 @@ def _compress_group(
 ):  # fmt: skip
     """COLS columns of `group` neighbouring tokens: their entries, FINISH_ROWS at a time, and the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
-    IS_WHOLE: tl.constexpr = COLS == DIM
+    IS_WHOLE: tl.constexpr = FOLLOWING_LEN > 0
+    POOL_ROWS: tl.constexpr = min(max(_POOL_COLS // DIM, 1), FINISH_ROWS)
     base = tl.program_id(0) * group
     # the group's tokens, and those behind them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
@@ -298,7 +295,7 @@ def _compress_group(
         unpooled = pending
         token = following
         while token < CANDIDATES:
-            _pool_entry(job, batch, base + token, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
+            _pool_plain(job, batch, base + token, first_col, RATIO, DIM, OWN_LEN, COLS)
             unpooled = tl.where(lanes == token, CANDIDATES, unpooled)
             token = tl.min(unpooled, axis=0)
         if has_entries:
@@ -314,8 +311,6 @@ def _compress_group(
         row_blocks = tl.full([FINISH_ROWS], -1, tl.int32)
         count = 0
         while (following < CANDIDATES) & (count < FINISH_ROWS):
-            if IS_WHOLE:
-                _pool_entry(job, batch, base + following, first_col, RATIO, DIM, OWN_LEN, FOLLOWING_LEN, COLS)
             is_row = finish_lanes == count
             rows = tl.where(is_row, following, rows)
             row_entries = tl.where(is_row, _value_at(entries, lanes, following), row_entries)
@@ -324,6 +319,11 @@ def _compress_group(
             pending = tl.where(lanes == following, CANDIDATES, pending)
             following = tl.min(pending, axis=0)
         if IS_WHOLE:
+            for first in range(0, count, POOL_ROWS):
+                lanes_of_rows = first + tl.arange(0, POOL_ROWS)
+                is_lane = lanes_of_rows[:, None] == finish_lanes[None, :]
+                tokens = base + tl.sum(tl.where(is_lane, rows[None, :], 0), axis=1)
+                _pool_overlapping(job, batch, tokens, lanes_of_rows < count, RATIO, DIM, OWN_LEN, FOLLOWING_LEN)
             tl.debug_barrier()  # the scratch rows are read back by other threads
         _finish_entries(
             job, target, base + rows, row_entries, row_blocks, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
@@ -345,6 +345,7 @@ def _compress_kernel(
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     _compress_group(
         job, target, batch, counter_ptr, num_tokens, group, tl.program_id(1) * COLS, RATIO, OWN_LEN, FOLLOWING_LEN,
         PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
@@ -361,6 +362,7 @@ def _compress_pair_kernel(
     INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Two CSA compressors with the same rings' lengths; program_id(1) chooses. Columns are whole: nothing counts."""
+    pdl_trigger()
     if tl.program_id(1) == 0:
         _compress_group(
             job, target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,

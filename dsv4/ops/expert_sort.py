@@ -112,15 +112,20 @@ def _expert_sort_kernel(
     experts_ptr, slots_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
     num_pairs, num_chunks, num_tiles,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ONE_CHUNK: tl.constexpr,
+    TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ONE_CHUNK: tl.constexpr, COUNT_HERE: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs below num_chunks place the pairs of a chunk; those from there on write TILES entries of the tile map."""
+    """Programs below num_chunks place the pairs of a chunk; those from there on write TILES entries of the tile map.
+
+    COUNT_HERE: no launch has counted; every program goes through all pairs.
+    """
     program = tl.program_id(0)
     ids = tl.arange(0, E_BLOCK)
     if HAS_ONE_CHUNK:
         all_experts = _load_experts(experts_ptr, slots_ptr, tl.arange(0, CHUNK), num_pairs, TOP_K, E, HAS_SLOTS)
         counts = tl.histogram(all_experts, E_BLOCK, mask=all_experts < E)
         before = tl.zeros([E_BLOCK], dtype=tl.int32)
+    elif COUNT_HERE:
+        counts, before = _count_all(experts_ptr, slots_ptr, program * CHUNK, num_pairs, TOP_K, E, E_BLOCK, HAS_SLOTS)
     else:
         counts, before = _sum_counts(chunk_counts_ptr, program, num_chunks, E_BLOCK)
     offsets = tl.cumsum(counts, 0) - counts
@@ -160,6 +165,22 @@ def _sum_counts(chunk_counts_ptr, chunk, num_chunks, E_BLOCK: tl.constexpr):
         tile = tl.load(chunk_counts_ptr + places, mask=chunks < num_chunks, other=0)
         counts += tl.sum(tile, 0)
         before += tl.sum(tl.where(chunks < chunk, tile, 0), 0)
+    return counts, before
+
+
+@jit
+def _count_all(
+    experts_ptr, slots_ptr, own, num_pairs,
+    TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Counts [E_BLOCK] over all pairs, and over those before the pair `own`."""
+    STEP: tl.constexpr = 1024
+    counts, before = tl.zeros([E_BLOCK], dtype=tl.int32), tl.zeros([E_BLOCK], dtype=tl.int32)
+    for start in range(0, num_pairs, STEP):
+        pairs = start + tl.arange(0, STEP)
+        expert = _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K, E, HAS_SLOTS)
+        counts += tl.histogram(expert, E_BLOCK, mask=expert < E)
+        before += tl.histogram(expert, E_BLOCK, mask=(expert < E) & (pairs < own))
     return counts, before
 
 

@@ -10,20 +10,22 @@ Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the
 between one sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A
 fused op gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time, changes nothing.
 
-Kernels are in hyper_kernels.py, which says how they work. They take four streams of bf16 and fp32 mixing weights;
-non-contiguous tensors are copied first.
+Kernels are in hyper_kernels.py and hyper_few_kernel.py, which say how they work. They take four streams of bf16 and
+fp32 mixing weights; non-contiguous tensors are copied first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.ops.hyper_few_kernel import WORKERS_PER_TOKEN, hyper_few_kernel
 from dsv4.ops.hyper_kernels import (
     FROM_EMBEDDING,
     FROM_STREAMS,
@@ -32,7 +34,7 @@ from dsv4.ops.hyper_kernels import (
     NUM_STREAMS,
     SUB_ROWS,
     hc_post_kernel,
-    hyper_kernel,
+    hyper_many_kernel,
 )
 from dsv4.ops.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
 from dsv4.ops.norm import ROW_CONFIGS, rms_norm_ref
@@ -175,15 +177,12 @@ class HyperVariant:
     """How a launch is cut up. Results do not depend on it: the order of sums follows from SPLIT_COLS alone."""
 
     tile_rows: int  # tokens of a program in step 1: fn is read and taken apart once for them
-    num_workers: int  # programs of a tile that share step 2
-    worker_tokens: int  # tokens a worker takes at once; their Sinkhorn iterations run side by side
-    num_roles: int  # 2: Sinkhorn and collapse of a token go to different workers
-    is_eager: bool  # a token's streams are asked for before its weights are known: sooner done, more registers
+    num_workers: int | None  # programs of a tile that share step 2 once they have arrived; None: `hyper_few_kernel`
     max_registers: int | None = None  # per thread; None leaves it to ptxas
 
 
-FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32, worker_tokens=1, num_roles=2, is_eager=True)
-MANY_ROWS = HyperVariant(tile_rows=64, num_workers=16, worker_tokens=4, num_roles=1, is_eager=False)
+FEW_ROWS = HyperVariant(tile_rows=16, num_workers=None)
+MANY_ROWS = HyperVariant(tile_rows=64, num_workers=32)
 FEW_ROWS_LIMIT = 64
 
 
@@ -275,10 +274,10 @@ def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def launch_hyper(
     call: HyperCall, variant: HyperVariant | None = None, split_cols: int | None = None
 ) -> HyperInput:  # fmt: skip
-    """`hyper_kernel` for a checked call. The variant follows from the number of rows, and the columns of a split from
+    """The kernel for a checked call. The variant follows from the number of rows, and the columns of a split from
     the hidden size, unless a benchmark chooses them; other splits are other sums.
 
-    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
+    Launches on one device share counters and words, so they must not overlap in time: one stream, or ordered ones.
     """
     _check_call(call)
     num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
@@ -300,34 +299,63 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
     split_cols = split_cols or next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
     num_splits, num_tiles = -(-hidden_size // split_cols), -(-num_tokens // variant.tile_rows)
     x, device = _dense(call.x), call.x.device
-    partial = torch.empty(num_tiles, num_splits, variant.tile_rows, MIX_COLS, dtype=torch.float32, device=device)
-    weights = torch.empty(num_tokens, MIX_COLS, dtype=torch.float32, device=device)
     # an unused pointer still needs a tensor of the right kind
     out, post, comb = (x if tensor is None else _dense(tensor) for tensor in (call.out, call.post, call.comb))
     quant = result.quant
-    hyper_kernel[(num_splits, num_tiles)](
+    tensors = (
         out, x, post, comb, _dense(call.fn), _dense(call.base), _dense(call.scale),
         x if call.norm_weight is None else _dense(call.norm_weight), result.streams, result.hidden,
         result.hidden if quant is None else quant.codes, result.hidden if quant is None else quant.scale,
-        result.post, result.comb, partial, weights, _counters(device, num_splits), num_tokens,
-        call.settings.norm_eps, call.settings.hc_eps,
-        D=hidden_size, BLOCK=block, GROUP=ACTIVATION_GROUP, SPLIT=split_cols, NUM_SPLITS=num_splits,
-        SPLIT_BLOCK=next_power_of_2(num_splits), TILE=variant.tile_rows,
-        NUM_WORKERS=min(variant.num_workers, num_splits), WORKER_TOKENS=variant.worker_tokens,
-        NUM_ROLES=variant.num_roles, NUM_MIXES=call.num_mixes, NUM_ITERS=call.settings.num_iters, SOURCE=call.source,
-        HAS_NORM=call.norm_weight is not None, HAS_CODES=quant is not None, IS_EAGER=variant.is_eager,
-        **LaunchConfig(variant.tile_rows, config.num_warps).options, maxnreg=variant.max_registers,
+        result.post, result.comb,
     )  # fmt: skip
+    numbers = num_tokens, call.settings.norm_eps, call.settings.hc_eps
+    constants: dict[str, Any] = {
+        "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
+        "SPLIT_BLOCK": next_power_of_2(num_splits), "TILE": variant.tile_rows, "NUM_MIXES": call.num_mixes,
+        "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
+        "HAS_CODES": quant is not None, "maxnreg": variant.max_registers,
+        **LaunchConfig(variant.tile_rows, config.num_warps).options,
+    }  # fmt: skip
+    # both, whichever is used: any launch before the capture of a graph prepares all sizes
+    counters, _ = _counters(device, num_splits), _few_rows_memory(device, num_splits, FEW_ROWS.tile_rows)
+    if variant.num_workers is None:
+        workspace = _words(device, num_splits, variant.tile_rows, num_tiles)
+        num_programs = num_splits + variant.tile_rows * WORKERS_PER_TOKEN
+        hyper_few_kernel[(num_programs, num_tiles)](*tensors, *workspace, *numbers, **constants)
+    else:
+        partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
+        hyper_many_kernel[(num_splits, num_tiles)](
+            *tensors, partial, counters, *numbers,
+            NUM_WORKERS=min(variant.num_workers, num_splits), **constants,
+        )  # fmt: skip
 
 
 @cache
 def _counters(device: torch.device, num_splits: int) -> Tensor:
     """Arrivals per tile, for all launches on a device with this many splits; a multiple of them between launches."""
+    _check_not_capturing(device)
+    return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
+
+
+@cache
+def _few_rows_memory(device: torch.device, num_splits: int, tile_rows: int) -> tuple[Tensor, Tensor]:
+    """Words and counters of `hyper_few_kernel` for up to FEW_ROWS_LIMIT rows, by what decides how they are counted."""
+    _check_not_capturing(device)
+    words = torch.zeros(FEW_ROWS_LIMIT * num_splits * MIX_COLS, dtype=torch.int64, device=device)
+    return words, torch.zeros(FEW_ROWS_LIMIT // SUB_ROWS, dtype=torch.int64, device=device)
+
+
+def _words(device: torch.device, num_splits: int, tile_rows: int, num_tiles: int) -> tuple[Tensor, Tensor]:
+    if num_tiles * tile_rows > FEW_ROWS_LIMIT:
+        raise KernelInputError(f"expected at most {FEW_ROWS_LIMIT} rows, found {num_tiles} tiles of {tile_rows}")
+    return _few_rows_memory(device, num_splits, tile_rows)
+
+
+def _check_not_capturing(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise KernelInputError(
             "expected one hyper-connection launch of this shape before the capture of a graph, found none"
         )
-    return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
 
 
 def _empty_result(call: HyperCall) -> HyperInput:

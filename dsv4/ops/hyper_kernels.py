@@ -1,19 +1,23 @@
 """Kernels of ops/hyper.py, apart from their contracts because the two together would be too long for one file.
 
-`hyper_kernel` is one launch for (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32
-matrix fn [24, 4 D] is far larger than one token's streams, and one program would need too long to read it, so the
-columns are split over many programs:
+A launch is (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32 matrix fn [24, 4 D] is
+far larger than one token's streams, and one program would need too long to read it, so the columns are split over many
+programs:
 
 1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and
-   stores them, and leaves 24 partial dots and a partial sum of squares per token in `partial`.
-2. It then adds one to the tile's counter. The programs that arrive last become workers: they wait for the few still
-   missing, sum the partials, and finish tokens: sigmoid, Sinkhorn, collapse, norm.
+   stores them, and leaves 24 partial dots and a partial sum of squares per token in memory.
+2. Other programs sum a token's partials and finish it: sigmoid, Sinkhorn, collapse, norm.
 
-Nothing depends on who arrives last: the partials, the order of their sum and every step after it are fixed by the
-layer's shape. Counters only grow, by the number of splits a launch, so that no launch has to reset them and a CUDA
-graph can be replayed. Waiting cannot hang: a worker waits for programs of its own tile, which a GPU starts before
-those of later tiles, and a tile has fewer workers than a GPU has multiprocessors. In the interpreter, where programs
-run one after another, the last one does all the work.
+How step 2 learns that step 1 is done differs. `hyper_many_kernel` counts arrivals: the programs of a tile that arrive
+last become its workers, wait for the few still missing and share the tile's tokens. The counters only grow, by the
+number of splits a launch, so that no launch has to reset them and a CUDA graph can be replayed. A few tokens would
+spend most of their time in that chain (store, arrival, wait, load): `hyper_few_kernel` of ops/hyper_few_kernel.py has
+another way.
+
+Nothing depends on who waits for whom: the partials, the order of their sum and every step after it are fixed by the
+layer's shape. Waiting cannot hang: a program waits for programs of its own tile, which a GPU starts before those of
+later tiles, and a tile has fewer waiting programs than a GPU has room for. In the interpreter, where programs run one
+after another, the last one of a tile does all the work.
 
 The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts
 that add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All products have 16
@@ -23,8 +27,8 @@ rows, whatever the tile, so that a token's bits do not depend on the number of t
 from __future__ import annotations
 
 from dsv4.ops.norm import inverse_rms
-from dsv4.ops.tl_math import exp_fp32
-from dsv4.ops.tl_utils import INTERPRET, jit, quantize_e4m3, tl
+from dsv4.ops.tl_math import exp_fp32, to_bf16
+from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, quantize_e4m3, tl
 
 NUM_STREAMS = 4
 MIX_COLS = 32  # columns of a row of partials: 24 dots (4 in a head), then the sum of squares
@@ -54,25 +58,17 @@ def _load_four(ptr, mask):
 
 
 @jit
-def _store_four(ptr, a, b, c, d, mask):
-    tl.store(ptr, a, mask=mask)
-    tl.store(ptr + 1, b, mask=mask)
-    tl.store(ptr + 2, c, mask=mask)
-    tl.store(ptr + 3, d, mask=mask)
-
-
-@jit
 def _new_stream(out, x0, x1, x2, x3, post, c0, c1, c2, c3):
     """post[k] o + sum_j comb[j, k] X[j], rounded; weights [rows], the rest [rows, cols]."""
     mixed = c0[:, None] * x0.to(tl.float32)
     mixed = mixed + c1[:, None] * x1.to(tl.float32)
     mixed = mixed + c2[:, None] * x2.to(tl.float32)
     mixed = mixed + c3[:, None] * x3.to(tl.float32)
-    return (post[:, None] * out.to(tl.float32) + mixed).to(x0.dtype)
+    return to_bf16(post[:, None] * out.to(tl.float32) + mixed)
 
 
 @jit
-def _streams_after(
+def streams_after(
     out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D: tl.constexpr, SOURCE: tl.constexpr
 ):  # fmt: skip
     """The four streams [rows, cols], wherever they come from."""
@@ -114,11 +110,12 @@ def hc_post_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, streams_ptr, num_tokens,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     row_mask = rows < num_tokens
     mask = row_mask[:, None] & (cols < D)[None, :]
-    x0, x1, x2, x3 = _streams_after(
+    x0, x1, x2, x3 = streams_after(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D, _FROM_SUBLAYER
     )  # fmt: skip
     _store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
@@ -139,10 +136,10 @@ def _load_fn(fn_ptr, cols, STREAM: tl.constexpr, D: tl.constexpr, NUM_MIXES: tl.
 def _three_parts(x):
     """fp32 [K, MIX_COLS] -> bf16 [K, 4 MIX_COLS]: three parts that add up to x (24 bits of mantissa are three times
     eight) and a zero, side by side. One wide matrix per stream passes through shared memory faster than three."""
-    high = x.to(tl.bfloat16)
+    high = to_bf16(x)
     rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    middle = to_bf16(rest)
+    low = to_bf16(rest - middle.to(tl.float32))
     pairs = tl.join(tl.join(high, low), tl.join(middle, tl.zeros_like(high)))  # [K, MIX_COLS, 2, 2]
     return tl.reshape(pairs, [x.shape[0], 4 * _MIX_COLS])
 
@@ -175,15 +172,16 @@ def _square_sum(x):
 
 
 @jit
-def _load_partials(partial_ptr, row, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A token's partials [splits, MIX_COLS]. Other multiprocessors wrote them: .cg reads from the cache they share."""
-    splits = tl.arange(0, SPLIT_BLOCK)[:, None]
-    offsets = (splits * TILE + row) * _MIX_COLS + tl.arange(0, _MIX_COLS)[None, :]
-    return tl.load(partial_ptr + offsets, mask=splits < NUM_SPLITS, other=0.0, cache_modifier=".cg")
+def partial_places(ptr, row, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr):
+    """Pointers to the partials [splits, MIX_COLS] of a tile's row. The hint makes a lane take one mix and a warp whole
+    rows, whatever the width of a partial: the order of the sum is the same in both kernels."""
+    splits = tl.arange(0, SPLIT_BLOCK).to(tl.int64)[:, None]
+    offsets = splits * _MIX_COLS + tl.arange(0, _MIX_COLS).to(tl.int64)[None, :]
+    return ptr + row * (NUM_SPLITS * _MIX_COLS) + tl.multiple_of(offsets, [1, 1])
 
 
 @jit
-def _token_weights(partial, base, scale, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr):
+def token_weights(partial, base, scale, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr):
     """Sum a token's partials -> its 4 pre weights, 4 post weights and 16 exponentials, side by side [MIX_COLS]."""
     mixes = tl.arange(0, _MIX_COLS)
     sums = tl.sum(partial, axis=0)
@@ -231,7 +229,7 @@ def _collapse(x0, x1, x2, x3, values):
     y = y + _scalar(values, 1) * x1.to(tl.float32)
     y = y + _scalar(values, 2) * x2.to(tl.float32)
     y = y + _scalar(values, 3) * x3.to(tl.float32)
-    return y.to(x0.dtype)
+    return to_bf16(y)
 
 
 @jit
@@ -271,7 +269,7 @@ def _softmax_row(a, b, c, d, eps):
 
 
 @jit
-def _sinkhorn(
+def _iterate(
     c00, c01, c02, c03,
     c10, c11, c12, c13,
     c20, c21, c22, c23,
@@ -308,14 +306,14 @@ def _sinkhorn(
 
 
 @jit
-def _sinkhorn_of_token(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
+def sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
     """One token whose weights are in registers: every lane computes all of it, and each of sixteen stores a value."""
     (
         c00, c01, c02, c03,
         c10, c11, c12, c13,
         c20, c21, c22, c23,
         c30, c31, c32, c33,
-    ) = _sinkhorn(
+    ) = _iterate(
         _pick(values, 8), _pick(values, 9), _pick(values, 10), _pick(values, 11),
         _pick(values, 12), _pick(values, 13), _pick(values, 14), _pick(values, 15),
         _pick(values, 16), _pick(values, 17), _pick(values, 18), _pick(values, 19),
@@ -342,42 +340,17 @@ def _sinkhorn_of_token(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
     tl.store(comb_ptr + token * 16 + mixes - 8, comb, mask=(mixes >= 8) & (mixes < 24))
 
 
-@jit
-def _sinkhorn_of_tokens(weights_ptr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr):
-    """Some tokens side by side, whose weights were left in memory."""
-    powers = weights_ptr + tokens * _MIX_COLS + 8
-    c00, c01, c02, c03 = _load_four(powers, mask)
-    c10, c11, c12, c13 = _load_four(powers + 4, mask)
-    c20, c21, c22, c23 = _load_four(powers + 8, mask)
-    c30, c31, c32, c33 = _load_four(powers + 12, mask)
-    (
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33,
-    ) = _sinkhorn(
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33,
-        eps, NUM_ITERS,
-    )  # fmt: skip
-    comb = comb_ptr + tokens * 16
-    _store_four(comb, c00, c01, c02, c03, mask)
-    _store_four(comb + 4, c10, c11, c12, c13, mask)
-    _store_four(comb + 8, c20, c21, c22, c23, mask)
-    _store_four(comb + 12, c30, c31, c32, c33, mask)
-
-
 # ---- the launch ----
 
 
 @jit
-def _partial_dots(
-    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, tile, split, num_tokens,
-    D: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NUM_MIXES: tl.constexpr, SOURCE: tl.constexpr,
+def partial_dots(
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, tag, tile, split, num_tokens,
+    D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, NUM_MIXES: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_TAG: tl.constexpr,
 ):  # fmt: skip
-    """Step 1 of a program: new streams, their partial dots with fn and their partial squares."""
+    """Step 1 of a program: new streams, their partial dots with fn and their partial squares into the tile's partials
+    [TILE, splits, MIX_COLS], alone or below a tag."""
     cols = split * SPLIT + tl.arange(0, SPLIT)
     mixes = tl.arange(0, _MIX_COLS)
     # everything is asked for before anything is waited for
@@ -390,7 +363,7 @@ def _partial_dots(
         rows = tile.to(tl.int64) * TILE + tile_rows
         row_mask = rows < num_tokens
         mask = row_mask[:, None] & (cols < D)[None, :]
-        x0, x1, x2, x3 = _streams_after(
+        x0, x1, x2, x3 = streams_after(
             out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, D, SOURCE
         )  # fmt: skip
         if SOURCE != _FROM_STREAMS:
@@ -402,39 +375,73 @@ def _partial_dots(
         parts = tl.dot(x3, _three_parts(fn3), parts)
         squares = ((_square_sum(x0) + _square_sum(x1)) + _square_sum(x2)) + _square_sum(x3)
         partial = tl.where((mixes == NUM_MIXES)[None, :], squares[:, None], _sum_of_parts(parts))
-        tl.store(partial_ptr + tile_rows[:, None] * _MIX_COLS + mixes[None, :], partial)
+        place = (tile_rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
+        is_part = row_mask[:, None] & (mixes <= NUM_MIXES)[None, :]
+        if HAS_TAG:
+            word = (partial.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | tag
+            tl.store(partial_ptr + place, word, mask=is_part)
+        else:
+            tl.store(partial_ptr + place, partial, mask=is_part)
+
+
+@jit
+def load_scales(base_ptr, scale_ptr, NUM_MIXES: tl.constexpr):
+    """base and scale of every mix [MIX_COLS]."""
+    mixes = tl.arange(0, _MIX_COLS)
+    scale_idx = tl.minimum(mixes // 4, 2) if NUM_MIXES > 4 else mixes * 0
+    return (
+        tl.load(base_ptr + mixes, mask=mixes < NUM_MIXES, other=0.0),
+        tl.load(scale_ptr + scale_idx, mask=mixes < NUM_MIXES, other=0.0),
+    )
+
+
+@jit
+def store_post(new_post_ptr, values, token):
+    mixes = tl.arange(0, _MIX_COLS)
+    tl.store(new_post_ptr + token * 4 + mixes - 4, values, mask=(mixes >= 4) & (mixes < 8))
+
+
+@jit
+def store_hidden(
+    x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
+):  # fmt: skip
+    """Collapse a token's streams [1, BLOCK], norm and encode the result, store both."""
+    hidden = _collapse(x0, x1, x2, x3, values)
+    if HAS_NORM:
+        # rms_norm_ref(hidden, norm_weight, norm_eps)
+        wide = hidden.to(tl.float32)
+        normed = wide * inverse_rms(wide, D, norm_eps)[:, None] * norm_weight.to(tl.float32)
+        hidden = to_bf16(normed)
+    tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
+    if HAS_CODES:
+        _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
 
 
 @jit(do_not_specialize=("num_tokens",))
-def hyper_kernel(
+def hyper_many_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
     streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
-    partial_ptr, weights_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
+    partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, NUM_WORKERS: tl.constexpr, WORKER_TOKENS: tl.constexpr,
-    NUM_ROLES: tl.constexpr, NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr, IS_EAGER: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, NUM_WORKERS: tl.constexpr, NUM_MIXES: tl.constexpr,
+    NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     split, tile = tl.program_id(0), tl.program_id(1)
-    mixes = tl.arange(0, _MIX_COLS)
-    base = tl.load(base_ptr + mixes, mask=mixes < NUM_MIXES, other=0.0)
-    scale_idx = tl.minimum(mixes // 4, 2) if NUM_MIXES > 4 else mixes * 0
-    scale = tl.load(scale_ptr + scale_idx, mask=mixes < NUM_MIXES, other=0.0)
+    base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     tile_partial_ptr = partial_ptr + tile.to(tl.int64) * (NUM_SPLITS * TILE * _MIX_COLS)
-    _partial_dots(
-        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr + split * (TILE * _MIX_COLS),
-        tile, split, num_tokens, D, SPLIT, TILE, NUM_MIXES, SOURCE,
+    partial_dots(
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr, 0, tile, split, num_tokens,
+        D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE, False,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have stored before one of them says so
     arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
     order = (arrived % NUM_SPLITS).to(tl.int32)
     complete = arrived - order + NUM_SPLITS
 
-    first_token = tile.to(tl.int64) * TILE
     tile_tokens = tl.minimum(num_tokens - tile * TILE, TILE)
-    # an item is WORKER_TOKENS tokens in one role: collapse and norm, or Sinkhorn
-    num_items = tl.cdiv(tile_tokens, WORKER_TOKENS) * NUM_ROLES
-    num_workers = tl.minimum(num_items, NUM_WORKERS)
+    num_workers = tl.minimum(tile_tokens, NUM_WORKERS)
     worker = order - (NUM_SPLITS - num_workers)
     if INTERPRET:
         worker = tl.where(order == NUM_SPLITS - 1, 0, -1)
@@ -442,46 +449,26 @@ def hyper_kernel(
     if worker >= 0:
         cols = tl.arange(0, BLOCK)[None, :]
         mask = cols < D
+        norm_weight = mask
         if HAS_NORM:
             norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
         if not INTERPRET:
             while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
                 pass
         source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
-        for item in range(worker, num_items, num_workers):
-            first_row = (item // NUM_ROLES) * WORKER_TOKENS
-            collapses = item % NUM_ROLES == 0
-            for row in range(first_row, tl.minimum(first_row + WORKER_TOKENS, tile_tokens)):
-                token = first_token + row
-                partial = _load_partials(tile_partial_ptr, row, NUM_SPLITS, SPLIT_BLOCK, TILE)
-                if IS_EAGER:
-                    x0, x1, x2, x3 = _load_rows(
-                        source_ptr, token, cols, mask & collapses, D, SOURCE == _FROM_EMBEDDING
-                    )  # fmt: skip
-                values = _token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
-                if NUM_MIXES > 4:
-                    is_post = (mixes >= 4) & (mixes < 8)
-                    tl.store(new_post_ptr + token * 4 + mixes - 4, values, mask=is_post & collapses)
-                    if WORKER_TOKENS > 1:
-                        tl.store(weights_ptr + token * _MIX_COLS + mixes, values)
-                    elif item % NUM_ROLES == NUM_ROLES - 1:
-                        _sinkhorn_of_token(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
-                if collapses:
-                    if not IS_EAGER:
-                        x0, x1, x2, x3 = _load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
-                    hidden = _collapse(x0, x1, x2, x3, values)
-                    if HAS_NORM:
-                        # rms_norm_ref(hidden, norm_weight, norm_eps)
-                        wide = hidden.to(tl.float32)
-                        normed = wide * inverse_rms(wide, D, norm_eps)[:, None] * norm_weight.to(tl.float32)
-                        hidden = normed.to(hidden.dtype)
-                    tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
-                    if HAS_CODES:
-                        _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
-            if NUM_MIXES > 4 and WORKER_TOKENS > 1:  # noqa: SIM102 - known when compiling, unlike the role
-                if item % NUM_ROLES == NUM_ROLES - 1:
-                    tl.debug_barrier()  # the weights pass from thread to thread through memory
-                    rows = first_row + tl.arange(0, WORKER_TOKENS)
-                    _sinkhorn_of_tokens(
-                        weights_ptr, new_comb_ptr, first_token + rows, rows < tile_tokens, hc_eps, NUM_ITERS
-                    )  # fmt: skip
+        for row in range(worker, tile_tokens, num_workers):
+            token = tile.to(tl.int64) * TILE + row
+            # other multiprocessors wrote the partials: .cg reads from the cache they share
+            places = partial_places(tile_partial_ptr, row, NUM_SPLITS, SPLIT_BLOCK)
+            is_split, is_mix = tl.arange(0, SPLIT_BLOCK) < NUM_SPLITS, tl.arange(0, _MIX_COLS) <= NUM_MIXES
+            is_part = is_split[:, None] & is_mix[None, :]
+            partial = tl.load(places, mask=is_part, other=0.0, cache_modifier=".cg")
+            values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
+            if NUM_MIXES > 4:
+                store_post(new_post_ptr, values, token)
+                sinkhorn(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
+            x0, x1, x2, x3 = _load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
+            store_hidden(
+                x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
+                D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+            )  # fmt: skip

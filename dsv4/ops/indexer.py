@@ -5,28 +5,35 @@ negative, so a score may be too. Ties go to the lower entry.
 
 Kernels: indexer_kernels.py for queries and scores, topk_kernels.py for the selection. `index_topk` is two launches for
 every WORKSPACE_BYTES of scores, whatever the positions: the scores (with the maxima the selection starts from), and the
-selection. A token whose visible entries all fit into top_k leaves both at once.
+selection; one more before them, for many tokens, orders the queries' dimensions. A token whose visible entries all fit
+into top_k leaves all of them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
-from dsv4.formats.row_store import decode_rows, encode_rows
+from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.hadamard import hadamard_ref
-from dsv4.ops.indexer_kernels import MAX_GROUP, group_scores_kernel, index_queries_kernel, token_scores_kernel
+from dsv4.ops.indexer_kernels import (
+    MAX_GROUP,
+    group_scores_kernel,
+    index_queries_kernel,
+    plane_queries_kernel,
+    token_scores_kernel,
+)
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, ordered_sum
 from dsv4.ops.norm import KERNEL_DTYPES
 from dsv4.ops.rope import rope_ref
-from dsv4.ops.row_kernels import row_kind, row_shape, row_target
+from dsv4.ops.row_kernels import row_kind, row_shape
 from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2
 from dsv4.ops.topk import (
     MAX_COLUMNS,
@@ -38,6 +45,7 @@ from dsv4.ops.topk import (
     select_short,
     topk_select_ref,
 )
+from dsv4.ops.topk_kernels import LIST
 
 WORKSPACE_BYTES = 256 << 20  # scores and lists of the tokens handled at once
 INDEX_FLAGS = {"ASCENDING": True, "DROP": False, "HAS_LENGTHS": True}
@@ -50,17 +58,18 @@ class ScoreConfig:
     Up to `few_tokens` a program has one token; beyond, a group of neighbours, that share a decoded tile of keys.
     """
 
-    tile: int = 128
-    num_warps: int = 8
-    programs: int = 264  # about so many, where there is work for them
+    tile: int = 64
+    num_warps: int = 4
+    stages: int = 4
+    programs: int = 528  # about so many, where there is work for them
     few_tokens: int = 256
-    group_tile: int = 256
-    group_warps: int = 8
+    group_tile: int = 128
+    group_warps: int = 4
     group_stages: int = 2
     group_programs: int = 1056
     max_group: int = MAX_GROUP
+    group_registers: int | None = None  # at most, of a thread
     shares: int = 32
-    packed: bool = False  # nibbles decoded by inline PTX
 
     def group(self, num_tokens: int) -> int:
         """Tokens of one program, one for each `shares` of the batch: many share more, few leave more programs. 0: one
@@ -75,8 +84,22 @@ class ScoreConfig:
         return min(-(-capacity // tile), max(-(-programs // num_groups), 1)), num_groups
 
     def options(self, is_group: bool) -> dict[str, Any]:
-        num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, 1)
-        return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, self.stages)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": False}
+        if is_group and self.group_registers is not None:
+            options["maxnreg"] = self.group_registers
+        return options
+
+
+class KeyWords(NamedTuple):
+    """Index keys [blocks, entries] for a kernel: data as words, a word of scales a key, strides in elements."""
+
+    words: Tensor  # int32
+    words_stride: int
+    words_row: int
+    scales: Tensor  # int32, four codes; fp32 for FP8 keys
+    scales_stride: int
+    scales_row: int
 
 
 SCORE_CONFIG = ScoreConfig()
@@ -184,9 +207,16 @@ def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFo
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
     """See `index_topk_ref`. bf16 queries as `index_queries` gives them, fp32 weights, quantised keys; top_k up to
-    1024. A score that is NaN counts as -inf.
+    1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
     """
     return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG)
+
+
+def row_bytes(capacity: int) -> int:
+    """Workspace of a token: scores, the lists of long rows (twice as long where rows are few) and an eighth of a
+    maximum, and the first keys.
+    """
+    return 13 * capacity + 4 * LIST
 
 
 def launch_index_topk(
@@ -201,8 +231,7 @@ def launch_index_topk(
         return picks
     if capacity == 0:
         return picks.fill_(-1)
-    # a score, a place in the lists of long rows, an eighth of a maximum; twice the list where rows are few
-    num_rows = max(workspace_bytes // (capacity * 13), 1)
+    num_rows = max(workspace_bytes // row_bytes(capacity), 1)
     for start in range(0, q.shape[0], num_rows):
         part = slice(start, start + num_rows)
         scores, lengths, rows = index_scores(
@@ -229,10 +258,11 @@ def index_scores(
     lengths = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
     is_long = capacity > topk_config.short_row
     rows = LongRows.allocate(num_tokens, capacity, topk_config, q.device) if is_long else None
-    q = q if q.stride(2) == 1 else q.contiguous()
     group = config.group(num_tokens)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    q = _in_planes(q, keys.rows.format) if group else q
     pointers = (
-        q, weights.contiguous(), row_target(keys.rows), batch.block_table, batch.positions[part].contiguous(),
+        q, weights.contiguous(), _key_words(keys.rows), batch.block_table, batch.positions[part].contiguous(),
         batch.slots[part].contiguous(), scores, lengths if rows is None else rows.maxima, lengths,
         lengths if rows is None else rows.arrivals,
     )  # fmt: skip
@@ -240,18 +270,48 @@ def index_scores(
     strides = q.stride(0), q.stride(1), num_heads, batch.block_table.stride(0), capacity
     options: dict[str, Any] = {
         "KIND": row_kind(keys.rows.format), "NUM_HEADS": num_heads, "HEADS": max(next_power_of_2(num_heads), 16),
-        "DIM": dim, "PER_BLOCK": keys.entries_per_block, "RATIO": ratio, "TOP_K": top_k, "HAS_MAXIMA": is_long,
-        "PACKED": config.packed, **config.options(group > 0),
+        "DIM": dim, "WORDS": keys.rows.format.data_bytes // 4, "PER_BLOCK": keys.entries_per_block,
+        "RATIO": ratio, "TOP_K": top_k, "HAS_MAXIMA": is_long,
+        **config.options(group > 0),
     }  # fmt: skip
     grid = config.grid(num_tokens, capacity)
     if group:
         group_scores_kernel[grid](
             *pointers, num_tokens, capacity, num_maxima, group, *strides,
-            TILE=config.group_tile, STAGES=config.group_stages, **options,
+            TILE=config.group_tile, **options,
         )  # fmt: skip
     else:
         token_scores_kernel[grid](*pointers, capacity, num_maxima, *strides, TILE=config.tile, **options)
     return scores, lengths, rows
+
+
+def _in_planes(q: Tensor, key_format: RowFormat) -> Tensor:
+    """q [T, Hi, Di] with the dims of a head in the order in which kernels decode keys."""
+    num_tokens, num_heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    plane_queries_kernel[(num_tokens,)](
+        q, out, num_heads, q.stride(0), q.stride(1),
+        KIND=row_kind(key_format), DIM=dim, HEADS=next_power_of_2(num_heads), num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def _key_words(rows: RowStore) -> KeyWords:
+    data, scales = rows.data, rows.scales
+    assert scales is not None, rows.format
+    is_aligned = all(
+        part.dim() == 3 and part.stride(2) == 1 and part.storage_offset() % 4 == 0
+        and part.stride(0) % 4 == 0 and part.stride(1) % 4 == 0
+        for part in (data, scales)
+    )  # fmt: skip
+    if not is_aligned:
+        raise KernelInputError(
+            f"expected keys [blocks, entries] of contiguous bytes, aligned to 4, found strides {data.stride()} and "
+            f"{scales.stride()}"
+        )
+    words = data.view(torch.int32)
+    factors = scales.view(torch.int32 if rows.format.kind is RowKind.INDEX_FP4 else torch.float32)
+    return KeyWords(words, words.stride(0), words.stride(1), factors, factors.stride(0), factors.stride(1))
 
 
 def _check(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, top_k: int) -> None:
@@ -263,6 +323,15 @@ def _check(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, top_k
         )
     if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.shape[2] != fmt.dim or q.dtype != torch.bfloat16:
         raise KernelInputError(f"expected bf16 q [{batch.num_tokens}, Hi, {fmt.dim}], found {q.dtype} {tuple(q.shape)}")
+    if (
+        fmt.dim != 128
+        or keys.entries_per_block % 32
+        or keys.entries_per_block != next_power_of_2(keys.entries_per_block)
+    ):
+        raise KernelInputError(
+            f"expected keys of 128 dims in blocks of 32, 64 or more, found {fmt.dim} in blocks of "
+            f"{keys.entries_per_block}"
+        )
     if weights.shape != q.shape[:2] or weights.dtype != torch.float32:
         raise KernelInputError(
             f"expected fp32 weights {tuple(q.shape[:2])}, found {weights.dtype} {tuple(weights.shape)}"

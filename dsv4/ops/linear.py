@@ -8,8 +8,8 @@
 | plain tensor | as it is | at least fp32 |
 One rounding to the output dtype at the end.
 
-Kernels (linear_kernels.py) take FP8 weights in blocks of 128 x 128 and bf16 weights, and bf16 inputs or FP8 codes;
-other combinations go to the oracle. An output row is the same bits at every number of rows.
+Kernels (linear_kernels.py, grouped_kernels.py) take FP8 weights in blocks of 128 x 128 and bf16 weights, and bf16
+inputs or FP8 codes; other combinations go to the oracle. An output row is the same bits at every number of rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
+from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, LayoutError, ShuffledTensor, shuffle, unshuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.ops.grouped_kernels import GROUPED_STEP, grouped_plain_kernel, grouped_shuffled_kernel, widen_kernel
 from dsv4.ops.invariant import accumulator, rows_matmul
-from dsv4.ops.linear_kernels import FP8_STEP, PLAIN_STEP, grouped_linear_kernel, linear_kernel, quantize_kernel
+from dsv4.ops.linear_kernels import FP8_STEP, PLAIN_STEP, linear_kernel, quantize_kernel
 from dsv4.ops.tl_utils import KernelInputError, check_launch
 
 
@@ -57,11 +59,12 @@ def linears_ref(
     )
 
 
-def grouped_linear_ref(x: Tensor, weight: Weight) -> Tensor:
+def grouped_linear_ref(x: Tensor, weight: Weight | ShuffledTensor) -> Tensor:
     """x [T, G, K], weight [G * R, K] -> [T, G, R]: group g of the input meets rows [g R, (g + 1) R) of the weight.
 
     The published model turns this weight (wo_a) into the activation dtype and quantises nothing here.
     """
+    weight = unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight
     plain = dequantize(weight, x.dtype).unflatten(0, (x.shape[1], -1))  # [G, R, K]
     return torch.stack([rows_matmul(x[:, g], plain[g]) for g in range(x.shape[1])], 1).to(x.dtype)
 
@@ -140,6 +143,9 @@ class LinearTile:
     `outputs` x `tokens`: the tile. `tokens_first`: tokens are the rows of the matrix product. `is_split`: every split
     of K is a program. `band`: token tiles that run beside each other. `has_descriptors`: loads by the tensor copy
     engine, where strides allow. `quantize_rows`: up to so many rows a bf16 input is quantised in the same launch.
+    `ahead`: bytes of weights (of each row of the tile; of the whole tile where it is one piece) that a program brings
+    into L2 before the launch before it has ended. `is_early`: a launch may begin that early at all. `max_registers`: a
+    thread's, where the compiler's own limit (128 on sm_100) makes it spill.
     """
 
     outputs: int
@@ -152,29 +158,40 @@ class LinearTile:
     band: int = 8
     has_descriptors: bool = True
     quantize_rows: int = 16
+    ahead: int = 0
+    is_early: bool = True
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.num_warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return options | {"launch_pdl": self.is_early, "maxnreg": self.max_registers}
 
 
-# key: rows up to. Not measured yet; benchmarks/sweep_linear.py chooses among these and others.
+# key: rows up to; chosen by benchmarks/sweep_linear.py on an H200 (docs/kernels.md), `ahead` not measured yet
 LINEAR_TILES = {
+    16: LinearTile(64, 16, 4, 4, 4, ahead=1024),
+    32: LinearTile(64, 32, 4, 4, 4, ahead=1024),
+    64: LinearTile(64, 64, 4, 4, 4, ahead=1024),
+    512: LinearTile(128, 64, 4, 4, 2, tokens_first=True, ahead=512),
+}
+MANY_ROWS = LinearTile(128, 64, 4, 3, 2, tokens_first=True, is_split=False)
+# a shuffled FP8 weight; for more rows it is made bf16 first
+SHUFFLED_TILES = {
+    16: LinearTile(TILE_ROWS, 16, 4, 4, 4, ahead=1 << 16),
+    32: LinearTile(TILE_ROWS, 32, 4, 4, 4, ahead=1 << 16),
+    64: LinearTile(TILE_ROWS, 64, 4, 3, 3, ahead=1 << 16),
+    512: LinearTile(TILE_ROWS, 128, 4, 2, 2, ahead=1 << 15, max_registers=168),
+}
+# a bf16 weight
+GROUPED_TILES = {
     16: LinearTile(64, 16, 4, 6, 6),
-    32: LinearTile(64, 32, 4, 6, 6),
-    64: LinearTile(64, 64, 4, 5, 5),
+    64: LinearTile(64, 64, 4, 4, 4),
     512: LinearTile(128, 64, 4, 4, 4, tokens_first=True),
 }
-MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=False)
-GROUPED_TILES = {
-    16: LinearTile(64, 16, 4, 5, 5),
-    32: LinearTile(64, 32, 4, 5, 5),
-    64: LinearTile(64, 64, 4, 4, 4),
-    512: LinearTile(64, 128, 4, 3, 3),
-}
-GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 3, 3, is_split=False)
+GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=False, max_registers=168)
 # a weight of so many rows has tiles for every multiprocessor; below it K is cut into ranges of about so many columns
-UNSPLIT_ROWS = 8192
+UNSPLIT_ROWS = {"fp8": 8192, "plain": 8192, "grouped": 16384}
 SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}
 MAX_COUNTERS = 1 << 14
 QUANTIZE_GROUPS = 32
@@ -182,7 +199,7 @@ QUANTIZE_GROUPS = 32
 
 def num_splits(num_rows: int, width: int, kind: str) -> int:
     """Into how many ranges K is cut: by the weight's shape alone, because it decides the order of the sum."""
-    return 1 if num_rows >= UNSPLIT_ROWS else max(1, -(-width // SPLIT_COLS[kind]))
+    return 1 if num_rows >= UNSPLIT_ROWS[kind] else max(1, -(-width // SPLIT_COLS[kind]))
 
 
 def pick_tile(table: dict[int, LinearTile], many: LinearTile, num_rows: int) -> LinearTile:
@@ -222,11 +239,32 @@ def linears(
     )
 
 
-def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
-    """See `grouped_linear_ref`. Kernel for bf16 inputs with FP8 or bf16 weights."""
-    if x.dtype != torch.bfloat16 or not is_kernel_weight(weight):
+def grouped_linear(x: Tensor, weight: Weight | ShuffledTensor) -> Tensor:
+    """See `grouped_linear_ref`. Kernels for bf16 inputs with FP8 or bf16 weights.
+
+    Made for a shuffled weight (`prepare_grouped`). An FP8 weight as it was loaded becomes bf16 by torch at each call.
+    """
+    if x.dtype != torch.bfloat16:
         return grouped_linear_ref(x, weight)
-    return launch_grouped(x, weight)
+    if isinstance(weight, ShuffledTensor):
+        if x.shape[0] <= max(SHUFFLED_TILES):
+            return launch_shuffled(x, weight)
+        return launch_grouped(x, widened(weight))
+    return launch_grouped(x, dequantize(weight, x.dtype)) if is_kernel_weight(weight) else grouped_linear_ref(x, weight)
+
+
+def prepare_grouped(weight: Weight, num_groups: int) -> Weight | ShuffledTensor:
+    """wo_a as the kernels like it best, once at load; as it is where that is not possible: another format, scales that
+    are no powers of two, groups that end inside a tile.
+    """
+    if not isinstance(weight, QuantTensor) or not is_kernel_weight(weight):
+        return weight
+    if weight.shape[0] % (num_groups * TILE_ROWS) or weight.shape[1] % TILE_COLS:
+        return weight
+    try:
+        return shuffle(weight)
+    except LayoutError:
+        return weight
 
 
 def is_kernel_weight(weight: Weight) -> bool:
@@ -254,7 +292,8 @@ def launch_linears(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`linear_kernel` for a bundle. The tile follows from the number of rows unless a benchmark chooses it.
 
-    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
+    Launches on one device share counters, so what they do after `pdl_wait` must not overlap in time: one stream, or
+    ordered ones.
     """
     fp8, plain = bundle.fp8, bundle.plain
     first = fp8 if fp8 is not None else plain
@@ -287,6 +326,8 @@ def launch_linears(
     partial, counters = _workspace(
         rows.device, tile, num_token_tiles * items, num_token_tiles * (tiles8 + tiles16), max(splits8, splits16)
     )
+    ahead8 = 0 if fp8 is None else _columns_ahead(fp8.data, tile, splits8, FP8_STEP)
+    ahead16 = 0 if plain is None else _columns_ahead(plain, tile, splits16, PLAIN_STEP)
     step = PLAIN_STEP
     w8 = None if fp8 is None else _source(_dense(fp8.data), tile, (tile.outputs, FP8_STEP))
     w16 = None if plain is None else _source(_dense(plain), tile, (tile.outputs, step))
@@ -298,48 +339,86 @@ def launch_linears(
         w8 = None if fp8 is None else (_dense(fp8.data), False)
         w16 = None if plain is None else (_dense(plain), False)
     linear_kernel[(num_token_tiles * items,)](
-        rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.scale), rows if w16 is None else w16[0],
-        x8_source[0], scale, x16_source[0], outputs.narrow, outputs.wide, partial, counters, num_tokens,
+        rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.data),
+        rows if fp8 is None else _dense(fp8.scale),
+        rows if w16 is None else w16[0], rows if plain is None else _dense(plain), x8_source[0], scale, x16_source[0],
+        outputs.narrow, outputs.wide, partial, counters, num_tokens,
         0 if fp8 is None else fp8.shape[0], 0 if plain is None else plain.shape[0],
         x8.stride(0), scale.stride(0), rows.stride(0),
         K=width, SEGMENTS8=segments8, SEGMENTS16=segments16, TILES8=tiles8, TILES16=tiles16,
         SPLITS8=splits8, SPLITS16=splits16, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
         TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTIZE=quantize,
         W_DESC=has_w_desc, X8_DESC=x8_source[1], X16_DESC=x16_source[1],
-        STAGES8=tile.stages, STAGES16=tile.plain_stages, **tile.options,
+        STAGES8=tile.stages, STAGES16=tile.plain_stages, AHEAD8=ahead8, AHEAD16=ahead16, **tile.options,
     )  # fmt: skip
     return outputs.tensors()
 
 
-def launch_grouped(x: Tensor, weight: Weight, tile: LinearTile | None = None) -> Tensor:
-    """`grouped_linear_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
-    is_fp8 = isinstance(weight, QuantTensor)
-    data, scale = (weight.data, weight.scale) if isinstance(weight, QuantTensor) else (weight, weight)
-    check_launch(x, data, scale)
+def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None = None) -> Tensor:
+    """`grouped_shuffled_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
+    check_launch(x, weight.data)
+    out, rows, rank = _grouped_operands(x, weight.shape)
     num_tokens, num_groups, width = x.shape
-    if data.shape[1] != width or data.shape[0] % num_groups:
-        raise KernelInputError(f"expected a weight [{num_groups} * R, {width}], found {tuple(data.shape)}")
-    rank = data.shape[0] // num_groups
-    out = torch.empty(num_tokens, num_groups, rank, dtype=x.dtype, device=x.device)
+    if rank % TILE_ROWS or width % TILE_COLS:
+        raise KernelInputError(f"expected groups of whole tiles ({TILE_ROWS} x {TILE_COLS}), found {rank} x {width}")
+    if out.numel() == 0:
+        return out
+    tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], num_tokens)
+    splits = num_splits(weight.shape[0], width, "grouped")
+    tiles, num_token_tiles = weight.shape[0] // TILE_ROWS, -(-num_tokens // tile.tokens)
+    partial, counters = _workspace(x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, splits)
+    x_source = _source(rows, tile, (tile.tokens, TILE_COLS))
+    grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
+        weight.data, weight.scale, weight.out_scale, x_source[0], out, partial, counters, num_tokens, rows.stride(0),
+        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BT=tile.tokens, BAND=tile.band, X_DESC=x_source[1],
+        STAGES=tile.stages, AHEAD=tile.ahead // (TILE_ROWS * TILE_COLS), **tile.options,
+    )  # fmt: skip
+    return out
+
+
+def widened(weight: ShuffledTensor) -> Tensor:
+    """A shuffled FP8 weight as bf16 [N, K], one launch. N and K are multiples of its tile."""
+    num_rows, width = weight.shape
+    out = torch.empty(num_rows, width, dtype=torch.bfloat16, device=weight.device)
+    widen_kernel[(num_rows // TILE_ROWS * (width // TILE_COLS),)](
+        weight.data, weight.scale, weight.out_scale, out, K=width, num_warps=4, enable_fp_fusion=False, launch_pdl=True
+    )
+    return out
+
+
+def launch_grouped(x: Tensor, weight: Tensor, tile: LinearTile | None = None) -> Tensor:
+    """`grouped_plain_kernel` for a bf16 weight; the tile as in `launch_shuffled`."""
+    check_launch(x, weight)
+    out, rows, rank = _grouped_operands(x, weight.shape)
+    num_tokens, num_groups, width = x.shape
     if out.numel() == 0 or width == 0:
         return out.zero_()
     tile = tile or pick_tile(GROUPED_TILES, GROUPED_MANY_ROWS, num_tokens)
-    rows = _dense_columns(x if x.stride(1) == width and x.stride(2) == 1 else x.contiguous()).flatten(1)  # [T, G K]
-    splits = num_splits(data.shape[0], width, "grouped")
+    splits = num_splits(weight.shape[0], width, "grouped")
     num_token_tiles = -(-num_tokens // tile.tokens)
     tiles = num_groups * -(-rank // tile.outputs)
     items = tiles * splits if tile.is_split else tiles
     partial, counters = _workspace(x.device, tile, num_token_tiles * items, num_token_tiles * tiles, splits)
-    has_even_blocks = width % FP8_STEP == 0  # else a tile would end in the next group's columns
-    w_source = _source(_dense(data), tile, (tile.outputs, FP8_STEP), has_even_blocks)
-    x_source = _source(rows, tile, (tile.tokens, FP8_STEP), has_even_blocks)
-    grouped_linear_kernel[(num_token_tiles * items,)](
-        w_source[0], _dense(scale), x_source[0], out, partial, counters, num_tokens, rows.stride(0),
+    is_even = width % GROUPED_STEP == 0  # else a tile would end in the next group's columns
+    w_source = _source(_dense(weight), tile, (tile.outputs, GROUPED_STEP), is_even)
+    x_source = _source(rows, tile, (tile.tokens, GROUPED_STEP), is_even)
+    grouped_plain_kernel[(num_token_tiles * items,)](
+        w_source[0], x_source[0], out, partial, counters, num_tokens, rows.stride(0),
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
-        IS_SPLIT=tile.is_split, IS_FP8=is_fp8, W_DESC=w_source[1], X_DESC=x_source[1], STAGES=tile.stages,
-        **tile.options,
+        TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, W_DESC=w_source[1], X_DESC=x_source[1],
+        STAGES=tile.stages, **tile.options,
     )  # fmt: skip
     return out
+
+
+def _grouped_operands(x: Tensor, weight_shape: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """out [T, G, R] to fill, the input as [T, G K] with contiguous columns, and R."""
+    num_tokens, num_groups, width = x.shape
+    if weight_shape[1] != width or weight_shape[0] % num_groups:
+        raise KernelInputError(f"expected a weight [{num_groups} * R, {width}], found {tuple(weight_shape)}")
+    rank = weight_shape[0] // num_groups
+    rows = x if x.stride(2) == 1 and x.stride(1) == width else x.contiguous()
+    return torch.empty(num_tokens, num_groups, rank, dtype=x.dtype, device=x.device), rows.flatten(1), rank
 
 
 def _common_splits(bundle: LinearBundle, is_fp8: bool, width: int, kind: str) -> int:
@@ -359,6 +438,7 @@ def _quantize(x: Tensor) -> QuantActivation:
     quantize_kernel[(-(-num_groups // QUANTIZE_GROUPS),)](
         x, codes, scale, num_groups, x.stride(0),
         ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTIZE_GROUPS, num_warps=4, enable_fp_fusion=False,
+        launch_pdl=True,
     )  # fmt: skip
     return QuantActivation(codes, scale)
 
@@ -421,6 +501,18 @@ def _source(matrix: Tensor, tile: LinearTile, block: tuple[int, int], is_allowed
         return matrix, False
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block)), True
+
+
+def _columns_ahead(weight: Tensor, tile: LinearTile, splits: int, step: int) -> int:
+    """How many columns of its rows a program fetches ahead: at most its shortest K range. None (0) where rows are not
+    multiples of 32 bytes, which a fetch of two pieces needs.
+    """
+    width, size = weight.shape[1], weight.element_size()
+    if not tile.ahead or width % step or weight.data_ptr() % 16:
+        return 0
+    per_split = -(-(width // step) // splits)
+    shortest = min(per_split, width // step - per_split * (splits - 1)) * step
+    return min(tile.ahead // size, shortest)
 
 
 def _workspace(

@@ -1,12 +1,13 @@
 """Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection.
 
-Kernels (ops/moe_kernels.py): the pairs are sorted by expert and x rounded for the FP8 products; gate, up and
-activation; down and combination. Three launches; beyond 128 pairs a fourth (the sort's count), from 512
-tokens on a fifth.
+Kernels (ops/moe_kernels.py): gate, up and activation; down and combination. Up to 128 (token, choice) pairs that is
+all: two launches. Beyond, a launch before them sorts the pairs by expert and rounds x for the FP8 products; beyond
+COUNT_FIRST pairs a first one counts for the sort.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,15 +16,16 @@ from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor, shuffle, unshuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
+from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.expert_sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe_kernels import (
+    DIRECT_PAIRS,
     _down_kernel,
     _fp4_linear_kernel,
     _gate_up_kernel,
     _moe_prepare_kernel,
-    _quantize_rows_kernel,
 )
 from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
 
@@ -70,23 +72,29 @@ def moe_ref(
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages."""
+    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages, and how many column
+    tiles a program fetches ahead into L2. `launch_pdl` as in `LaunchConfig`. Bits depend on none of it.
+    """
 
     block: int = 64
-    unroll: int = 1
+    unroll: int = 2
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 3
+    prefetch: int = 0
+    launch_pdl: bool = True
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        options |= {"launch_pdl": True} if self.launch_pdl else {}
+        return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """How the work is divided: token rows of a tile of a routed expert and of the shared one, and the two products.
-
-    Only `rows` and `shared_rows` may differ between batches of one layer.
+    """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8), and the
+    two products. Bits depend on none of it.
     """
 
     rows: int
@@ -95,22 +103,26 @@ class MoeConfig:
     down: GemmConfig = GemmConfig()
 
 
-# by pairs for each expert, on average
-# shared memory of all of these lets two programs live on a multiprocessor
-_SMALL, _LARGE = GemmConfig(unroll=2, num_stages=3), GemmConfig(unroll=2, num_stages=2)
-MOE_CONFIGS = {
-    12: MoeConfig(16, 16, _SMALL, _SMALL),
-    24: MoeConfig(32, 32, _LARGE, _LARGE),
-    1 << 30: MoeConfig(64, 64, _LARGE, _LARGE),
-}
+# token rows of a tile, by pairs for each expert on average; of the shared expert's, by tokens
+_ROWS = {4: 8, 12: 16, 1 << 30: 64}
+_SHARED_ROWS = {8: 8, 511: 16, 1 << 30: 64}
+_FEW = GemmConfig(block=32, num_warps=2, prefetch=16), GemmConfig(block=32, num_warps=2, prefetch=16)
+_MIDDLE = GemmConfig(prefetch=8), GemmConfig(prefetch=8)
+# with 168 registers three programs live on a multiprocessor; gate-up needs more
+_MANY = GemmConfig(unroll=1), GemmConfig(unroll=1, max_registers=168)
+_PRODUCTS = {4: _FEW, 511: _MIDDLE, 1 << 30: _MANY}  # by tokens
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
-QUANTISE_FIRST = 512  # from this many tokens on, hidden is rounded by a launch of its own
+COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
 
 
+def _at_most(table: Mapping[int, Any], size: int) -> Any:
+    return next(entry for bound, entry in sorted(table.items()) if size <= bound)
+
+
 def pick_moe_config(num_tokens: int, top_k: int, num_experts: int) -> MoeConfig:
-    average = -(-num_tokens * top_k // num_experts)
-    return next(config for bound, config in sorted(MOE_CONFIGS.items()) if average <= bound)
+    rows = _at_most(_ROWS, -(-num_tokens * top_k // num_experts))
+    return MoeConfig(rows, _at_most(_SHARED_ROWS, num_tokens), *_at_most(_PRODUCTS, num_tokens))
 
 
 def moe(
@@ -146,67 +158,67 @@ def launch_moe(
     if num_tokens * (top_k + 1) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
-    order, quantised, arrivals = _prepare(x, experts, num_experts, dim // config.down.block, config.rows)
+    gate_up, down = config.gate_up, config.down
+    num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
+    is_direct = num_pairs <= DIRECT_PAIRS.value and num_arrivals <= NUM_COUNTERS
+    if is_direct:
+        # what the programs do not read stands for what is not there
+        order, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
+        arrivals = arrival_counters("moe", x.device)
+    else:
+        order, quantised, arrivals = _prepare(x, experts, num_experts, dim // down.block, config)
+        num_tiles = len(order.tile_experts)
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
     num_shared_tiles = -(-num_tokens // config.shared_rows)
-    num_tiles = num_shared_tiles + len(order.tile_experts)
+    num_tiles += num_shared_tiles
     common = {
-        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
+        "DIRECT": is_direct,
     }  # fmt: skip
-    _gate_up_kernel[(num_tiles * (width // config.gate_up.block),)](
-        x, quantised, hidden, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+    _gate_up_kernel[(num_tiles * (width // gate_up.block),)](
+        x, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
         *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
         limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
-        BLOCK=config.gate_up.block, UNROLL=config.gate_up.unroll, **config.gate_up.options,
+        BLOCK=gate_up.block, UNROLL=gate_up.unroll, PREFETCH=gate_up.prefetch, **gate_up.options,
     )  # fmt: skip
-    is_large = num_tokens >= QUANTISE_FIRST
-    if is_large:  # else every program of the next launch rounds what it reads
-        first = 0 if w1.format is QuantFormat.MXFP4 else num_tokens * top_k
-        _quantize_rows_kernel[(num_rows - first,)](
-            hidden[first:], I=width, GROUPS=QUANTISE_GROUPS, num_warps=4, num_stages=1, enable_fp_fusion=False
-        )
-    _down_kernel[(num_tiles * (dim // config.down.block),)](
+    _down_kernel[(num_tiles * (dim // down.block),)](
         hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
-        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, E=num_experts, **common, **_strides(w2),
-        BLOCK=config.down.block, UNROLL=config.down.unroll, QUANTISE=not is_large,
-        **config.down.options,
+        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, **common, **_strides(w2),
+        BLOCK=down.block, UNROLL=down.unroll, PREFETCH=down.prefetch, QUANTISE=gate_up.block != 128, **down.options,
     )  # fmt: skip
     return out
 
 
 def _prepare(
-    x: Tensor, experts: Tensor, num_experts: int, num_arrivals: int, tile_rows: int
+    x: Tensor, experts: Tensor, num_experts: int, num_arrivals: int, config: MoeConfig
 ) -> tuple[ExpertOrder, Tensor, Tensor]:
-    """The sort, x rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the output.
-
-    One launch up to SORT_CONFIG.single_chunk pairs, two beyond.
-    """
+    """The sort, x rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the output."""
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
     num_pairs = experts.numel()
-    bound = max_tiles(num_pairs, num_experts, tile_rows)
+    bound = max_tiles(num_pairs, num_experts, config.rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
     order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
     quantised = torch.empty_like(x)
-    arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int32, device=device)
-    has_one_chunk = num_pairs <= sort.single_chunk
-    chunk = max(next_power_of_2(num_pairs), 16) if has_one_chunk else sort.chunk
-    num_chunks = -(-num_pairs // chunk)
-    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": chunk}
-    chunk_counts = order.counts
-    if not has_one_chunk:
+    arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int64, device=device)
+    num_chunks = -(-num_pairs // sort.chunk)
+    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
+    chunk_counts, is_counted = order.counts, num_pairs > COUNT_FIRST
+    if is_counted:
         chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
         _count_experts_kernel[(num_chunks,)](
             experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
         )
     num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
+    pdl = {"launch_pdl": True} if config.gate_up.launch_pdl else {}
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
         experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
         num_pairs, num_chunks, bound, x, quantised, arrivals, num_sort_programs, **flags,
-        TILE_ROWS=tile_rows, TILES=TILE_BLOCK, HAS_ONE_CHUNK=has_one_chunk, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
-        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), **sort.options,
+        TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
+        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
+        **sort.options, **pdl,
     )  # fmt: skip
     return order, quantised, arrivals
 
@@ -222,9 +234,9 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    num_rows = x.shape[0]
-    rows = next(size for size in (16, 32, 64) if num_rows <= size or size == 64)
-    return launch_fp4_linear(x, weight, out_dtype, rows, _LARGE if rows == 64 else _SMALL)
+    rows = _at_most(_SHARED_ROWS, x.shape[0])
+    config = _FEW[1] if rows == 8 else _MIDDLE[1] if rows == 16 else _MANY[1]
+    return launch_fp4_linear(x, weight, out_dtype, rows, config)
 
 
 def launch_fp4_linear(
@@ -246,7 +258,7 @@ def launch_fp4_linear(
         return out
     _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
         x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
-        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
+        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, PREFETCH=config.prefetch, **config.options,
     )  # fmt: skip
     return out
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
 from dsv4.ops.invariant import accumulator
-from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, jit, pick_config, quantize_e4m3, tl
+from dsv4.ops.tl_utils import (
+    KernelInputError,
+    LaunchConfig,
+    check_launch,
+    jit,
+    pdl_trigger,
+    pick_config,
+    quantize_e4m3,
+    tl,
+)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -66,6 +75,7 @@ def _rms_norm_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_OUT: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < K)[None, :]

@@ -20,6 +20,7 @@ from dsv4.ops.tl_utils import (
     cos_sin,
     jit,
     next_power_of_2,
+    pdl_trigger,
     pick_config,
     tl,
 )
@@ -89,6 +90,7 @@ def _rope_kernel(
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head_mask = (heads < num_heads)[:, None]

@@ -23,7 +23,7 @@ from dsv4.formats.tensors import QuantTensor, Weight, dequantize
 from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.invariant import accumulator, ordered_sum, rows_matmul, sqrt_softplus
 from dsv4.ops.tl_math import ordered_bits, softplus
-from dsv4.ops.tl_utils import INTERPRET, KernelInputError, check_launch, jit, next_power_of_2, tl
+from dsv4.ops.tl_utils import INTERPRET, KernelInputError, check_launch, jit, next_power_of_2, pdl_trigger, tl
 from dsv4.ops.topk import topk_select_ref
 
 
@@ -194,6 +194,7 @@ def _gate_kernel(
     D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
         EXPERT_TILE, ROW_TILE, IS_SPLIT,
@@ -206,6 +207,7 @@ def _choose_kernel(
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger()
     _choose_row(
         logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
         stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK, NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
@@ -222,6 +224,7 @@ def _route_kernel(
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
+    pdl_trigger()
     NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,

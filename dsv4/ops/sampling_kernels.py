@@ -436,15 +436,15 @@ def _draw_kernel(
 def _exp_sum_kernel(
     logits_ptr, chunk_max_ptr, chunk_sum_ptr, stride_lr, stride_lv, vocab_size, num_chunks, TILE: tl.constexpr
 ):
-    """Largest logit of a chunk of TILE, and the sum of exp(logit - largest)."""
+    """Largest logit of a chunk of TILE, and the sum of exp(logit - largest), both fp32."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = chunk * TILE + tl.arange(0, TILE)
     is_token = columns < vocab_size
-    x = tl.load(logits_ptr + row * stride_lr + columns * stride_lv, mask=is_token, other=float("-inf")).to(tl.float64)
+    x = tl.load(logits_ptr + row * stride_lr + columns * stride_lv, mask=is_token, other=float("-inf")).to(tl.float32)
     largest = tl.max(x, 0)
     # a chunk of -inf adds nothing to the others
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    terms = tl.where(is_token, exp_negative(x - base), 0.0)
+    terms = tl.where(is_token, exp_fp32(x - base), 0.0)
     tl.store(chunk_max_ptr + row * num_chunks + chunk, largest)
     tl.store(chunk_sum_ptr + row * num_chunks + chunk, tl.sum(terms, 0))
 
@@ -457,9 +457,10 @@ def _logprob_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, C_BLOCK)
     places, is_chunk = row * num_chunks + chunks, chunks < num_chunks
-    chunk_max = tl.load(chunk_max_ptr + places, mask=is_chunk, other=float("-inf"))
+    # a few chunks a row: fp64 from here on costs nothing
+    chunk_max = tl.load(chunk_max_ptr + places, mask=is_chunk, other=float("-inf")).to(tl.float64)
     largest = tl.max(chunk_max, 0)
-    sums = tl.load(chunk_sum_ptr + places, mask=is_chunk, other=0.0)
+    sums = tl.load(chunk_sum_ptr + places, mask=is_chunk, other=0.0).to(tl.float64)
     total = tl.sum(tl.where(sums == 0.0, 0.0, sums * exp_negative(chunk_max - largest)), 0)
     # log_softmax: logits - largest - log(sum(exp(logits - largest)))
     log_total = tl.where(total > 0.0, log_positive(total), float("nan"))

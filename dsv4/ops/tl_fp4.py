@@ -9,7 +9,7 @@ plane, the operand with K = 128. The plain form computes the same bits.
 from __future__ import annotations
 
 from dsv4.formats.layouts import TILE_ROWS
-from dsv4.ops.tl_utils import INTERPRET, jit, tl
+from dsv4.ops.tl_utils import INTERPRET, jit, prefetch_l2_bytes, tl
 
 NVFP4 = tl.constexpr(0)
 MXFP4 = tl.constexpr(1)
@@ -176,3 +176,25 @@ def load_weight_tile(data_ptr, scale_ptr, rows, k_tile, num_k_tiles, FORMAT: tl.
             return nvfp4_tile(words, low, high)
         else:
             return mxfp4_tile(words, tl.load(scale_ptr + tile * ROWS + row))
+
+
+@jit
+def prefetch_weight_tiles(
+    data_ptr, scale_ptr, first_row, num_k_tiles: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The first TILES column tiles of rows first_row .. first_row + BLOCK - 1 into L2: contiguous for each 64 rows.
+
+    Programs that share 64 rows leave it to the first of them.
+    """
+    COUNT: tl.constexpr = min(TILES, num_k_tiles)
+    if COUNT > 0:
+        for part in tl.static_range((BLOCK + ROWS - 1) // ROWS):
+            if first_row % ROWS == 0:
+                tile = (first_row // ROWS + part) * num_k_tiles
+                if FORMAT == FP8:
+                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 32), COUNT * ROWS * 128)
+                else:
+                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 16), COUNT * ROWS * 64)
+                    PAIRS: tl.constexpr = 2 if FORMAT == NVFP4 else 1
+                    prefetch_l2_bytes(scale_ptr + tile * (ROWS * PAIRS), COUNT * ROWS * 4 * PAIRS)

@@ -96,15 +96,20 @@ def _interpreter_is_repaired() -> bool:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One row of an op's launch table: rows of the tile, and what Triton is told."""
+    """One row of an op's launch table: rows of the tile, and what Triton is told.
+
+    `launch_pdl`: the launch may begin while the one before it still runs; its kernel calls `pdl_wait`.
+    """
 
     rows: int
     num_warps: int
     num_stages: int = 1
+    launch_pdl: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        return options | ({"launch_pdl": True} if self.launch_pdl else {})
 
 
 def pick_config(table: Mapping[int, LaunchConfig], size: int, what: str) -> tuple[int, LaunchConfig]:
@@ -120,6 +125,57 @@ def pick_config(table: Mapping[int, LaunchConfig], size: int, what: str) -> tupl
 
 def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
+
+
+# ---- launches that overlap, and data fetched ahead ----
+#
+# A launch with `launch_pdl` begins as soon as every program of the launch before it has called `pdl_trigger` or ended.
+# `pdl_wait` returns when that launch has ended and all it wrote can be read. Before it a kernel writes nothing, and
+# reads only what no launch still running writes: weights, and results of launches further back, provided that the
+# launch in between calls `pdl_trigger` after its own `pdl_wait`. Kernels here keep that order, always. Without
+# `launch_pdl` all of this does nothing; in the interpreter it is nothing.
+
+if not IS_INTERPRETED and HAS_TRITON:
+    _gdc = importlib.import_module("triton.language.extra.cuda")
+    _gdc_wait, _gdc_launch_dependents = _gdc.gdc_wait, _gdc.gdc_launch_dependents
+else:
+    _gdc_wait = _gdc_launch_dependents = None
+_PREFETCH_PTX = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+# one thread of a program asks for everything
+_PREFETCH_BYTES_PTX = tl.constexpr(
+    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+    " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
+@jit
+def pdl_wait():
+    """Until the launch before this one has ended."""
+    if not INTERPRET:
+        _gdc_wait()
+
+
+@jit
+def pdl_trigger():
+    """The next launch may begin, as far as this program is concerned. After `pdl_wait`."""
+    if not INTERPRET:
+        _gdc_launch_dependents()
+
+
+@jit
+def prefetch_l2(ptr):
+    """The lines at `ptr` (a tensor of pointers, one a line of 128 bytes) into L2. Every one must be a valid address."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(_PREFETCH_PTX, "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def prefetch_l2_bytes(ptr, num_bytes):
+    """`num_bytes` bytes from the scalar pointer `ptr` on into L2; both multiples of 16."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            _PREFETCH_BYTES_PTX, "=r,l,r", [ptr, num_bytes], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 # ---- E8M0 scales, from the bits of fp32 ----

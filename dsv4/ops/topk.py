@@ -17,6 +17,7 @@ from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
 from dsv4.ops.topk_kernels import (
     FOLDED,
     GROUP,
+    LIST,
     topk_long_kernel,
     topk_maxima_kernel,
     topk_rank_kernel,
@@ -39,6 +40,9 @@ class TopkConfig:
     folds: int = 4  # of FOLDED maxima, read at once
     direct: int = 8192  # rows of a long table that are this short go to one program
     short_keys: int = 32  # a thread's share of a short row
+    short_tile: int = 2048  # of its columns, written at once
+    few_rows: int = 132  # up to here one program a multiprocessor, with twice the registers
+    few_tile: int = 4096
 
     def num_chunks(self, num_rows: int, num_columns: int) -> int:
         """Programs of one long row, a power of two: enough to fill a GPU, of at least a tile each."""
@@ -82,6 +86,7 @@ class LongRows:
     maxima: Tensor  # int16 [T, ceil(N / GROUP)]
     arrivals: Tensor  # int32 [T], 0
     counts: Tensor  # int32 [T, chunks]
+    keys: Tensor  # int32 [T, LIST]
     lists: Tensor  # int32 [T, list_len]
 
     @classmethod
@@ -94,7 +99,7 @@ class LongRows:
             return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
         maxima = scratch(-(-num_columns // GROUP), dtype=torch.int16)
-        return cls(maxima, scratch(), scratch(num_chunks), scratch(list_len))
+        return cls(maxima, scratch(), scratch(num_chunks), scratch(LIST), scratch(list_len))
 
 
 def topk_select(scores: Tensor, k: int, *, lengths: Tensor | None = None, ascending: bool = False) -> Tensor:
@@ -140,9 +145,13 @@ def select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkCon
     """picks [T, k] of scores [T, N], N up to `short_row`."""
     (num_rows, num_columns), k = scores.shape, picks.shape[1]
     block = max(next_power_of_2(num_columns), 128)
+    tile = config.few_tile if num_rows <= config.few_rows else config.short_tile
+    options = config.options(config.short_warps(block))
+    if num_rows <= config.few_rows:
+        options["maxnreg"] = 128  # else the compiler spills to fit two programs of 16 warps
     topk_short_kernel[(num_rows,)](
         scores, lengths, picks, num_columns, *scores.stride(), K=k, K_BLOCK=max(next_power_of_2(k), 32), BLOCK=block,
-        TILE=min(block, config.tile), **flags, **config.options(config.short_warps(block)),
+        TILE=min(block, tile), **flags, **options,
     )  # fmt: skip
 
 
@@ -153,7 +162,7 @@ def select_long(
     (num_rows, num_columns), k = scores.shape, picks.shape[1]
     num_chunks = rows.counts.shape[1]
     topk_long_kernel[(num_chunks, num_rows)](
-        scores, lengths, rows.maxima, rows.arrivals, rows.counts, rows.lists, picks,
+        scores, lengths, rows.maxima, rows.arrivals, rows.counts, rows.keys, rows.lists, picks,
         num_columns, rows.maxima.shape[1], rows.lists.shape[1], *scores.stride(),
         K=k, K_BLOCK=max(next_power_of_2(k), 32), CHUNKS=num_chunks, TILE=config.tile, DIRECT=config.direct,
         FOLDS=min(config.folds, next_power_of_2(-(-rows.maxima.shape[1] // FOLDED))), **flags, **config.options(),

@@ -4,12 +4,12 @@ A threshold is found bit by bit: one comparison and one addition a value and bit
 histogram without shared-memory atomics. Keys are `ordered_bits`; EMPTY, below all of them, is a value that takes no
 part. The k-th largest key and how many of its equals to take are properties of the row: no division of the work shows.
 
-* `topk_short_kernel`: a row in the registers of one program.
+* `topk_short_kernel`: a row in the registers of one program; where it is long, a bound comes first, as below.
 * `topk_long_kernel`: a row in chunks. Every GROUP neighbours have a maximum, kept as the upper 16 bits of its key,
   rounded down. The k-th largest of (folded) maxima is a lower bound of the k-th largest score that commonly lets pass
   little more than k. Each program finds that bound itself and lists what passes in its chunk; the last one of a row to
-  arrive puts the lists side by side and selects among them exactly. Rows of up to DIRECT scores, which may be a small
-  part of what there is room for, have too few maxima: one program takes them whole.
+  arrive selects among the lists exactly: as they lie, if each fits its share of LIST places. Rows of up to DIRECT
+  scores, which may be a small part of what there is room for, have too few maxima: one program takes them whole.
 """
 
 from __future__ import annotations
@@ -83,6 +83,33 @@ def bisect(keys, wanted, slack, FIRST: tl.constexpr, HIGHEST: tl.constexpr):
 
 
 @jit
+def bisect_from(keys, wanted, low):
+    """The largest t with `wanted` or more keys at or above it, given that so many reach `low`; or one with just
+    `wanted`.
+    """
+    high = tl.max(keys, 0)
+    below = low ^ high  # the bits below the common ones
+    threshold = low
+    if below < 0:
+        threshold = bisect(keys, wanted, 0, _EMPTY, 1 << 30)
+    else:
+        below |= below >> 1
+        below |= below >> 2
+        below |= below >> 4
+        below |= below >> 8
+        below |= below >> 16
+        threshold = low & ~below
+        step = below - (below >> 1)
+        is_done = step < 0
+        while (step > 0) & (is_done == 0):
+            num = tl.sum((keys >= threshold + step).to(tl.int32), 0)
+            threshold = tl.where(num >= wanted, threshold + step, threshold)
+            is_done = num == wanted
+            step = step >> 1
+    return threshold
+
+
+@jit
 def _store_chosen(picks_ptr, keys, columns, threshold, num_sure, num_ties, budget):
     """Columns of the keys above the threshold, and of its first `budget` equals, behind `num_sure` and `num_ties`
     already met.
@@ -92,12 +119,14 @@ def _store_chosen(picks_ptr, keys, columns, threshold, num_sure, num_ties, budge
     # both running counts in one scan: a tile has fewer than 2^15 keys
     is_sure = (keys > threshold).to(tl.int32)
     is_tie = ((keys == threshold) & (keys != _EMPTY)).to(tl.int32)
-    running = tl.cumsum(is_sure | (is_tie << 16), 0)
+    both = is_sure | (is_tie << 16)
+    running = tl.cumsum(both, 0)
     sure = num_sure + (running & 0xFFFF)
     ties = num_ties + (running >> 16)
     is_chosen = (is_sure == 1) | ((is_tie == 1) & (ties <= budget))
     tl.store(picks_ptr + sure + tl.minimum(ties, budget) - 1, columns.to(tl.int64), mask=is_chosen)
-    return num_sure + tl.sum(is_sure, 0), num_ties + tl.sum(is_tie, 0)
+    total = tl.sum(both, 0)
+    return num_sure + (total & 0xFFFF), num_ties + (total >> 16)
 
 
 @jit
@@ -124,7 +153,12 @@ def _select_row(
     """The K largest of a row of up to BLOCK columns, ascending, then -1 where there are fewer."""
     keys = load_keys(row_ptr, tl.arange(0, BLOCK), stride_n, length, size, DROP)
     wanted = tl.minimum(K, tl.sum((keys != _EMPTY).to(tl.int32), 0))
-    threshold = bisect(keys, wanted, 0, _EMPTY, 1 << 30)
+    if BLOCK // _GROUP >= 2 * K:
+        # fewer bits and an eighth of the values first
+        half = bisect(group_maxima(keys).to(tl.int32), K, K // 16, _EMPTY_HALF, 1 << 14)
+        threshold = bisect_from(keys, wanted, half << 16)
+    else:
+        threshold = bisect(keys, wanted, 0, _EMPTY, 1 << 30)
     budget = wanted - tl.sum((keys > threshold).to(tl.int32), 0)
     if BLOCK <= TILE:
         _store_chosen(picks_ptr, keys, tl.arange(0, BLOCK), threshold, 0, 0, budget)
@@ -189,14 +223,14 @@ def _lower_bound(maxima_ptr, size, K: tl.constexpr, FOLDS: tl.constexpr):
 
 @jit(do_not_specialize=("num_columns", "num_maxima", "list_len"))
 def topk_long_kernel(
-    scores_ptr, lengths_ptr, maxima_ptr, arrivals_ptr, counts_ptr, list_ptr, picks_ptr,
+    scores_ptr, lengths_ptr, maxima_ptr, arrivals_ptr, counts_ptr, keys_ptr, list_ptr, picks_ptr,
     num_columns, num_maxima, list_len, stride_st, stride_sn,
     K: tl.constexpr, K_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FOLDS: tl.constexpr,
     DIRECT: tl.constexpr,
     ASCENDING: tl.constexpr, DROP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Lists of columns [T, list_len], each chunk's where its chunk begins; with several chunks the second half has them
-    side by side.
+    """Lists of columns [T, list_len], each chunk's where its chunk begins, and the first keys of each [T, LIST]. Where
+    these are not all, the second half of the lists has them side by side.
     """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     picks_ptr += row * K
@@ -212,34 +246,71 @@ def topk_long_kernel(
         row_ptr = scores_ptr + row * stride_st
         list_ptr += row * list_len
         counts_ptr += row * CHUNKS
-        bound = _lower_bound(maxima_ptr + row * num_maxima, size, K, FOLDS)
+        keys_ptr += row * _LIST
         chunk_len = ((size + CHUNKS - 1) // CHUNKS + 15) // 16 * 16
         start = chunk * chunk_len
         end = tl.minimum(start + chunk_len, size)
+        # on their way while the bound is found
+        keys = load_keys(row_ptr, start + tl.arange(0, TILE), stride_sn, length, end, DROP)
+        bound = _lower_bound(maxima_ptr + row * num_maxima, size, K, FOLDS)
+        SLOTS: tl.constexpr = _LIST // CHUNKS
         num_listed = tl.full([], 0, tl.int32)
         for tile in range(start, end, TILE):
             columns = tile + tl.arange(0, TILE)
-            keys = load_keys(row_ptr, columns, stride_sn, length, end, DROP)
+            following = load_keys(row_ptr, columns + TILE, stride_sn, length, end, DROP)
             passes = ((keys >= bound) & (keys != _EMPTY)).to(tl.int32)
-            places = start + num_listed + tl.cumsum(passes, 0) - 1
-            tl.store(list_ptr + places, columns, mask=passes == 1)
+            places = num_listed + tl.cumsum(passes, 0) - 1
+            tl.store(list_ptr + start + places, columns, mask=passes == 1)
+            tl.store(keys_ptr + chunk * SLOTS + places, keys, mask=(passes == 1) & (places < SLOTS))
             num_listed += tl.sum(passes, 0)
-        if CHUNKS == 1:
-            tl.debug_barrier()  # the list is read by other threads than those that wrote it
-            _select_listed(row_ptr, list_ptr, picks_ptr, num_listed, stride_sn, length, size, K, K_BLOCK, DROP)
-        else:
-            tl.store(counts_ptr + chunk, num_listed)
-            tl.debug_barrier()  # every thread's list entries before the arrival
-            if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == CHUNKS - 1:
-                joined_ptr = list_ptr + list_len // 2
-                num_listed = _join_lists(list_ptr, joined_ptr, counts_ptr, chunk_len, CHUNKS)
-                tl.debug_barrier()
-                _select_listed(row_ptr, joined_ptr, picks_ptr, num_listed, stride_sn, length, size, K, K_BLOCK, DROP)
+            keys = following
+        tl.store(counts_ptr + chunk, num_listed)
+        tl.debug_barrier()  # every thread's list entries before the arrival
+        is_last = True
+        if CHUNKS > 1:
+            is_last = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == CHUNKS - 1
+        if is_last:
+            _select_lists(
+                row_ptr, list_ptr, keys_ptr, counts_ptr, picks_ptr, list_len, chunk_len, bound, stride_sn, length, size,
+                K, K_BLOCK, CHUNKS, DROP,
+            )  # fmt: skip
+
+
+@jit
+def _select_lists(
+    row_ptr, list_ptr, keys_ptr, counts_ptr, picks_ptr, list_len, chunk_len, bound, stride_n, length, size,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """The K largest of all chunks' lists."""
+    SLOTS: tl.constexpr = _LIST // CHUNKS
+    lanes = tl.arange(0, _LIST)
+    # all on their way at once: which of them count is known with the counts
+    keys = tl.load(keys_ptr + lanes, cache_modifier=".cg")
+    columns = tl.load(
+        list_ptr + tl.minimum(lanes // SLOTS * chunk_len + lanes % SLOTS, list_len - 1), cache_modifier=".cg"
+    )
+    own_counts = tl.load(counts_ptr + lanes // SLOTS, cache_modifier=".cg")
+    counts = tl.load(counts_ptr + tl.arange(0, CHUNKS), cache_modifier=".cg")
+    num_listed = tl.sum(counts, 0)
+    if tl.max(counts, 0) <= SLOTS:
+        keys = tl.where(lanes % SLOTS < own_counts, keys, _EMPTY)
+        wanted = tl.minimum(K, num_listed)
+        threshold = bisect_from(keys, wanted, bound)
+        num_above = tl.sum((keys > threshold).to(tl.int32), 0)
+        _store_chosen(picks_ptr, keys, columns, threshold, 0, 0, wanted - num_above)
+        _store_padding(picks_ptr, wanted, K, K_BLOCK)
+    elif CHUNKS == 1:
+        _select_listed(row_ptr, list_ptr, picks_ptr, num_listed, stride_n, length, size, K, K_BLOCK, DROP)
+    else:
+        joined_ptr = list_ptr + list_len // 2
+        _join_lists(list_ptr, joined_ptr, counts_ptr, chunk_len, CHUNKS)
+        tl.debug_barrier()
+        _select_listed(row_ptr, joined_ptr, picks_ptr, num_listed, stride_n, length, size, K, K_BLOCK, DROP)
 
 
 @jit
 def _join_lists(list_ptr, joined_ptr, counts_ptr, chunk_len, CHUNKS: tl.constexpr):
-    """The chunks' lists side by side, still ascending; how many columns there are."""
+    """The chunks' lists side by side, still ascending."""
     BLOCK: tl.constexpr = _LIST // CHUNKS
     chunks = tl.arange(0, CHUNKS)
     counts = tl.load(counts_ptr + chunks, cache_modifier=".cg")
@@ -250,7 +321,6 @@ def _join_lists(list_ptr, joined_ptr, counts_ptr, chunk_len, CHUNKS: tl.constexp
         mask = lanes < counts[:, None]
         columns = tl.load(list_ptr + sources[:, None] + lanes, mask=mask, cache_modifier=".cg")
         tl.store(joined_ptr + targets[:, None] + lanes, columns, mask=mask)
-    return tl.sum(counts, 0)
 
 
 @jit

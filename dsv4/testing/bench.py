@@ -108,14 +108,16 @@ def nbytes(*tensors: torch.Tensor) -> int:
 
 
 class Timer:
-    """Replays graphs on the current CUDA device with a cold cache."""
+    """Replays graphs on the current CUDA device with a cold cache: full of something else that was only read. After a
+    flush that writes, the timed call would also pay for writing those lines back, a byte for every byte it reads.
+    """
 
     def __init__(self, samples: int = 100) -> None:
         if not torch.cuda.is_available():
             raise BenchError("benchmarks need a CUDA GPU, found none")
         self.samples = samples
         cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._flush = torch.empty(4 * cache_bytes, dtype=torch.uint8, device="cuda")
+        self._flush = torch.zeros(cache_bytes, dtype=torch.float32, device="cuda")
         self._word = torch.zeros(1, device="cuda")
         self.launch_us = statistics.median(self.times_us(lambda: self._word.zero_()))
 
@@ -125,7 +127,7 @@ class Timer:
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.samples)
         ]
         for start, end in pairs:
-            self._flush.zero_()
+            self._flush.sum()
             start.record()
             graph.replay()
             end.record()

@@ -198,9 +198,9 @@ def test_a_head_with_its_norm():
     "variant",
     [
         MANY_ROWS,
-        replace(FEW_ROWS, num_roles=1),
-        replace(FEW_ROWS, num_workers=1, worker_tokens=16),
-        replace(MANY_ROWS, tile_rows=32, worker_tokens=2, is_eager=True, num_roles=2),
+        replace(FEW_ROWS, tile_rows=32),
+        replace(MANY_ROWS, tile_rows=16),
+        replace(MANY_ROWS, tile_rows=32, num_workers=1),
     ],
 )
 def test_every_variant_gives_the_same_bits(variant):
@@ -228,9 +228,11 @@ def test_a_row_knows_nothing_of_the_others():
 
 
 def test_launches_leave_nothing_behind():
-    """Counters outlive a launch: the same call again, with other shapes in between."""
+    """Counters and words outlive a launch: the same call again, with other rows and shapes in between."""
     before, weights, norm = sublayer(2, 64, seed=20), mixing(64), normal((64,), seed=21)
     first = hc_boundary(*before, *weights, norm, QUICK, False)
+    hc_boundary(*sublayer(17, 64, seed=24), *weights, norm, QUICK, False)
+    hc_boundary(*sublayer(1, 64, seed=25), *weights, norm, QUICK, False)
     head = mixing(96, num_mixes=4)
     hc_head(wild((17, 4, 96)), *head, **EPS)
     hc_head(wild((1, 4, 64)), *mixing(64, num_mixes=4), **EPS)

@@ -28,6 +28,7 @@ from dsv4.ops.indexer import (
     index_topk_ref,
     launch_index_topk,
     num_visible,
+    row_bytes,
 )
 from dsv4.ops.invariant import KEY_TILE
 from dsv4.ops.rope import rope_frequencies
@@ -159,13 +160,14 @@ def test_the_comparison_sees_a_wrong_limit():
 
 @pytest.mark.parametrize("topk_config", [LONG, ONE_CHUNK], ids=["chunks", "one chunk"])
 def test_how_the_work_is_divided_does_not_matter(topk_config):
-    """A workspace of one token, groups of all tokens and of one, few programs."""
+    """A workspace of one token and of several, groups of all tokens, of two and of one, few programs."""
     q, weights, keys, batch = exact_case(CHUNKS["chunks"], INDEX_FP4)
     expected = index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=20)
     for config, workspace in [
         (SCORE_CONFIG, 1),
         (replace(GROUPS, group_programs=2), 1 << 20),
-        (replace(GROUPS, max_group=1), 3 * 13 * BLOCKS_PER_SLOT * PER_BLOCK),
+        (replace(GROUPS, max_group=1), 3 * row_bytes(BLOCKS_PER_SLOT * PER_BLOCK)),
+        (replace(GROUPS, max_group=2, group_tile=64), 5 * row_bytes(BLOCKS_PER_SLOT * PER_BLOCK)),
         (ScoreConfig(tile=64, programs=2), 1 << 20),
     ]:
         found = launch_index_topk(q, weights, keys, batch, CSA, 20, config, topk_config, workspace)
@@ -201,6 +203,41 @@ def test_scores_are_close_to_the_oracle(fmt, heads):
         return torch.cat(tiles, -1)[:, :num_entries]
 
     assert_close_to_oracle(found, oracle)
+
+
+def test_every_scale_a_key_commonly_has():
+    """A power of two on all of a key is one on its score, bit for bit, from 2^-60 to 2^60; a scale of 2^65 is NaN."""
+    q, weights, keys, batch = random_case([(1, 127, 1)], INDEX_FP4, heads=16)
+    expected = scores_of(q, weights, keys, batch)[:, :32]
+    codes = keys.rows.scales[batch.block_table[1, 0]]
+    for shift in (-60, -1, 60):
+        codes += shift
+        found = scores_of(q, weights, keys, batch)[:, :32]
+        assert_bitwise(found, expected * 2.0**shift)
+        codes -= shift
+    codes[5, 2] = 127 + 65
+    found = scores_of(q, weights, keys, batch)[:, :32]
+    assert found[0, 5].isnan()
+    found[0, 5] = expected[0, 5]
+    assert_bitwise(found, expected)
+
+
+def test_dimensions_stay_apart():
+    """One dimension of the query and one of the key, each pair of a few: the same dimension or nothing."""
+    q, weights, keys, batch = exact_case([(1, 511, 1)], INDEX_FP4, heads=16, padding=0)
+    values = torch.zeros(4, BLOCKS_PER_SLOT * PER_BLOCK, 128, dtype=torch.bfloat16)
+    values[:, torch.arange(128), torch.arange(128)] = 4.0
+    dims = torch.tensor([0, 1, 7, 8, 31, 32, 63, 64, 77, 96, 100, 119, 120, 125, 126, 127])
+    q = torch.zeros(1, 16, 128, dtype=torch.bfloat16)
+    q[0, torch.arange(16), dims] = 2.0
+    weights = torch.arange(1.0, 17.0).unsqueeze(0)
+    expected = torch.zeros(1, 128)
+    expected[0, dims] = 8.0 * weights[0]
+    for fmt in (INDEX_FP4, INDEX_FP8):
+        keys = pages_of(values.to(kernel_device()), batch, fmt)
+        for config in (SCORE_CONFIG, GROUPS):
+            found = scores_of(q.to(kernel_device()), weights.to(kernel_device()), keys, batch, config)[:, :128]
+            assert_bitwise(found, expected.to(kernel_device()))
 
 
 @pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG], ids=["short", "long"])
@@ -271,9 +308,11 @@ def test_what_cannot_be_done_is_said():
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize(("num_tokens", "context"), [(1, 262144), (3, 65536), (300, 65537), (40, 2100)])
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 262144), (3, 65536), (300, 65537), (1400, 65536), (40, 2100)])
 def test_real_sizes(fmt, num_tokens, context):
-    """64 heads, 512 picks: the picks are the best of the kernel's scores, and a token alone has the same scores."""
+    """64 heads, 512 picks: the picks are the best of the kernel's scores, and a token alone has the same scores. 1,400
+    tokens at 65,536 take the workspace twice.
+    """
     device, num_blocks = kernel_device(), -(-context // 128)
     table = torch.randperm(num_blocks, generator=generator(1)).to(torch.int32).to(device).unsqueeze(0)
     positions = torch.arange(context - num_tokens, context, device=device)

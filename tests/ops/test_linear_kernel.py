@@ -10,20 +10,23 @@ import pytest
 import torch
 
 from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
+from dsv4.formats.layouts import ShuffledTensor, shuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
 from dsv4.ops import linear as linear_ops
 from dsv4.ops.linear import (
     LinearBundle,
-    LinearTile,
     grouped_linear,
     grouped_linear_ref,
     launch_grouped,
     launch_linears,
+    launch_shuffled,
     linear,
     linear_ref,
     linears,
     linears_ref,
     num_splits,
+    prepare_grouped,
+    widened,
 )
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
@@ -33,6 +36,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # every tile, and with it both forms
 ROW_TILES = [*linear_ops.LINEAR_TILES.values(), linear_ops.MANY_ROWS]
 GROUPED_ROW_TILES = [*linear_ops.GROUPED_TILES.values(), linear_ops.GROUPED_MANY_ROWS]
+SHUFFLED_ROW_TILES = list(linear_ops.SHUFFLED_TILES.values())
 
 
 def fp8_weight(num_rows, width, fp32_scale=False, seed=0):
@@ -46,7 +50,14 @@ def codes_of(x):
 
 
 def assert_follows_oracle(actual, x, weight, out_dtype):
-    """fp64: exact products of the codes."""
+    """fp64: exact products of the codes.
+
+    A GPU's FP8 sums have 14 bits (their products are added in fixed point, 32 columns at a time): an fp32 result is
+    judged by the bf16 result it becomes in the model. The interpreter adds in fp32 and is judged as fp32.
+    """
+    assert actual.dtype == out_dtype
+    if isinstance(weight, QuantTensor) and actual.is_cuda:
+        actual, out_dtype = actual.to(BF16), BF16
 
     def oracle(dtype):
         if dtype != torch.float64:
@@ -55,7 +66,6 @@ def assert_follows_oracle(actual, x, weight, out_dtype):
         wide = weight.dequantize() if isinstance(weight, QuantTensor) else weight
         return plain.double() @ wide.double().T
 
-    assert actual.dtype == out_dtype
     assert_close_to_oracle(actual, oracle)
 
 
@@ -170,12 +180,14 @@ def test_an_fp8_bundle_takes_codes_alone():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8 with fp32 scales", "bf16"])
-@pytest.mark.parametrize(("rank", "width"), [(64, 256), (72, 384), (24, 128)])
+@pytest.mark.parametrize(("rank", "width"), [(64, 256), (128, 2304), (72, 384), (24, 128)])
 def test_grouped_follows_the_oracle(rank, width, kind):
     x = normal((5, 3, width), BF16, seed=22)
     weight = normal((3 * rank, width), BF16, seed=23)
     if kind != "bf16":
         weight = fp8_weight(3 * rank, width, kind != "fp8", seed=24)
+    ready = prepare_grouped(weight, 3)
+    assert isinstance(ready, ShuffledTensor) == (rank % 64 == 0 and kind == "fp8")
 
     def oracle(dtype):
         if dtype != torch.float64:
@@ -183,7 +195,48 @@ def test_grouped_follows_the_oracle(rank, width, kind):
         plain = weight.dequantize(BF16) if isinstance(weight, QuantTensor) else weight
         return torch.einsum("tgk,grk->tgr", x.double(), plain.double().unflatten(0, (3, rank)))
 
-    assert_close_to_oracle(grouped_linear(x, weight), oracle)
+    assert_close_to_oracle(grouped_linear(x, ready), oracle)
+    assert_bitwise(grouped_linear_ref(x, ready), grouped_linear_ref(x, weight))
+
+
+def few_grouped(num_tokens, width=2304, rank=64, num_groups=2):
+    weight = fp8_weight(num_groups * rank, width, seed=41)
+    weight.scale[0, 1] += 60  # scales that are far apart
+    return normal((num_tokens, num_groups, width), BF16, seed=42), weight, shuffle(weight)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 70])
+def test_a_shuffled_weight_is_the_weight(num_tokens):
+    """Two splits of 9 tiles."""
+    x, weight, ready = few_grouped(num_tokens)
+    assert num_splits(*weight.shape, "grouped") == 2
+    assert_bitwise(widened(ready), weight.dequantize(BF16))
+    result = launch_shuffled(x, ready)
+    assert_close_to_oracle(result, lambda dtype: grouped_linear_ref(x.to(dtype), weight).to(dtype))
+    assert_bitwise(launch_shuffled(strided(x, 0), ready), result, "strided")
+    assert_bitwise(launch_shuffled(transposed(x), ready), result, "transposed")
+    assert_bitwise(grouped_linear(padded_rows(x, 3), ready)[:num_tokens], result, "padded")
+    x[0, 1, 5] = float("nan")
+    spoilt = launch_shuffled(x, ready)
+    assert spoilt[0, 1].isnan().all()
+    assert_bitwise(spoilt[0, 0], result[0, 0])
+    assert_bitwise(spoilt[1:], result[1:])
+    assert (linear_ops._counters(x.device) == 0).all()
+
+
+def test_a_shuffled_weight_s_other_sizes():
+    x, _, ready = few_grouped(3, width=2176)  # 17 tiles: splits of 9 and 8
+    plain = widened(ready)
+    exact = [integers(x.shape, 8, seed=43), integers(plain.shape, 8, seed=44)]
+    scale = torch.full((1, 17), 127, dtype=torch.uint8, device=x.device)
+    codes = QuantTensor(exact[1].to(torch.float8_e4m3fn), scale, QuantFormat.FP8_BLOCK)
+    for tile in SHUFFLED_ROW_TILES[:1]:
+        assert_bitwise(launch_shuffled(exact[0], shuffle(codes), tile), grouped_linear_ref(exact[0], codes))
+    for tile in (GROUPED_ROW_TILES[0], GROUPED_ROW_TILES[-1]):
+        assert_bitwise(launch_grouped(*exact, tile), grouped_linear_ref(*exact))
+    assert launch_shuffled(x[:0], ready).shape == (0, 2, 64)
+    with pytest.raises(KernelInputError, match="expected groups of whole tiles"):
+        launch_shuffled(x.flatten(0, 1).unflatten(0, (-1, 1)).expand(6, 4, 2176), ready)
 
 
 def test_grouped_strides_and_odd_widths():
@@ -224,7 +277,7 @@ def test_tiles_and_forms_agree(tile):
     """Integers small enough that every sum is exact in any order: only a wrong place or scale can change a bit. That
     the order is the same too, the tests on a GPU show with ordinary values.
     """
-    width = 2304  # two splits of FP8, three of bf16
+    width = 2432  # two splits of FP8, three of bf16, the last ones shorter
     assert num_splits(200, width, "fp8") == 2
     assert num_splits(130, width, "plain") == 3
     weights = []
@@ -315,12 +368,27 @@ def test_bf16_rows_are_the_same_bits_from_1_to_512(num_rows, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1024, 1000])
-def test_grouped_rows_are_the_same_bits(rank):
-    x, weight = normal((2048, 8, 4096), seed=38), fp8_weight(8 * rank, 4096)
-    whole = grouped_linear(x, weight)
+@pytest.mark.parametrize("is_shuffled", [True, False], ids=["shuffled", "bf16"])
+@pytest.mark.parametrize(("num_groups", "rank", "width"), [(8, 1024, 4096), (16, 1024, 4096), (3, 320, 2176)])
+def test_grouped_rows_are_the_same_bits(num_groups, rank, width, is_shuffled):
+    """Of the shuffled weight in every tile, and of the bf16 weight that many rows make of it."""
+    x, weight = normal((2048, num_groups, width), seed=38), fp8_weight(num_groups * rank, width)
+    ready = prepare_grouped(weight, num_groups)
+    assert isinstance(ready, ShuffledTensor)
+    ready = ready if is_shuffled else widened(ready)
+    whole = grouped_linear(x, ready)
     assert_close_to_oracle(whole[:16], lambda dtype: grouped_linear_ref(x[:16].to(dtype), weight).to(dtype))
     for num_tokens in [*range(1, 66), *range(66, 513, 31), 511, 512, 513]:
+        assert_bitwise(grouped_linear(x[:num_tokens], ready), whole[:num_tokens], f"{num_tokens} rows")
+
+
+@pytest.mark.gpu
+def test_grouped_groups_that_end_inside_a_tile():
+    x, weight = normal((600, 8, 4096), seed=38), fp8_weight(8 * 1000, 4096)
+    assert prepare_grouped(weight, 8) is weight
+    whole = grouped_linear(x, weight)
+    assert_close_to_oracle(whole[:16], lambda dtype: grouped_linear_ref(x[:16].to(dtype), weight).to(dtype))
+    for num_tokens in (1, 16, 17, 64, 65, 512):
         assert_bitwise(grouped_linear(x[:num_tokens], weight), whole[:num_tokens], f"{num_tokens} rows")
 
 
@@ -339,7 +407,44 @@ def test_the_attention_bundle_at_every_size():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", GROUPED_ROW_TILES, ids=lambda tile: f"{tile.outputs}x{tile.tokens}")
-def test_grouped_tiles_agree(tile: LinearTile):
-    x, weight = normal((130, 8, 4096), seed=40), fp8_weight(8192, 4096)
-    assert_bitwise(launch_grouped(x, weight, tile), launch_grouped(x, weight, GROUPED_ROW_TILES[0]))
+def test_grouped_tiles_agree():
+    """The shuffled weight, and the same as bf16: products with the first operand in registers or in shared memory."""
+    x, weight = normal((513, 8, 4096), seed=40), shuffle(fp8_weight(8192, 4096))
+    plain = widened(weight)
+    expected = launch_shuffled(x, weight, SHUFFLED_ROW_TILES[0])
+    for tile in SHUFFLED_ROW_TILES:
+        assert_bitwise(launch_shuffled(x, weight, tile), expected, f"{tile.outputs} x {tile.tokens}, shuffled")
+    for tile in GROUPED_ROW_TILES:
+        assert_bitwise(launch_grouped(x, plain, tile), expected, f"{tile.outputs} x {tile.tokens}")
+
+
+@pytest.mark.gpu
+def test_a_chain_of_early_launches():
+    """Each launch reads what the one before wrote, and may begin before that has ended: in a graph, again and again,
+    the same bits as with nothing early.
+    """
+    weights = [fp8_weight(4096, 4096, seed=45), fp8_weight(4096, 4096, seed=46)]
+    grouped = shuffle(fp8_weight(4096, 1024, seed=47))
+    bundles = [LinearBundle.build([weight]) for weight in weights]
+    x = normal((5, 4096), seed=48)
+
+    def chain(is_early):
+        y, tile = x, replace(linear_ops.LINEAR_TILES[16], is_early=is_early)
+        grouped_tile = replace(linear_ops.SHUFFLED_TILES[16], is_early=is_early)
+        for step in range(12):
+            y = launch_linears(y, bundles[step % 2], (BF16,), tile=tile)[0]
+            y = (launch_shuffled(y.unflatten(1, (4, 1024)), grouped, grouped_tile).flatten(1) * 0.01).to(BF16)
+            y = launch_linears(y, bundles[step % 2], (BF16,), tile=tile)[0]
+            y = launch_linears(y, bundles[1 - step % 2], (BF16,), tile=tile)[0] * 2.0**-30  # about as large as before
+        return y
+
+    expected = chain(False)
+    assert expected.isfinite().all()
+    assert_bitwise(chain(True), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(True)
+    for _ in range(20):
+        result.zero_()
+        graph.replay()
+        assert_bitwise(result, expected)

@@ -156,25 +156,46 @@ def test_without_penalties_and_zero_rows():
     assert empty.dtype == torch.int64
 
 
+def assert_log_probabilities(logits, token_ids, num_top, given=None):
+    """The oracle's ids; its numbers by the rule for float ops where they are finite, else the same."""
+    device = kernel_device()
+    given = logits if given is None else given
+    found = [part.cpu() for part in sampled_logprobs(given.to(device), token_ids.to(device), num_top)]
+    expected = sampled_logprobs_ref(logits, token_ids, num_top)
+    exact = torch.log_softmax(logits.double(), -1)
+    assert_bitwise(found[1], expected[1], "top ids")
+    for part, ids in ((0, token_ids.unsqueeze(-1)), (2, expected[1])):
+        values, wide = found[part].reshape(ids.shape), exact.gather(-1, ids)
+        is_finite = wide.isfinite()
+        assert_bitwise(values[~is_finite], wide[~is_finite].float(), "infinite or absent")
+        assert_close_to_oracle(values[is_finite], lambda dtype, x=wide[is_finite]: x.to(dtype), "log-probabilities")
+    return found
+
+
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(1, 1), (50, 0), (2049, 5), (30, 40)])
 def test_log_probabilities(vocab_size, num_top):
     logits = torch.randn(4, vocab_size, generator=generator(4)) * 8
     logits[1] = logits[1].round()
     logits[2, ::2] = -INF
     token_ids = torch.arange(4) % vocab_size
-    found = sampled_logprobs(logits.to(kernel_device()), token_ids.to(kernel_device()), num_top)
-    for left, right in zip(found, sampled_logprobs_ref(logits, token_ids, num_top), strict=True):
-        assert_bitwise(left.cpu(), right)
+    whole = assert_log_probabilities(logits, token_ids, num_top)
+    for left, right in zip(assert_log_probabilities(logits[1:2], token_ids[1:2], num_top), whole, strict=True):
+        assert_bitwise(left, right[1:2], "a row alone")
+
+
+def test_a_wrong_log_probability_is_noticed():
+    logits = torch.randn(3, 40, generator=generator(5))
+    shifted = logits.clone()
+    shifted[:, 7] += 0.01
+    with pytest.raises(AssertionError, match="log-probabilities"):
+        assert_log_probabilities(logits, torch.zeros(3, dtype=torch.int64), 0, given=shifted)
 
 
 def test_log_probabilities_without_a_value():
     logits = torch.zeros(4, 20)
     logits[0, 3], logits[1, 3], logits[2] = NAN, INF, -INF
     token_ids = torch.zeros(4, dtype=torch.int64)
-    found = sampled_logprobs(logits.to(kernel_device()), token_ids.to(kernel_device()), 2)
-    expected = sampled_logprobs_ref(logits, token_ids, 2)
-    for left, right in zip(found, expected, strict=True):
-        assert_bitwise(left.cpu(), right)
+    found = assert_log_probabilities(logits, token_ids, 2)
     assert found[0][:3].isnan().all()
     assert found[0][3].isfinite()
 
@@ -203,7 +224,4 @@ def test_full_size(spread):
     assert_bitwise(found.cpu(), sample_ref(logits, batch))
     one = on_device(take(batch, slice(3, 4)))
     assert_bitwise(sample(logits[3:4].cuda(), one), found[3:4])
-    for left, right in zip(
-        sampled_logprobs(logits.cuda(), found, 20), sampled_logprobs_ref(logits, found.cpu(), 20), strict=True
-    ):
-        assert_bitwise(left.cpu(), right)
+    assert_log_probabilities(logits, found.cpu(), 20)

@@ -64,6 +64,25 @@ def test_the_maxima_let_little_pass(config):
     assert_selects(scores.to(kernel_device()), 12, config)
 
 
+@pytest.mark.parametrize("k", [40, 64])
+def test_a_row_of_one_program_with_a_bound(k):
+    """1,024 columns have 128 maxima: enough for 64."""
+    scores = hostile(1000, seed=k)
+    scores[0] -= 2.0  # the k-th is negative, the first is not
+    assert_selects(scores, k, SHORT)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_lists_longer_than_their_places(is_sorted):
+    """Many equals, or the best all in one of 64 chunks: lists are joined. Else they are selected as they lie."""
+    config = TopkConfig(tile=64, short_row=64, maxima_tile=1024, direct=64)
+    scores = torch.randn(1, 8192, generator=generator(4))
+    assert config.num_chunks(*scores.shape) == 64
+    scores = (scores.sort().values if is_sorted else (scores * 2).round()).to(kernel_device())
+    found = launch_topk(scores, 100, None, True, config)
+    assert_bitwise(found, topk_select_ref(scores, 100, ascending=True))
+
+
 def test_more_equals_than_are_listed_at_once():
     config = TopkConfig(tile=2048, max_chunks=2, short_row=1024, direct=1024)
     scores = torch.full((1, LIST + 100), 2.0, device=kernel_device())
