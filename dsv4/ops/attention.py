@@ -127,7 +127,7 @@ class AttentionPlan(NamedTuple):
     ahead: int = 2
     combine_rows: int = 8
     combine_warps: int = 4
-    combine_tiles: int = 4
+    combine_tiles: int = 16
     overlap: bool = True
 
 

@@ -10,7 +10,7 @@ Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the
 between one sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A
 fused op gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time, changes nothing.
 
-Kernels are in hyper_kernels.py and hyper_few_kernel.py, which say how they work. They take four streams of bf16 and
+Kernels are in hyper_kernels.py, which says how they work. They take four streams of bf16 and
 fp32 mixing weights; non-contiguous tensors are copied first.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
-from dsv4.ops.hyper_few_kernel import WORKERS_PER_TOKEN, hyper_few_kernel
 from dsv4.ops.hyper_kernels import (
     FROM_EMBEDDING,
     FROM_STREAMS,
@@ -34,7 +33,7 @@ from dsv4.ops.hyper_kernels import (
     NUM_STREAMS,
     SUB_ROWS,
     hc_post_kernel,
-    hyper_many_kernel,
+    hyper_kernel,
 )
 from dsv4.ops.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
 from dsv4.ops.norm import ROW_CONFIGS, rms_norm_ref
@@ -177,13 +176,13 @@ class HyperVariant:
     """How a launch is cut up. Results do not depend on it: the order of sums follows from SPLIT_COLS alone."""
 
     tile_rows: int  # tokens of a program in step 1: fn is read and taken apart once for them
-    num_workers: int | None  # programs of a tile that share step 2 once they have arrived; None: `hyper_few_kernel`
+    num_workers: int  # programs of a tile that share step 2 once they have arrived
     max_registers: int | None = None  # per thread; None leaves it to ptxas
 
 
-FEW_ROWS = HyperVariant(tile_rows=16, num_workers=None)
-MANY_ROWS = HyperVariant(tile_rows=64, num_workers=32)
-FEW_ROWS_LIMIT = 64
+FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32)
+MANY_ROWS = HyperVariant(tile_rows=64, num_workers=64)
+FEW_ROWS_LIMIT = 16
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,7 @@ def launch_hyper(
     """The kernel for a checked call. The variant follows from the number of rows, and the columns of a split from
     the hidden size, unless a benchmark chooses them; other splits are other sums.
 
-    Launches on one device share counters and words, so they must not overlap in time: one stream, or ordered ones.
+    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
     """
     _check_call(call)
     num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
@@ -316,18 +315,11 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
         "HAS_CODES": quant is not None, "maxnreg": variant.max_registers,
         **LaunchConfig(variant.tile_rows, config.num_warps).options,
     }  # fmt: skip
-    # both, whichever is used: any launch before the capture of a graph prepares all sizes
-    counters, _ = _counters(device, num_splits), _few_rows_memory(device, num_splits, FEW_ROWS.tile_rows)
-    if variant.num_workers is None:
-        workspace = _words(device, num_splits, variant.tile_rows, num_tiles)
-        num_programs = num_splits + variant.tile_rows * WORKERS_PER_TOKEN
-        hyper_few_kernel[(num_programs, num_tiles)](*tensors, *workspace, *numbers, **constants)
-    else:
-        partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
-        hyper_many_kernel[(num_splits, num_tiles)](
-            *tensors, partial, counters, *numbers,
-            NUM_WORKERS=min(variant.num_workers, num_splits), **constants,
-        )  # fmt: skip
+    partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
+    hyper_kernel[(num_splits, num_tiles)](
+        *tensors, partial, _counters(device, num_splits), *numbers,
+        NUM_WORKERS=min(variant.num_workers, num_splits), **constants,
+    )  # fmt: skip
 
 
 @cache
@@ -335,20 +327,6 @@ def _counters(device: torch.device, num_splits: int) -> Tensor:
     """Arrivals per tile, for all launches on a device with this many splits; a multiple of them between launches."""
     _check_not_capturing(device)
     return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
-
-
-@cache
-def _few_rows_memory(device: torch.device, num_splits: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """Words and counters of `hyper_few_kernel` for up to FEW_ROWS_LIMIT rows, by what decides how they are counted."""
-    _check_not_capturing(device)
-    words = torch.zeros(FEW_ROWS_LIMIT * num_splits * MIX_COLS, dtype=torch.int64, device=device)
-    return words, torch.zeros(FEW_ROWS_LIMIT // SUB_ROWS, dtype=torch.int64, device=device)
-
-
-def _words(device: torch.device, num_splits: int, tile_rows: int, num_tiles: int) -> tuple[Tensor, Tensor]:
-    if num_tiles * tile_rows > FEW_ROWS_LIMIT:
-        raise KernelInputError(f"expected at most {FEW_ROWS_LIMIT} rows, found {num_tiles} tiles of {tile_rows}")
-    return _few_rows_memory(device, num_splits, tile_rows)
 
 
 def _check_not_capturing(device: torch.device) -> None:

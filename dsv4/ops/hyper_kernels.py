@@ -6,13 +6,9 @@ programs:
 
 1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and
    stores them, and leaves 24 partial dots and a partial sum of squares per token in memory.
-2. Other programs sum a token's partials and finish it: sigmoid, Sinkhorn, collapse, norm.
-
-How step 2 learns that step 1 is done differs. `hyper_many_kernel` counts arrivals: the programs of a tile that arrive
-last become its workers, wait for the few still missing and share the tile's tokens. The counters only grow, by the
-number of splits a launch, so that no launch has to reset them and a CUDA graph can be replayed. A few tokens would
-spend most of their time in that chain (store, arrival, wait, load): `hyper_few_kernel` of ops/hyper_few_kernel.py has
-another way.
+2. The programs of a tile that arrive last become its workers, wait for the few still missing and share the tile's
+   tokens: they sum a token's partials and finish it: sigmoid, Sinkhorn, collapse, norm. The counters of arrivals only
+   grow, by the number of splits a launch, so that no launch has to reset them and a CUDA graph can be replayed.
 
 Nothing depends on who waits for whom: the partials, the order of their sum and every step after it are fixed by the
 layer's shape. Waiting cannot hang: a program waits for programs of its own tile, which a GPU starts before those of
@@ -419,7 +415,7 @@ def store_hidden(
 
 
 @jit(do_not_specialize=("num_tokens",))
-def hyper_many_kernel(
+def hyper_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
     streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
     partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,

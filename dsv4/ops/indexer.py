@@ -65,7 +65,7 @@ class ScoreConfig:
     few_tokens: int = 256
     group_tile: int = 128
     group_warps: int = 4
-    group_stages: int = 2
+    group_stages: int = 3
     group_programs: int = 1056
     max_group: int = MAX_GROUP
     group_registers: int | None = None  # at most, of a thread

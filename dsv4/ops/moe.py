@@ -106,11 +106,10 @@ class MoeConfig:
 # token rows of a tile, by pairs for each expert on average; of the shared expert's, by tokens
 _ROWS = {4: 8, 12: 16, 1 << 30: 64}
 _SHARED_ROWS = {8: 8, 511: 16, 1 << 30: 64}
-_FEW = GemmConfig(block=32, num_warps=2, prefetch=16), GemmConfig(block=32, num_warps=2, prefetch=16)
-_MIDDLE = GemmConfig(prefetch=8), GemmConfig(prefetch=8)
+_FEW = GemmConfig(), GemmConfig()
 # with 168 registers three programs live on a multiprocessor; gate-up needs more
 _MANY = GemmConfig(unroll=1), GemmConfig(unroll=1, max_registers=168)
-_PRODUCTS = {4: _FEW, 511: _MIDDLE, 1 << 30: _MANY}  # by tokens
+_PRODUCTS = {511: _FEW, 1 << 30: _MANY}  # by tokens
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -235,7 +234,7 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
     rows = _at_most(_SHARED_ROWS, x.shape[0])
-    config = _FEW[1] if rows == 8 else _MIDDLE[1] if rows == 16 else _MANY[1]
+    config = _FEW[1] if rows <= 16 else _MANY[1]
     return launch_fp4_linear(x, weight, out_dtype, rows, config)
 
 

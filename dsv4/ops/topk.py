@@ -32,9 +32,9 @@ MAX_COLUMNS = 1 << 24  # an index takes 24 bits of the order in which the best c
 class TopkConfig:
     """How the work is divided; results do not depend on it."""
 
-    tile: int = 4096
+    tile: int = 2048
     num_warps: int = 8
-    max_chunks: int = 64
+    max_chunks: int = 128
     short_row: int = 16384
     maxima_tile: int = 2048
     folds: int = 4  # of FOLDED maxima, read at once

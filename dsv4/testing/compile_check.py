@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -72,12 +72,18 @@ class CompileFailure:
 
 
 def reports(modules: list[str] | None = None) -> list[CompileReport | CompileFailure]:
-    """Compile every case of the modules for every architecture, in a fresh process."""
+    """Compile every case of the modules for every architecture, each module in a fresh process, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(_module_reports, modules or case_modules())
+    return [report for part in found for report in part]
+
+
+def _module_reports(module: str) -> list[CompileReport | CompileFailure]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "dsv4.testing.compile_check", *(modules or case_modules())]
+    command = [sys.executable, "-m", "dsv4.testing.compile_check", module]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise CompileError(f"the compile check failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
+        raise CompileError(f"the compile check of {module} failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # Triton prints too
     return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
 

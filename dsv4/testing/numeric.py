@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 ORACLE_FACTOR = 2.0
+FP32_STEP = torch.finfo(torch.float32).eps
+# Hopper's tensor cores add bf16 products by truncation, not rounding. Measured on an H200: fp32 results of bf16
+# products are off by up to 1.8e-6 of the row's largest value, at K from 1024 to 7168.
+TENSOR_CORE_STEP = 2.0**-19
 
 # `product_difference` between a product of quantised operands and the same product in fp64 without quantisation, for
 # normally distributed operands. bf16: both operands rounded; fp8: E4M3 per 128 on both sides; fp4: E2M1 weights
@@ -65,12 +69,15 @@ def row_errors(actual: Tensor, exact: Tensor) -> Tensor:
     return error / torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def assert_close_to_oracle(actual: Tensor, oracle: Callable[[torch.dtype], Tensor], what: str = "result") -> None:
+def assert_close_to_oracle(
+    actual: Tensor, oracle: Callable[[torch.dtype], Tensor], what: str = "result", step: float = FP32_STEP
+) -> None:
     """`oracle(dtype)` computes the expected result from inputs converted to `dtype`; it is asked for actual's dtype
     and fp64.
 
     The worst row may be at most ORACLE_FACTOR times as wrong as the oracle's worst row. Both are measured against fp64.
-    Everything must be finite where fp64 is.
+    Everything must be finite where fp64 is. `step` is the last place of the sums inside: where the oracle was lucky,
+    one of those is forgiven.
     """
     working = oracle(actual.dtype)
     exact = oracle(torch.float64)
@@ -80,9 +87,9 @@ def assert_close_to_oracle(actual: Tensor, oracle: Callable[[torch.dtype], Tenso
     )
     if actual.numel() == 0:
         return
-    # where the oracle was lucky: rounding the exact result is unavoidable, and so is one fp32 step inside the sum
+    # rounding the exact result is unavoidable, too
     rounding = row_errors(exact.to(actual.dtype), exact).max().item()
-    allowed = max(row_errors(working, exact).max().item(), rounding, torch.finfo(torch.float32).eps)
+    allowed = max(row_errors(working, exact).max().item(), rounding, step)
     error = row_errors(actual, exact).max().item()
     if not error <= ORACLE_FACTOR * allowed:  # a NaN must not pass
         raise AssertionError(
