@@ -2,6 +2,7 @@
 
 python benchmarks/bench_ops.py                         all cases, records appended to benchmarks/results/<gpu>.jsonl
 python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file
+python benchmarks/bench_ops.py --precompile 90         compiles first, on all cores; a run then finds it in the cache
 python benchmarks/bench_ops.py --compare OLD NEW       no GPU needed; exit status 1 if something became slower
 python benchmarks/bench_ops.py --markdown              no GPU needed; docs/measured.md anew from the H200's records
 """
@@ -26,12 +27,13 @@ MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", action="append", help="only this op; may be repeated")
+    parser.add_argument("--op", action="append", help="only this op; may be repeated, and then that is the order")
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--samples", type=int, default=100, help="timed replays per case")
     parser.add_argument("--out", type=Path, help="file to append records to; default: results/<gpu>.jsonl")
     parser.add_argument("--commit", help="commit to record where there is no git repository")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    parser.add_argument("--precompile", type=int, metavar="ARCH", help="only compile, on all cores, for 90 or 100")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two record files")
     parser.add_argument("--markdown", action="store_true", help="write docs/measured.md from results/nvidia-h200.jsonl")
     return parser.parse_args(arguments)
@@ -46,7 +48,7 @@ def select(cases: list[bench.BenchCase], ops: list[str] | None, part: str | None
     chosen = [case for case in cases if (not ops or case.op in ops) and (not part or part in case.name)]
     if not chosen:
         raise bench.BenchError(f"no case contains {part!r}")
-    return chosen
+    return sorted(chosen, key=lambda case: ops.index(case.op)) if ops else chosen
 
 
 def compare(old: Path, new: Path) -> int:
@@ -58,8 +60,6 @@ def compare(old: Path, new: Path) -> int:
 
 
 def run(cases: list[bench.BenchCase], samples: int, out: Path | None, commit: str | None) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    precompile([case.key for case in cases], 10 * major + minor)
     timer = bench.Timer(samples)
     origin = bench.provenance(commit)
     ceiling = bench.ceiling_of(origin["gpu"])
@@ -86,6 +86,8 @@ def main(arguments: list[str]) -> int:
         cases = select(bench.load_cases(bench.case_modules()), options.op, options.case)
         if options.list:
             print("\n".join(case.key for case in cases))
+        elif options.precompile:
+            precompile([case.key for case in cases], options.precompile)
         else:
             run(cases, options.samples, options.out, options.commit)
     except bench.BenchError as error:
