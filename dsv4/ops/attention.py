@@ -11,7 +11,6 @@ same bits, so the choice may depend on the batch.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from dsv4.ops.indexer import gather_entries, num_visible
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, exp
 from dsv4.ops.rope import rope_ref
 from dsv4.ops.row_kernels import RowTarget, row_target
-from dsv4.ops.tl_utils import IS_INTERPRETED, KernelInputError, check_launch
+from dsv4.ops.tl_utils import IS_INTERPRETED, KernelInputError, check_launch, current_arch
 
 
 def sparse_attention_ref(
@@ -133,11 +132,6 @@ class AttentionPlan(NamedTuple):
 
 PLAN = AttentionPlan()
 LOG2_E = 1.4426950408889634
-
-
-def current_arch() -> int:
-    """Of the GPU kernels are compiled for: 90 is Hopper, 100 Blackwell."""
-    return int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch)
 
 
 def sparse_attention(

@@ -37,7 +37,14 @@ from dsv4.ops.hyper_kernels import (
 )
 from dsv4.ops.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
 from dsv4.ops.norm import ROW_CONFIGS, rms_norm_ref
-from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2, pick_config
+from dsv4.ops.tl_utils import (
+    KernelInputError,
+    LaunchConfig,
+    blackwell_registers,
+    check_launch,
+    next_power_of_2,
+    pick_config,
+)
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,10 @@ MANY_ROWS = HyperVariant(tile_rows=64, num_workers=64)
 FEW_ROWS_LIMIT = 16
 
 
+def _registers(variant: HyperVariant) -> dict[str, int]:
+    return blackwell_registers(168) if variant.max_registers is None else {"maxnreg": variant.max_registers}
+
+
 @dataclass(frozen=True)
 class HyperCall:
     """Arguments of `launch_hyper`. x: streams [T, 4, D] or an embedding [T, D]; out, post and comb come with a sublayer
@@ -312,7 +323,7 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
         "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
         "SPLIT_BLOCK": next_power_of_2(num_splits), "TILE": variant.tile_rows, "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
-        "HAS_CODES": quant is not None, "maxnreg": variant.max_registers,
+        "HAS_CODES": quant is not None, **_registers(variant),
         **LaunchConfig(variant.tile_rows, config.num_warps).options,
     }  # fmt: skip
     partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)

@@ -104,7 +104,7 @@ class MoeConfig:
 
 
 # token rows of a tile, by pairs for each expert on average; of the shared expert's, by tokens
-_ROWS = {4: 8, 12: 16, 1 << 30: 64}
+_ROWS = {8: 8, 24: 16, 1 << 30: 64}
 _SHARED_ROWS = {8: 8, 511: 16, 1 << 30: 64}
 _FEW = GemmConfig(), GemmConfig()
 # with 168 registers three programs live on a multiprocessor; gate-up needs more

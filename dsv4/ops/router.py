@@ -23,7 +23,16 @@ from dsv4.formats.tensors import QuantTensor, Weight, dequantize
 from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.invariant import accumulator, ordered_sum, rows_matmul, sqrt_softplus
 from dsv4.ops.tl_math import ordered_bits, softplus
-from dsv4.ops.tl_utils import INTERPRET, KernelInputError, check_launch, jit, next_power_of_2, pdl_trigger, tl
+from dsv4.ops.tl_utils import (
+    INTERPRET,
+    KernelInputError,
+    blackwell_registers,
+    check_launch,
+    jit,
+    next_power_of_2,
+    pdl_trigger,
+    tl,
+)
 from dsv4.ops.topk import topk_select_ref
 
 
@@ -320,6 +329,7 @@ def _route_in_one(
     _route_kernel[(num_programs, -(-num_rows // config.row_tile))](
         x, gate, *x.stride(), *gate.stride(), arrival_counters(f"route, {num_programs} programs", x.device), *arguments,
         D=x.shape[1], EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile, **flags, **config.options,
+        **blackwell_registers(168),
     )  # fmt: skip
     return arguments[4], arguments[5]
 

@@ -34,7 +34,7 @@ from dsv4.ops.sampling_kernels import (
     _logprob_kernel,
     _scan_kernel,
 )
-from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
+from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, check_launch, next_power_of_2
 from dsv4.ops.topk import topk_select, topk_select_ref
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -228,7 +228,10 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, config: SampleConfig) ->
     flags = {"HAS_PENALTIES": has_penalties, **config.options}
     tile, c_block = config.tile, next_power_of_2(num_chunks)
     _scan_kernel[grid](*row_inputs, *maxima, *buckets, arrivals, *sizes, TILE=tile, **flags)
-    _count_kernel[grid](*row_inputs, *filters, *maxima, *buckets, *sizes, TILE=tile, C_BLOCK=c_block, **flags)
+    _count_kernel[grid](
+        *row_inputs, *filters, *maxima, *buckets, *sizes, TILE=tile, C_BLOCK=c_block, **flags,
+        **blackwell_registers(255),
+    )  # fmt: skip
     _gather_kernel[grid](
         *row_inputs, *filters, *maxima, *buckets, arrivals, list_values, list_indices, last_key, last_index, *sizes,
         TILE=tile, C_BLOCK=c_block, maxnreg=_GATHER_REGISTERS, **flags,

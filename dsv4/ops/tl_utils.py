@@ -94,6 +94,19 @@ def _interpreter_is_repaired() -> bool:
     return getattr(importlib.import_module("triton.runtime.interpreter"), "dsv4_repaired", False)
 
 
+def current_arch() -> int:
+    """Of the GPU that kernels are compiled for: 90 is Hopper, 100 Blackwell; 0 in the interpreter."""
+    if IS_INTERPRETED:
+        return 0
+    return int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch)
+
+
+def blackwell_registers(limit: int) -> dict[str, int]:
+    """A launch option where ptxas for Blackwell would otherwise take fewer registers than the kernel needs, and spill a
+    few bytes."""
+    return {"maxnreg": limit} if current_arch() >= 100 else {}
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """One row of an op's launch table: rows of the tile, and what Triton is told.

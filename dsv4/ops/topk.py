@@ -166,6 +166,7 @@ def select_long(
         num_columns, rows.maxima.shape[1], rows.lists.shape[1], *scores.stride(),
         K=k, K_BLOCK=max(next_power_of_2(k), 32), CHUNKS=num_chunks, TILE=config.tile, DIRECT=config.direct,
         FOLDS=min(config.folds, next_power_of_2(-(-rows.maxima.shape[1] // FOLDED))), **flags, **config.options(),
+        maxnreg=255,  # by itself ptxas stops at 128 and spills
     )  # fmt: skip
 
 
