@@ -1,6 +1,5 @@
 """Cases of ops/hyper.py at the shapes of Flash (hidden 4096) and Pro (7168).
 
-`sweep_bytes.py` beside this file times other ways to cut the same launch up.
 """
 
 from __future__ import annotations

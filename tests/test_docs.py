@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.serve.cli import main
+from dsv4.testing import bench
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,3 +71,10 @@ def test_links_of_the_documents_lead_somewhere():
     ]
     assert len(links) >= 5
     assert [(document.name, target) for document, target in links if not (document.parent / target).exists()] == []
+
+
+def test_the_measured_page_shows_the_records():
+    """Renewed by `python benchmarks/bench_ops.py --markdown`."""
+    records = bench.read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
+    expected = bench.markdown(bench.load_cases(bench.case_modules()), records)
+    assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == expected
