@@ -11,7 +11,8 @@ import torch
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
-from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
+from dsv4.ops.linear import grouped_linear, linear, linears
+from dsv4.ops.linear_bundle import LinearBundle
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 ROWS = (1, 16, 64, 256, 4096)

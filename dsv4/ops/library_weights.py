@@ -27,7 +27,7 @@ from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
 from dsv4.ops import linear as linear_ops
 from dsv4.ops import moe as moe_ops
-from dsv4.ops.linear import LinearBundle, Segment
+from dsv4.ops.linear_bundle import LinearBundle, Segment
 from dsv4.ops.tl_utils import KernelInputError
 
 FP8 = torch.float8_e4m3fn

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, LayoutError, ShuffledTensor, shuffle, unshuffle
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantTensor, Weight, dequantize
 from dsv4.ops.grouped_kernels import GROUPED_STEP, grouped_plain_kernel, grouped_shuffled_kernel, widen_kernel
 from dsv4.ops.invariant import accumulator, rows_matmul
+from dsv4.ops.linear_bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
 from dsv4.ops.linear_kernels import FP8_STEP, PLAIN_STEP, linear_kernel, quantize_kernel
 from dsv4.ops.tl_utils import KernelInputError, check_launch
 
@@ -67,70 +68,6 @@ def grouped_linear_ref(x: Tensor, weight: Weight | ShuffledTensor) -> Tensor:
     weight = unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight
     plain = dequantize(weight, x.dtype).unflatten(0, (x.shape[1], -1))  # [G, R, K]
     return torch.stack([rows_matmul(x[:, g], plain[g]) for g in range(x.shape[1])], 1).to(x.dtype)
-
-
-def takes_codes(weight: Weight) -> bool:
-    """Whether the layer quantises its input."""
-    return isinstance(weight, QuantTensor) and weight.format is not QuantFormat.NVFP4
-
-
-# ---- weights that share an input ----
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One weight of a bundle: its rows of the FP8 or of the bf16 matrix, and where its scales begin."""
-
-    is_fp8: bool
-    first_row: int
-    num_rows: int
-    scale_row: int
-
-
-@dataclass(frozen=True)
-class LinearBundle:
-    """Weights [N_i, K] on one input, made ready for one launch: the FP8 ones end to end, and the bf16 ones.
-
-    Built once at load. `weights` are views of it in the given order; a loader keeps those and lets the originals go.
-    """
-
-    fp8: QuantTensor | None
-    plain: Tensor | None
-    segments: tuple[Segment, ...]
-
-    @classmethod
-    def build(cls, weights: Sequence[Weight]) -> LinearBundle:
-        """FP8 weights of one scale dtype and bf16 weights, in any order; ValueError for others."""
-        quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
-        plain = [weight for weight in weights if not isinstance(weight, QuantTensor)]
-        if not all(is_kernel_weight(weight) for weight in weights) or len({w.scale.dtype for w in quantised}) > 1:
-            raise ValueError("expected FP8 weights of one scale dtype in blocks of 128 x 128, and bf16 weights")
-        if len({weight.shape[1] for weight in weights}) != 1:
-            raise ValueError(f"expected weights of one width, found {[tuple(weight.shape) for weight in weights]}")
-        segments, rows, scale_row = [], {True: 0, False: 0}, 0
-        for weight in weights:
-            is_fp8 = isinstance(weight, QuantTensor)
-            segments.append(Segment(is_fp8, rows[is_fp8], weight.shape[0], scale_row if is_fp8 else 0))
-            rows[is_fp8] += weight.shape[0]
-            scale_row += weight.scale.shape[0] if isinstance(weight, QuantTensor) else 0
-        fp8 = None
-        if quantised:
-            codes = torch.cat([weight.data.view(torch.uint8) for weight in quantised]).view(torch.float8_e4m3fn)
-            fp8 = replace(quantised[0], data=codes, scale=torch.cat([weight.scale for weight in quantised]))
-        return cls(fp8, torch.cat(plain) if plain else None, tuple(segments))
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        return tuple(self._view(segment) for segment in self.segments)
-
-    def _view(self, segment: Segment) -> Weight:
-        rows = slice(segment.first_row, segment.first_row + segment.num_rows)
-        if not segment.is_fp8:
-            assert self.plain is not None
-            return self.plain[rows]
-        assert self.fp8 is not None
-        scales = slice(segment.scale_row, segment.scale_row - (-segment.num_rows // FP8_STEP))
-        return replace(self.fp8, data=self.fp8.data[rows], scale=self.fp8.scale[scales])
 
 
 # ---- launch tables ----
@@ -265,18 +202,6 @@ def prepare_grouped(weight: Weight, num_groups: int) -> Weight | ShuffledTensor:
         return shuffle(weight)
     except LayoutError:
         return weight
-
-
-def is_kernel_weight(weight: Weight) -> bool:
-    """Whether the kernels take this weight: bf16, or FP8 in blocks of 128 x 128."""
-    if not isinstance(weight, QuantTensor):
-        return weight.dtype == torch.bfloat16
-    return (
-        weight.format is QuantFormat.FP8_BLOCK
-        and weight.block == (FP8_STEP, FP8_STEP)
-        and weight.data.dim() == 2
-        and weight.scale.dtype in (torch.uint8, torch.float32)
-    )
 
 
 def _has_kernel(x: Tensor | QuantActivation, weight: Weight, out_dtypes: Sequence[torch.dtype]) -> bool:

@@ -21,7 +21,8 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compress import compress
 from dsv4.ops.indexer import index_queries, index_topk
 from dsv4.ops.library_weights import bundle_tensors, shuffled_tensors, weight_tensors
-from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
+from dsv4.ops.linear import grouped_linear, linear, linears
+from dsv4.ops.linear_bundle import LinearBundle
 from dsv4.ops.moe import fp4_linear, moe, prepare_experts
 from dsv4.ops.norm import rms_norm_quant
 from dsv4.ops.rope import rope_frequencies

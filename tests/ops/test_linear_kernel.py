@@ -14,7 +14,6 @@ from dsv4.formats.layouts import ShuffledTensor, shuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
 from dsv4.ops import linear as linear_ops
 from dsv4.ops.linear import (
-    LinearBundle,
     grouped_linear,
     grouped_linear_ref,
     launch_grouped,
@@ -28,6 +27,7 @@ from dsv4.ops.linear import (
     prepare_grouped,
     widened,
 )
+from dsv4.ops.linear_bundle import LinearBundle
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import (
