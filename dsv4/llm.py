@@ -34,7 +34,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
 from dsv4.ops.triton_set import TRITON
 from dsv4.request import Completion, RequestError, SamplingParams, check_token_ids
-from dsv4.schedule import build_schedule
+from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.text.tokenizer import Tokenizer
 
 Numerics = Literal["official", "exact"]
@@ -101,17 +101,23 @@ class LLM:
         self.tokenizer = tokenizer
         ops = ops or ops_for(params.embed.device, numerics)
         self.model = Transformer(config, prepare_params(params, ops), dtype, ops=ops)
+        # the MTP block's rings only where the engine drafts, as the plan counts them
+        schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
-            self.cache = KVCacheManager(
-                config, self.model.schedule, limits, device=params.embed.device,
-                plain_dtype=dtype if numerics == "exact" else None,
-            )  # fmt: skip
+            self.cache = self._make_cache(limits, schedule)
         uses_graphs = ops is TRITON and params.embed.device.type == "cuda"
         buckets = decode_buckets(limits.max_concurrent_requests)
         runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs)
         if uses_graphs:
             runner.warm_up()
         self.engine = Engine(self.model, self.cache, tokenizer, runner=runner)
+
+    def _make_cache(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> KVCacheManager:
+        model = self.model
+        return KVCacheManager(
+            self.config, schedule, limits, device=model.params.embed.device,
+            plain_dtype=model.context.dtype if self.numerics == "exact" else None,
+        )  # fmt: skip
 
     # ---- generation ----
 
@@ -177,7 +183,10 @@ class LLM:
         if len(ids) < 2:
             raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
         pieces = _check_chunks(chunks, len(ids) - 1)
-        handle = self.cache.handle(self.config.num_hidden_layers)
+        cache = self._make_cache(
+            EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1), self.model.schedule
+        )
+        slot, handle = cache.admit(len(ids)), cache.handle(self.config.num_hidden_layers)
         rows: list[Tensor] = []
 
         def draft(batch: TokenBatch, streams: Tensor) -> None:
@@ -187,10 +196,10 @@ class LLM:
                 pairs = TokenBatch(
                     token_ids=batch.token_ids[start + 1 : start + length + 1],
                     positions=batch.positions[here],
-                    slots=batch.slots[here],
+                    slots=torch.full_like(batch.slots[here], slot),
                     chunk_starts=torch.full_like(batch.slots[here], start),
                     chunk_ends=torch.full_like(batch.slots[here], start + length),
-                    block_table=batch.block_table,
+                    block_table=cache.block_table,
                 )
                 rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
                 start += length

@@ -21,6 +21,7 @@ from dsv4 import LLM, EngineConfig, SamplingParams
 from dsv4.loader.shipped import shipped_checkpoint, shipped_names, shipped_text
 from dsv4.testing.numeric import assert_greedy
 from dsv4.tools.evaluate import negative_log_likelihood
+from dsv4.tools.plan import plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 
@@ -48,6 +49,13 @@ def test_the_default_model_is_flash_mini():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="config.json"):
         LLM("flash-maxi")
+
+
+def test_its_cache_holds_the_planned_bytes():
+    """The MTP block is loaded, but no draft is asked for: its rings are neither planned nor held."""
+    llm = LLM(engine=LIMITS)
+    assert llm.model.params.mtp
+    assert llm.cache.memory_bytes() == plan(llm.config, LIMITS).schema.total_bytes
 
 
 def test_everything_shipped_is_package_data_and_small():
