@@ -62,7 +62,7 @@ types: $(DEV)
 
 unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"

@@ -9,7 +9,6 @@ import pytest
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
-pytestmark = pytest.mark.xdist_group("compile")  # one process compiles, once
 CASES = [case.key for case in load_cases(case_modules())]
 # what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
 # scoring for many tokens the decoded keys
@@ -18,7 +17,7 @@ SPILLS = {("_attend_kernel", 90): 640, ("_attend_kernel", 100): 2400, ("group_sc
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Reports by case and architecture."""
+    """Reports by case and architecture. Compiled once: `--dist loadscope` keeps a module in one process."""
     found = {}
     for report in reports():
         found.setdefault((report.case, report.arch), []).append(report)
