@@ -165,8 +165,12 @@ def rope_on_split_halves(bed: Bed) -> None:
 
 
 def output_not_unrotated(bed: Bed) -> None:
-    bed.op("rope", lambda right, x, *args, **kwargs: x)
+    bed.op("sparse_attention", lambda right, *args, freqs, **rest: right(*args, **rest))
 
 
 def output_rotated_forward(bed: Bed) -> None:
-    bed.op("rope", lambda right, x, positions, freqs, inverse: right(x, positions, freqs))
+    def forward(right, *args, freqs, **rest):
+        batch = args[-1]
+        return rope_ref(right(*args, **rest), batch.positions, freqs)
+
+    bed.op("sparse_attention", forward)
