@@ -27,18 +27,38 @@ def _unquantised_linear(right, x, weight, out_dtype=None):
     return rows_matmul(x, dequantize(weight, torch.float32)).to(out_dtype or x.dtype)
 
 
+def _without_codes(bed: Bed) -> None:
+    """Norms hand on plain values, so that every linear layer quantises for itself and a mistake in it shows."""
+    for module in ("block", "attention"):
+        bed.patch.setattr(f"dsv4.model.{module}.takes_codes", lambda weight: False)
+
+
+def _one_by_one(linear):
+    """`linears` by this `linear`, for plain inputs."""
+
+    def linears(right, x, weights, out_dtypes, codes=None):
+        return tuple(linear(x, weight, out_dtype) for weight, out_dtype in zip(weights, out_dtypes, strict=True))
+
+    return linears
+
+
 def no_activation_quantisation(bed: Bed) -> None:
+    _without_codes(bed)
     bed.function(linear_ref, _unquantised_linear)
 
 
 def no_activation_quantisation_in_attention(bed: Bed) -> None:
+    _without_codes(bed)
     bed.op("linear", _unquantised_linear)
+    bed.op("linears", _one_by_one(lambda *args: _unquantised_linear(None, *args)))
 
 
 def no_activation_quantisation_in_experts(bed: Bed) -> None:
+    _without_codes(bed)
     right = bed.llm.model.context.ops.linear
     bed.function(linear_ref, _unquantised_linear)
     bed.op("linear", lambda _, *args, **kwargs: right(*args, **kwargs))
+    bed.op("linears", _one_by_one(right))
 
 
 def activation_scale_not_a_power_of_two(bed: Bed) -> None:
@@ -50,6 +70,7 @@ def activation_scale_not_a_power_of_two(bed: Bed) -> None:
         rounded = (groups / scale).to(torch.float8_e4m3fn).float() * scale
         return _unquantised_linear(right, rounded.flatten(-2), weight, out_dtype or x.dtype)
 
+    _without_codes(bed)
     bed.function(linear_ref, wrong)
 
 
@@ -59,11 +80,13 @@ def fp8_before_wo_a(bed: Bed) -> None:
 
 def fp8_before_the_compressor(bed: Bed) -> None:
     """Of all projections only the compressors' ask for an output wider than their input."""
+    _without_codes(bed)
+    right = bed.llm.model.context.ops.linear
 
-    def wrong(right, x, weight, out_dtype=None):
-        return right(x if out_dtype is None else fp8_fake_quantize(x, ACTIVATION_GROUP), weight, out_dtype)
+    def wrong(x, weight, out_dtype):
+        return right(x if out_dtype == x.dtype else fp8_fake_quantize(x, ACTIVATION_GROUP), weight, out_dtype)
 
-    bed.op("linear", wrong)
+    bed.op("linears", _one_by_one(wrong))
 
 
 def routing_weight_after_w2(bed: Bed) -> None:

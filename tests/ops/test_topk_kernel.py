@@ -75,7 +75,7 @@ def test_a_row_of_one_program_with_a_bound(k):
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_lists_longer_than_their_places(is_sorted):
     """Many equals, or the best all in one of 64 chunks: lists are joined. Else they are selected as they lie."""
-    config = TopkConfig(tile=64, short_row=64, maxima_tile=1024, direct=64)
+    config = TopkConfig(tile=64, max_chunks=64, short_row=64, maxima_tile=1024, direct=64)
     scores = torch.randn(1, 8192, generator=generator(4))
     assert config.num_chunks(*scores.shape) == 64
     scores = (scores.sort().values if is_sorted else (scores * 2).round()).to(kernel_device())
