@@ -17,7 +17,6 @@ fp32 mixing weights; non-contiguous tensors are copied first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ from torch import Tensor
 
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.hyper_kernels import (
     FROM_EMBEDDING,
     FROM_STREAMS,
     FROM_SUBLAYER,
     MIX_COLS,
     NUM_STREAMS,
-    SUB_ROWS,
     hc_post_kernel,
     hyper_kernel,
 )
@@ -328,23 +327,9 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
     }  # fmt: skip
     partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
     hyper_kernel[(num_splits, num_tiles)](
-        *tensors, partial, _counters(device, num_splits), *numbers,
+        *tensors, partial, arrival_counters(f"hyper, {num_splits} splits", device), *numbers,
         NUM_WORKERS=min(variant.num_workers, num_splits), **constants,
     )  # fmt: skip
-
-
-@cache
-def _counters(device: torch.device, num_splits: int) -> Tensor:
-    """Arrivals per tile, for all launches on a device with this many splits; a multiple of them between launches."""
-    _check_not_capturing(device)
-    return torch.zeros(MAX_ROWS // SUB_ROWS, dtype=torch.int64, device=device)
-
-
-def _check_not_capturing(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelInputError(
-            "expected one hyper-connection launch of this shape before the capture of a graph, found none"
-        )
 
 
 def _empty_result(call: HyperCall) -> HyperInput:

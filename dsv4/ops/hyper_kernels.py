@@ -341,12 +341,12 @@ def sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
 
 @jit
 def partial_dots(
-    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, tag, tile, split, num_tokens,
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, tile, split, num_tokens,
     D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, NUM_MIXES: tl.constexpr,
-    SOURCE: tl.constexpr, HAS_TAG: tl.constexpr,
+    SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Step 1 of a program: new streams, their partial dots with fn and their partial squares into the tile's partials
-    [TILE, splits, MIX_COLS], alone or below a tag."""
+    [TILE, splits, MIX_COLS]."""
     cols = split * SPLIT + tl.arange(0, SPLIT)
     mixes = tl.arange(0, _MIX_COLS)
     # everything is asked for before anything is waited for
@@ -373,11 +373,7 @@ def partial_dots(
         partial = tl.where((mixes == NUM_MIXES)[None, :], squares[:, None], _sum_of_parts(parts))
         place = (tile_rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
         is_part = row_mask[:, None] & (mixes <= NUM_MIXES)[None, :]
-        if HAS_TAG:
-            word = (partial.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | tag
-            tl.store(partial_ptr + place, word, mask=is_part)
-        else:
-            tl.store(partial_ptr + place, partial, mask=is_part)
+        tl.store(partial_ptr + place, partial, mask=is_part)
 
 
 @jit
@@ -428,8 +424,8 @@ def hyper_kernel(
     base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     tile_partial_ptr = partial_ptr + tile.to(tl.int64) * (NUM_SPLITS * TILE * _MIX_COLS)
     partial_dots(
-        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr, 0, tile, split, num_tokens,
-        D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE, False,
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr, tile, split, num_tokens,
+        D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have stored before one of them says so
     arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
