@@ -10,7 +10,7 @@
 | memory | bytes held against the plan | memory |
 | huggingface | transformers' DeepseekV4ForCausalLM, bf16, eager, four layers: decode and prefill | huggingface |
 | offload | 43 layers, experts that do not fit in host memory | stream, offload |
-| reproducibility | one request alone, in a batch, chunked, with padding: the same bits | reproducibility |
+| reproducibility | one request alone, batched, chunked, beside NaN padding, preempted | reproducibility, preemption |
 
 Each section runs by itself: one that fails leaves an `error` record with its last lines, and the others go on. Nothing
 is begun after `--seconds`. Records are appended one by one. A compact table is printed last.
@@ -20,6 +20,7 @@ is begun after `--seconds`. Records are appended one by one. A compact table is 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -38,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout witho
 
 from dsv4.config import EngineConfig
 from dsv4.engine.runner import Runner, decode_buckets
+from dsv4.llm import LLM
+from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
 from dsv4.tools import bench
 from dsv4.tools.bench_context import BenchModel, build_model, build_offloaded, cut_config, make_context
@@ -128,17 +131,22 @@ def run_memory(session: Session, model: BenchModel) -> None:
 
 def run_reproducibility(session: Session, model: BenchModel) -> None:
     session.attempt("reproducibility", lambda: measure_reproducibility(model, max(session.options.batches)))
+    session.attempt("preemption", lambda: measure_preemption(model))
 
 
 def measure_reproducibility(model: BenchModel, batch_size: int, num_steps: int = 6) -> dict[str, Any]:
-    """Logits of one request, bit for bit: alone and in a batch, in graphs and directly, its prompt cut differently."""
+    """Logits of one request, bit for bit: alone and in a batch, in graphs and directly, its prompt cut differently,
+    beside padded rows whose embedding is NaN.
+    """
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(0, model.config.vocab_size, (batch_size, 40), generator=generator).tolist()
-    transformer = model.transformer()
-    is_cuda = model.device.type == "cuda"
+    prompts = torch.randint(1, model.config.vocab_size, (batch_size, 40), generator=generator).tolist()
+    embed = model.params.embed.clone()
+    embed[0] = float("nan")  # padded rows carry token 0
+    poisoned = dataclasses.replace(model, params=dataclasses.replace(model.params, embed=embed))
 
-    def run(count: int, chunks: list[int], use_graphs: bool) -> torch.Tensor:
+    def run(model: BenchModel, count: int, chunks: list[int], use_graphs: bool) -> torch.Tensor:
         limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=count, max_chunk_tokens=64)
+        transformer = model.transformer()
         cache = bench.KVCacheManager(
             model.config, transformer.schedule, limits, device=model.device, plain_dtype=None
         )  # fmt: skip
@@ -154,23 +162,48 @@ def measure_reproducibility(model: BenchModel, batch_size: int, num_steps: int =
             start += length
         found = [logits[0].clone()]
         for _ in range(num_steps):
-            tokens = logits.argmax(-1).tolist()
+            tokens = logits.argmax(-1).clamp_min(1).tolist()
             batch = cache.make_batch(slots, [[token] for token in tokens])
             logits = runner.forward(batch, torch.arange(count, device=model.device))
             found.append(logits[0].clone())
         return torch.stack(found).cpu()
 
-    alone = run(1, [40], False)
+    alone = run(model, 1, [40], False)
     others = {
-        f"batch {batch_size}": run(batch_size, [40], False),
-        "chunked": run(1, [7, 1, 32], False),
+        f"batch {batch_size}": run(model, batch_size, [40], False),
+        "chunked": run(model, 1, [7, 1, 32], False),
     }
-    if is_cuda:
-        others["graph, padded"] = run(1, [40], True)
-        others[f"graph, batch {batch_size}, padded"] = run(batch_size, [40], True)
+    if model.device.type == "cuda":
+        others["graph, poisoned padding"] = run(poisoned, 1, [40], True)
+        others[f"graph, batch {batch_size}, poisoned padding"] = run(poisoned, batch_size, [40], True)
     return {
         "kind": "reproducibility", "steps": num_steps, "is_finite": bool(alone.isfinite().all()),
         "same_bits": {name: bool(torch.equal(alone, other)) for name, other in others.items()},
+    }  # fmt: skip
+
+
+def measure_preemption(model: BenchModel, count: int = 8) -> dict[str, Any]:
+    """Tokens and logprobs of requests served alone, and together with too few blocks for all of them."""
+    generator = torch.Generator().manual_seed(6)
+    lengths = [90 + 13 * index for index in range(count)]
+    prompts = [torch.randint(1, model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    params = [SamplingParams(max_tokens=48, seed=index, logprobs=3, ignore_eos=True) for index in range(count)]
+
+    def serve(groups: list[list[int]], **limits: int) -> tuple[list[Any], int]:
+        llm = LLM.from_params(model.config, model.params, engine=EngineConfig(max_context_tokens=256, **limits))
+        done = [
+            completion
+            for group in groups
+            for completion in llm.generate([prompts[i] for i in group], [params[i] for i in group])
+        ]
+        llm.engine.check_integrity()
+        return done, llm.engine.stats().num_preemptions
+
+    alone, _ = serve([[index] for index in range(count)], max_concurrent_requests=1)
+    together, num_preemptions = serve([list(range(count))], max_concurrent_requests=count, num_blocks=count + 2)
+    return {
+        "kind": "preemption", "requests": count, "preemptions": num_preemptions,
+        "same_tokens_and_logprobs": together == alone and num_preemptions > 0,
     }  # fmt: skip
 
 
