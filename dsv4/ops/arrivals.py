@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.tl_utils import INTERPRET, KernelInputError, jit, tl
 
 NUM_COUNTERS = 1 << 16
 
@@ -24,3 +24,30 @@ def arrival_counters(purpose: str, device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise KernelInputError(f"expected one launch ({purpose}) before the capture of a graph, found none")
     return torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
+
+
+@jit
+def arrive_and_share(counter_ptr, num_items, NUM_PROGRAMS: tl.constexpr, MAX_WORKERS: tl.constexpr):
+    """This program has stored its part. The last MAX_WORKERS of NUM_PROGRAMS (no more than there are items) become
+    workers: returns its number among them (negative: none), how many there are, and what the counter (which only grows)
+    shows when all have arrived: a worker calls `wait_for_all` with it before it reads what others stored.
+
+    In the interpreter, where programs run one after another, the last one does all the work.
+    """
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    order = (arrived % NUM_PROGRAMS).to(tl.int32)
+    num_workers = tl.minimum(num_items, MAX_WORKERS)
+    worker = order - (NUM_PROGRAMS - num_workers)
+    if INTERPRET:
+        worker = tl.where(order == NUM_PROGRAMS - 1, 0, -1)
+        num_workers = num_workers * 0 + 1
+    return worker, num_workers, arrived - order + NUM_PROGRAMS
+
+
+@jit
+def wait_for_all(counter_ptr, complete):
+    """Cannot hang where programs of the same counter start before later ones, and a GPU has room for all that wait."""
+    if not INTERPRET:
+        while tl.atomic_add(counter_ptr, 0, sem="acquire") < complete:
+            pass

@@ -169,7 +169,7 @@ def hc_head_norm_ref(
 
 # ---- launchers ----
 
-HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4)
+HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4, launch_pdl=True)
 HC_POST_COLS = 256  # four rows of 256: a warp reads 512 bytes of a row
 MAX_ROWS = 4096  # per launch: bounds the workspace, which is NUM_SPLITS * MIX_COLS fp32 a row
 # columns of a stream per program, by hidden size: at most 128 programs read fn, and each has little enough of it to ask
@@ -323,7 +323,7 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
         "SPLIT_BLOCK": next_power_of_2(num_splits), "TILE": variant.tile_rows, "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
         "HAS_CODES": quant is not None, **_registers(variant),
-        **LaunchConfig(variant.tile_rows, config.num_warps).options,
+        **LaunchConfig(variant.tile_rows, config.num_warps, launch_pdl=True).options,
     }  # fmt: skip
     partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
     hyper_kernel[(num_splits, num_tiles)](

@@ -22,9 +22,10 @@ rows, whatever the tile, so that a token's bits do not depend on the number of t
 
 from __future__ import annotations
 
+from dsv4.ops.arrivals import arrive_and_share, wait_for_all
 from dsv4.ops.norm import inverse_rms
 from dsv4.ops.tl_math import exp_fp32, to_bf16
-from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, quantize_e4m3, tl
+from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, pdl_wait, quantize_e4m3, tl
 
 NUM_STREAMS = 4
 MIX_COLS = 32  # columns of a row of partials: 24 dots (4 in a head), then the sum of squares
@@ -106,6 +107,7 @@ def hc_post_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, streams_ptr, num_tokens,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    pdl_wait()
     pdl_trigger()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -349,11 +351,13 @@ def partial_dots(
     [TILE, splits, MIX_COLS]."""
     cols = split * SPLIT + tl.arange(0, SPLIT)
     mixes = tl.arange(0, _MIX_COLS)
-    # everything is asked for before anything is waited for
+    # weights are asked for before the launch that makes the streams has ended
     fn0 = _load_fn(fn_ptr, cols, 0, D, NUM_MIXES)
     fn1 = _load_fn(fn_ptr, cols, 1, D, NUM_MIXES)
     fn2 = _load_fn(fn_ptr, cols, 2, D, NUM_MIXES)
     fn3 = _load_fn(fn_ptr, cols, 3, D, NUM_MIXES)
+    pdl_wait()
+    pdl_trigger()
     for sub in range(TILE // _SUB_ROWS):
         tile_rows = sub * _SUB_ROWS + tl.arange(0, _SUB_ROWS)
         rows = tile.to(tl.int64) * TILE + tile_rows
@@ -419,7 +423,6 @@ def hyper_kernel(
     SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, NUM_WORKERS: tl.constexpr, NUM_MIXES: tl.constexpr,
     NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger()
     split, tile = tl.program_id(0), tl.program_id(1)
     base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     tile_partial_ptr = partial_ptr + tile.to(tl.int64) * (NUM_SPLITS * TILE * _MIX_COLS)
@@ -427,26 +430,15 @@ def hyper_kernel(
         out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, tile_partial_ptr, tile, split, num_tokens,
         D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-    order = (arrived % NUM_SPLITS).to(tl.int32)
-    complete = arrived - order + NUM_SPLITS
-
     tile_tokens = tl.minimum(num_tokens - tile * TILE, TILE)
-    num_workers = tl.minimum(tile_tokens, NUM_WORKERS)
-    worker = order - (NUM_SPLITS - num_workers)
-    if INTERPRET:
-        worker = tl.where(order == NUM_SPLITS - 1, 0, -1)
-        num_workers = 1
+    worker, num_workers, complete = arrive_and_share(counter_ptr + tile, tile_tokens, NUM_SPLITS, NUM_WORKERS)
     if worker >= 0:
         cols = tl.arange(0, BLOCK)[None, :]
         mask = cols < D
         norm_weight = mask
         if HAS_NORM:
             norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
-        if not INTERPRET:
-            while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
-                pass
+        wait_for_all(counter_ptr + tile, complete)
         source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
         for row in range(worker, tile_tokens, num_workers):
             token = tile.to(tl.int64) * TILE + row

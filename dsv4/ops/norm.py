@@ -18,6 +18,7 @@ from dsv4.ops.tl_utils import (
     check_launch,
     jit,
     pdl_trigger,
+    pdl_wait,
     pick_config,
     quantize_e4m3,
     tl,
@@ -75,16 +76,19 @@ def _rms_norm_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_OUT: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < K)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+    pdl_wait()
+    pdl_trigger()
     x = tl.load(x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xk, mask=mask, other=0.0)
     # wide * rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     wide = x.to(tl.float32)
     normed = wide * inverse_rms(wide, K, eps)[:, None]
     if HAS_WEIGHT:
-        normed = normed * tl.load(weight_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+        normed = normed * weight[None, :]
     rounded = normed.to(x_ptr.dtype.element_ty)
     if HAS_OUT:
         tl.store(out_ptr + rows[:, None] * K + cols[None, :], rounded, mask=mask)
@@ -143,5 +147,6 @@ def _launch(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None, qu
         rows if quant is None else quant.codes, rows if quant is None else quant.scale,
         rows.shape[0], rows.stride(0), rows.stride(1), eps,
         K=width, BLOCK=block, ROWS=config.rows, GROUP=ACTIVATION_GROUP,
-        HAS_WEIGHT=weight is not None, HAS_OUT=out is not None, HAS_CODES=quant is not None, **config.options,
+        HAS_WEIGHT=weight is not None, HAS_OUT=out is not None, HAS_CODES=quant is not None,
+        launch_pdl=True, **config.options,
     )  # fmt: skip

@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import QuantTensor, Weight, dequantize
-from dsv4.ops.arrivals import arrival_counters
+from dsv4.ops.arrivals import arrival_counters, arrive_and_share, wait_for_all
 from dsv4.ops.invariant import accumulator, ordered_sum, rows_matmul, sqrt_softplus
 from dsv4.ops.tl_math import ordered_bits, softplus
 from dsv4.ops.tl_utils import (
-    INTERPRET,
     KernelInputError,
+    LaunchConfig,
     blackwell_registers,
     check_launch,
     jit,
     next_power_of_2,
     pdl_trigger,
+    pdl_wait,
     tl,
 )
 from dsv4.ops.topk import topk_select_ref
@@ -91,7 +92,8 @@ class GateConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        return options | {"launch_pdl": True}
 
 
 # by the largest number of rows
@@ -105,21 +107,26 @@ GATE_CONFIGS = {
 @jit
 def _split_product(
     x_ptr, gate_ptr, rows, experts, split, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
-    D: tl.constexpr, E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """gate x^T of one split, fp32 [experts, rows]. The gate is the left operand: its 64 rows fill the tensor core's
-    tile.
+    tile. WAITS: the gate is asked for before the launch that makes x has ended.
     """
     sums = tl.zeros([experts.shape[0], rows.shape[0]], dtype=tl.float32)
+    gates = ()
     for step in tl.static_range(_SPLIT_LEN // _BLOCK_K):
         columns = split * _SPLIT_LEN + step * _BLOCK_K + tl.arange(0, _BLOCK_K)
         gate_mask = (experts < E)[:, None] & (columns < D)[None, :]
-        gate = tl.load(
-            gate_ptr + experts[:, None] * stride_ge + columns[None, :] * stride_gd, mask=gate_mask, other=0.0
-        )
+        places = gate_ptr + experts[:, None] * stride_ge + columns[None, :] * stride_gd
+        gates += (tl.load(places, mask=gate_mask, other=0.0),)  # type: ignore[assignment]
+    if WAITS:
+        pdl_wait()
+        pdl_trigger()
+    for step in tl.static_range(_SPLIT_LEN // _BLOCK_K):
+        columns = split * _SPLIT_LEN + step * _BLOCK_K + tl.arange(0, _BLOCK_K)
         x_mask = (rows < num_rows)[None, :] & (columns < D)[:, None]
         x = tl.load(x_ptr + rows[None, :] * stride_xt + columns[:, None] * stride_xd, mask=x_mask, other=0.0)
-        sums = tl.dot(gate, x, sums)
+        sums = tl.dot(gates[step], x, sums)
     return sums
 
 
@@ -136,13 +143,15 @@ def _store_products(
     split = tl.program_id(0) // NUM_TILES
     if IS_SPLIT:
         sums = _split_product(
-            x_ptr, gate_ptr, rows, experts, split, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E
+            x_ptr, gate_ptr, rows, experts, split, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, True
         )
     else:
+        pdl_wait()
+        pdl_trigger()
         sums = tl.zeros([EXPERT_TILE, ROW_TILE], dtype=tl.float32)
         for part in range(NUM_SPLITS):
             sums += _split_product(
-                x_ptr, gate_ptr, rows, experts, part, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E
+                x_ptr, gate_ptr, rows, experts, part, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, False
             )
     places = (split * num_rows + rows)[None, :] * E + experts[:, None]
     tl.store(logits_ptr + places, sums, mask=(rows < num_rows)[None, :] & (experts < E)[:, None])
@@ -203,7 +212,6 @@ def _gate_kernel(
     D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger()
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
         EXPERT_TILE, ROW_TILE, IS_SPLIT,
@@ -216,6 +224,7 @@ def _choose_kernel(
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
 ):  # fmt: skip
+    pdl_wait()
     pdl_trigger()
     _choose_row(
         logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
@@ -233,27 +242,16 @@ def _route_kernel(
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
-    pdl_trigger()
     NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
         EXPERT_TILE, ROW_TILE, True,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have stored before one of them says so
     tile = tl.program_id(1)
-    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-    order = (arrived % NUM_PROGRAMS).to(tl.int32)
-    complete = arrived - order + NUM_PROGRAMS
     tile_rows = tl.minimum(num_rows - tile * ROW_TILE, ROW_TILE)
-    num_workers = tl.minimum(tile_rows, NUM_PROGRAMS)
-    worker = order - (NUM_PROGRAMS - num_workers)
-    if INTERPRET:
-        worker = tl.where(order == NUM_PROGRAMS - 1, 0, -1)
-        num_workers = 1
+    worker, num_workers, complete = arrive_and_share(counter_ptr + tile, tile_rows, NUM_PROGRAMS, NUM_PROGRAMS)
     if worker >= 0:
-        if not INTERPRET:
-            while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < complete:
-                pass
+        wait_for_all(counter_ptr + tile, complete)
         for row in range(worker, tile_rows, num_workers):
             _choose_row(
                 logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,
@@ -341,7 +339,8 @@ def _choose(
     """logits fp32 [splits, T, E] (not read if uniform)."""
     arguments, flags = _choice_arguments(logits, bias, table, token_ids, top_k, scale, is_uniform)
     if logits.shape[1]:
-        _choose_kernel[(logits.shape[1],)](*arguments, **flags, num_warps=4, num_stages=1, enable_fp_fusion=False)
+        options = LaunchConfig(rows=1, num_warps=4, launch_pdl=True).options
+        _choose_kernel[(logits.shape[1],)](*arguments, **flags, **options)
     return arguments[4], arguments[5]
 
 
