@@ -34,7 +34,7 @@ def decode(requests: int, device: torch.device, position: int = POSITION) -> Tok
     return TokenBatch(slots, positions, slots, positions, positions + 1, table)
 
 
-def _window(slots: int, device: torch.device) -> WindowView:
+def ring_of(slots: int, device: torch.device) -> WindowView:
     positions = torch.full((slots, WINDOW), -1, dtype=torch.int32, device=device)
     return WindowView(RowStore.allocate((slots, WINDOW), ENTRY, torch.bfloat16, device), positions)
 
@@ -59,7 +59,7 @@ def _window_rows(tokens: int) -> BenchCase:
 def _store_window(tokens: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         kv, weight, freqs = _inputs(tokens, device)
-        window, batch = _window(tokens, device), decode(tokens, device)
+        window, batch = ring_of(tokens, device), decode(tokens, device)
         written = tokens * (2 * ENTRY.row_bytes + 4)
         return Work(
             lambda: store_window(kv, weight, freqs, EPS, window, batch), nbytes(kv, weight) + 24 * tokens, written
@@ -72,7 +72,7 @@ def _append(tokens: int, is_decode: bool) -> BenchCase:
     def build(device: torch.device) -> Work:
         rows = RowStore.allocate((tokens,), ENTRY, torch.bfloat16, device)
         batch = decode(tokens, device) if is_decode else one_chunk(tokens, device)
-        window = _window(tokens if is_decode else 1, device)
+        window = ring_of(tokens if is_decode else 1, device)
         moved = tokens if is_decode else WINDOW  # a chunk leaves its last rows only
 
         def call() -> torch.Tensor:

@@ -21,6 +21,8 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
+from dsv4.engine.offload import ExpertPool
+from dsv4.engine.offload_load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.runner import Runner, decode_buckets, ops_for
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
@@ -53,6 +55,10 @@ class LLM:
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
     ops       the op set; by default the kernels on a GPU in `official` numerics, the oracles elsewhere
+    offload_experts
+              for a model larger than the GPU: routed experts live in host memory and are copied to the GPU when a layer
+              chooses them. "auto" (or True) keeps as many on the GPU as fit, by the arithmetic of `dsv4 plan`, all of
+              them if they do; a number keeps that many of each layer. None (or False) keeps all. The same bits anyway
     progress  show a progress bar while loading
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
@@ -62,7 +68,7 @@ class LLM:
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, ops: OpSet | None = None,
-        progress: bool = False,
+        offload_experts: OffloadExperts = None, progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
@@ -70,47 +76,69 @@ class LLM:
         exact_dtype = compute_dtype if numerics == "exact" else None
         # limits and tokenizer come before the weights: what can fail at once should
         limits = _limits(config, engine, exact_dtype)
+        check_offload(offload_experts, config)
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         checkpoint = Checkpoint.open(folder)
-        with _naming_what_does_not_fit("weights", limits):
-            params = load_params(checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress)
-        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, ops)
+        chosen_ops, pool = ops or ops_for(chosen_device, numerics), None
+        placement = choose_placement(
+            offload_experts, checkpoint, config, limits, _cache_bytes(config, limits, exact_dtype),
+            device=chosen_device, dequantize_to=exact_dtype,
+        )  # fmt: skip
+        with _naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+            if placement is None:
+                params = load_params(
+                    checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress
+                )
+            else:
+                params, pool = load_offloaded(
+                    checkpoint, config, placement, chosen_ops, device=chosen_device, dequantize_to=exact_dtype,
+                    progress=progress,
+                )  # fmt: skip
+        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_ops, pool)
 
     @classmethod
     def from_params(
         cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
-        ops: OpSet | None = None,
+        ops: OpSet | None = None, pool: ExpertPool | None = None,
     ) -> LLM:  # fmt: skip
-        """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on."""
+        """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on.
+
+        pool: holds the experts of `params`, where they are offloaded (`engine.offload.offload`); it brings its ops.
+        """
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)
         limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
-        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, ops)
+        if pool is not None:
+            ops = pool.inner
+        chosen_ops = ops or ops_for(params.embed.device, numerics)
+        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_ops, pool)
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
-        limits: EngineConfig, tokenizer: Tokenizer | None, ops: OpSet | None,
+        limits: EngineConfig, tokenizer: Tokenizer | None, ops: OpSet, pool: ExpertPool | None,
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer
-        ops = ops or ops_for(params.embed.device, numerics)
-        self.model = Transformer(config, prepare_params(params, ops), dtype, ops=ops)
+        self.pool = pool
+        params = prepare_params(params, ops)
+        self.model = Transformer(config, params, dtype, ops=ops if pool is None else pool.ops)
         # the MTP block's rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule)
         uses_graphs = ops is TRITON and params.embed.device.type == "cuda"
         buckets = decode_buckets(limits.max_concurrent_requests)
-        runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs)
+        runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool)
         if uses_graphs:
-            runner.warm_up()
-        self.engine = Engine(self.model, self.cache, tokenizer, runner=runner)
+            with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
+                runner.warm_up()
+        self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
 
     def _make_cache(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> KVCacheManager:
         model = self.model
@@ -285,16 +313,30 @@ def _limits(config: ModelConfig, engine: EngineConfig | None, plain_dtype: torch
     return limits
 
 
+def _cache_bytes(config: ModelConfig, limits: EngineConfig, plain_dtype: torch.dtype | None) -> int:
+    """What the cache will take."""
+    schedule = build_schedule(config, with_mtp=limits.max_draft_tokens > 0)
+    itemsize = None if plain_dtype is None else plain_dtype.itemsize
+    return build_cache_schema(config, schedule, limits, plain_itemsize=itemsize).total_bytes
+
+
+_WHAT_HELPS = {
+    "limits": "lower the limits",
+    "offload": "keep experts in host memory (offload_experts='auto', on the command line --offload-experts auto)",
+    "fewer": "lower the limits or keep fewer experts on the device (a smaller offload_experts)",
+}
+
+
 @contextmanager
-def _naming_what_does_not_fit(what: str, limits: EngineConfig) -> Iterator[None]:
-    """A device without room for the weights or the cache is a mistake in the limits, and is told as one."""
+def _naming_what_does_not_fit(what: str, limits: EngineConfig, helps: str = "limits") -> Iterator[None]:
+    """A device without room for the weights or the cache is a mistake in what was asked for, and is told as one."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise RequestError(
             f"the device has no room for the {what} (max_context_tokens {limits.max_context_tokens}, "
-            f"max_concurrent_requests {limits.max_concurrent_requests}, num_blocks {limits.num_blocks}): lower the "
-            f"limits, or see what would fit with `dsv4 plan`. {str(error).splitlines()[0]}"
+            f"max_concurrent_requests {limits.max_concurrent_requests}, num_blocks {limits.num_blocks}): "
+            f"{_WHAT_HELPS[helps]}, or see what would fit with `dsv4 plan`. {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.engine.constraint import Constraint
+from dsv4.engine.offload import ExpertPool, TransferStats
 from dsv4.engine.sampler import Undrawable, constraint_failure, draw
 from dsv4.engine.scheduler import Scheduler, StepPlan
 from dsv4.engine.sequence import Sequence
@@ -53,6 +54,7 @@ class Engine:
 
     runner   computes the forward calls; by default directly, without graphs
     pad_to   rows a call of n tokens is padded to, at least n; by default n
+    experts  the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
     clock    seconds, for deadlines
     observe  when set, sees every layer's output of every step (`Transformer.forward`), which then runs directly
     """
@@ -60,7 +62,7 @@ class Engine:
     def __init__(
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
         runner: StepRunner | None = None, pad_to: Callable[[int], int] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, experts: ExpertPool | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
@@ -74,6 +76,7 @@ class Engine:
         self._builder = StepBuilder(cache)
         self._pad_to = pad_to
         self._clock = clock
+        self._experts = experts
         self._num_output_tokens = 0
 
     @property
@@ -83,6 +86,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
         schema, scheduler = self.cache.schema, self.scheduler
+        moved = TransferStats() if self._experts is None else self._experts.stats
         return EngineStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
@@ -97,6 +101,9 @@ class Engine:
             num_failed=scheduler.num_failed,
             num_preemptions=scheduler.num_preemptions,
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_expert_hits=moved.num_hits,
+            num_expert_misses=moved.num_misses,
+            num_expert_bytes=moved.bytes_moved,
         )
 
     def prepare(
@@ -160,9 +167,11 @@ class Engine:
         self.scheduler.abort(sequence)
 
     def check_integrity(self) -> None:
-        """Recompute the truth of the scheduler's and the cache's books. Between two steps."""
+        """Recompute the truth of the scheduler's, the cache's and the experts' books. Between two steps."""
         self.scheduler.check_integrity()
         self.cache.check_integrity()
+        if self._experts is not None:
+            self._experts.check_integrity()
 
     # ---- the parts of a step ----
 

@@ -22,23 +22,27 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from dsv4.engine.placement import OffloadError, Placement, placement_by_use
+from dsv4.engine.weight_trees import map_tensors, tensors_of
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.ops import OpSet
+
+__all__ = [
+    "ExpertPool", "LayerExperts", "OffloadError", "Placement", "Recorder", "TransferStats", "map_tensors", "offload",
+    "placement_by_use", "tensors_of", "with_experts",
+]  # fmt: skip
 
 PADDED_EXPERT = -1
 NOT_HERE = -1
 PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
-
-
-class OffloadError(ValueError):
-    """A placement that cannot work."""
 
 
 class Recorder(Protocol):
@@ -47,48 +51,22 @@ class Recorder(Protocol):
     def cut(self, then: Callable[[], None]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Slots of every layer: `num_fixed` for experts that stay, `num_cached` for those that come and go.
-
-    `hottest[layer]`, where given, lists experts by falling use; the first `num_fixed` stay. Otherwise the lowest do.
-    """
-
-    num_fixed: int
-    num_cached: int
-    hottest: tuple[tuple[int, ...], ...] | None = None
-
-    def fixed_ids(self, layer_idx: int, num_experts: int) -> list[int]:
-        if self.hottest is None:
-            return list(range(self.num_fixed))
-        order = self.hottest[layer_idx]
-        if sorted(order) != list(range(num_experts)):
-            raise OffloadError(f"layer {layer_idx}: expected every expert 0 to {num_experts - 1} once in `hottest`")
-        return sorted(order[: self.num_fixed])
-
-    def check(self, num_experts: int, top_k: int) -> None:
-        if min(self.num_fixed, self.num_cached) < 0 or self.num_fixed + self.num_cached > num_experts:
-            raise OffloadError(
-                f"expected at most {num_experts} slots, found {self.num_fixed} fixed and {self.num_cached} cached"
-            )
-        if self.num_cached < min(top_k, num_experts - self.num_fixed):
-            raise OffloadError(f"expected cached slots for one token's {top_k} experts, found {self.num_cached}")
-
-
-def placement_by_use(counts: Sequence[Sequence[int]], num_fixed: int, num_cached: int) -> Placement:
-    """From measured use, counts[layer][expert] (`tools.experts.ExpertCounter`); ties go to the lower expert."""
-    orders = tuple(tuple(sorted(range(len(layer)), key=lambda e: (-layer[e], e))) for layer in counts)
-    return Placement(num_fixed, num_cached, orders)
-
-
 @dataclass
 class TransferStats:
-    """What has been moved since `reset`. `num_uses` counts the experts a call of a layer needed, once each."""
+    """What has been moved since `reset`.
+
+    `num_uses` counts the experts a call of a layer needed, once each; a miss is one of them that the device did not
+    have when the layer had chosen. `bytes_moved` also holds what was copied ahead of a choice.
+    """
 
     num_uses: int = 0
     num_misses: int = 0
     bytes_moved: int = 0
     num_staged_layers: int = 0
+
+    @property
+    def num_hits(self) -> int:
+        return self.num_uses - self.num_misses
 
     def reset(self) -> None:
         self.num_uses = self.num_misses = self.bytes_moved = self.num_staged_layers = 0
@@ -108,13 +86,18 @@ class LayerExperts:
         self._fixed = placement.fixed_ids(layer_idx, self.num_experts)
         self._offloaded = sorted(set(range(self.num_experts)) - set(self._fixed))
         self._host_row = {expert: row for row, expert in enumerate(self._offloaded)}
-        num_slots = placement.num_fixed + placement.num_cached
+        num_slots = placement.num_slots
         self.stack = map_tensors(
             like, lambda part: part.new_empty((num_slots, *part.shape), device=pool.device), (num_slots,)
         )
         self._host = map_tensors(like, lambda part: pool.host_tensor((len(self._offloaded), *part.shape), part.dtype))
         # pairs of tensors, device and host, each indexed by slot and by row
         self._parts = list(zip(tensors_of(self.stack), tensors_of(self._host), strict=True))
+        # equal for layers whose experts have the same format and shapes
+        self.kind = (
+            tuple((part.shape[1:], part.dtype) for part, _ in self._parts),
+            tuple(getattr(weight, "format", None) for weight in like),
+        )
         self.expert_bytes = sum(host[0].numel() * host.element_size() for _, host in self._parts if len(host))
         self._slot_of = torch.full((self.num_experts,), NOT_HERE, dtype=torch.int64)
         for slot, expert in enumerate(self._fixed):
@@ -149,17 +132,7 @@ class LayerExperts:
         for expert in wandering:
             if expert in self._recent:
                 self._recent.move_to_end(expert)
-        moved = []
-        for expert in missing:
-            if self._free:
-                slot = self._free.pop()
-            else:  # never one of this call: those stand at the end
-                evicted, slot = self._recent.popitem(last=False)
-                self._slot_of[evicted] = NOT_HERE
-            self._recent[expert] = slot
-            self._slot_of[expert] = slot
-            moved.append((expert, slot))
-        self._copy(moved)
+        self._fetch(missing)
         self.pool.stats.num_uses += len(needed)
         self.pool.stats.num_misses += len(missing)
         slots = torch.full_like(experts, PADDED_EXPERT)
@@ -167,16 +140,24 @@ class LayerExperts:
         slots[:num_valid][experts[:num_valid] < 0] = PADDED_EXPERT
         return slots
 
-    def _copy(self, moved: list[tuple[int, int]]) -> None:
-        """Host to slots. The device is done with the slots: the routing this answers comes after their last use."""
-        if not moved:
-            return
+    def _fetch(self, missing: list[int]) -> None:
+        """Host to slots. The device is done with the slots: the routing this answers comes after their last use.
+
+        An expert is booked once its copy is under way, so that a call cut short (Ctrl-C) leaves no slot that claims to
+        hold what it does not.
+        """
+        while missing and len(self._free) < len(missing):  # never one of this call: those stand at the end
+            evicted, slot = self._recent.popitem(last=False)
+            self._slot_of[evicted] = NOT_HERE
+            self._free.append(slot)
         with self.pool.copying():
-            for expert, slot in moved:
-                row = self._host_row[expert]
-                for device_part, host_part in self._parts:
-                    device_part[slot].copy_(host_part[row], non_blocking=True)
-        self.pool.stats.bytes_moved += len(moved) * self.expert_bytes
+            for expert in missing:
+                row, slot = self._host_row[expert], self._free[-1]
+                targets = [device_part[slot] for device_part, _ in self._parts]
+                torch._foreach_copy_(targets, [host_part[row] for _, host_part in self._parts], non_blocking=True)
+                self._free.pop()
+                self._slot_of[expert] = self._recent[expert] = slot
+                self.pool.stats.bytes_moved += self.expert_bytes
 
     def fill_staging(self, staging: Any, needed: Iterable[int]) -> None:
         """Put the needed experts in their own places of a stack of all E."""
@@ -185,7 +166,10 @@ class LayerExperts:
             for parts, staged in zip(self._parts, targets, strict=True):
                 staged[first : first + length].copy_(parts[is_host][source : source + length], non_blocking=True)
             self.pool.stats.bytes_moved += is_host * length * self.expert_bytes
-            self.pool.stats.num_misses += is_host * length
+
+    def num_absent(self, needed: list[int]) -> int:
+        """How many of them no slot holds."""
+        return int((self._slot_of[needed] == NOT_HERE).sum())
 
     def _runs(self, needed: Iterable[int]) -> Iterator[tuple[int, int, int, bool]]:
         """Neighbours that are neighbours where they lie too: first expert, its slot or host row, length, on the host.
@@ -214,7 +198,7 @@ class LayerExperts:
     def check_integrity(self) -> None:
         """Slots and their owners agree, and what a slot holds is what the host has."""
         owners = {slot: expert for expert, slot in enumerate(self._slot_of.tolist()) if slot != NOT_HERE}
-        num_slots = self.pool.placement.num_fixed + self.pool.placement.num_cached
+        num_slots = self.pool.placement.num_slots
         assert len(owners) == int((self._slot_of != NOT_HERE).sum()), "two experts share a slot"
         assert sorted([*owners, *self._free]) == list(range(num_slots)), "a slot is lost"
         for expert, slot in self._recent.items():
@@ -247,11 +231,35 @@ class _Boundary:
         pool.wait_for_copies()
 
 
+class _Staging:
+    """Stacks of all E experts, filled in turn, for layers whose experts look alike."""
+
+    def __init__(self, layer: LayerExperts, num_stacks: int) -> None:
+        count = layer.num_experts
+        self.stacks = [
+            map_tensors(layer.stack, lambda part: part.new_empty((count, *part.shape[1:])), (count,))
+            for _ in range(num_stacks)
+        ]
+        self.staged: list[LayerExperts | None] = [None] * num_stacks  # prefetched in full
+        self.free_events: list[Any] = [None] * num_stacks  # after the last product that read a stack
+        self._next = 0
+
+    def holds(self, layer: LayerExperts) -> int | None:
+        return self.staged.index(layer) if layer in self.staged else None
+
+    def take(self, in_use: int | None) -> int:
+        """The next stack but the one in use, whatever it holds."""
+        place = self._next if self._next != in_use else (self._next + 1) % len(self.stacks)
+        self._next = (place + 1) % len(self.stacks)
+        self.staged[place] = None
+        return place
+
+
 class ExpertPool:
     """All offloaded layers of a model, and the `moe` op over them.
 
-    `num_valid`, `recorder` and `stages_always` are the running call's, and the runner's to set: rows from num_valid on
-    are padding; a recorder is there while a call is captured; warm-up sends calls through staging that need not.
+    `num_valid` (see `only`), `recorder` and `stages_always` are the running call's, and the runner's to set: rows from
+    num_valid on are padding; a recorder is there while a call is captured; warm-up stages calls that need not be.
     """
 
     def __init__(
@@ -268,19 +276,16 @@ class ExpertPool:
         self.num_valid: int | None = None
         self.recorder: Recorder | None = None
         self.stages_always = False
-        self._inner = inner
+        self.inner = inner
         self._num_staging = num_staging
-        self._staging: list[Any] = []
-        self._staged: list[LayerExperts | None] = [None] * num_staging  # prefetched in full
-        self._free_events: list[Any] = [None] * num_staging  # after the last product that read a staging stack
-        self._next_staging = 0
+        self._staging: dict[Any, _Staging] = {}  # by what an expert looks like: layers may differ in format
         self._is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
 
     @property
     def ops(self) -> OpSet:
         """The given ops with `moe` replaced."""
-        return replace(self._inner, moe=self.moe)
+        return replace(self.inner, moe=self.moe)
 
     def always_fits(self, num_tokens: int) -> bool:
         """Whether no choice of `num_tokens` tokens can need more experts than there are cached slots."""
@@ -290,28 +295,42 @@ class ExpertPool:
     def add_layer(self, like: Any) -> LayerExperts:
         """The next layer, empty; `put` its experts."""
         layer = LayerExperts(self, len(self.layers), like)
-        if self.layers:
+        self.adopt(layer)
+        return layer
+
+    def adopt(self, layer: LayerExperts, *, is_next: bool = True) -> None:
+        """Take a layer in, in the order of the model. `is_next`: a call goes on to it from the one before."""
+        assert layer.layer_idx == len(self.layers), (layer.layer_idx, len(self.layers))
+        if self.layers and is_next:
             self.layers[-1].following = layer
         self.layers.append(layer)
-        return layer
+
+    @contextmanager
+    def only(self, num_valid: int | None) -> Iterator[None]:
+        """Rows from `num_valid` on are padding in the calls inside."""
+        before, self.num_valid = self.num_valid, num_valid
+        try:
+            yield
+        finally:
+            self.num_valid = before
 
     def moe(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
         if not isinstance(routed, LayerExperts):
-            return self._inner.moe(x, experts, weights, routed, shared, limit=limit)
+            return self.inner.moe(x, experts, weights, routed, shared, limit=limit)
         if self.recorder is not None:
             boundary = routed.boundary(*experts.shape)
             boundary.experts.copy_(experts, non_blocking=True)
             self.recorder.cut(boundary.cross)
-            return self._inner.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+            return self.inner.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
         chosen = experts.cpu()
         slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
         if slots is None:
             return self._staged_moe(x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
         self.wait_for_copies()
-        return self._inner.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+        return self.inner.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
 
     def _staged_moe(
         self, x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor, routed: LayerExperts, shared: Any,
@@ -319,33 +338,37 @@ class ExpertPool:
     ) -> Tensor:  # fmt: skip
         needed = _distinct(chosen)
         self.stats.num_uses += len(needed)
+        self.stats.num_misses += routed.num_absent(needed)
         self.stats.num_staged_layers += 1
-        place = self._staged.index(routed) if routed in self._staged else self._stage(routed, needed)
-        self._staged[place] = None
+        staging = self._staging_for(routed)
+        place = staging.holds(routed)
+        if place is None:
+            place = self._stage(staging, routed, needed)
+        staging.staged[place] = None
         self.wait_for_copies()
         following = routed.following
         if following is not None and self._num_staging > 1 and 2 * len(needed) > self.num_experts:
             # most experts are wanted, so the next layer will want most of its own: do not wait for its routing
-            ahead = self._stage(following, range(self.num_experts))
-            self._staged[ahead] = following
-        out = self._inner.moe(x, experts, weights, self._staging[place], shared, limit=limit)
+            coming = self._staging_for(following)
+            ahead = self._stage(coming, following, range(self.num_experts), in_use=place if coming is staging else None)
+            coming.staged[ahead] = following
+        out = self.inner.moe(x, experts, weights, staging.stacks[place], shared, limit=limit)
         if self._is_cuda:
-            self._free_events[place] = torch.cuda.current_stream().record_event()
+            staging.free_events[place] = torch.cuda.current_stream().record_event()
         return out
 
-    def _stage(self, layer: LayerExperts, needed: Iterable[int]) -> int:
+    def _staging_for(self, layer: LayerExperts) -> _Staging:
+        if layer.kind not in self._staging:
+            self._staging[layer.kind] = _Staging(layer, self._num_staging)
+        return self._staging[layer.kind]
+
+    def _stage(
+        self, staging: _Staging, layer: LayerExperts, needed: Iterable[int], in_use: int | None = None
+    ) -> int:  # fmt: skip
         """Start filling the next staging stack; which one."""
-        if not self._staging:
-            count = self.num_experts
-            self._staging = [
-                map_tensors(layer.stack, lambda part: part.new_empty((count, *part.shape[1:])), (count,))
-                for _ in range(self._num_staging)
-            ]
-        place = self._next_staging
-        self._next_staging = (place + 1) % self._num_staging
-        self._staged[place] = None
-        with self.copying(after=self._free_events[place]):
-            layer.fill_staging(self._staging[place], needed)
+        place = staging.take(in_use)
+        with self.copying(after=staging.free_events[place]):
+            layer.fill_staging(staging.stacks[place], needed)
         return place
 
     # ---- memory and streams ----
@@ -382,7 +405,8 @@ class ExpertPool:
 
     def device_bytes(self) -> int:
         """Slots and staging."""
-        trees = [layer.stack for layer in self.layers] + self._staging
+        trees = [layer.stack for layer in self.layers]
+        trees += [stack for staging in self._staging.values() for stack in staging.stacks]
         return sum(part.numel() * part.element_size() for tree in trees for part in tensors_of(tree))
 
     def host_bytes(self) -> int:
@@ -417,38 +441,6 @@ def offload(
 def with_experts(block: BlockParams, experts: LayerExperts) -> BlockParams:
     """The same block over other routed experts. The model reads `matrices` of them and nothing else."""
     return replace(block, ffn=replace(block.ffn, experts=cast(ExpertParams, experts)))
-
-
-# ---- weights as trees of tensors: any format, with or without scales ----
-
-
-def map_tensors(weights: Any, change: Callable[[Tensor], Tensor], leading: tuple[int, ...] | None = None) -> Any:
-    """The same structure with every tensor changed. Tuples, lists and dataclasses are structure; the rest is kept.
-
-    A weight that states its logical shape [..., N, K] gets `leading` in front of the last two, if that is given.
-    """
-    if isinstance(weights, Tensor):
-        return change(weights)
-    if isinstance(weights, torch.Size):
-        return weights if leading is None else torch.Size((*leading, *weights[-2:]))
-    if isinstance(weights, (tuple, list)):
-        return type(weights)(map_tensors(part, change, leading) for part in weights)
-    if is_dataclass(weights) and not isinstance(weights, type):
-        changed = {field.name: map_tensors(getattr(weights, field.name), change, leading) for field in fields(weights)}
-        return replace(weights, **changed)
-    return weights
-
-
-def tensors_of(weights: Any) -> list[Tensor]:
-    """Every tensor of the structure, in its order."""
-    found: list[Tensor] = []
-
-    def note(part: Tensor) -> Tensor:
-        found.append(part)
-        return part
-
-    map_tensors(weights, note)
-    return found
 
 
 def _distinct(experts: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class Runner:
         self._graphs: dict[int, _BucketGraph] = {}
         self._compiles = _CompileWatch()
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -143,10 +144,9 @@ class Runner:
     # ---- the one function ----
 
     def _compute(self, batch: TokenBatch, sample_rows: Tensor, num_valid: int | None = None) -> Tensor:
-        if self.experts is not None:
-            self.experts.num_valid = batch.num_tokens if num_valid is None else num_valid
-        streams = self.model.forward(batch, self.cache.handle)
-        return self.model.logits(streams.index_select(0, sample_rows))
+        with _padded_from(self.experts, num_valid):
+            streams = self.model.forward(batch, self.cache.handle)
+            return self.model.logits(streams.index_select(0, sample_rows))
 
     def _compile(self, size: int) -> None:
         batch, rows = self._padding_batch(size), self._padding_rows(size)
@@ -191,8 +191,8 @@ class Runner:
 
     def _capture_cuda(self, call: Callable[[], Tensor]) -> Replay:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return capture_graph(call, self._pool, self.experts)
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        return capture_graph(call, self._pool, self.experts, self._stream)
 
 
 class _BucketGraph:
@@ -219,9 +219,13 @@ class _BucketGraph:
         self._num_filled = self.num_valid = num_tokens
         targets = [*self._fields[:, :num_tokens].unbind(0), self.sample_rows[:num_rows]]
         torch._foreach_copy_(targets, [*(getattr(batch, name) for name in _FIELDS), sample_rows])
-        if self._experts is not None:
-            self._experts.num_valid = num_tokens
-        return self.replay()[:num_rows]
+        with _padded_from(self._experts, num_tokens):
+            return self.replay()[:num_rows]
+
+
+def _padded_from(experts: ExpertPool | None, num_valid: int | None) -> AbstractContextManager[None]:
+    """Rows from `num_valid` on fetch no experts."""
+    return nullcontext() if experts is None else experts.only(num_valid)
 
 
 def _batch_over(fields: Tensor, block_table: Tensor) -> TokenBatch:
@@ -233,9 +237,15 @@ def _batch_over(fields: Tensor, block_table: Tensor) -> TokenBatch:
 # ---- CUDA ----
 
 
-def capture_graph(call: Callable[[], Tensor], pool: Any = None, experts: ExpertPool | None = None) -> Replay:
-    """`call` as a CUDA graph (in pieces, with offloaded experts) in the memory `pool`. It is run once before."""
-    stream = torch.cuda.Stream()
+def capture_graph(
+    call: Callable[[], Tensor], pool: Any = None, experts: ExpertPool | None = None,
+    stream: torch.cuda.Stream | None = None,
+) -> Replay:  # fmt: skip
+    """`call` as a CUDA graph (in pieces, with offloaded experts) in the memory `pool`. It is run once before.
+
+    What one capture has freed in a pool, another finds there only if it captures on the same `stream`.
+    """
+    stream = torch.cuda.Stream() if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         with _recording(experts, _Rehearsal()):

@@ -11,6 +11,9 @@ class EngineStats:
 
     A prompt token counts once in `num_prompt_tokens`; tokens that went through the model again after a preemption are
     `num_recomputed_tokens`. Requests past their deadline are among the failed.
+
+    With offloaded experts, a forward call counts each expert a layer chose once: a hit if the device had it, a miss if
+    it came from the host. `num_expert_bytes` also holds what was copied ahead of a choice. All 0 without.
     """
 
     num_waiting: int
@@ -26,3 +29,6 @@ class EngineStats:
     num_failed: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_expert_hits: int = 0
+    num_expert_misses: int = 0
+    num_expert_bytes: int = 0

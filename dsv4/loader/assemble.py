@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -23,13 +25,31 @@ from dsv4.model.parameters import (
 from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
-class ParameterStore:
-    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert."""
+class ExpertHome(Protocol):
+    """Takes routed experts one by one, instead of stacks on the device (engine/offload.py). Must copy what it keeps.
 
-    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+    Draft blocks count on from the model's last layer.
+    """
+
+    def put(self, layer_idx: int, expert_idx: int, weights: ExpertParams) -> None:
+        """One whole expert; its weights may be views of a mapped file."""
+
+    def experts(self, layer_idx: int) -> ExpertParams:
+        """What stands for a layer's experts in the model, once all of them were put."""
+
+
+class ParameterStore:
+    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert.
+
+    `home`, where given, takes the routed experts; an expert goes there with its last matrix.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, home: ExpertHome | None = None) -> None:
         self.config = config
         self.device = torch.device(device)
         self._weights: dict[str, Weight] = {}
+        self._home = home
+        self._unfinished: dict[tuple[int, int], dict[str, Weight]] = {}  # layer and expert: its matrices so far
 
     def put(self, tensor: LogicalTensor, weight: Weight) -> None:
         """Copy `weight` to the device, into its stack if it is an expert's. Experts of one stack share a format."""
@@ -39,9 +59,21 @@ class ParameterStore:
         if tensor.expert_idx is None:
             self._weights[name] = _copy_weight(weight, self.device)
             return
+        if self._home is not None:
+            self._send_home(self._home, tensor, weight)
+            return
         if name not in self._weights:
             self._weights[name] = _empty_stack(weight, self.config.n_routed_experts, self.device)
         _fill(self._weights[name], tensor.expert_idx, weight)
+
+    def _send_home(self, home: ExpertHome, tensor: LogicalTensor, weight: Weight) -> None:
+        assert tensor.expert_idx is not None
+        block, number, *_, part, _ = tensor.name.split(".")
+        key = (int(number) + (self.config.num_hidden_layers if block == "mtp" else 0), tensor.expert_idx)
+        matrices = self._unfinished.setdefault(key, {})
+        matrices[part] = weight
+        if len(matrices) == 3:
+            home.put(*key, ExpertParams(**self._unfinished.pop(key)))
 
     def build(self, num_mtp: int) -> ModelParams:
         """The model's parameters; every name must have been put. The store must not be used afterwards."""
@@ -96,6 +128,9 @@ class ParameterStore:
             indexer=indexer,
         )
 
+    def _routed(self, prefix: str, layer: LayerSpec) -> ExpertParams:
+        return self._experts(prefix) if self._home is None else self._home.experts(layer.layer_idx)
+
     def _experts(self, prefix: str) -> ExpertParams:
         return ExpertParams(*(self._weights[f"{prefix}{part}.weight"] for part in ("w1", "w2", "w3")))
 
@@ -105,7 +140,7 @@ class ParameterStore:
             gate=self._weights[f"{prefix}ffn.gate.weight"],
             bias=None if is_hash else self._plain(f"{prefix}ffn.gate.bias"),
             tid2eid=self._plain(f"{prefix}ffn.gate.tid2eid") if is_hash else None,
-            experts=self._experts(f"{prefix}ffn.experts."),
+            experts=self._routed(f"{prefix}ffn.experts.", layer),
             shared=self._experts(f"{prefix}ffn.shared_experts."),
         )
         return BlockParams(

@@ -1,19 +1,20 @@
 """A checkpoint's tensors -> `ModelParams`, streamed in file order. Strict: see `resolve.plan_load`.
 
 Peak memory is the model itself plus one matrix: data is mapped, copied once into its place, and experts go straight
-into preallocated stacks.
+into preallocated stacks, or one whole expert at a time to a home of their own (`ExpertHome`).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
-from dsv4.loader.assemble import ParameterStore
+from dsv4.loader.assemble import ExpertHome, ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.names import Role
@@ -34,12 +35,14 @@ def load_params(
     *,
     device: torch.device | str = "cpu",
     dequantize_to: torch.dtype | None = None,
+    home: ExpertHome | None = None,
     progress: Progress = False,
 ) -> ModelParams:
     """Read the whole model.
 
     dequantize_to: None keeps every weight as stored (quantised weights become `QuantTensor`; hyper-connections, `ape`,
     sinks and router bias are fp32); a float dtype makes every weight that dtype (the `exact` numerics) except tables.
+    home: takes the routed experts, one at a time; None stacks them on `device`.
     progress: True for a bar on stderr, or a function of (bytes done, bytes in total).
     """
     if dequantize_to is not None and not dequantize_to.is_floating_point:
@@ -47,9 +50,10 @@ def load_params(
     plan = plan_load(checkpoint, config)
     for note in plan.notes:
         warnings.warn(note, CheckpointWarning, stacklevel=2)
-    store = ParameterStore(config, device)
+    store = ParameterStore(config, device, home)
+    sources = plan.sources if home is None else expert_by_expert(plan.sources)
     with byte_progress(progress, plan.nbytes, "loading weights") as advance:
-        for source in plan.sources:
+        for source in sources:
             weight = read_weight(checkpoint, source, config)
             if dequantize_to is not None and source.tensor.role is not Role.TABLE:
                 weight = dequantize(weight, dequantize_to)
@@ -57,6 +61,20 @@ def load_params(
             advance(source.nbytes)
     checkpoint.close()
     return store.build(plan.num_mtp)
+
+
+def expert_by_expert(sources: Sequence[Source]) -> list[Source]:
+    """The same in file order, except that the matrices of one expert stand together, where the first of them is."""
+    first: dict[str, int] = {}
+    for place, source in enumerate(sources):
+        first.setdefault(_owner(source), place)
+    return sorted(sources, key=lambda source: first[_owner(source)])
+
+
+def _owner(source: Source) -> str:
+    """The weight itself, or the expert whose matrix it is."""
+    tensor = source.tensor
+    return tensor.name if tensor.expert_idx is None else tensor.base.rpartition(".")[0]
 
 
 def read_weight(checkpoint: Checkpoint, source: Source, config: ModelConfig) -> Weight:

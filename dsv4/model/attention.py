@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView
+from dsv4.formats.tensors import QuantActivation
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import AttentionParams, CompressorParams
 from dsv4.ops.compress import Compression, CompressorSpec
@@ -23,19 +27,22 @@ def attention(
     ops, config, freqs = context.ops, context.config, context.freqs(layer)
     eps = config.rms_norm_eps
     latent, kv, *of_compressors = _project_input(start, params, context)
-    q, *index_q = _project_latent(latent, params, context)
-    q = ops.head_norm_rope(q.unflatten(-1, (config.num_attention_heads, -1)), batch.positions, freqs, eps)  # [T, H, d]
-    rows = ops.window_rows(kv, params.kv_norm, batch.positions, freqs, eps, cache.window.rows.format)
+    with context.branches.beside(_compression_call(of_compressors, params, layer, cache, batch, context)):
+        q, index_q = _project_latent(latent, params, context)  # [T, H, d], [T, Hi, Di]
+        # a chunk this short replaces no row that it reads: see `store_window`
+        appends = batch.num_tokens <= cache.window.ring_len - config.sliding_window + 1
+        q, rows, index_q = ops.attention_inputs(
+            q, kv, index_q, params.kv_norm, freqs, eps, cache.window, cache.index_keys, batch, appends=appends
+        )
 
-    _compress(of_compressors, params, layer, cache, batch, context)
     picks = None
-    if params.indexer is not None:
-        picks = _pick_entries(index_q[0], of_compressors[-1], layer, cache, batch, context)
-
+    if index_q is not None:
+        picks = _pick_entries(index_q, of_compressors[-1], layer, cache, batch, context)
     out = ops.sparse_attention(
         q, rows, cache.window, cache.entries, picks, params.sink, batch, window_len=config.sliding_window, freqs=freqs
     )  # [T, H, d]
-    ops.append_swa(rows, cache.window, batch)
+    if not appends:
+        ops.append_swa(rows, cache.window, batch)
     grouped = out.flatten(1).unflatten(-1, (config.o_groups, -1))  # [T, G, H / G * d]
     return ops.linear(ops.grouped_linear(grouped, params.wo_a).flatten(1), params.wo_b), picks
 
@@ -51,32 +58,38 @@ def _project_input(start: HyperInput, params: AttentionParams, context: ModelCon
     return context.ops.linears(x, params.input_bundle or weights, out_dtypes, start.quant)
 
 
-def _project_latent(latent: Tensor, params: AttentionParams, context: ModelContext) -> tuple[Tensor, ...]:
-    """latent [T, q_lora_rank] -> queries [T, H d], and on CSA layers the indexer's [T, Hi Di]."""
-    ops, weights, eps = context.ops, params.on_latent, context.config.rms_norm_eps
-    out_dtypes = [latent.dtype] * len(weights)
+def _project_latent(latent: Tensor, params: AttentionParams, context: ModelContext) -> tuple[Tensor, Tensor | None]:
+    """latent [T, q_lora_rank] -> queries [T, H, d], and on CSA layers the indexer's [T, Hi, Di]."""
+    ops, config, weights = context.ops, context.config, params.on_latent
+    normed: Tensor | QuantActivation
     if all(takes_codes(weight) for weight in weights):
-        _, codes = ops.rms_norm_quant(latent, params.q_norm, eps, False)
-        return ops.linears(codes, params.latent_bundle or weights, out_dtypes)
-    return ops.linears(ops.rms_norm(latent, params.q_norm, eps), params.latent_bundle or weights, out_dtypes)
+        _, normed = ops.rms_norm_quant(latent, params.q_norm, config.rms_norm_eps, False)
+    else:
+        normed = ops.rms_norm(latent, params.q_norm, config.rms_norm_eps)
+    q, *index_q = ops.linears(normed, params.latent_bundle or weights, [latent.dtype] * len(weights))
+    return (
+        q.unflatten(-1, (config.num_attention_heads, -1)),
+        index_q[0].unflatten(-1, (config.index_n_heads, -1)) if index_q else None,
+    )
 
 
-def _compress(
+def _compression_call(
     projections: list[Tensor], params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
     context: ModelContext,
-) -> None:  # fmt: skip
-    """Write the entries that close in this batch, and with an indexer their keys. Nothing on SWA layers."""
+) -> Callable[[], None] | None:  # fmt: skip
+    """What writes the entries that close in this batch, and with an indexer their keys. None on SWA layers."""
     if params.compressor is None:
-        return
+        return None
     kv, gate = projections[:2]
     entries = _compression(kv, gate, params.compressor, cache.compressor, cache.entries, layer, context)
     if params.indexer is None:
-        context.ops.compress(entries.kv, entries.gate, entries.spec, entries.state, entries.pages, batch)
-    else:
-        compressor = params.indexer.compressor
-        kv, gate = projections[2:4]
-        keys = _compression(kv, gate, compressor, cache.index_compressor, cache.index_keys, layer, context)
-        context.ops.compress_pair(entries, keys, batch)
+        return partial(
+            context.ops.compress, entries.kv, entries.gate, entries.spec, entries.state, entries.pages, batch
+        )
+    kv, gate = projections[2:4]
+    compressor = params.indexer.compressor
+    keys = _compression(kv, gate, compressor, cache.index_compressor, cache.index_keys, layer, context)
+    return partial(context.ops.compress_pair, entries, keys, batch)
 
 
 def _compression(
@@ -98,11 +111,10 @@ def _compression(
 def _pick_entries(
     q: Tensor, weights: Tensor, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch, context: ModelContext
 ) -> Tensor:
-    """Index queries [T, Hi Di] and head weights [T, Hi], both as projected -> the entries each token reads [T, k]."""
-    ops, config = context.ops, context.config
+    """Index queries [T, Hi, Di] and head weights [T, Hi] as projected -> the entries each token reads [T, k]."""
+    config = context.config
     assert cache.index_keys is not None
-    q = q.unflatten(-1, (config.index_n_heads, -1))  # [T, Hi, Di]
-    q = ops.index_queries(q, batch.positions, context.freqs(layer), cache.index_keys.rows.format)
     scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-    weights = weights.to(accumulator(weights)) * scale
-    return ops.index_topk(q, weights, cache.index_keys, batch, ratio=layer.ratio, top_k=config.index_topk)
+    return context.ops.index_topk(
+        q, weights, cache.index_keys, batch, ratio=layer.ratio, top_k=config.index_topk, scale=scale
+    )

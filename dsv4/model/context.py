@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.model.branches import Branches
 from dsv4.ops import OpSet
 from dsv4.ops.rope import rope_frequencies
 from dsv4.schedule import AttentionKind, LayerSpec
@@ -15,13 +16,14 @@ from dsv4.schedule import AttentionKind, LayerSpec
 
 @dataclass(frozen=True)
 class ModelContext:
-    """The config, the op set, the activation dtype, and the two rope tables' frequencies (fp32)."""
+    """The config, the op set, the activation dtype, the two rope tables' frequencies (fp32), and branches."""
 
     config: ModelConfig
     ops: OpSet
     dtype: torch.dtype
     window_freqs: Tensor
     compressed_freqs: Tensor
+    branches: Branches
 
     @classmethod
     def build(cls, config: ModelConfig, ops: OpSet, dtype: torch.dtype, device: torch.device) -> ModelContext:
@@ -32,6 +34,7 @@ class ModelContext:
             dtype=dtype,
             window_freqs=rope_frequencies(rope_dim, config.rope_theta, None).to(device),
             compressed_freqs=rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device),
+            branches=Branches(device),
         )
 
     def freqs(self, layer: LayerSpec) -> Tensor:

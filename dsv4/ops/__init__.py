@@ -17,6 +17,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.tensors import QuantActivation
 from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
 from dsv4.ops.attention import sparse_attention_ref
+from dsv4.ops.attention_inputs import attention_inputs_ref
 from dsv4.ops.compress import compress_pair_ref, compress_ref
 from dsv4.ops.hyper import (
     HyperInput,
@@ -55,6 +56,7 @@ class OpSet:
     grouped_linear: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     moe: Callable[..., Tensor]
+    attention_inputs: Callable[..., tuple[Tensor, RowStore, Tensor | None]]
     window_rows: Callable[..., RowStore]
     append_swa: Callable[..., None]
     compress: Callable[..., None]
@@ -81,6 +83,7 @@ TORCH = OpSet(
     grouped_linear=grouped_linear_ref,
     route=route_ref,
     moe=moe_ref,
+    attention_inputs=attention_inputs_ref,
     window_rows=window_rows_ref,
     append_swa=append_swa_ref,
     compress=compress_ref,

@@ -8,6 +8,7 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +83,22 @@ def _window_rows_kernel(
     ROWS: tl.constexpr, RING_LEN: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger()
-    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    window_tile(
+        tl.program_id(0), kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
+        ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
+        KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, RING_LEN,
+    )  # fmt: skip
+
+
+@jit
+def window_tile(
+    tile, kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
+    ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, RING_LEN: tl.constexpr,
+):  # fmt: skip
+    """The rows of tile `tile` of ROWS tokens, into the ring as well where RING_LEN is not 0."""
+    tokens = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=mask, other=0)
     HAS_RING: tl.constexpr = RING_LEN > 0
@@ -184,33 +200,51 @@ def _launch_rows(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat,
     window: WindowView | None, batch: TokenBatch | None,
 ) -> RowStore:  # fmt: skip
-    """With a window and a batch the rows go into the ring as well."""
-    check_launch(kv, norm_weight, positions, freqs, None if window is None else window.rows.data)
-    num_tokens, dim = positions.shape[0], row_format.dim
-    if kv.dtype not in KERNEL_DTYPES or kv.shape != (num_tokens, dim) or kv.stride(1) != 1:
-        raise KernelInputError(
-            f"expected kv [{num_tokens}, {dim}] in one of {KERNEL_DTYPES} with contiguous columns, found {kv.dtype} "
-            f"{tuple(kv.shape)} with strides {kv.stride()}"
-        )
-    if row_format.kind is not RowKind.ENTRY_FP8:
-        raise KernelInputError(f"expected rows of {RowKind.ENTRY_FP8}, found {row_format.kind}")
-    shape = row_shape(row_format, freqs)
-    rows = new_rows(num_tokens, row_format, kv.device)
-    if num_tokens == 0:
-        return rows
-    fresh = row_target(_one_by_one(rows))
-    positions, tile = positions.contiguous(), rows_per_tile(dim)
-    ring, ring_positions = fresh, (positions, 0)  # an unused pointer still needs a tensor
-    slots = ends = positions
-    if window is not None and batch is not None:
-        ring, ring_positions = row_target(window.rows), _ring_arguments(window)
-        slots, ends = batch.slots.contiguous(), batch.chunk_ends.contiguous()
-    _window_rows_kernel[(-(-num_tokens // tile[0]),)](
-        kv, check_norm_weight(norm_weight, dim), positions, freqs.contiguous(), eps, num_tokens, kv.stride(0), fresh,
-        ring, *ring_positions, slots, ends,
-        **shape, ROWS=tile[0], RING_LEN=0 if window is None else window.ring_len, **tile[1],
-    )  # fmt: skip
-    return rows
+    launch = RowLaunch.build(kv, norm_weight, positions, freqs, eps, row_format, window, batch)
+    if launch.num_tiles:
+        _window_rows_kernel[(launch.num_tiles,)](*launch.arguments, **launch.shape, **rows_per_tile(row_format.dim)[1])
+    return launch.rows
+
+
+class RowLaunch(NamedTuple):
+    """What `window_tile` is given: its arguments but the tile, its constants, and how many tiles there are."""
+
+    rows: RowStore
+    arguments: tuple[Any, ...]
+    shape: dict[str, int]
+    num_tiles: int
+
+    @classmethod
+    def build(
+        cls, kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat,
+        window: WindowView | None, batch: TokenBatch | None,
+    ) -> RowLaunch:  # fmt: skip
+        """With a window and a batch the rows go into the ring as well."""
+        check_launch(kv, norm_weight, positions, freqs, None if window is None else window.rows.data)
+        num_tokens, dim = positions.shape[0], row_format.dim
+        if kv.dtype not in KERNEL_DTYPES or kv.shape != (num_tokens, dim) or kv.stride(1) != 1:
+            raise KernelInputError(
+                f"expected kv [{num_tokens}, {dim}] in one of {KERNEL_DTYPES} with contiguous columns, found "
+                f"{kv.dtype} {tuple(kv.shape)} with strides {kv.stride()}"
+            )
+        if row_format.kind is not RowKind.ENTRY_FP8:
+            raise KernelInputError(f"expected rows of {RowKind.ENTRY_FP8}, found {row_format.kind}")
+        tile_rows = rows_per_tile(dim)[0]
+        ring_len = 0 if window is None else window.ring_len
+        shape = {**row_shape(row_format, freqs), "ROWS": tile_rows, "RING_LEN": ring_len}
+        rows = new_rows(num_tokens, row_format, kv.device)
+        fresh = row_target(_one_by_one(rows))
+        positions = positions.contiguous()
+        ring, ring_positions = fresh, (positions, 0)  # an unused pointer still needs a tensor
+        slots = ends = positions
+        if window is not None and batch is not None:
+            ring, ring_positions = row_target(window.rows), _ring_arguments(window)
+            slots, ends = batch.slots.contiguous(), batch.chunk_ends.contiguous()
+        arguments = (
+            kv, check_norm_weight(norm_weight, dim), positions, freqs.contiguous(), eps, num_tokens, kv.stride(0),
+            fresh, ring, *ring_positions, slots, ends,
+        )  # fmt: skip
+        return cls(rows, arguments, shape, -(-num_tokens // tile_rows))
 
 
 def _one_by_one(rows: RowStore) -> RowStore:

@@ -20,6 +20,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops import append_swa as window_ops
 from dsv4.ops import attention, indexer
+from dsv4.ops import attention_inputs as input_ops
 from dsv4.ops import compress as compress_ops
 from dsv4.ops.tl_utils import KernelInputError
 
@@ -91,6 +92,34 @@ def _(
     ring_positions: Tensor, positions: Tensor, slots: Tensor, chunk_ends: Tensor, kind: str, dim: int, rope_dim: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _fake_rows(kv, kind, dim, rope_dim)
+
+
+@torch.library.custom_op("dsv4::attention_inputs", mutates_args=("ring_data", "ring_scales", "ring_positions"))
+def attention_inputs(
+    q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, ring_data: Tensor,
+    ring_scales: Tensor, ring_positions: Tensor, positions: Tensor, slots: Tensor, chunk_ends: Tensor, appends: bool,
+    kind: str, dim: int, rope_dim: int, index_kind: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries, data and scales of the rows, index queries (empty where there are none)."""
+    window = WindowView(RowStore(ring_data, ring_scales, RowFormat(RowKind(kind), dim, rope_dim)), ring_positions)
+    keys = None
+    if index_kind is not None and index_q is not None:  # of index keys only the format is looked at
+        keys = PagedView(RowStore(ring_data, ring_scales, RowFormat(RowKind(index_kind), index_q.shape[-1])))
+    batch = _window_batch(positions, slots, chunk_ends)
+    queries, rows, index_queries = input_ops.attention_inputs(
+        q, kv, index_q, kv_norm, freqs, eps, window, keys, batch, appends=appends
+    )
+    return queries, *_tensors(rows), q.new_empty(0) if index_queries is None else index_queries
+
+
+@attention_inputs.register_fake
+def _(
+    q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, ring_data: Tensor,
+    ring_scales: Tensor, ring_positions: Tensor, positions: Tensor, slots: Tensor, chunk_ends: Tensor, appends: bool,
+    kind: str, dim: int, rope_dim: int, index_kind: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    index_queries = q.new_empty(0) if index_q is None else index_q.new_empty(index_q.shape)
+    return q.new_empty(q.shape), *_fake_rows(kv, kind, dim, rope_dim), index_queries
 
 
 def _compression(
@@ -168,16 +197,18 @@ def _(q: Tensor, positions: Tensor, freqs: Tensor, kind: str, dim: int) -> Tenso
 def index_topk(
     q: Tensor, weights: Tensor, key_data: Tensor, key_scales: Tensor, positions: Tensor, slots: Tensor,
     chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, ratio: int, top_k: int, kind: str, dim: int,
+    scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     keys = PagedView(RowStore(key_data, key_scales, RowFormat(RowKind(kind), dim)))
     batch = TokenBatch(positions, positions, slots, chunk_starts, chunk_ends, block_table)
-    return indexer.index_topk(q, weights, keys, batch, ratio=ratio, top_k=top_k)
+    return indexer.index_topk(q, weights, keys, batch, ratio=ratio, top_k=top_k, scale=scale)
 
 
 @index_topk.register_fake
 def _(
     q: Tensor, weights: Tensor, key_data: Tensor, key_scales: Tensor, positions: Tensor, slots: Tensor,
     chunk_starts: Tensor, chunk_ends: Tensor, block_table: Tensor, ratio: int, top_k: int, kind: str, dim: int,
+    scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], top_k, dtype=torch.int64)
 
@@ -211,5 +242,6 @@ def _(
 
 
 OPS = (
-    window_rows, append_swa, store_window, compress, compress_pair, index_queries, index_topk, sparse_attention
+    window_rows, append_swa, store_window, attention_inputs, compress, compress_pair, index_queries, index_topk,
+    sparse_attention,
 )  # fmt: skip

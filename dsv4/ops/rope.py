@@ -91,8 +91,20 @@ def _rope_kernel(
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger()
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    rope_heads(
+        x_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
+        stride_xt, stride_xh, stride_xk, eps, HEAD_DIM, ROPE_DIM, BLOCK, HEADS, HAS_NORM, INVERSE,
+    )  # fmt: skip
+
+
+@jit
+def rope_heads(
+    x_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_xt, stride_xh, stride_xk, eps,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a token from `first_head` on, normed or not, and roped."""
+    heads = first_head + tl.arange(0, HEADS)
     head_mask = (heads < num_heads)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     x_rows = x_ptr + token * stride_xt + heads[:, None] * stride_xh

@@ -10,6 +10,7 @@ from dataclasses import replace
 from dsv4.ops import TORCH
 from dsv4.ops.append_swa import append_swa, window_rows
 from dsv4.ops.attention import sparse_attention
+from dsv4.ops.attention_inputs import attention_inputs
 from dsv4.ops.compress import compress, compress_pair
 from dsv4.ops.hyper import hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
 from dsv4.ops.indexer import index_queries, index_topk
@@ -29,6 +30,7 @@ TRITON = replace(
     linear=linear,
     linears=linears,
     grouped_linear=grouped_linear,
+    attention_inputs=attention_inputs,
     window_rows=window_rows,
     append_swa=append_swa,
     compress=compress,

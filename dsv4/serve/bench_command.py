@@ -81,7 +81,7 @@ def bench_model_command(
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload-experts", help="Of a preset: experts that do not fit live in host memory.")
+        bool, typer.Option("--offload-experts", help="Experts that do not fit on the device live in host memory.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of decode speed (PNG).")] = None,
@@ -114,8 +114,8 @@ def bench_model_command(
     )  # fmt: skip
     kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
     if offload:
-        if target is None or kinds is not None:
-            raise ConfigError("--offload-experts needs a preset (flash, pro, tiny) and takes no --schedule")
+        if kinds is not None:
+            raise ConfigError("--offload-experts takes no --schedule")
         model = build_offloaded(target, layers=layers, experts=chosen, device=device, context=max(settings.contexts))
     else:
         model = build_model(target, layers=layers, schedule=kinds, experts=chosen, device=device)

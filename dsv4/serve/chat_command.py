@@ -13,7 +13,16 @@ from rich.console import Console
 
 from dsv4.config import ModelConfig
 from dsv4.request import FinishReason, SamplingParams
-from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
+from dsv4.serve.load import (
+    DEFAULT_CONTEXT,
+    MODEL_HELP,
+    OFFLOAD_HELP,
+    check_numerics,
+    engine_limits,
+    find_model,
+    load_llm,
+    parse_offload,
+)
 from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
 
@@ -46,6 +55,7 @@ def chat_command(
     numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
     dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
 ) -> None:
     """Talk to a model. Type /help for the commands; lines from a pipe are answered one by one.
 
@@ -53,15 +63,20 @@ def chat_command(
     Examples:
       dsv4 chat --model ./checkpoint
       dsv4 chat --model ./checkpoint --thinking --effort max --system "Answer briefly."
+      dsv4 chat --model ./checkpoint --device cuda --offload-experts auto
     """
     check_numerics(numerics, dtype)
+    offload = parse_offload(offload_experts)
     notes = Console(stderr=True)
     folder = find_model(model, notes)
     config = ModelConfig.from_pretrained(folder)
     options = ChatOptions(thinking=thinking, reasoning_effort=effort, profile=effort_profile(config))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     limits = engine_limits(config, context=context, requests=1)
-    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes)
+    llm = load_llm(
+        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
+        offload_experts=offload,
+    )  # fmt: skip
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch
 

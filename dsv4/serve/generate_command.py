@@ -18,7 +18,16 @@ from rich.table import Table
 
 from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
-from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
+from dsv4.serve.load import (
+    DEFAULT_CONTEXT,
+    MODEL_HELP,
+    OFFLOAD_HELP,
+    check_numerics,
+    engine_limits,
+    find_model,
+    load_llm,
+    parse_offload,
+)
 
 if TYPE_CHECKING:
     from dsv4.llm import LLM, Prompt
@@ -48,6 +57,7 @@ def generate_command(
     numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
     dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Also show which experts each layer used.")] = False,
 ) -> None:
@@ -60,6 +70,7 @@ def generate_command(
       dsv4 generate "To be, or not" --temperature 0.7 --stats
       dsv4 generate --model ./checkpoint "Once upon a time" --seed 7
       dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
+      dsv4 generate --model ./checkpoint "Once upon a time" --device cuda --offload-experts auto
     """
     if (prompt is None) == (ids is None):
         raise RequestError("give the prompt as text, or as --ids, not both and not neither")
@@ -71,10 +82,14 @@ def generate_command(
     )  # fmt: skip
     source = prompt if prompt is not None else _parse_ids(ids or "")
     check_numerics(numerics, dtype)
+    offload = parse_offload(offload_experts)
     console = Console(stderr=True)
     folder = find_model(model, console)
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
-    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
+    llm = load_llm(
+        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
+        offload_experts=offload,
+    )  # fmt: skip
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json
     run = complete(llm, source, params, console, _write if streams_text else None)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
 DEFAULT_CONTEXT = 16384
+OFFLOAD_HELP = (
+    "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
+    "layer to keep there, e.g. 64. Default: all on the GPU."
+)
 MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
 
 
@@ -50,8 +54,18 @@ def check_numerics(numerics: str, dtype: str | None) -> None:
         check_choice("--dtype", dtype, _DTYPES)
 
 
+def parse_offload(text: str | None) -> str | int | None:
+    """`--offload-experts`, before torch is loaded; what the model can have is checked with its config."""
+    if text is None or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(f"--offload-experts must be auto or a number of experts a layer, found {text!r}")
+    return int(text)
+
+
 def load_llm(
-    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console
+    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
+    offload_experts: str | int | None = None,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
@@ -62,8 +76,18 @@ def load_llm(
         warnings.simplefilter("always")
         llm = LLM(
             model, device=device, numerics="exact" if numerics == "exact" else "official",
-            dtype=getattr(torch, dtype) if dtype else None, engine=limits, progress=True,
+            dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
+            progress=True,
         )  # fmt: skip
-    for note in notes:
-        console.print(f"dsv4: note: {note.message}", markup=False, highlight=False, soft_wrap=True)
+    texts = [str(note.message) for note in notes]
+    if llm.pool is not None:
+        placement = llm.pool.placement
+        texts.append(
+            f"{placement.num_slots} of {llm.config.n_routed_experts} experts of each layer on the device "
+            f"({placement.num_fixed} for good), {llm.pool.host_bytes() / 2**30:,.1f} GiB in host memory"
+        )
+    elif offload_experts is not None:
+        texts.append("all experts fit on the device: none is offloaded")
+    for text in texts:
+        console.print(f"dsv4: note: {text}", markup=False, highlight=False, soft_wrap=True)
     return llm

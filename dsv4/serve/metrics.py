@@ -76,6 +76,11 @@ class _EngineCollector(Collector):
              stats.num_preemptions),
             ("dsv4_recomputed_tokens", "Tokens that went through the model again after a preemption.",
              stats.num_recomputed_tokens),
+            ("dsv4_expert_hits", "Experts a layer chose that were on the device; counted with --offload-experts.",
+             stats.num_expert_hits),
+            ("dsv4_expert_misses", "Experts a layer chose that came from host memory.", stats.num_expert_misses),
+            ("dsv4_expert_bytes_moved", "Bytes of experts copied from host memory to the device.",
+             stats.num_expert_bytes),
         )  # fmt: skip
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.serve.load import DEFAULT_CONTEXT, MODEL_HELP, check_numerics, engine_limits, find_model, load_llm
+from dsv4.serve.load import (
+    DEFAULT_CONTEXT,
+    MODEL_HELP,
+    OFFLOAD_HELP,
+    check_numerics,
+    engine_limits,
+    find_model,
+    load_llm,
+    parse_offload,
+)
 from dsv4.serve.settings import ServerConfig
 from dsv4.text.chat import effort_profile
 
@@ -39,6 +48,7 @@ def serve_command(
     numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
     dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 
@@ -46,11 +56,13 @@ def serve_command(
     Examples:
       dsv4 serve --model ./checkpoint
       DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
+      dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install 'dsv4[serve]'")
     check_numerics(numerics, dtype)
+    offload = parse_offload(offload_experts)
     console = Console(stderr=True)
     folder = find_model(model, console)
     config = ModelConfig.from_pretrained(folder)
@@ -66,7 +78,10 @@ def serve_command(
         drain_seconds=drain_seconds,
     )
     limits = engine_limits(config, context=context, requests=requests, chunk=chunk)
-    llm = load_llm(folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console)
+    llm = load_llm(
+        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
+        offload_experts=offload,
+    )  # fmt: skip
     if not settings.is_loopback and api_key is None:
         note = f"dsv4: note: {host} can be reached from other machines and no --api-key is set"
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -25,6 +25,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.engine.offload import tensors_of
 from dsv4.engine.runner import Runner, RunnerError, capture_graph
+from dsv4.engine.stats import EngineStats
 from dsv4.llm import LLM
 from dsv4.model.block import block, enter
 from dsv4.model.transformer import Transformer
@@ -186,8 +187,6 @@ def _make_runner(model: BenchModel, transformer: Transformer, made: Context) -> 
 def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: float | None) -> list[Record]:
     """One layer of each kind by itself, against the bytes it must read."""
     transformer = model.transformer()
-    if model.pool is not None:
-        model.pool.num_valid = None  # a runner leaves its own
     records = []
     for layer in _one_of_each(transformer.schedule[: model.config.num_hidden_layers]):
         call = _layer_call(transformer, made, layer)
@@ -279,11 +278,12 @@ def measure_serving(model: BenchModel, concurrency: int, prompt_tokens: int, out
     """Requests through the engine, all at once: time to the first token, between tokens, tokens a second."""
     context = prompt_tokens + output_tokens
     limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
-    llm = LLM.from_params(model.config, model.params, engine=limits)
+    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool)
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(0, model.config.vocab_size, (concurrency, prompt_tokens), generator=generator).tolist()
     if model.device.type == "cuda":
         _serve(llm, prompts, min(output_tokens, 4))  # compiles, captures
+    before = llm.engine.stats()
     started, stamps = time.perf_counter(), _serve(llm, prompts, output_tokens)
     firsts = [times[0] - started for times in stamps]
     gaps = [after - before for times in stamps for before, after in pairwise(times)]
@@ -295,7 +295,16 @@ def measure_serving(model: BenchModel, concurrency: int, prompt_tokens: int, out
         "between_tokens_ms": round(1e3 * statistics.median(ordered), 3),
         "between_tokens_ms_p99": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
         "tokens_per_second": round(sum(map(len, stamps)) / total, 2),
-    }  # fmt: skip
+    } | ({} if model.pool is None else _moved(before, llm.engine.stats()))  # fmt: skip
+
+
+def _moved(before: EngineStats, after: EngineStats) -> Record:
+    """What offloaded experts did between two moments."""
+    return {
+        "expert_hits": after.num_expert_hits - before.num_expert_hits,
+        "expert_misses": after.num_expert_misses - before.num_expert_misses,
+        "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
+    }
 
 
 def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[float]]:
@@ -379,8 +388,7 @@ def run_bench(model: BenchModel, settings: Settings, note: Callable[[str], None]
         add(f"stream, context {context}", partial(measure_stream, model, context, settings.repeats))
     for count in settings.prefill_tokens if "prefill" in settings.sections else ():
         add(f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4)))
-    # an offloaded model has no engine yet
-    for count in settings.concurrencies if "serving" in settings.sections and model.pool is None else ():
+    for count in settings.concurrencies if "serving" in settings.sections else ():
         sizes = settings.prompt_tokens, settings.output_tokens
         add(f"serving, {count} requests", partial(measure_serving, model, count, *sizes))
     if "memory" in settings.sections:

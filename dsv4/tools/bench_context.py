@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import build_cache_schema
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, ConfigError, EngineConfig, ModelConfig
-from dsv4.engine.offload import ExpertPool, LayerExperts, Placement, map_tensors, tensors_of, with_experts
+from dsv4.engine.offload import ExpertPool, LayerExperts, map_tensors, tensors_of, with_experts
+from dsv4.engine.offload_load import choose_placement, load_offloaded
+from dsv4.engine.placement import STAGED_EXPERT_LAYERS, Placement
 from dsv4.engine.runner import ops_for
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
@@ -36,7 +40,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
 from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB
-from dsv4.tools.plan import STAGED_EXPERT_LAYERS, plan
+from dsv4.tools.plan import plan
 from dsv4.tools.sizes import ExpertFormat, count_weights
 from dsv4.tools.targets import PRESETS, resolve_target
 
@@ -109,16 +113,21 @@ def build_model(
 
 
 def build_offloaded(
-    preset: str, *, layers: int | None = None, experts: ExpertFormat = "nvfp4", device: str = "cpu", seed: int = 0,
-    placement: Placement | None = None, context: int = 8192,
+    target: str | None = None, *, layers: int | None = None, experts: ExpertFormat = "nvfp4", device: str = "cpu",
+    seed: int = 0, placement: Placement | None = None, context: int = 8192,
 ) -> BenchModel:  # fmt: skip
-    """A preset with random weights and offloaded experts, placed as the memory plan for this device says.
+    """A preset with random weights, or a checkpoint, with offloaded experts, placed as the memory plan says.
 
-    One expert of each matrix is drawn as `build_model` draws them. The others get random weights of their own but share
-    its scales: quick, and activations stay of the same order.
+    Of a preset, one expert of each matrix is drawn as `build_model` draws them. The others get random weights of their
+    own but share its scales: quick, and activations stay of the same order.
     """
     where = torch.device(device)
-    config = cut_config(PRESETS[preset.lower()](), layers)
+    if target is None or target.lower() not in PRESETS:
+        if layers is not None:
+            raise ConfigError("layers need a preset; a checkpoint runs as it is")
+        return _load_offloaded(find_checkpoint(target), where, placement, context)
+    preset = target.lower()
+    config = cut_config(PRESETS[preset](), layers)
     recipe = Recipe(config, experts, seed=seed)
     store = _StoreWithoutExperts(config, where)
     templates: dict[str, Weight] = {}
@@ -142,13 +151,33 @@ def build_offloaded(
         experts_of_layer = pool.add_layer(single)
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
-    name = f"{preset.lower()}-{config.num_hidden_layers} (offloaded experts)"
+    name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
     return BenchModel(name, config, replace(like, layers=moved), experts, where, pool.ops, pool)
+
+
+def _load_offloaded(folder: Path, device: torch.device, placement: Placement | None, context: int) -> BenchModel:
+    """A checkpoint as `LLM` loads it, except that experts are pooled even where all of them fit."""
+    config, checkpoint = ModelConfig.from_pretrained(folder), Checkpoint.open(folder)
+    engine = _one_request(min(context, config.max_position_embeddings))
+    ops = ops_for(device, "official")
+    if placement is None:
+        cache_bytes = build_cache_schema(config, build_schedule(config), engine, plain_itemsize=None).total_bytes
+        placement = choose_placement("auto", checkpoint, config, engine, cache_bytes, device=device)
+    if placement is None:
+        placement = Placement(config.n_routed_experts, 0)
+    params, pool = load_offloaded(checkpoint, config, placement, ops, device=device)
+    resolved = resolve_target(str(folder))
+    name = f"{resolved.name} (offloaded experts)"
+    return BenchModel(name, config, prepare_params(params, ops), resolved.experts, device, pool.ops, pool)
+
+
+def _one_request(context: int) -> EngineConfig:
+    return EngineConfig(max_context_tokens=context, max_concurrent_requests=1, max_chunk_tokens=2048)
 
 
 def _planned_placement(config: ModelConfig, experts: ExpertFormat, device: torch.device, context: int) -> Placement:
     """As planned for the device's memory, or fewer slots if less of it is free than the plan expects."""
-    engine = EngineConfig(max_context_tokens=context, max_concurrent_requests=1, max_chunk_tokens=2048)
+    engine = _one_request(context)
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).total_memory / GIB) if is_cuda else "h200"
     planned = plan(config, engine, experts=experts, gpu=gpu, offload_experts=True, with_draft=False)

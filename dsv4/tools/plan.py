@@ -2,7 +2,7 @@
 
 Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
 allocates by). Reserves, not measurements: workspace, CUDA graphs and context, by the formulas of `workspace_bytes`,
-`graph_bytes` and `CONTEXT_BYTES`.
+`graph_bytes` and `CONTEXT_BYTES` (engine/placement.py, where slots of offloaded experts are counted too).
 
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
@@ -14,16 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
-from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
+from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
+from dsv4.engine.placement import CONTEXT_BYTES, ModelBytes, divide_slots, graph_bytes, workspace_bytes
 from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights
 
-CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
-GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
-INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
-STAGED_EXPERT_LAYERS = 2  # offloaded experts: the layer in use and the one being copied
-CACHED_EXPERTS_PER_CHOICE = 4  # offloaded experts: slots that come and go, for each expert a token chooses
 BOUNDARY_SECONDS = 60e-6  # offloaded experts: a layer waits while the host reads its routing
 HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 less its overhead
 READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels.md
@@ -193,35 +189,6 @@ def plan(
     )
 
 
-def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Activations alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens.
-
-    Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
-    experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
-    queries, picked entries) and experts (gate, up and activation of the chosen and the shared one, and their outputs).
-    Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), and FP32 logits twice for
-    each token that is sampled.
-    """
-    sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
-    num_tokens = max(engine.max_chunk_tokens, sampled)
-    hidden = config.hidden_size
-    streams = 2 * 2 * config.hc_mult * hidden + 3 * 2 * hidden + 4 * hidden
-    heads = 2 * config.num_attention_heads * config.head_dim
-    low_rank = config.q_lora_rank + config.o_groups * config.o_lora_rank
-    attention = 2 * (heads + low_rank + config.index_n_heads * config.index_head_dim) + 4 * config.index_topk
-    num_experts = config.num_experts_per_tok + config.n_shared_experts
-    experts = num_experts * 2 * (3 * config.moe_intermediate_size + hidden)
-    scores = 4 * min(num_tokens, INDEX_SCORE_ROWS) * -(-engine.max_context_tokens // CSA_RATIO)
-    logits = 2 * 4 * sampled * config.vocab_size
-    return num_tokens * (streams + max(attention, experts)) + scores + logits
-
-
-def graph_bytes(num_layers: int, engine: EngineConfig) -> int:
-    """Captured decode graphs: one per power of two up to the number of requests; their buffers are the workspace."""
-    num_sizes = (engine.max_concurrent_requests - 1).bit_length() + 1
-    return num_sizes * num_layers * GRAPH_BYTES_PER_LAYER
-
-
 class _Planner:
     """One model in one format; answers what workloads cost and which fit."""
 
@@ -253,7 +220,7 @@ class _Planner:
         routed, num_experts = self.routed_bytes, self.config.n_routed_experts
         on_gpu = routed // num_experts * -(-num_experts // gpus)
         if offload:
-            on_gpu = min(on_gpu, -(-STAGED_EXPERT_LAYERS * on_gpu // self.num_moe_blocks))
+            on_gpu = ModelBytes(0, on_gpu, self.num_moe_blocks, 0).staging
         return MemoryBudget(
             weights=self.total_bytes - routed + on_gpu,
             cache=self.cache_bytes(share),
@@ -316,9 +283,8 @@ class _Planner:
             raise ConfigError(f"host_speed must be a positive number of bytes a second, found {host_speed!r}")
         config, num_experts = self.config, self.config.n_routed_experts
         expert_bytes = self.routed_bytes // (num_experts * self.num_moe_blocks)
-        num_slots = min(num_experts, max(0, fit.spare_bytes) // (expert_bytes * self.num_moe_blocks))
-        cached = 0 if num_slots == num_experts else CACHED_EXPERTS_PER_CHOICE * config.num_experts_per_tok
-        num_fixed = max(0, num_slots - cached)
+        num_slots = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0).slots_in(fit.spare_bytes, num_experts)
+        num_fixed = divide_slots(num_slots, config, self.engine).num_fixed
         uses = config.num_hidden_layers * config.num_experts_per_tok
         moved = round(uses * (1 - num_slots / num_experts) * expert_bytes)
         resident = sum(

@@ -74,7 +74,11 @@ def test_bits_of_the_resident_model(nvfp4, placement):
     pool.check_integrity()
     if placement.num_fixed + placement.num_cached < 8:
         assert pool.stats.num_misses > 0
-        assert pool.stats.bytes_moved == pool.stats.num_misses * pool.layers[0].expert_bytes
+        assert pool.stats.num_hits >= 0
+        num_ahead, rest = divmod(pool.stats.bytes_moved, pool.layers[0].expert_bytes)
+        num_ahead -= pool.stats.num_misses
+        assert 0 <= num_ahead <= 8 * pool.stats.num_staged_layers
+        assert rest == 0
 
 
 def test_every_format(params):

@@ -11,9 +11,10 @@ from planted import CSA, HCA, NUM_TOKENS, Bed
 from dsv4.config import HCA_RATIO
 from dsv4.model.mtp import mtp_block
 from dsv4.ops import compress as compress_module
+from dsv4.ops.append_swa import append_swa_ref
 from dsv4.ops.attention import attend_ref
 from dsv4.ops.compress import _pool, _tail_rows, _write_tail, compress_ref
-from dsv4.ops.indexer import _score_tile, num_visible
+from dsv4.ops.indexer import _score_tile, index_queries_ref, num_visible
 from dsv4.ops.invariant import KEY_TILE
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rope import rope_ref
@@ -160,7 +161,7 @@ def indexer_without_relu(bed: Bed) -> None:
 
 
 def indexer_queries_without_rope(bed: Bed) -> None:
-    bed.op("index_queries", lambda right, q, *args: q)
+    bed.function(index_queries_ref, lambda right, q, *args: q)
 
 
 def indexer_without_rope(bed: Bed) -> None:
@@ -185,7 +186,7 @@ def every_visible_entry_read(bed: Bed) -> None:
 def latest_entries_read(bed: Bed) -> None:
     """No scores at all: the most recent entries."""
 
-    def wrong(right, q, weights, keys, batch, *, ratio, top_k):
+    def wrong(right, q, weights, keys, batch, *, ratio, top_k, scale):
         picks = num_visible(batch.positions, ratio).unsqueeze(-1) - 1 - torch.arange(top_k)
         return picks.clamp_min(-1).sort(-1).values
 
@@ -196,7 +197,7 @@ def latest_entries_read(bed: Bed) -> None:
 
 
 def window_lost(bed: Bed) -> None:
-    bed.op("append_swa", lambda right, rows, window, batch: None)
+    bed.function(append_swa_ref, lambda right, rows, window, batch: None)
 
 
 def _lose(bed: Bed, is_lost: Callable) -> None:

@@ -18,6 +18,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.formats.tensors import QuantTensor, dequantize
 from dsv4.ops.hadamard import hadamard_ref
+from dsv4.ops.indexer import index_queries_ref
 from dsv4.ops.invariant import rows_matmul
 from dsv4.ops.linear import ACTIVATION_GROUP, linear_ref
 from dsv4.ops.moe import expert_ref
@@ -103,7 +104,9 @@ def no_hadamard(bed: Bed) -> None:
 
 def no_quantisation_of_index_queries(bed: Bed) -> None:
     plain = RowFormat(RowKind.PLAIN, bed.llm.config.index_head_dim, itemsize=2)
-    bed.op("index_queries", lambda right, q, positions, freqs, _: hadamard_ref(right(q, positions, freqs, plain)))
+    bed.function(
+        index_queries_ref, lambda right, q, positions, freqs, _: hadamard_ref(right(q, positions, freqs, plain))
+    )
 
 
 # ---- what the cache holds ----

@@ -25,7 +25,7 @@ from dsv4.ops.linear import grouped_linear, linear, linears
 from dsv4.ops.linear_bundle import LinearBundle
 from dsv4.ops.moe import fp4_linear, moe, prepare_experts
 from dsv4.ops.norm import rms_norm_quant
-from dsv4.ops.rope import rope_frequencies
+from dsv4.ops.rope import head_norm_rope, rope_frequencies
 from dsv4.ops.router import route
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import generator, kernel_device, normal
@@ -63,6 +63,12 @@ def spread(job, batch):
 def ring_arguments():
     ring, batch = window(SMALL_ENTRY, 8), batch_of([(0, 5, 2)], padding=1)
     return (ring.rows.data, ring.rows.scales, ring.positions, batch.positions, batch.slots, batch.chunk_ends)
+
+
+def input_arguments(has_index, appends=True):
+    queries = normal((3, 2, 128)), normal((3, 128)), normal((3, 4, 128)) if has_index else None
+    index_kind = (INDEX_FP4.kind.value,) if has_index else ()
+    return (*queries, normal((128,)), freqs(), EPS, *ring_arguments(), appends, *ENTRY_FORMAT, *index_kind)
 
 
 def freqs():
@@ -148,7 +154,7 @@ def rows_of(leading, fmt, seed):
 def index_arguments(num_heads=4, top_k=5):
     (batch, places), keys = reading_batch(), rows_of((NUM_BLOCKS, 32), INDEX_FP4, 1)
     q, weights = normal((2, num_heads, INDEX_FP4.dim)), normal((2, num_heads), FP32, 2)
-    return (q, weights, keys.data, keys.scales, *places, CSA, top_k, *INDEX_FORMAT), batch
+    return (q, weights, keys.data, keys.scales, *places, CSA, top_k, *INDEX_FORMAT, 0.5), batch
 
 
 def attention_arguments(has_entries=True, num_heads=3):
@@ -212,6 +218,7 @@ ARGUMENTS = {
         *ring_arguments(), *ENTRY_FORMAT,
     ),
     "store_window": lambda: (normal((3, 128)), normal((128,)), freqs(), EPS, *ring_arguments(), *ENTRY_FORMAT),
+    "attention_inputs": lambda: input_arguments(True),
     "compress": compress_arguments,
     "compress_pair": compress_pair_arguments,
     "linear": lambda: (normal((3, DIM)), None, weight_tensors(weight_of("fp8", (130, DIM)))),
@@ -235,6 +242,7 @@ VARIANTS = {
     ("linears", "bundle and codes"): lambda: linears_arguments(is_bundle=True, has_codes=True),
     ("grouped_linear", "bf16"): lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("bf16", (48, DIM)))),
     ("fp4_linear", "mxfp4"): lambda: fp4_linear_arguments("mxfp4")[0],
+    ("attention_inputs", "window only"): lambda: input_arguments(False, appends=False),
     ("sparse_attention", "window only"): lambda: attention_arguments(has_entries=False)[0],
 }  # fmt: skip
 WITHOUT_ORACLE = {"fp4_linear"}  # its oracle is that of another op
@@ -306,6 +314,15 @@ def test_the_cache_is_written_as_the_launchers_write_it():
         kv, weight, freqs(), EPS, ours.rows.data, ours.rows.scales, ours.positions, *places, *ENTRY_FORMAT
     )
     for left, right in ((found[0], rows.data), (ours.rows.data, theirs.rows.data), (ours.positions, theirs.positions)):
+        assert_bitwise(left, right)
+    ours, q, index_q = window(SMALL_ENTRY, 8), normal((5, 3, 128)), normal((5, 4, 128))
+    queries, data, _, index_queries_found = torch.ops.dsv4.attention_inputs(
+        q, kv, index_q, weight, freqs(), EPS, ours.rows.data, ours.rows.scales, ours.positions, *places, True,
+        *ENTRY_FORMAT, INDEX_FP4.kind.value,
+    )  # fmt: skip
+    assert_bitwise(queries, head_norm_rope(q, batch.positions, freqs(), EPS))
+    assert_bitwise(index_queries_found, index_queries(index_q, batch.positions, freqs(), INDEX_FP4))
+    for left, right in ((data, rows.data), (ours.rows.data, theirs.rows.data), (ours.positions, theirs.positions)):
         assert_bitwise(left, right)
     batch = batch_of([(2, 126, 3)], padding=1)
     ours, theirs = (compressor(SMALL_ENTRY, HCA, num_tokens=4) for _ in range(2))
@@ -389,7 +406,7 @@ def test_the_cache_is_read_as_the_launchers_read_it():
     assert_bitwise(queries, index_queries(q, batch.positions, freqs(), INDEX_FP4))
     keys = PagedView(RowStore(data, scales, INDEX_FP4))
     found = torch.ops.dsv4.index_topk(queries, *arguments[1:])
-    assert_bitwise(found, index_topk(queries, weights, keys, batch, ratio=CSA, top_k=5))
+    assert_bitwise(found, index_topk(queries, weights, keys, batch, ratio=CSA, top_k=5, scale=0.5))
     assert (found[1] >= 0).sum() == 2, "a token at 9 sees two entries"
     for has_entries in (True, False):
         arguments, batch = attention_arguments(has_entries)

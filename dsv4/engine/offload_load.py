@@ -1,0 +1,155 @@
+"""Loading a checkpoint whose experts do not fit on the device: each goes from the mapped file to its home, once.
+
+Memory while loading, beyond what the loaded model keeps (other weights and slots on the device; the experts without a
+fixed slot on the host, each once): one expert, on the device if the kernels want it in another layout, which is made
+there. The file itself is mapped, not read into memory of our own.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from dsv4.config import EngineConfig, ModelConfig, is_size, shown
+from dsv4.engine.offload import ExpertPool, LayerExperts, Placement
+from dsv4.engine.placement import CONTEXT_BYTES, GIB, ModelBytes, OffloadError, divide_slots, place_experts
+from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.names import Role
+from dsv4.loader.progress import Progress
+from dsv4.loader.resolve import LoadPlan, Source
+from dsv4.loader.weights import load_params, plan_load
+from dsv4.model.parameters import ExpertParams, ModelParams
+from dsv4.ops import OpSet
+from dsv4.ops.moe import moe, prepare_experts
+
+OffloadExperts = bool | str | int | None  # None or False: no; True or "auto": as many as must; a number: slots a layer
+CPU_BYTES = 139 * GIB  # a CPU has no memory of its own to fill: placed as on an H200
+
+
+class _Home:
+    """Experts on their way into a pool. Layers come in any order, as a file has them."""
+
+    def __init__(self, pool: ExpertPool) -> None:
+        self._pool = pool
+        self._layers: dict[int, LayerExperts] = {}
+
+    def put(self, layer_idx: int, expert_idx: int, weights: ExpertParams) -> None:
+        prepared = self._prepare(weights)
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = LayerExperts(self._pool, layer_idx, prepared)
+        self._layers[layer_idx].put(expert_idx, prepared)
+
+    def experts(self, layer_idx: int) -> ExpertParams:
+        return cast(ExpertParams, self._layers[layer_idx])
+
+    def hand_over(self, num_main: int) -> None:
+        """Every layer to the pool. No forward call goes on from the model's last layer to a draft block."""
+        for layer_idx in sorted(self._layers):
+            self._pool.adopt(self._layers[layer_idx], is_next=layer_idx < num_main)
+
+    def _prepare(self, weights: ExpertParams) -> tuple[Weight, ...]:
+        """As the op set's `moe` takes them: as model/prepare.py does for whole stacks."""
+        matrices = weights.w1, weights.w2, weights.w3
+        if self._pool.inner.moe is not moe or not all(isinstance(weight, QuantTensor) for weight in matrices):
+            return matrices
+        on_device = tuple(cast(QuantTensor, weight).to(self._pool.device) for weight in matrices)
+        return cast(tuple[Weight, ...], prepare_experts(cast(tuple[QuantTensor, QuantTensor, QuantTensor], on_device)))
+
+
+def load_offloaded(
+    checkpoint: Checkpoint, config: ModelConfig, placement: Placement, ops: OpSet, *, device: torch.device,
+    dequantize_to: torch.dtype | None = None, progress: Progress = False,
+) -> tuple[ModelParams, ExpertPool]:  # fmt: skip
+    """As `load_params`, with the routed experts of every block, draft blocks too, in a pool; they come prepared."""
+    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, ops, device=device)
+    home = _Home(pool)
+    params = load_params(
+        checkpoint, config, device=device, dequantize_to=dequantize_to, home=home, progress=progress
+    )  # fmt: skip
+    home.hand_over(config.num_hidden_layers)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what preparing took is the cache's to have
+    return params, pool
+
+
+def choose_placement(
+    wanted: OffloadExperts, checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, cache_bytes: int, *,
+    device: torch.device, dequantize_to: torch.dtype | None = None,
+) -> Placement | None:  # fmt: skip
+    """What `offload_experts` means for this model on this device; None if its experts need not be offloaded.
+
+    Reads headers only. `OffloadError` for what cannot be, on the device or in the machine's memory.
+    """
+    slots = check_offload(wanted, config)
+    if slots is None:
+        return None
+    load = plan_load(checkpoint, config)
+    sizes = _sizes(load, config, cache_bytes, dequantize_to)
+    if slots != "auto":
+        placement: Placement | None = divide_slots(int(slots), config, engine)
+    else:
+        num_layers = config.num_hidden_layers + (load.num_mtp if engine.max_draft_tokens else 0)
+        placement = place_experts(config, engine, sizes, _usable_bytes(device), num_layers)
+    if placement is not None:
+        _check_host(sizes.routed // config.n_routed_experts * (config.n_routed_experts - placement.num_fixed))
+    return placement
+
+
+def check_offload(wanted: OffloadExperts, config: ModelConfig) -> str | int | None:
+    """`offload_experts` as None, "auto" or a number of slots; `OffloadError` if it is anything else."""
+    if wanted is None or wanted is False:
+        return None
+    if wanted is True or wanted == "auto":
+        return "auto"
+    fewest, most = config.num_experts_per_tok, config.n_routed_experts
+    if not is_size(wanted) or not fewest <= int(wanted) <= most:
+        raise OffloadError(
+            f"offload_experts must be True, 'auto' or the number of experts of a layer to keep on the device, from "
+            f"{fewest} (what a token chooses) to {most} (all there are), found {shown(wanted)}"
+        )
+    return int(wanted)
+
+
+def _sizes(load: LoadPlan, config: ModelConfig, cache_bytes: int, dequantize_to: torch.dtype | None) -> ModelBytes:
+    """From the headers alone."""
+
+    def bytes_of(source: Source) -> int:
+        if dequantize_to is None or source.tensor.role is Role.TABLE:
+            return source.nbytes
+        return torch.Size(source.tensor.shape).numel() * dequantize_to.itemsize
+
+    routed = sum(bytes_of(source) for source in load.sources if source.tensor.expert_idx is not None)
+    total = sum(map(bytes_of, load.sources))
+    return ModelBytes(total - routed, routed, config.num_hidden_layers + load.num_mtp, cache_bytes)
+
+
+def _usable_bytes(device: torch.device) -> int:
+    """The whole device, as `dsv4 plan` counts it, less what others hold."""
+    if device.type != "cuda":
+        return CPU_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total, free + CONTEXT_BYTES // 2)  # before the first kernel is loaded, half the reserve is taken
+
+
+def _check_host(needed: int) -> None:
+    """Before an hour of reading ends in a process killed for want of memory."""
+    available = host_bytes_available()
+    if available is not None and needed > available:
+        raise OffloadError(
+            f"the experts that are offloaded take {needed / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB "
+            "are available: keep more of them on the device, or add memory"
+        )
+
+
+def host_bytes_available() -> int | None:
+    """Memory programs could still get without swapping; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None

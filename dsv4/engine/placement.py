@@ -1,0 +1,141 @@
+"""Where a model's experts live when they do not all fit on the device: how many slots each layer gets, and which stay.
+
+The arithmetic of device memory that the plan (tools/plan.py) and a model being loaded (llm.py) share: reserves for
+workspace, graphs and context, room for slots, and how slots are divided. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
+
+GIB = 2**30
+CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
+GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
+INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
+STAGED_EXPERT_LAYERS = 2  # the layer in use and the one being copied
+CACHED_EXPERTS_PER_CHOICE = 4  # least slots that come and go, for each expert a token chooses
+
+
+class OffloadError(ValueError):
+    """A placement that cannot work."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Slots of every layer: `num_fixed` for experts that stay, `num_cached` for those that come and go.
+
+    `hottest[layer]`, where given, lists experts by falling use; the first `num_fixed` stay. Otherwise the lowest do.
+    """
+
+    num_fixed: int
+    num_cached: int
+    hottest: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_fixed + self.num_cached
+
+    def fixed_ids(self, layer_idx: int, num_experts: int) -> list[int]:
+        if self.hottest is None:
+            return list(range(self.num_fixed))
+        order = self.hottest[layer_idx]
+        if sorted(order) != list(range(num_experts)):
+            raise OffloadError(f"layer {layer_idx}: expected every expert 0 to {num_experts - 1} once in `hottest`")
+        return sorted(order[: self.num_fixed])
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        if min(self.num_fixed, self.num_cached) < 0 or self.num_slots > num_experts:
+            raise OffloadError(
+                f"expected at most {num_experts} slots, found {self.num_fixed} fixed and {self.num_cached} cached"
+            )
+        if self.num_cached < min(top_k, num_experts - self.num_fixed):
+            raise OffloadError(f"expected cached slots for one token's {top_k} experts, found {self.num_cached}")
+
+
+def placement_by_use(counts: Sequence[Sequence[int]], num_fixed: int, num_cached: int) -> Placement:
+    """From measured use, counts[layer][expert] (`tools.experts.ExpertCounter`); ties go to the lower expert."""
+    orders = tuple(tuple(sorted(range(len(layer)), key=lambda e: (-layer[e], e))) for layer in counts)
+    return Placement(num_fixed, num_cached, orders)
+
+
+def divide_slots(num_slots: int, config: ModelConfig, engine: EngineConfig) -> Placement:
+    """So many slots a layer: enough of them come and go for one token of every request, so that decode is captured.
+
+    The others hold experts for good and save the host their copy.
+    """
+    if num_slots >= config.n_routed_experts:
+        return Placement(config.n_routed_experts, 0)
+    choices = max(CACHED_EXPERTS_PER_CHOICE, engine.max_concurrent_requests)
+    num_cached = min(num_slots, choices * config.num_experts_per_tok)
+    return Placement(num_slots - num_cached, num_cached)
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a model takes on a device: weights other than routed experts, those of all blocks, and the cache."""
+
+    resident: int
+    routed: int
+    num_moe_blocks: int
+    cache: int
+
+    @property
+    def staging(self) -> int:
+        """Whole layers of experts, for calls that choose more than there are slots for."""
+        return min(self.routed, -(-STAGED_EXPERT_LAYERS * self.routed // self.num_moe_blocks))
+
+    def slots_in(self, spare: int, num_experts: int) -> int:
+        """How many experts of every block fit into `spare` bytes."""
+        expert = self.routed // (num_experts * self.num_moe_blocks)
+        return min(num_experts, max(0, spare) // (expert * self.num_moe_blocks))
+
+
+def place_experts(
+    config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, usable_bytes: int, num_layers: int
+) -> Placement | None:
+    """As many experts on the device as fit beside everything else; None if all do and none need be offloaded."""
+    reserves = workspace_bytes(config, engine) + graph_bytes(num_layers, engine) + CONTEXT_BYTES
+    others = sizes.resident + sizes.cache + reserves
+    if others + sizes.routed <= usable_bytes:
+        return None
+    spare = usable_bytes - others - sizes.staging
+    num_slots = sizes.slots_in(spare, config.n_routed_experts)
+    if num_slots < config.num_experts_per_tok:
+        raise OffloadError(
+            f"the device has {usable_bytes / GIB:.1f} GiB; what cannot be offloaded takes "
+            f"{(others + sizes.staging) / GIB:.1f} GiB, and beside it there must be room for one token's "
+            f"{config.num_experts_per_tok} experts of every layer, found room for {num_slots}: lower the limits"
+        )
+    return divide_slots(num_slots, config, engine)
+
+
+def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Activations alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens.
+
+    Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
+    experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
+    queries, picked entries) and experts (gate, up and activation of the chosen and the shared one, and their outputs).
+    Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), and FP32 logits twice for
+    each token that is sampled.
+    """
+    sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
+    num_tokens = max(engine.max_chunk_tokens, sampled)
+    hidden = config.hidden_size
+    streams = 2 * 2 * config.hc_mult * hidden + 3 * 2 * hidden + 4 * hidden
+    heads = 2 * config.num_attention_heads * config.head_dim
+    low_rank = config.q_lora_rank + config.o_groups * config.o_lora_rank
+    attention = 2 * (heads + low_rank + config.index_n_heads * config.index_head_dim) + 4 * config.index_topk
+    num_experts = config.num_experts_per_tok + config.n_shared_experts
+    experts = num_experts * 2 * (3 * config.moe_intermediate_size + hidden)
+    scores = 4 * min(num_tokens, INDEX_SCORE_ROWS) * -(-engine.max_context_tokens // CSA_RATIO)
+    logits = 2 * 4 * sampled * config.vocab_size
+    return num_tokens * (streams + max(attention, experts)) + scores + logits
+
+
+def graph_bytes(num_layers: int, engine: EngineConfig) -> int:
+    """Captured decode graphs: one per power of two up to the number of requests; their buffers are the workspace."""
+    num_sizes = (engine.max_concurrent_requests - 1).bit_length() + 1
+    return num_sizes * num_layers * GRAPH_BYTES_PER_LAYER

@@ -1,0 +1,205 @@
+"""`attention_inputs`: bit for bit the three ops it is made of, and nothing else written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import (
+    ENTRY,
+    EPS,
+    INDEX_FP4,
+    INDEX_FP8,
+    SMALL_ENTRY,
+    assert_same_rows,
+    batch_of,
+    cloned,
+    poisoned_rows,
+    window,
+)
+
+from dsv4.cache.handle import PagedView
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat, RowKind
+from dsv4.ops.append_swa import append_swa, store_window, window_rows
+from dsv4.ops.attention_inputs import attention_inputs, attention_inputs_ref
+from dsv4.ops.indexer import index_queries, index_queries_ref
+from dsv4.ops.rope import head_norm_rope, head_norm_rope_ref, rope_frequencies
+from dsv4.ops.tl_utils import KernelInputError
+from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
+from dsv4.testing.numeric import assert_bitwise
+
+FREQS = rope_frequencies(64, 10000.0, None).to(kernel_device())
+RING = 133
+CHUNKS = {"decode": [(2, 400, 1), (0, 1535, 1), (3, 3, 1)], "chunks": [(1, 500, 3), (2, 78, 6)]}
+KEYS = {"fp4": INDEX_FP4, "fp8": INDEX_FP8, "none": None}
+
+
+def projections(num_tokens, *, heads=9, index_heads=9, keys=INDEX_FP4, fmt=ENTRY, dtype=torch.bfloat16):
+    """q, kv, index_q and the norm's weight; index_q is None without keys."""
+    return (
+        wild((num_tokens, heads, fmt.dim), dtype, seed=1),
+        wild((num_tokens, fmt.dim), dtype, seed=2),
+        None if keys is None else wild((num_tokens, index_heads, keys.dim), dtype, seed=3),
+        normal((fmt.dim,), seed=4),
+    )
+
+
+def pages(keys):
+    """Index keys of which only the format matters."""
+    return None if keys is None else PagedView(poisoned_rows((3, 32), keys))
+
+
+def inputs_of(q, kv, index_q, weight, ring, keys, batch, *, appends=False, op=attention_inputs):
+    return op(q, kv, index_q, weight, FREQS, EPS, ring, pages(keys), batch, appends=appends)
+
+
+def assert_same(found, expected):
+    assert_bitwise(found[0], expected[0], "queries")
+    assert_same_rows(found[1], expected[1])
+    assert (found[2] is None) == (expected[2] is None)
+    if found[2] is not None:
+        assert_bitwise(found[2], expected[2], "index queries")
+
+
+def separately(q, kv, index_q, weight, ring, keys, batch, *, appends):
+    at = batch.positions
+    if appends:
+        rows = store_window(kv, weight, FREQS, EPS, ring, batch)
+    else:
+        rows = window_rows(kv, weight, at, FREQS, EPS, ring.rows.format)
+    return head_norm_rope(q, at, FREQS, EPS), rows, None if keys is None else index_queries(index_q, at, FREQS, keys)
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("appends", [False, True])
+def test_the_three_ops_in_one(keys, chunks, appends):
+    batch = batch_of(chunks, padding=2)
+    values = projections(batch.num_tokens, keys=keys)
+    for part in values[:3]:
+        if part is not None:
+            poison(part[-2:])
+    ring = window(ENTRY, RING)
+    expected_ring = cloned(ring)
+    found = inputs_of(*values, ring, keys, batch, appends=appends)
+    assert_same(found, separately(*values, expected_ring, keys, batch, appends=appends))
+    assert_same_rows(ring.rows, expected_ring.rows)
+    assert_bitwise(ring.positions, expected_ring.positions)
+    if not appends:
+        untouched = window(ENTRY, RING)
+        assert_same_rows(ring.rows, untouched.rows)
+        assert (ring.positions == -1).all()
+        append_swa(found[1], ring, batch)
+        inputs_of(*values, untouched, keys, batch, appends=True)
+        assert_same_rows(ring.rows, untouched.rows)
+        assert_bitwise(ring.positions, untouched.positions)
+
+
+@pytest.mark.parametrize("heads", around(8))
+@pytest.mark.parametrize("index_heads", around(8))
+def test_numbers_of_heads(heads, index_heads):
+    batch, ring = batch_of([(1, 40, 2)]), window(SMALL_ENTRY, RING)
+    values = projections(2, heads=heads, index_heads=index_heads, fmt=SMALL_ENTRY)
+    found = inputs_of(*values, ring, INDEX_FP4, batch)
+    assert_same(found, separately(*values, ring, INDEX_FP4, batch, appends=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype):
+    batch, ring = batch_of([(1, 40, 2)]), window(ENTRY, RING)
+    values = projections(2, dtype=dtype)
+    found = inputs_of(*values, ring, INDEX_FP8, batch)
+    assert_same(found, separately(*values, ring, INDEX_FP8, batch, appends=False))
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_the_oracle_is_the_three_oracles(appends):
+    """And it differs from the kernel only where norms may: index queries are the same bits."""
+    batch, ring = batch_of(CHUNKS["decode"]), window(ENTRY, RING)
+    other = cloned(ring)
+    values = projections(3)
+    expected = inputs_of(*values, ring, INDEX_FP4, batch, appends=appends, op=attention_inputs_ref)
+    assert_bitwise(expected[0], head_norm_rope_ref(values[0], batch.positions, FREQS, EPS))
+    assert_bitwise(expected[2], index_queries_ref(values[2], batch.positions, FREQS, INDEX_FP4))
+    found = inputs_of(*values, other, INDEX_FP4, batch, appends=appends)
+    assert_bitwise(found[2], expected[2])
+    assert_bitwise(other.positions, ring.positions)
+    assert (ring.positions >= 0).sum() == (3 if appends else 0)
+
+
+def test_a_token_does_not_depend_on_the_batch():
+    batch, ring = batch_of(CHUNKS["chunks"]), window(ENTRY, RING)
+    values = projections(9)
+    whole = inputs_of(*values, ring, INDEX_FP4, batch)
+    names = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
+    for order in ([8, 0, 5, 3, 1, 2, 4, 6, 7], [4]):
+        part = torch.tensor(order, device=kernel_device())
+        some = replace(batch, **{name: getattr(batch, name)[part] for name in names})
+        found = inputs_of(*(value[part] for value in values[:3]), values[3], ring, INDEX_FP4, some)
+        assert_same(found, (whole[0][part], whole[1][(part,)], whole[2][part]))
+    padded = batch_of(CHUNKS["chunks"], padding=7)
+    found = inputs_of(*(padded_rows(value, 7) for value in values[:3]), values[3], ring, INDEX_FP4, padded)
+    nine = torch.arange(9, device=kernel_device())
+    assert_same((found[0][:9], found[1][(nine,)], found[2][:9]), whole)
+
+
+def test_strides():
+    batch, ring = batch_of([(1, 40, 3)]), window(ENTRY, RING)
+    q, kv, index_q, weight = projections(3)
+    expected = inputs_of(q, kv, index_q, weight, ring, INDEX_FP4, batch)
+    for dim in (0, 1, 2):
+        found = inputs_of(
+            strided(q, dim), strided(kv, 0), strided(index_q, dim), strided(weight, 0), ring, INDEX_FP4, batch
+        )
+        assert_same(found, expected)
+
+
+def test_nothing_to_do():
+    ring, none = window(ENTRY, RING), batch_of([])
+    q, rows, index_q = inputs_of(*projections(0), ring, INDEX_FP4, none, appends=True)
+    assert q.shape == (0, 9, 512)
+    assert rows.data.shape == (0, 576)
+    assert index_q.shape == (0, 9, 128)
+    inputs_of(*projections(3), ring, INDEX_FP4, batch_of([], padding=3), appends=True)
+    assert_same_rows(ring.rows, window(ENTRY, RING).rows)
+
+
+def test_what_cannot_be_done_is_said():
+    batch, ring = batch_of([(1, 40, 2)]), window(ENTRY, RING)
+    q, kv, index_q, weight = projections(2)
+    with pytest.raises(KernelInputError, match=r"expected q \[2, H, 512\] in torch.bfloat16, found torch.float32"):
+        inputs_of(q.float(), kv, index_q, weight, ring, INDEX_FP4, batch)
+    with pytest.raises(KernelInputError, match=r"expected q \[2, H, 512\]"):
+        inputs_of(q[..., :128], kv, index_q, weight, ring, INDEX_FP4, batch)
+    with pytest.raises(KernelInputError, match=r"expected kv \[2, 512\]"):
+        inputs_of(q, kv[:1], index_q, weight, ring, INDEX_FP4, batch)
+    with pytest.raises(KernelInputError, match=r"expected index_q \[2, Hi, 128\]"):
+        inputs_of(q, kv, index_q[:1], weight, ring, INDEX_FP4, batch)
+    with pytest.raises(KernelInputError, match="expected index keys, found None"):
+        inputs_of(q, kv, index_q, weight, ring, None, batch)
+    with pytest.raises(KernelInputError, match="expected index queries where there are index keys, found none"):
+        inputs_of(q, kv, None, weight, ring, INDEX_FP4, batch)
+    plain = RowFormat(RowKind.PLAIN, 512, itemsize=2)
+    rows = RowStore.allocate((4, RING), plain, torch.bfloat16, kernel_device())
+    with pytest.raises(KernelInputError, match="expected rows of"):
+        inputs_of(q, kv, index_q, weight, replace(ring, rows=rows), INDEX_FP4, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 257, 4096])
+def test_real_sizes(num_tokens):
+    """64 heads of both kinds."""
+    positions = torch.arange(num_tokens, device=kernel_device())
+    slots = torch.zeros_like(positions)
+    batch = replace(
+        batch_of([]), token_ids=slots, positions=positions, slots=slots, chunk_starts=slots,
+        chunk_ends=slots + num_tokens,
+    )  # fmt: skip
+    values = projections(num_tokens, heads=64, index_heads=64)
+    ring, expected_ring = window(ENTRY, RING, 1), window(ENTRY, RING, 1)
+    found = inputs_of(*values, ring, INDEX_FP4, batch, appends=True)
+    assert_same(found, separately(*values, expected_ring, INDEX_FP4, batch, appends=True))
+    assert_same_rows(ring.rows, expected_ring.rows)
+    assert_bitwise(ring.positions, expected_ring.positions)
