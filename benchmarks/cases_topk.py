@@ -10,8 +10,9 @@ from dsv4.testing.bench import BenchCase, Work, nbytes
 # the default and what it is compared with
 VARIANTS = {
     "": TOPK_CONFIG,
-    "-chunks32": TopkConfig(max_chunks=32),
-    "-long": TopkConfig(short_row=8192),
+    "-two-launches": TopkConfig(grid_row=1 << 24),
+    "-one-program": TopkConfig(grid_row=1 << 24),
+    "-long": TopkConfig(short_row=8192, grid_row=1 << 24),
 }
 
 
@@ -27,11 +28,12 @@ def _case(rows: int, columns: int, k: int, ascending: bool = True, variant: str 
 
 
 CASES = [
-    *(_case(1, 262144, 512, variant=variant) for variant in ("", "-chunks32")),
-    *(_case(rows, 262144, 512) for rows in (16, 64)),
+    *(_case(1, 262144, 512, variant=variant) for variant in ("", "-two-launches")),
+    *(_case(rows, 262144, 512) for rows in (2, 16, 64)),
     _case(1, 262144, 1024),
     *(_case(rows, columns, 512) for columns in (2048, 16384) for rows in (1, 64, 256)),
-    _case(1, 16384, 512, variant="-long"),
+    *(_case(rows, 16384, 512) for rows in (8, 32)),
+    _case(1, 16384, 512, variant="-one-program"),
     _case(64, 16384, 512, variant="-long"),
     _case(4096, 2048, 512),
     _case(1, 262144, 512, ascending=False),

@@ -155,13 +155,15 @@ class CompressPlan:
     """How a launch is cut: `config.rows` tokens a program, `tail_rows` rows of a ring written at a time.
 
     HCA columns are spread over programs, `cols` each; CSA ones are taken all at once. `max_registers` makes room for
-    more programs on a multiprocessor. No plan changes a bit of the result.
+    more programs on a multiprocessor. A program first asks for its first `prefetch_rows` tokens (a power of two, or
+    none). No plan changes a bit of the result.
     """
 
     config: LaunchConfig
     tail_rows: int
     cols: int | None = None
     max_registers: int | None = None
+    prefetch_rows: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -186,10 +188,12 @@ class CompressPlan:
 # 16 tokens of a CSA chunk close the four entries that one tile finishes together, and 128 of an HCA chunk close one.
 CSA_FEW_TOKENS, HCA_ONE_WAVE_TOKENS, HCA_FEW_TOKENS = 512, 8, 256
 CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
-CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168)
+CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168, prefetch_rows=8)
 HCA_ONE_WAVE = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=16)
 HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=64)
-HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168)
+HCA_MANY = CompressPlan(
+    LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168, prefetch_rows=128
+)
 
 
 def pick_plan(num_tokens: int, is_overlapping: bool) -> CompressPlan:
@@ -254,6 +258,7 @@ def _cuts(job: Compression, plan: CompressPlan) -> dict[str, int]:
         "PER_BLOCK": job.pages.entries_per_block,
         "CANDIDATES": plan.candidates(ratio if following is None else 2 * ratio),
         "TAIL_ROWS": plan.tail_rows,
+        "PREFETCH_ROWS": plan.prefetch_rows,
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dsv4.ops.row_kernels import row_offsets, store_rows
 from dsv4.ops.tl_math import exp_fp32
-from dsv4.ops.tl_utils import jit, pdl_trigger, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, prefetch_l2, tl
 
 POOL_RUNS = 8  # see `_sum_of_slots` in ops/compress.py
 _POOL_RUNS = tl.constexpr(POOL_RUNS)
@@ -59,6 +59,23 @@ class CompressorArguments(NamedTuple):
     norm_weight: Any
     freqs: Any
     eps: float
+
+
+@jit
+def _prefetch(
+    job, batch, base, num_tokens, first_col, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Into L2, before a program knows what it has to do: what it reads at the end, and, where it has many tokens, WIDTH
+    columns of the first ROWS. Whatever is in flight this way takes no registers.
+    """
+    prefetch_l2(batch.chunk_ends + base)
+    prefetch_l2(job.freqs)
+    prefetch_l2(job.norm_weight + tl.arange(0, DIM // 32) * 32)
+    if ROWS > 0:
+        tokens = tl.minimum(base + tl.arange(0, ROWS), num_tokens - 1).to(tl.int64)[:, None]
+        lines = first_col + tl.arange(0, max(WIDTH // 32, 1))[None, :] * 32
+        prefetch_l2(job.gate + tokens * job.gate_stride + lines)
+        prefetch_l2(job.kv + tokens * job.kv_stride + lines)
 
 
 # ---- pooling ----
@@ -266,12 +283,14 @@ def _compress_group(
     RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    PREFETCH_ROWS: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of `group` neighbouring tokens: their entries, FINISH_ROWS at a time, and the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
     IS_WHOLE: tl.constexpr = FOLLOWING_LEN > 0
     POOL_ROWS: tl.constexpr = min(max(_POOL_COLS // DIM, 1), FINISH_ROWS)
     base = tl.program_id(0) * group
+    _prefetch(job, batch, base, num_tokens, first_col, 2 * DIM if IS_WHOLE else COLS, DIM, PREFETCH_ROWS)
     # the group's tokens, and those behind them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
@@ -343,12 +362,12 @@ def _compress_kernel(
     job, target, batch, counter_ptr, num_tokens, group, RATIO: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger()
     _compress_group(
         job, target, batch, counter_ptr, num_tokens, group, tl.program_id(1) * COLS, RATIO, OWN_LEN, FOLLOWING_LEN,
-        PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+        PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
     )  # fmt: skip
 
 
@@ -359,18 +378,18 @@ def _compress_pair_kernel(
     CANDIDATES: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
-    INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr,
+    INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Two CSA compressors with the same rings' lengths; program_id(1) chooses. Columns are whole: nothing counts."""
     pdl_trigger()
     if tl.program_id(1) == 0:
         _compress_group(
             job, target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
-            CANDIDATES, DIM, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES,
+            CANDIDATES, DIM, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
         )  # fmt: skip
     else:
         _compress_group(
             index_job, index_target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN,
             PER_BLOCK, CANDIDATES, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM,
-            INDEX_LOG2_DIM, INDEX_SCALE_BYTES,
+            INDEX_LOG2_DIM, INDEX_SCALE_BYTES, PREFETCH_ROWS,
         )  # fmt: skip

@@ -1,12 +1,12 @@
 """The lightning indexer of CSA layers: scores every visible entry with small heads and picks the best.
 
-I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); visible are the entries s < floor((t + 1) / 4). A head weight may be
+I[t, s] = sum_h scale w[t, h] relu(q[t, h] . k[s]); visible are the entries s < floor((t + 1) / 4). A head weight may be
 negative, so a score may be too. Ties go to the lower entry.
 
-Kernels: indexer_kernels.py for queries and scores, topk_kernels.py for the selection. `index_topk` is two launches for
-every WORKSPACE_BYTES of scores, whatever the positions: the scores (with the maxima the selection starts from), and the
-selection; one more before them, for many tokens, orders the queries' dimensions. A token whose visible entries all fit
-into top_k leaves all of them at once.
+Kernels: indexer_kernels.py for queries and scores, ops/topk.py for the selection. `index_topk` is two launches for
+every WORKSPACE_BYTES of scores, whatever the positions: the scores (for many long rows with the maxima the selection
+starts from), and the selection; one more before them, for many tokens, orders the queries' dimensions. A token whose
+visible entries all fit into top_k leaves all of them at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from dsv4.ops.topk import (
     TOPK_CONFIG,
     LongRows,
     TopkConfig,
-    select_long,
-    select_short,
+    select,
     topk_select_ref,
 )
 from dsv4.ops.topk_kernels import LIST
@@ -61,15 +60,19 @@ class ScoreConfig:
     tile: int = 64
     num_warps: int = 4
     stages: int = 4
-    programs: int = 528  # about so many, where there is work for them
+    programs: int = 528  # that run at once
     few_tokens: int = 256
     group_tile: int = 128
     group_warps: int = 4
     group_stages: int = 3
-    group_programs: int = 1056
+    group_programs: int = 1056  # about so many, where there is work for them
     max_group: int = MAX_GROUP
     group_registers: int | None = None  # at most, of a thread
     shares: int = 32
+    start_tiles: int = 3  # the beginning of a program takes as long as so many tiles
+    max_waves: int = 4
+    registers: int | None = None  # at most, of a thread that has one token
+    is_fused: bool = True  # relu times weight and the sum over heads are one rounding (the same bits in both kernels)
 
     def group(self, num_tokens: int) -> int:
         """Tokens of one program, one for each `shares` of the batch: many share more, few leave more programs. 0: one
@@ -78,17 +81,30 @@ class ScoreConfig:
         return 0 if num_tokens <= self.few_tokens else min(max(num_tokens // self.shares, 1), self.max_group)
 
     def grid(self, num_tokens: int, capacity: int) -> tuple[int, int]:
+        """Programs of a token or group, and how many of these there are.
+
+        Of one token: as many as make waves (`programs` run at once) times tiles of each the least: a few more than a
+        wave holds would double the time. Groups differ in what they see: several waves even that out.
+        """
         group = self.group(num_tokens)
-        tile, programs = (self.group_tile, self.group_programs) if group else (self.tile, self.programs)
-        num_groups = -(-num_tokens // max(group, 1))
-        return min(-(-capacity // tile), max(-(-programs // num_groups), 1)), num_groups
+        if group:
+            num_groups = -(-num_tokens // group)
+            return min(-(-capacity // self.group_tile), max(-(-self.group_programs // num_groups), 1)), num_groups
+        num_tiles = -(-capacity // self.tile)
+
+        def cost(share: int) -> int:
+            return -(-share * num_tokens // self.programs) * (-(-num_tiles // share) + self.start_tiles)
+
+        most = max(min(num_tiles, self.max_waves * self.programs // num_tokens), 1)
+        return min(range(1, most + 1), key=cost), num_tokens
 
     def options(self, is_group: bool) -> dict[str, Any]:
         num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, self.stages)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": False}
-        if is_group and self.group_registers is not None:
-            options["maxnreg"] = self.group_registers
-        return options
+        options = {
+            "num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": self.is_fused,
+        }  # fmt: skip
+        registers = self.group_registers if is_group else self.registers
+        return options if registers is None else options | {"maxnreg": registers}
 
 
 class KeyWords(NamedTuple):
@@ -129,13 +145,18 @@ def gather_entries(pages: PagedView, batch: TokenBatch, tokens: Tensor, entry_id
     return values.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
-def index_topk_ref(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
-    """q [T, Hi, Di], weights [T, Hi] (scaled) -> entries int64 [T, top_k], ascending, -1 where there are fewer.
+def index_topk_ref(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int, scale: float = 1.0
+) -> Tensor:
+    """q [T, Hi, Di], weights [T, Hi] -> entries int64 [T, top_k], ascending, -1 where there are fewer.
+
+    A weight times `scale` is rounded once, to at least fp32.
 
     Equal scores: with quantised keys the lower entry wins, so that chunking cannot matter. Plain keys (`exact`
     numerics) are picked by torch.topk over every entry the request has at the end of the call, because that is what the
     published code does, and which of two equal scores it takes depends on that length.
     """
+    weights = weights.to(accumulator(weights)) * scale
     is_plain = keys.rows.format.kind is RowKind.PLAIN
     picks = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int64, device=q.device)
     limits = num_visible(batch.positions, ratio).masked_fill(batch.slots < 0, 0)
@@ -205,11 +226,13 @@ def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFo
     return out
 
 
-def index_topk(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int) -> Tensor:
-    """See `index_topk_ref`. bf16 queries as `index_queries` gives them, fp32 weights, quantised keys; top_k up to
-    1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
+def index_topk(
+    q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int, scale: float = 1.0
+) -> Tensor:
+    """See `index_topk_ref`. bf16 queries as `index_queries` gives them, weights in bf16, fp16 or fp32, quantised keys;
+    top_k up to 1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
     """
-    return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG)
+    return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG, scale=scale)
 
 
 def row_bytes(capacity: int) -> int:
@@ -221,7 +244,7 @@ def row_bytes(capacity: int) -> int:
 
 def launch_index_topk(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, ratio: int, top_k: int,
-    score_config: ScoreConfig, topk_config: TopkConfig, workspace_bytes: int = WORKSPACE_BYTES,
+    score_config: ScoreConfig, topk_config: TopkConfig, workspace_bytes: int = WORKSPACE_BYTES, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """`index_topk` with the work divided as the configurations say."""
     _check(q, weights, keys, batch, top_k)
@@ -235,18 +258,15 @@ def launch_index_topk(
     for start in range(0, q.shape[0], num_rows):
         part = slice(start, start + num_rows)
         scores, lengths, rows = index_scores(
-            q[part], weights[part], keys, batch, part, ratio, top_k, score_config, topk_config
+            q[part], weights[part], keys, batch, part, ratio, top_k, score_config, topk_config, scale
         )
-        if rows is None:
-            select_short(scores, lengths, picks[part], topk_config, INDEX_FLAGS)
-        else:
-            select_long(scores, lengths, rows, picks[part], topk_config, INDEX_FLAGS)
+        select(scores, lengths, rows, picks[part], topk_config, INDEX_FLAGS)
     return picks
 
 
 def index_scores(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, part: slice, ratio: int, top_k: int,
-    config: ScoreConfig, topk_config: TopkConfig,
+    config: ScoreConfig, topk_config: TopkConfig, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, LongRows | None]:  # fmt: skip
     """Scores fp32 [Q, capacity] of the tokens `part` of the batch, how many entries each sees, maxima for long rows.
 
@@ -256,7 +276,7 @@ def index_scores(
     capacity = batch.block_table.shape[1] * keys.entries_per_block
     scores = torch.empty(num_tokens, capacity, dtype=torch.float32, device=q.device)
     lengths = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
-    is_long = capacity > topk_config.short_row
+    is_long = topk_config.needs_maxima(num_tokens, capacity, q.device)
     rows = LongRows.allocate(num_tokens, capacity, topk_config, q.device) if is_long else None
     group = config.group(num_tokens)
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -264,7 +284,7 @@ def index_scores(
     pointers = (
         q, weights.contiguous(), _key_words(keys.rows), batch.block_table, batch.positions[part].contiguous(),
         batch.slots[part].contiguous(), scores, lengths if rows is None else rows.maxima, lengths,
-        lengths if rows is None else rows.arrivals,
+        lengths if rows is None else rows.arrivals, scale,
     )  # fmt: skip
     num_maxima = 0 if rows is None else rows.maxima.shape[1]
     strides = q.stride(0), q.stride(1), num_heads, batch.block_table.stride(0), capacity
@@ -332,9 +352,10 @@ def _check(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, top_k
             f"expected keys of 128 dims in blocks of 32, 64 or more, found {fmt.dim} in blocks of "
             f"{keys.entries_per_block}"
         )
-    if weights.shape != q.shape[:2] or weights.dtype != torch.float32:
+    if weights.shape != q.shape[:2] or weights.dtype not in KERNEL_DTYPES:
         raise KernelInputError(
-            f"expected fp32 weights {tuple(q.shape[:2])}, found {weights.dtype} {tuple(weights.shape)}"
+            f"expected weights {tuple(q.shape[:2])} in one of {KERNEL_DTYPES}, found {weights.dtype} "
+            f"{tuple(weights.shape)}"
         )
     capacity = batch.block_table.shape[1] * keys.entries_per_block
     if not 0 <= top_k <= MAX_K or capacity >= MAX_COLUMNS:

@@ -45,9 +45,19 @@ def index_queries_kernel(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_qt, stride_qh,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A token's HEADS heads: roped, rotated, quantised and decoded again."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    encode_queries(
+        q_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
+        stride_qt, stride_qh, KIND, DIM, ROPE_DIM, LOG2_DIM, HEADS,
+    )  # fmt: skip
+
+
+@jit
+def encode_queries(
+    q_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_qt, stride_qh,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a token from `first_head` on: roped, rotated, quantised and decoded again."""
+    heads = first_head + tl.arange(0, HEADS)
     cols = tl.arange(0, DIM)
     mask = (heads < num_heads)[:, None]
     x = tl.load(q_ptr + token * stride_qt + heads[:, None] * stride_qh + cols[None, :], mask=mask, other=0.0)
@@ -212,30 +222,23 @@ def _load_blocks(table_ptr, start, end, TILE: tl.constexpr, PER_BLOCK: tl.conste
 
 
 @jit
-def _block_offsets(stride, row_stride, start, lanes, block0, block1, block2, block3, PER_BLOCK: tl.constexpr):
-    """Where the rows [TILE] of a tile begin, in elements."""
-    NUM: tl.constexpr = max(lanes.shape[0] // PER_BLOCK, 1)
-    offsets = block0.to(tl.int64) * stride
-    if NUM > 1:
-        offsets = tl.where((lanes // PER_BLOCK & 1) == 1, block1.to(tl.int64) * stride, offsets)
-    if NUM > 2:
-        upper = tl.where((lanes // PER_BLOCK & 1) == 1, block3.to(tl.int64) * stride, block2.to(tl.int64) * stride)
-        offsets = tl.where(lanes // PER_BLOCK >= 2, upper, offsets)
-    return offsets + (start + lanes) % PER_BLOCK * row_stride
-
-
-@jit
-def _load_keys(keys, blocks, start, end, TILE: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
+def _load_keys(keys, blocks, start, TILE: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
     """Stored words [TILE, WORDS] and scales [TILE] (FP4: 4 codes in a word; FP8: fp32) of the entries from `start` on,
-    in `blocks`; from `end` on nothing is read.
+    in `blocks`. Those behind the last come from the same blocks and mean nothing.
     """
     lanes = tl.arange(0, TILE)
-    mask = start + lanes < end
     block0, block1, block2, block3 = blocks
-    rows = _block_offsets(keys.words_stride, keys.words_row, start, lanes, block0, block1, block2, block3, PER_BLOCK)
-    words = tl.load(keys.words + rows[:, None] + tl.arange(0, WORDS)[None, :], mask=mask[:, None], other=0)
-    rows = _block_offsets(keys.scales_stride, keys.scales_row, start, lanes, block0, block1, block2, block3, PER_BLOCK)
-    return words, tl.load(keys.scales + rows, mask=mask, other=0)
+    block = block0 + tl.zeros([TILE], tl.int32)
+    if TILE > PER_BLOCK:
+        block = tl.where((lanes // PER_BLOCK & 1) == 1, block1, block0)
+    if TILE > 2 * PER_BLOCK:
+        upper = tl.where((lanes // PER_BLOCK & 1) == 1, block3, block2)
+        block = tl.where(lanes // PER_BLOCK >= 2, upper, block)
+    block = block.to(tl.int64)
+    places = lanes % PER_BLOCK if TILE >= PER_BLOCK else start % PER_BLOCK + lanes
+    rows = block * keys.words_stride + places * keys.words_row
+    words = tl.load(keys.words + rows[:, None] + tl.arange(0, WORDS)[None, :])
+    return words, tl.load(keys.scales + block * keys.scales_stride + places * keys.scales_row)
 
 
 # ---- scores ----
@@ -277,9 +280,10 @@ def _store_scores(
 
 
 @jit
-def _load_weights(weights_ptr, heads, NUM_HEADS: tl.constexpr, KIND: tl.constexpr):
-    weights = tl.load(weights_ptr + heads, mask=heads < NUM_HEADS, other=0.0)
-    return weights * _WEIGHT_SCALE if KIND == _INDEX_FP4 else weights
+def _load_weights(weights_ptr, scale, heads, NUM_HEADS: tl.constexpr, KIND: tl.constexpr):
+    # weights.to(fp32) * scale: the power of two first, it is the same rounding
+    factor = scale * _WEIGHT_SCALE if KIND == _INDEX_FP4 else scale
+    return tl.load(weights_ptr + heads, mask=heads < NUM_HEADS, other=0.0).to(tl.float32) * factor
 
 
 @jit
@@ -294,7 +298,7 @@ def _own_tiles(limit, TILE: tl.constexpr):
 @jit(do_not_specialize=("capacity", "num_maxima"))
 def token_scores_kernel(
     q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, maxima_ptr, lengths_ptr, arrivals_ptr,
-    capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
+    scale, capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -315,10 +319,10 @@ def token_scores_kernel(
         q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
         q = tl.load(q_ptr + token * stride_qt + q_tile, mask=heads[:, None] < NUM_HEADS, other=0.0)
         q = _in_planes(q, KIND)
-        weights = _load_weights(weights_ptr + token * stride_wt, heads, NUM_HEADS, KIND)
+        weights = _load_weights(weights_ptr + token * stride_wt, scale, heads, NUM_HEADS, KIND)
         blocks = _load_blocks(table_ptr, start, end, TILE, PER_BLOCK)
         for tile in tl.range(start, end, TILE, num_stages=STAGES):
-            words, scales = _load_keys(keys, blocks, tile, end, TILE, WORDS, PER_BLOCK)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
             blocks = _load_blocks(table_ptr, tile + TILE, end, TILE, PER_BLOCK)
             _store_scores(
                 scores_ptr + token * stride_st, maxima_ptr + token * num_maxima, decode_keys(words, scales, KIND),
@@ -328,8 +332,8 @@ def token_scores_kernel(
 
 @jit
 def _score_token(
-    q_ptr, weights_ptr, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, start, capacity, num_maxima,
-    stride_qt, stride_qh, stride_wt, stride_st,
+    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, start, capacity,
+    num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr,
     TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +341,7 @@ def _score_token(
     q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
     wide = tl.full([], 0, tl.int64) + token
     q = tl.load(q_ptr + wide * stride_qt + q_tile, mask=heads[:, None] < NUM_HEADS, other=0.0)
-    weights = _load_weights(weights_ptr + wide * stride_wt, heads, NUM_HEADS, KIND)
+    weights = _load_weights(weights_ptr + wide * stride_wt, scale, heads, NUM_HEADS, KIND)
     limit = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, capacity).to(tl.int32)
     _store_scores(
         scores_ptr + wide * stride_st, maxima_ptr + wide * num_maxima, key_tile, scales, q, weights, start, limit,
@@ -348,7 +352,7 @@ def _score_token(
 @jit(do_not_specialize=("num_tokens", "capacity", "num_maxima", "group"))
 def group_scores_kernel(
     q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, maxima_ptr, lengths_ptr, arrivals_ptr,
-    num_tokens, capacity, num_maxima, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
+    scale, num_tokens, capacity, num_maxima, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -377,21 +381,21 @@ def group_scores_kernel(
         start, end = _own_tiles(run_limit, TILE)
         for tile in range(start, end, TILE):
             blocks = _load_blocks(run_table_ptr, tile, end, TILE, PER_BLOCK)
-            words, scales = _load_keys(keys, blocks, tile, end, TILE, WORDS, PER_BLOCK)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
             key_tile = decode_keys(words, scales, KIND)
             # positions ascend: the tokens that see nothing of this tile, or are not scored, come first
             num_blind = tl.sum((is_run & (limits <= tl.maximum(tile, TOP_K))).to(tl.int32), 0)
             # one token before the others: the compiler then has the keys decoded in the registers that feed the product
             visible = tl.minimum(begin + num_blind, behind - 1)
             _score_token(
-                q_ptr, weights_ptr, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, visible, tile, capacity,
-                num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
+                q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, visible, tile,
+                capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
                 KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE, HAS_MAXIMA,
             )  # fmt: skip
             for token in tl.range(visible + 1, behind, num_stages=STAGES):
                 _score_token(
-                    q_ptr, weights_ptr, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, tile, capacity,
-                    num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
+                    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, tile,
+                    capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
                     KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE, HAS_MAXIMA,
                 )  # fmt: skip
         begin = behind

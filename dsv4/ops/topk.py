@@ -1,19 +1,23 @@
 """Selection: the k largest of many scores, ties to the lower index. Used by the router, the indexer and the sampler.
 
-Kernels (topk_kernels.py): rows of up to `short_row` columns are selected by one program each, in registers; longer
-ones in two launches, maxima of every 8 scores and then the selection itself, by up to `max_chunks` programs a row. Best
-first is one more launch, which ranks the k chosen by counting.
+Kernels: few rows are spread over programs that wait for each other, in one launch (topk_grid_kernels.py). Of many,
+those of up to `short_row` columns are selected by one program each, in registers; longer ones in two launches, maxima
+of every 8 scores and then the selection itself, by up to `max_chunks` programs a row (topk_kernels.py). Best first is
+one more launch, which ranks the k chosen by counting.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
+from dsv4.ops.arrivals import arrival_counters
+from dsv4.ops.tl_utils import IS_INTERPRETED, KernelInputError, check_launch, next_power_of_2
+from dsv4.ops.topk_grid_kernels import GRID_LIST, LINE, NUM_PHASES, scratch_len, topk_grid_kernel
 from dsv4.ops.topk_kernels import (
     FOLDED,
     GROUP,
@@ -43,6 +47,27 @@ class TopkConfig:
     short_tile: int = 2048  # of its columns, written at once
     few_rows: int = 132  # up to here one program a multiprocessor, with twice the registers
     few_tile: int = 4096
+    grid_row: int = 4096  # rows up to here are never spread
+    grid_keys: int = 512  # a program of a spread row has at least so many, where rows are short
+    max_grid_keys: int = 4096
+    grid_programs: int = 128  # of a row, at most
+    grid_warps: int = 8
+    is_cooperative: bool = False  # the driver sees to it that all programs run at once
+
+    def spread(self, num_rows: int, num_columns: int, device: torch.device) -> int:
+        """Programs of one row that wait for each other, a power of two; 0 where rows are short or too many.
+
+        They must all run at once: there are no more of them than multiprocessors.
+        """
+        if num_columns <= self.grid_row or num_rows > _num_multiprocessors(device):
+            return 0
+        wanted = min(_num_multiprocessors(device) // num_rows, num_columns // self.grid_keys, self.grid_programs)
+        programs = 1 << max(wanted.bit_length() - 1, 0)
+        return programs if num_columns <= programs * self.max_grid_keys else 0
+
+    def needs_maxima(self, num_rows: int, num_columns: int, device: torch.device) -> bool:
+        """Whether `select` is to be given `LongRows` with the rows' maxima."""
+        return num_columns > self.short_row and not self.spread(num_rows, num_columns, device)
 
     def num_chunks(self, num_rows: int, num_columns: int) -> int:
         """Programs of one long row, a power of two: enough to fill a GPU, of at least a tile each."""
@@ -57,6 +82,13 @@ class TopkConfig:
 
 
 TOPK_CONFIG = TopkConfig()
+COUNTERS_OF_SPREAD = 4096  # arrival counters for each number of programs: 16 a row
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Of an H200 where kernels are interpreted or only compiled."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def topk_select_ref(scores: Tensor, k: int, *, lengths: Tensor | None = None, ascending: bool = False) -> Tensor:
@@ -120,16 +152,15 @@ def launch_topk(scores: Tensor, k: int, lengths: Tensor | None, ascending: bool,
         return picks.fill_(-1)
     given = scores if lengths is None else lengths.contiguous()
     flags = {"ASCENDING": ascending, "DROP": ascending, "HAS_LENGTHS": lengths is not None}
-    if num_columns <= config.short_row:
-        select_short(scores, given, picks, config, flags)
-    else:
+    rows = None
+    if config.needs_maxima(num_rows, num_columns, scores.device):
         rows = LongRows.allocate(num_rows, num_columns, config, scores.device)
         tile = config.maxima_tile
         topk_maxima_kernel[(-(-num_columns // tile), num_rows)](
             scores, given, rows.maxima, rows.arrivals, num_columns, rows.maxima.shape[1], *scores.stride(),
             BLOCK=tile, **flags, **config.options(),
         )  # fmt: skip
-        select_long(scores, given, rows, picks, config, flags)
+    select(scores, given, rows, picks, config, flags)
     if ascending:
         return picks
     out = torch.empty_like(picks)
@@ -141,7 +172,20 @@ def launch_topk(scores: Tensor, k: int, lengths: Tensor | None, ascending: bool,
     return out
 
 
-def select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkConfig, flags: dict[str, bool]) -> None:
+def select(
+    scores: Tensor, lengths: Tensor, rows: LongRows | None, picks: Tensor, config: TopkConfig, flags: dict[str, bool]
+) -> None:
+    """picks [T, k] of scores [T, N], ascending, then -1; `rows` where `needs_maxima` says so."""
+    programs = config.spread(scores.shape[0], scores.shape[1], scores.device)
+    if programs:
+        _select_spread(scores, lengths, picks, programs, config, flags)
+    elif rows is None:
+        _select_short(scores, lengths, picks, config, flags)
+    else:
+        _select_long(scores, lengths, rows, picks, config, flags)
+
+
+def _select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkConfig, flags: dict[str, bool]) -> None:
     """picks [T, k] of scores [T, N], N up to `short_row`."""
     (num_rows, num_columns), k = scores.shape, picks.shape[1]
     block = max(next_power_of_2(num_columns), 128)
@@ -155,7 +199,30 @@ def select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkCon
     )  # fmt: skip
 
 
-def select_long(
+def _select_spread(
+    scores: Tensor, lengths: Tensor, picks: Tensor, programs: int, config: TopkConfig, flags: dict[str, bool]
+) -> None:
+    """picks [T, k] of scores [T, N], each row by `programs` programs, as `spread` says."""
+    (num_rows, num_columns), k = scores.shape, picks.shape[1]
+    chunk = max(next_power_of_2(-(-num_columns // programs)), LINE)
+    # twice as many maxima as are wanted, and at least one a program
+    num_maxima = min(max(2 * next_power_of_2(k), 512, programs), programs * chunk)
+    scratch = torch.empty(num_rows, scratch_len(programs, num_maxima), dtype=torch.int32, device=scores.device)
+    counters = arrival_counters("topk_select", scores.device)[programs.bit_length() * COUNTERS_OF_SPREAD :]
+    options = config.options(config.grid_warps)
+    if config.is_cooperative:
+        options["launch_cooperative_grid"] = True
+    phases = NUM_PHASES if num_columns > GRID_LIST else 3  # of the interpreter: a short list cannot overflow
+    for phase in range(phases) if IS_INTERPRETED else (-1,):
+        topk_grid_kernel[(programs, num_rows)](
+            scores, lengths, counters, scratch, picks, num_columns, *scores.stride(),
+            K=k, K_BLOCK=max(next_power_of_2(k), 32), PROGRAMS=programs, CHUNK=chunk, MAXIMA=num_maxima // programs,
+            THREADS=min(32 * config.grid_warps, chunk), SMALL=max(1024, num_maxima), SCRATCH=scratch.shape[1],
+            PHASE=phase, **flags, **options,
+        )  # fmt: skip
+
+
+def _select_long(
     scores: Tensor, lengths: Tensor, rows: LongRows, picks: Tensor, config: TopkConfig, flags: dict[str, bool]
 ) -> None:
     """picks [T, k] of scores [T, N], given the rows' maxima."""

@@ -110,7 +110,7 @@ def bisect_from(keys, wanted, low):
 
 
 @jit
-def _store_chosen(picks_ptr, keys, columns, threshold, num_sure, num_ties, budget):
+def store_chosen(picks_ptr, keys, columns, threshold, num_sure, num_ties, budget):
     """Columns of the keys above the threshold, and of its first `budget` equals, behind `num_sure` and `num_ties`
     already met.
 
@@ -130,14 +130,14 @@ def _store_chosen(picks_ptr, keys, columns, threshold, num_sure, num_ties, budge
 
 
 @jit
-def _store_first(picks_ptr, num, K: tl.constexpr, K_BLOCK: tl.constexpr):
+def store_first(picks_ptr, num, K: tl.constexpr, K_BLOCK: tl.constexpr):
     """0 .. num - 1, then -1."""
     lanes = tl.arange(0, K_BLOCK)
     tl.store(picks_ptr + lanes, tl.where(lanes < num, lanes, -1).to(tl.int64), mask=lanes < K)
 
 
 @jit
-def _store_padding(picks_ptr, num, K: tl.constexpr, K_BLOCK: tl.constexpr):
+def store_padding(picks_ptr, num, K: tl.constexpr, K_BLOCK: tl.constexpr):
     lanes = tl.arange(0, K_BLOCK)
     tl.store(picks_ptr + lanes, tl.full([K_BLOCK], -1, tl.int64), mask=(lanes >= num) & (lanes < K))
 
@@ -161,15 +161,15 @@ def _select_row(
         threshold = bisect(keys, wanted, 0, _EMPTY, 1 << 30)
     budget = wanted - tl.sum((keys > threshold).to(tl.int32), 0)
     if BLOCK <= TILE:
-        _store_chosen(picks_ptr, keys, tl.arange(0, BLOCK), threshold, 0, 0, budget)
+        store_chosen(picks_ptr, keys, tl.arange(0, BLOCK), threshold, 0, 0, budget)
     else:
         # read again in tiles: addresses of the whole row would not fit the registers
         num_sure, num_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for start in range(0, size, TILE):
             columns = start + tl.arange(0, TILE)
             tile = load_keys(row_ptr, columns, stride_n, length, size, DROP)
-            num_sure, num_ties = _store_chosen(picks_ptr, tile, columns, threshold, num_sure, num_ties, budget)
-    _store_padding(picks_ptr, wanted, K, K_BLOCK)
+            num_sure, num_ties = store_chosen(picks_ptr, tile, columns, threshold, num_sure, num_ties, budget)
+    store_padding(picks_ptr, wanted, K, K_BLOCK)
 
 
 @jit(do_not_specialize=("num_columns",))
@@ -182,7 +182,7 @@ def topk_short_kernel(
     picks_ptr += row * K
     length, size = row_sizes(lengths_ptr, row, num_columns, ASCENDING, HAS_LENGTHS)
     if (size <= K) & (not DROP):
-        _store_first(picks_ptr, size, K, K_BLOCK)
+        store_first(picks_ptr, size, K, K_BLOCK)
     else:
         _select_row(scores_ptr + row * stride_st, picks_ptr, stride_sn, length, size, K, K_BLOCK, BLOCK, TILE, DROP)
 
@@ -237,7 +237,7 @@ def topk_long_kernel(
     length, size = row_sizes(lengths_ptr, row, num_columns, ASCENDING, HAS_LENGTHS)
     if (size <= K) & (not DROP):
         if chunk == 0:
-            _store_first(picks_ptr, size, K, K_BLOCK)
+            store_first(picks_ptr, size, K, K_BLOCK)
     elif size <= DIRECT:
         if chunk == 0:
             row_ptr = scores_ptr + row * stride_st
@@ -297,8 +297,8 @@ def _select_lists(
         wanted = tl.minimum(K, num_listed)
         threshold = bisect_from(keys, wanted, bound)
         num_above = tl.sum((keys > threshold).to(tl.int32), 0)
-        _store_chosen(picks_ptr, keys, columns, threshold, 0, 0, wanted - num_above)
-        _store_padding(picks_ptr, wanted, K, K_BLOCK)
+        store_chosen(picks_ptr, keys, columns, threshold, 0, 0, wanted - num_above)
+        store_padding(picks_ptr, wanted, K, K_BLOCK)
     elif CHUNKS == 1:
         _select_listed(row_ptr, list_ptr, picks_ptr, num_listed, stride_n, length, size, K, K_BLOCK, DROP)
     else:
@@ -366,17 +366,17 @@ def _select_listed(
         keys, columns = _listed(row_ptr, list_ptr, 0, num_listed, stride_n, length, size, DROP)
         threshold = bisect(keys, wanted, 0, _EMPTY, 1 << 30)
         num_above = tl.sum((keys > threshold).to(tl.int32), 0)
-        _store_chosen(picks_ptr, keys, columns, threshold, 0, 0, wanted - num_above)
+        store_chosen(picks_ptr, keys, columns, threshold, 0, 0, wanted - num_above)
     else:
         threshold = _bisect_listed(row_ptr, list_ptr, num_listed, stride_n, length, size, wanted, DROP)
         num_above = _count_listed(row_ptr, list_ptr, num_listed, stride_n, length, size, threshold + 1, DROP)
         num_sure, num_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for start in range(0, num_listed, _LIST):
             keys, columns = _listed(row_ptr, list_ptr, start, num_listed, stride_n, length, size, DROP)
-            num_sure, num_ties = _store_chosen(
+            num_sure, num_ties = store_chosen(
                 picks_ptr, keys, columns, threshold, num_sure, num_ties, wanted - num_above
             )
-    _store_padding(picks_ptr, wanted, K, K_BLOCK)
+    store_padding(picks_ptr, wanted, K, K_BLOCK)
 
 
 # ---- best first ----

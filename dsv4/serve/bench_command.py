@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
+from dsv4.serve.load import DeviceOption
 from dsv4.tools.sizes import EXPERT_FORMATS
 
 bench_app = typer.Typer(no_args_is_help=True)
@@ -76,7 +77,7 @@ def bench_model_command(
     output: Annotated[int, typer.Option(help="Tokens each of them generates.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.", min=3)] = 20,
     sections: Annotated[str, typer.Option(help="Which of decode,layers,stream,prefill,serving,memory.")] = "all",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     bandwidth: Annotated[
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,

@@ -15,8 +15,11 @@ from dsv4.config import ModelConfig
 from dsv4.request import FinishReason, SamplingParams
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
-    MODEL_HELP,
-    OFFLOAD_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NumericsOption,
+    OffloadOption,
     check_numerics,
     engine_limits,
     find_model,
@@ -37,7 +40,7 @@ HELP = """\
 
 
 def chat_command(
-    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model think first; shown dimmed.")] = False,
     effort: Annotated[
@@ -52,10 +55,10 @@ def chat_command(
     context: Annotated[
         int | None, typer.Option(help=f"Most tokens of a conversation. Default: the model's, up to {DEFAULT_CONTEXT}.")
     ] = None,
-    numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
-    dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
+    numerics: NumericsOption = "official",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    offload_experts: OffloadOption = None,
 ) -> None:
     """Talk to a model. Type /help for the commands; lines from a pipe are answered one by one.
 

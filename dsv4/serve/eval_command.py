@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from dsv4.loader.shipped import shipped_text
-from dsv4.serve.load import MODEL_HELP, find_model
+from dsv4.serve.load import ModelOption, find_model
 
 if TYPE_CHECKING:
     from dsv4.tools.evaluate import Evaluation
@@ -21,7 +21,7 @@ MISSING_MATPLOTLIB = "--plot needs matplotlib; install it with: pip install 'dsv
 
 
 def eval_command(
-    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
     ] = None,

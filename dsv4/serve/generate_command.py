@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,8 +19,11 @@ from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
-    MODEL_HELP,
-    OFFLOAD_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NumericsOption,
+    OffloadOption,
     check_numerics,
     engine_limits,
     find_model,
@@ -38,7 +40,7 @@ FEW_EXPERTS = 16
 
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
-    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -54,10 +56,10 @@ def generate_command(
         int | None,
         typer.Option(help=f"Most tokens of prompt and answer. Default: the model's, up to {DEFAULT_CONTEXT}."),
     ] = None,
-    numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
-    dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
+    numerics: NumericsOption = "official",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    offload_experts: OffloadOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Also show which experts each layer used.")] = False,
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from dsv4.config import EngineConfig, ModelConfig
@@ -19,11 +20,18 @@ if TYPE_CHECKING:
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
 DEFAULT_CONTEXT = 16384
-OFFLOAD_HELP = (
+MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+_OFFLOAD_HELP = (
     "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
     "layer to keep there, e.g. 64. Default: all on the GPU."
 )
-MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+
+# options that several commands have
+ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP)]
+NumericsOption = Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")]
+DtypeOption = Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
 
 
 def find_model(model: Path | None, console: Console) -> Path:

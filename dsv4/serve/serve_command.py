@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +12,11 @@ from rich.markup import escape
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
-    MODEL_HELP,
-    OFFLOAD_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NumericsOption,
+    OffloadOption,
     check_numerics,
     engine_limits,
     find_model,
@@ -28,7 +30,7 @@ _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 def serve_command(
-    model: Annotated[Path | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: the folder's.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
@@ -45,10 +47,10 @@ def serve_command(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer may ask for.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait before others are refused.")] = 256,
     drain_seconds: Annotated[float, typer.Option(help="How long a shutdown waits for what runs.")] = 60.0,
-    numerics: Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")] = "official",
-    dtype: Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    offload_experts: Annotated[str | None, typer.Option(help=OFFLOAD_HELP)] = None,
+    numerics: NumericsOption = "official",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    offload_experts: OffloadOption = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 

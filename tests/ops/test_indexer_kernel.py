@@ -43,6 +43,7 @@ HEADS, PER_BLOCK = 4, 32
 GROUPS = ScoreConfig(few_tokens=0, shares=1, group_tile=128)
 LONG = TopkConfig(tile=64, max_chunks=2, short_row=64, direct=64)
 ONE_CHUNK = replace(LONG, max_chunks=1)
+SPREAD = TopkConfig(grid_row=64, grid_keys=64, max_grid_keys=256, grid_programs=2, grid_warps=2)
 CHUNKS = {
     "decode": [(2, 400, 1), (0, 1535, 1), (3, 3, 1), (1, 0, 1)],
     "chunks": [(1, 500, 3), (2, 78, 5), (0, 1022, 2)],
@@ -135,7 +136,7 @@ def test_a_query_of_nan_stays_alone(fmt):
 
 @FORMATS
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG, SPREAD], ids=["short", "long", "spread"])
 def test_picks_are_the_oracle_s(fmt, chunks, topk_config):
     q, weights, keys, batch = exact_case(chunks, fmt)
     found = launch_index_topk(q, weights, keys, batch, CSA, 20, SCORE_CONFIG, topk_config)
@@ -240,7 +241,25 @@ def test_dimensions_stay_apart():
             assert_bitwise(found, expected.to(kernel_device()))
 
 
-@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG], ids=["short", "long"])
+@FORMATS
+@pytest.mark.parametrize("config", [SCORE_CONFIG, GROUPS], ids=["tokens", "groups"])
+def test_a_scale_of_the_weights_is_rounded_once(fmt, config):
+    """Weights as they are projected, in bf16, are scaled where they are read; not before, and not the scores."""
+    q, weights, keys, batch = random_case([(1, 1000, 2)], fmt, heads=5)
+    weights, scale = weights.bfloat16(), 128**-0.5 * 64**-0.5
+    args = keys, batch, slice(None), CSA, 1, config, TOPK_CONFIG
+    found, lengths, _ = index_scores(q, weights, *args, scale)
+    seen = slice(0, int(lengths.min()))
+    assert_bitwise(found[:, seen], index_scores(q, weights.float() * scale, *args)[0][:, seen])
+    assert not torch.equal(found[:, seen], index_scores(q, (weights * scale), *args)[0][:, seen])
+    picks = launch_index_topk(q, weights, keys, batch, CSA, 20, config, TOPK_CONFIG, scale=scale)
+    assert_bitwise(picks, launch_index_topk(q, weights.float() * scale, keys, batch, CSA, 20, config, TOPK_CONFIG))
+    negative = index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=20, scale=-scale)
+    assert_bitwise(negative, index_topk_ref(q, -weights.float() * scale, keys, batch, ratio=CSA, top_k=20))
+    assert not torch.equal(negative, picks)
+
+
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG, SPREAD], ids=["short", "long", "spread"])
 def test_picks_are_the_best_of_the_scores(topk_config):
     q, weights, keys, batch = random_case([(1, 1000, 2), (0, 400, 1)], INDEX_FP4, heads=64)
     scores = scores_of(q, weights, keys, batch, topk_config=topk_config)
@@ -289,7 +308,7 @@ def test_what_cannot_be_done_is_said():
     q, weights, keys, batch = exact_case([(1, 40, 2)], INDEX_FP4)
     with pytest.raises(KernelInputError, match=r"expected bf16 q \[4, Hi, 128\], found torch.float32"):
         index_topk(q.float(), weights, keys, batch, ratio=CSA, top_k=8)
-    with pytest.raises(KernelInputError, match=r"expected fp32 weights \(4, 4\), found torch.float64"):
+    with pytest.raises(KernelInputError, match=r"expected weights \(4, 4\) in one of .*, found torch.float64"):
         index_topk(q, weights.double(), keys, batch, ratio=CSA, top_k=8)
     with pytest.raises(KernelInputError, match="expected top_k up to 1024"):
         index_topk(q, weights, keys, batch, ratio=CSA, top_k=1025)

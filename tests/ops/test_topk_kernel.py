@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.ops.topk import TopkConfig, launch_topk, topk_select, topk_select_ref
+from dsv4.ops.topk_grid_kernels import GRID_LIST
 from dsv4.ops.topk_kernels import LIST
 from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
 from dsv4.testing.numeric import assert_bitwise
@@ -16,6 +19,8 @@ SHORT = TopkConfig()
 ONE_CHUNK = TopkConfig(tile=128, max_chunks=1, short_row=64, maxima_tile=128, direct=64)
 CHUNKS = TopkConfig(tile=64, max_chunks=4, short_row=64, maxima_tile=64, direct=64)
 DIRECT = TopkConfig(tile=128, max_chunks=2, short_row=64, maxima_tile=128, direct=256)
+SPREAD = TopkConfig(grid_row=64, grid_keys=64, max_grid_keys=256, grid_programs=4, grid_warps=2)
+NEVER = 1 << 24  # columns: no row is spread
 
 
 def hostile(num_columns, seed=0):
@@ -75,7 +80,7 @@ def test_a_row_of_one_program_with_a_bound(k):
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_lists_longer_than_their_places(is_sorted):
     """Many equals, or the best all in one of 64 chunks: lists are joined. Else they are selected as they lie."""
-    config = TopkConfig(tile=64, max_chunks=64, short_row=64, maxima_tile=1024, direct=64)
+    config = TopkConfig(tile=64, max_chunks=64, short_row=64, maxima_tile=1024, direct=64, grid_row=NEVER)
     scores = torch.randn(1, 8192, generator=generator(4))
     assert config.num_chunks(*scores.shape) == 64
     scores = (scores.sort().values if is_sorted else (scores * 2).round()).to(kernel_device())
@@ -84,7 +89,7 @@ def test_lists_longer_than_their_places(is_sorted):
 
 
 def test_more_equals_than_are_listed_at_once():
-    config = TopkConfig(tile=2048, max_chunks=2, short_row=1024, direct=1024)
+    config = TopkConfig(tile=2048, max_chunks=2, short_row=1024, direct=1024, grid_row=NEVER)
     scores = torch.full((1, LIST + 100), 2.0, device=kernel_device())
     assert config.num_chunks(*scores.shape) == 2
     scores[0, 7], scores[0, LIST] = 3.0, 1.0
@@ -92,7 +97,49 @@ def test_more_equals_than_are_listed_at_once():
     assert_bitwise(found, topk_select_ref(scores, 9, ascending=True))
 
 
-@pytest.mark.parametrize("config", [SHORT, CHUNKS, DIRECT])
+@pytest.mark.parametrize(("num_columns", "k"), [(256, 40), (257, 200), (1000, 12)])
+def test_spread_rows(num_columns, k):
+    scores = hostile(num_columns)[[0, 1, 2, 5, 6]]
+    assert SPREAD.spread(5, num_columns, scores.device) == 4
+    assert_selects(scores, k, SPREAD)
+
+
+@pytest.mark.parametrize("num_better", [0, 8])
+def test_spread_rows_with_more_equals_than_the_list_holds(num_better):
+    """Then programs exchange counts, digit by digit; `num_better` lie above the equals, on both sides of a chunk."""
+    config = replace(SPREAD, grid_keys=2048, max_grid_keys=4096)
+    scores = torch.full((1, GRID_LIST + 100), -2.0, device=kernel_device())
+    assert config.spread(*scores.shape, scores.device) == 2
+    scores[0, 2 : 4 * num_better : 4] = 3.0
+    scores[0, GRID_LIST + 50], scores[0, :2] = 4.0, -3.0
+    found = launch_topk(scores, 12, None, True, config)
+    assert_bitwise(found, topk_select_ref(scores, 12, ascending=True))
+
+
+def test_spread_rows_whose_best_lie_side_by_side():
+    """Of a long list: more pass the bound than are looked at first."""
+    config = replace(SPREAD, grid_keys=2048, max_grid_keys=4096)
+    scores = torch.randn(1, 8192, generator=generator(9))
+    scores[0, 4000:6000] += 100.0
+    scores = scores.to(kernel_device())
+    found = launch_topk(scores, 900, None, True, config)
+    assert_bitwise(found, topk_select_ref(scores, 900, ascending=True))
+
+
+def test_what_is_spread():
+    """Never more programs than multiprocessors, and never more keys than a program holds."""
+    config, device = TopkConfig(), kernel_device()
+    limit = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    for num_rows in (1, 2, 3, 31, 32, 33, limit, limit + 1, 100_000):
+        for num_columns in (1, config.grid_row, config.grid_row + 1, 16384, 65537, 262144, 1 << 20):
+            programs = config.spread(num_rows, num_columns, device)
+            assert programs * num_rows <= limit
+            assert programs == 0 or programs * config.max_grid_keys >= num_columns > config.grid_row
+    assert config.spread(1, 262144, device) == 128
+    assert config.spread(1, 1 << 20, device) == 0
+
+
+@pytest.mark.parametrize("config", [SHORT, CHUNKS, DIRECT, SPREAD])
 def test_nothing_is_read_beyond_a_rows_length(config):
     scores = hostile(300)[[0, 1, 2, 5]]
     lengths = torch.tensor([0, 300, 17, 150], device=scores.device)
@@ -151,12 +198,39 @@ def test_rejects():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "k"), [(1, 512), (3, 1024), (16, 512), (300, 512)])
-def test_full_size(rows, k):
+@pytest.mark.parametrize(
+    ("rows", "columns", "k"),
+    [
+        *((rows, 262144, k) for rows, k in ((1, 512), (2, 512), (2, 1024), (3, 1024), (16, 512), (300, 512))),
+        *((rows, 16384, 512) for rows in (1, 8, 32, 300)),
+        (1, 70001, 600),
+    ],
+)
+def test_full_size(rows, columns, k):
     for kind in range(8):
-        scores = hostile(262144, seed=rows)[kind : kind + 1].expand(rows, -1).contiguous()
+        scores = hostile(columns, seed=rows)[kind : kind + 1].expand(rows, -1).contiguous()
         scores[-1] = scores[-1].roll(12345)
         for ascending in (False, True):
             found = topk_select(scores, k, ascending=ascending)
             assert_bitwise(found[[0, -1]], topk_select_ref(scores[[0, -1]], k, ascending=ascending))
             assert (found[:-1] == found[:1]).all()
+
+
+@pytest.mark.gpu
+def test_spread_rows_again_and_again():
+    """Counters grow from launch to launch, with different numbers of programs in turn, and in a replayed graph."""
+    shapes = [(1, 262144), (1, 16384), (4, 16384), (2, 100_000)]
+    inputs = [torch.randn(*shape, generator=generator(7)).to(kernel_device()) for shape in shapes]
+    expected = [topk_select_ref(scores, 512, ascending=True) for scores in inputs]
+    for _ in range(50):
+        for scores, picks in zip(inputs, expected, strict=True):
+            assert_bitwise(topk_select(scores, 512, ascending=True), picks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [topk_select(scores, 512, ascending=True) for scores in inputs]
+    for _ in range(50):
+        for picks in found:
+            picks.fill_(-5)
+        graph.replay()
+        for picks, right in zip(found, expected, strict=True):
+            assert_bitwise(picks, right)
