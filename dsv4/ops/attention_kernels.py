@@ -421,6 +421,7 @@ def _combine_kernel(
     highest = tl.full([ROWS], _NONE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, _GROUP], tl.float32)
+    pdl_trigger()
     pdl_wait()
     # by copies into shared memory, AT_ONCE - 1 tiles ahead: loads into registers the compiler issues a few at a time
     for tile in tl.range(0, num_tiles, num_stages=AT_ONCE):

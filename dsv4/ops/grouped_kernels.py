@@ -4,7 +4,8 @@
 of 64 rows and 128 columns is 8 KB in one piece, and the tiles of a program's K range follow each other. Codes become
 bf16 in the registers from which the product takes them. For many rows that would be done again for every tile of
 tokens: `widen_kernel` writes the weight as bf16 once, and `grouped_plain_kernel` is an ordinary product of two bf16
-matrices. Both take K 16 columns at a time, in order, and cut it alike (linear_kernels.py): the same bits.
+matrices. Both take K 16 columns at a time, in order, and cut it alike (linear_kernels.py): the same bits. Launches
+begin early by the rule of linear_kernels.py: weights are brought into L2 before `pdl_wait`, all else comes after it.
 """
 
 from __future__ import annotations
@@ -74,45 +75,39 @@ def grouped_shuffled_kernel(
     GROUP_TILES: tl.constexpr = RANK // _ROWS
     BLOCKS: tl.constexpr = K // _COLS
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    pdl_trigger()
     num_token_tiles = tl.cdiv(num_tokens, BT)
     item, token_tile = item_of(tl.program_id(0), GROUPS * GROUP_TILES * SPLITS, num_token_tiles, BAND)
     tile, split = item // SPLITS, item % SPLITS
     group, col = tile // GROUP_TILES, (tile % GROUP_TILES) * _ROWS
     first_block = split * PER_SPLIT
     num_blocks = tl.minimum(first_block + PER_SPLIT, BLOCKS) - first_block
-    first_tile = tile * BLOCKS + first_block
+    first_tile, first_col, first_token = tile * BLOCKS + first_block, group * K + first_block * _COLS, token_tile * BT
     if AHEAD > 0:
-        num_bytes = tl.minimum(num_blocks, AHEAD) * (_WORDS * 4)
-        prefetch_l2_bytes(data_ptr + first_tile.to(tl.int64) * _WORDS, num_bytes)
+        prefetch_l2_bytes(data_ptr + first_tile.to(tl.int64) * _WORDS, tl.minimum(num_blocks, AHEAD) * (_WORDS * 4))
     pdl_wait()
-    pdl_trigger()
-    first_token = token_tile * BT
     acc = _shuffled_range(
-        data_ptr, scale_ptr, x, first_tile, group * K + first_block * _COLS, first_token, num_tokens, stride_x,
-        num_blocks, BT, X_DESC, STAGES,
+        data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks, BT, X_DESC, STAGES
     )  # fmt: skip
     out_scale = tl.load(out_scale_ptr)
+    out_ptr += group * RANK
     if SPLITS > 1:
-        place = tile * num_token_tiles + token_tile
-        acc, is_last = sum_of_splits(acc, partial_ptr, counter_ptr, place, split, SPLITS)
-        if is_last:
-            store_tile(
-                acc * out_scale, out_ptr + group * RANK, GROUPS * RANK, col, RANK, first_token, num_tokens,
-                _ROWS, BT, False,
-            )  # fmt: skip
-    else:
-        store_tile(
-            acc * out_scale, out_ptr + group * RANK, GROUPS * RANK, col, RANK, first_token, num_tokens,
-            _ROWS, BT, False,
+        acc, is_last = sum_of_splits(
+            acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, num_tokens - first_token,
+            SPLITS, False,
         )  # fmt: skip
+        if is_last:
+            store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, _ROWS, BT, False)
+    else:
+        store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, _ROWS, BT, False)
 
 
 @jit
 def widen_kernel(data_ptr, scale_ptr, out_scale_ptr, out_ptr, K: tl.constexpr):
     """A shuffled FP8 weight -> bf16 [N, K], N and K multiples of the tile; a program has one tile."""
     BLOCKS: tl.constexpr = K // _COLS
-    pdl_wait()
     pdl_trigger()
+    pdl_wait()
     tile = tl.program_id(0)
     weights = _load_weights(data_ptr, scale_ptr, tile)
     factor = tl.load(out_scale_ptr)
@@ -123,7 +118,7 @@ def widen_kernel(data_ptr, scale_ptr, out_scale_ptr, out_ptr, K: tl.constexpr):
 
 
 @jit
-def _plain_range(
+def _range_of_group(
     w, x, first_row, num_rows, first_col, first_token, num_tokens, stride_x, first_step, last_step,
     K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
@@ -154,8 +149,8 @@ def grouped_plain_kernel(
     BLOCKS: tl.constexpr = (K + _COLS - 1) // _COLS
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS * (_COLS // _STEP)
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
-    pdl_wait()
     pdl_trigger()
+    pdl_wait()
     num_token_tiles = tl.cdiv(num_tokens, BT)
     items = GROUPS * GROUP_TILES * (SPLITS if IS_SPLIT else 1)
     item, token_tile = item_of(tl.program_id(0), items, num_token_tiles, BAND)
@@ -166,20 +161,23 @@ def grouped_plain_kernel(
     if WALKS:
         acc = zeros(BM, BT, TOKENS_FIRST)
         for index in tl.range(0, SPLITS, num_stages=1):
-            acc += _plain_range(
+            acc += _range_of_group(
                 w, x, first_row, GROUPS * RANK, group * K, first_token, num_tokens, stride_x,
                 index * PER_SPLIT, tl.minimum(index * PER_SPLIT + PER_SPLIT, STEPS),
                 K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
             )  # fmt: skip
     else:
-        acc = _plain_range(
+        acc = _range_of_group(
             w, x, first_row, GROUPS * RANK, group * K, first_token, num_tokens, stride_x,
             split * PER_SPLIT, tl.minimum(split * PER_SPLIT + PER_SPLIT, STEPS),
             K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
         )  # fmt: skip
     out_ptr += group * RANK
     if IS_SPLIT and SPLITS > 1:
-        acc, is_last = sum_of_splits(acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, SPLITS)
+        acc, is_last = sum_of_splits(
+            acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, num_tokens - first_token,
+            SPLITS, TOKENS_FIRST,
+        )  # fmt: skip
         if is_last:
             store_tile(acc, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, TOKENS_FIRST)
     else:

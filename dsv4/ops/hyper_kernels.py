@@ -356,8 +356,8 @@ def partial_dots(
     fn1 = _load_fn(fn_ptr, cols, 1, D, NUM_MIXES)
     fn2 = _load_fn(fn_ptr, cols, 2, D, NUM_MIXES)
     fn3 = _load_fn(fn_ptr, cols, 3, D, NUM_MIXES)
-    pdl_wait()
     pdl_trigger()
+    pdl_wait()
     for sub in range(TILE // _SUB_ROWS):
         tile_rows = sub * _SUB_ROWS + tl.arange(0, _SUB_ROWS)
         rows = tile.to(tl.int64) * TILE + tile_rows

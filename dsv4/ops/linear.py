@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, LayoutError, ShuffledTensor, shuffle, unshuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantTensor, Weight, dequantize
+from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.grouped_kernels import GROUPED_STEP, grouped_plain_kernel, grouped_shuffled_kernel, widen_kernel
 from dsv4.ops.invariant import accumulator, rows_matmul
 from dsv4.ops.linear_bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
@@ -105,20 +105,20 @@ class LinearTile:
         return options | {"launch_pdl": self.is_early, "maxnreg": self.max_registers}
 
 
-# key: rows up to; chosen from timings on an H200 (docs/kernels.md), `ahead` makes no difference there
+# key: rows up to; chosen from timings on an H200 (docs/kernels.md)
 LINEAR_TILES = {
-    16: LinearTile(64, 16, 4, 4, 4, ahead=1024),
-    32: LinearTile(64, 32, 4, 4, 4, ahead=1024),
-    64: LinearTile(64, 64, 4, 4, 4, ahead=1024),
-    512: LinearTile(128, 64, 4, 4, 2, tokens_first=True, ahead=512),
+    16: LinearTile(64, 16, 4, 4, 4),
+    32: LinearTile(64, 32, 4, 4, 4),
+    64: LinearTile(64, 64, 4, 4, 3),
+    512: LinearTile(128, 64, 4, 4, 2, tokens_first=True),
 }
 MANY_ROWS = LinearTile(128, 64, 4, 3, 2, tokens_first=True, is_split=False)
 # a shuffled FP8 weight; for more rows it is made bf16 first
 SHUFFLED_TILES = {
-    16: LinearTile(TILE_ROWS, 16, 4, 4, 4, ahead=1 << 16),
-    32: LinearTile(TILE_ROWS, 32, 4, 4, 4, ahead=1 << 16),
-    64: LinearTile(TILE_ROWS, 64, 4, 3, 3, ahead=1 << 16),
-    512: LinearTile(TILE_ROWS, 128, 4, 2, 2, ahead=1 << 15, max_registers=168),
+    16: LinearTile(TILE_ROWS, 16, 4, 4, 4),
+    32: LinearTile(TILE_ROWS, 32, 4, 4, 4),
+    64: LinearTile(TILE_ROWS, 64, 4, 3, 3),
+    512: LinearTile(TILE_ROWS, 128, 4, 2, 2, max_registers=168),
 }
 # a bf16 weight
 GROUPED_TILES = {
@@ -130,13 +130,16 @@ GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=Fa
 # a weight of so many rows has tiles for every multiprocessor; below it K is cut into ranges of about so many columns
 UNSPLIT_ROWS = {"fp8": 8192, "plain": 8192, "grouped": 16384}
 SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}
-MAX_COUNTERS = 1 << 14
+# and into shorter ones where a weight has few rows
+FEW_ROWS = 2048
+FEW_ROWS_COLS = {"fp8": 1024, "plain": 1024, "grouped": 2048}
 QUANTIZE_GROUPS = 32
 
 
 def num_splits(num_rows: int, width: int, kind: str) -> int:
     """Into how many ranges K is cut: by the weight's shape alone, because it decides the order of the sum."""
-    return 1 if num_rows >= UNSPLIT_ROWS[kind] else max(1, -(-width // SPLIT_COLS[kind]))
+    cols = FEW_ROWS_COLS[kind] if num_rows <= FEW_ROWS else SPLIT_COLS[kind]
+    return 1 if num_rows >= UNSPLIT_ROWS[kind] else max(1, -(-width // cols))
 
 
 def pick_tile(table: dict[int, LinearTile], many: LinearTile, num_rows: int) -> LinearTile:
@@ -295,8 +298,8 @@ def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None =
     x_source = _source(rows, tile, (tile.tokens, TILE_COLS))
     grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
         weight.data, weight.scale, weight.out_scale, x_source[0], out, partial, counters, num_tokens, rows.stride(0),
-        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BT=tile.tokens, BAND=tile.band, X_DESC=x_source[1],
-        STAGES=tile.stages, AHEAD=tile.ahead // (TILE_ROWS * TILE_COLS), **tile.options,
+        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BT=tile.tokens, BAND=tile.band,
+        X_DESC=x_source[1], STAGES=tile.stages, AHEAD=tile.ahead // (TILE_ROWS * TILE_COLS), **tile.options,
     )  # fmt: skip
     return out
 
@@ -446,15 +449,7 @@ def _workspace(
     """Partial tiles and counters of a launch whose splits are programs; any tensors otherwise."""
     if not tile.is_split or splits == 1:
         num_partials = num_counters = 0
-    if num_counters > MAX_COUNTERS:
-        raise KernelInputError(f"expected at most {MAX_COUNTERS} tiles with splits, found {num_counters}")
+    if num_counters > NUM_COUNTERS:
+        raise KernelInputError(f"expected at most {NUM_COUNTERS} tiles with splits, found {num_counters}")
     partial = torch.empty(num_partials * tile.outputs * tile.tokens, dtype=torch.float32, device=device)
-    return partial, _counters(device)
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Arrivals per tile, for all launches on a device; zero between launches."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise KernelInputError("expected one linear layer's launch before the capture of a graph, found none")
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return partial, arrival_counters("linear", device)

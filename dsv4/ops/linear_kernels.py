@@ -16,11 +16,13 @@ projection's first half. Both are made of the same parts:
 
 Rows past the end are not masked but taken from the last row: their results are never stored.
 
-A launch may begin while the one before it still runs. Before `pdl_wait` a program only asks for its first weights to be
-brought into L2. Weights do not change during a step, and even if they did no harm would come of it: all
-multiprocessors share that cache, so what lies there is never out of date. Everything that is read into registers or
-written (weights, scales, inputs, codes, results, partial tiles, counters) is touched after it. Every program waits, so
-a launch that has ended has seen the end of all launches before it.
+**Early launches.** A launch may begin while the one before it still runs, and lets the next one begin at once: its
+programs call `pdl_trigger` first and `pdl_wait` later. That is more than `pdl_trigger` after `pdl_wait`: the launch
+after this one may run beside the one before it. It is right because of three things. Every program waits before it
+ends: so the end of a launch, for which the next one waits, is the end of all launches before it too. Before the wait
+weights are at most asked into L2, which all multiprocessors share, and nothing is written; what is read into registers
+or written comes after it. And the launch that follows does not rely on more: one that reads results of an earlier
+launch before its own wait must not follow these kernels.
 """
 
 from __future__ import annotations
@@ -141,17 +143,23 @@ def _fp8_range(
 def _plain_range(
     w, x, first_row, num_rows, first_token, num_tokens, stride_x, first_step, last_step,
     K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
-    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
+    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Steps [first_step, last_step) of PLAIN_STEP columns of two bf16 matrices."""
+    """Steps [first_step, last_step) of PLAIN_STEP columns of two bf16 matrices; PER_SPLIT as above."""
     IS_EVEN: tl.constexpr = K // _PLAIN_STEP * _PLAIN_STEP == K
     acc = zeros(BM, BT, TOKENS_FIRST)
+    total = acc
     for step in tl.range(first_step, last_step, num_stages=STAGES):
         col = step * _PLAIN_STEP
         w_tile = load_tile(w, first_row, col, num_rows, K, K, BM, _PLAIN_STEP, IS_EVEN, W_DESC)
         x_tile = load_tile(x, first_token, col, num_tokens, stride_x, K, BT, _PLAIN_STEP, IS_EVEN, X_DESC)
         acc += dot(w_tile, x_tile, zeros(BM, BT, TOKENS_FIRST), TOKENS_FIRST)
-    return acc
+        if PER_SPLIT > 0:
+            end = tl.minimum(step + 1, last_step)
+            if end % PER_SPLIT == 0 or end == last_step:
+                total += acc
+                acc = zeros(BM, BT, TOKENS_FIRST)
+    return total if PER_SPLIT > 0 else acc
 
 
 # ---- results ----
@@ -175,23 +183,44 @@ def store_tile(
 
 
 @jit
-def sum_of_splits(acc, partial_ptr, counter_ptr, tile, split, SPLITS: tl.constexpr):
-    """Leave a partial tile; the last of its tile adds all up, first split first. Returns the sum and whether it is
-    one. The last one sets the counter back, so that a graph can be replayed.
+def _nothing():
+    """A tuple to add to."""
+    return ()
+
+
+@jit
+def sum_of_splits(
+    acc, partial_ptr, counter_ptr, tile, split, num_tokens, SPLITS: tl.constexpr, TOKENS_FIRST: tl.constexpr
+):
+    """Leave a partial tile, of its first num_tokens tokens; the last of its tile adds all up, first split first.
+    Returns the sum and whether it is one. The last one sets the counter back, so that a graph can be replayed.
     """
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
-    offsets = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
-    tile_ptr = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE)
-    tl.store(tile_ptr + split * SIZE + offsets, acc)
+    # so many partials are asked for at once, 64 values a thread of 4 warps; of large tiles one, for lack of registers
+    AT_ONCE: tl.constexpr = min(SPLITS, 8192 // SIZE) if SIZE <= 2048 else 1
+    first, second = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    # a token's outputs lie side by side
+    offsets = first * acc.shape[1] + second if TOKENS_FIRST else second * acc.shape[0] + first
+    mask = tl.broadcast_to((first if TOKENS_FIRST else second) < num_tokens, acc.shape)
+    tile_ptrs = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + offsets
+    tl.store(tile_ptrs + split * SIZE, acc, mask=mask)
     tl.debug_barrier()  # all threads have stored before one of them says so
     arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
     is_last = arrived == SPLITS - 1
     total = tl.zeros_like(acc)
     if is_last:
         tl.debug_barrier()
-        for index in range(SPLITS):
-            # other multiprocessors wrote them: .cg reads from the cache they share
-            total += tl.load(tile_ptr + index * SIZE + offsets, cache_modifier=".cg")
+        # other multiprocessors wrote them: .cg reads from the cache they share
+        if AT_ONCE == 1:
+            for index in range(SPLITS):
+                total += tl.load(tile_ptrs + index * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+        else:
+            for start in tl.static_range(0, SPLITS, AT_ONCE):
+                parts = _nothing()
+                for index in tl.static_range(start, min(start + AT_ONCE, SPLITS)):
+                    parts += (tl.load(tile_ptrs + index * SIZE, mask=mask, other=0.0, cache_modifier=".cg"),)
+                for index in tl.static_range(len(parts)):
+                    total += parts[index]
         tl.store(counter_ptr + tile, 0)
     return total, is_last
 
@@ -252,7 +281,9 @@ def _finish_item(
 ):  # fmt: skip
     """Store a tile, or its partial; then whoever is last stores the sum."""
     if IS_SPLIT and SPLITS > 1:
-        acc, is_last = sum_of_splits(acc, partial_ptr, counter_ptr, tile, split, SPLITS)
+        acc, is_last = sum_of_splits(
+            acc, partial_ptr, counter_ptr, tile, split, num_tokens - first_token, SPLITS, TOKENS_FIRST
+        )  # fmt: skip
         if is_last:
             _store_segment(
                 acc, out_ptr, wide_ptr, is_wide, out_col, col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST
@@ -278,16 +309,13 @@ def _fp8_item(
     split = item % SPLITS if IS_SPLIT else item * 0
     inside, num_cols, segment_row, scale_row, is_wide, out_col = _segment_of(tile, SEGMENTS)
     col = inside * BM
-    first_row, first_token = segment_row + col, token_tile * BT
-    fetch_ahead(w_ptr, first_row, num_rows, K, split * (PER_SPLIT * _FP8_STEP), BM, AHEAD)
-    pdl_wait()
-    pdl_trigger()
+    first_row, first_token, first_block = segment_row + col, token_tile * BT, split * PER_SPLIT
     w_scale_ptr += (scale_row + col // _FP8_STEP) * BLOCKS
+    fetch_ahead(w_ptr, first_row, num_rows, K, first_block * _FP8_STEP, BM, AHEAD)
+    pdl_wait()
     tokens = tl.minimum(first_token + tl.arange(0, BT), num_tokens - 1).to(tl.int64)
-    x_scale_ptrs = x_scale_ptr + tokens * stride_xs
-    first_block = split * PER_SPLIT
     acc = _fp8_range(
-        w, w_scale_ptr, x, x_scale_ptrs, first_row, num_rows, first_token, num_tokens, stride_x,
+        w, w_scale_ptr, x, x_scale_ptr + tokens * stride_xs, first_row, num_rows, first_token, num_tokens, stride_x,
         first_block, BLOCKS if WALKS else tl.minimum(first_block + PER_SPLIT, BLOCKS),
         K, BM, BT, TOKENS_FIRST, QUANTIZE, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
     )  # fmt: skip
@@ -311,24 +339,14 @@ def _plain_item(
     split = item % SPLITS if IS_SPLIT else item * 0
     inside, num_cols, segment_row, _, is_wide, out_col = _segment_of(tile, SEGMENTS)
     col = inside * BM
-    first_row, first_token = segment_row + col, token_tile * BT
-    fetch_ahead(w_ptr, first_row, num_rows, K, split * (PER_SPLIT * _PLAIN_STEP), BM, AHEAD)
+    first_row, first_token, first_step = segment_row + col, token_tile * BT, split * PER_SPLIT
+    fetch_ahead(w_ptr, first_row, num_rows, K, first_step * _PLAIN_STEP, BM, AHEAD)
     pdl_wait()
-    pdl_trigger()
-    if WALKS:
-        acc = zeros(BM, BT, TOKENS_FIRST)
-        for index in tl.range(0, SPLITS, num_stages=1):
-            acc += _plain_range(
-                w, x, first_row, num_rows, first_token, num_tokens, stride_x,
-                index * PER_SPLIT, tl.minimum(index * PER_SPLIT + PER_SPLIT, STEPS),
-                K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
-            )  # fmt: skip
-    else:
-        acc = _plain_range(
-            w, x, first_row, num_rows, first_token, num_tokens, stride_x,
-            split * PER_SPLIT, tl.minimum(split * PER_SPLIT + PER_SPLIT, STEPS),
-            K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
-        )  # fmt: skip
+    acc = _plain_range(
+        w, x, first_row, num_rows, first_token, num_tokens, stride_x,
+        first_step, STEPS if WALKS else tl.minimum(first_step + PER_SPLIT, STEPS),
+        K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
+    )  # fmt: skip
     _finish_item(
         acc, out_ptr, wide_ptr, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, is_wide, out_col,
         col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST, SPLITS, IS_SPLIT,
@@ -337,8 +355,8 @@ def _plain_item(
 
 @jit(do_not_specialize=("num_tokens",))
 def linear_kernel(
-    w8, w8_ptr, w8_scale_ptr, w16, w16_ptr, x8, x8_scale_ptr, x16, out_ptr, wide_ptr, partial_ptr, counter_ptr,
-    num_tokens, num_rows8, num_rows16, stride_x8, stride_xs, stride_x16,
+    w8, w8_ptr, w8_scale_ptr, w16, w16_ptr, x8, x8_scale_ptr, x16, out_ptr, wide_ptr, partial_ptr,
+    counter_ptr, num_tokens, num_rows8, num_rows16, stride_x8, stride_xs, stride_x16,
     K: tl.constexpr, SEGMENTS8: tl.constexpr, SEGMENTS16: tl.constexpr, TILES8: tl.constexpr, TILES16: tl.constexpr,
     SPLITS8: tl.constexpr, SPLITS16: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BAND: tl.constexpr,
     TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -349,6 +367,7 @@ def linear_kernel(
     the bf16 input. w8, w16: descriptors or pointers; w8_ptr, w16_ptr: always pointers. AHEAD8, AHEAD16: columns to
     fetch before the launch before this one has ended.
     """
+    pdl_trigger()
     ITEMS8: tl.constexpr = TILES8 * SPLITS8 if IS_SPLIT else TILES8
     ITEMS16: tl.constexpr = TILES16 * SPLITS16 if IS_SPLIT else TILES16
     num_token_tiles = tl.cdiv(num_tokens, BT)
@@ -358,8 +377,8 @@ def linear_kernel(
     counter16_ptr = counter_ptr + num_token_tiles * TILES8
     if TILES16 == 0:
         _fp8_item(
-            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile,
-            num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
+            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
+            token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
             BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8, AHEAD8,
         )  # fmt: skip
     elif TILES8 == 0:
@@ -370,8 +389,8 @@ def linear_kernel(
         )  # fmt: skip
     elif item < ITEMS8:
         _fp8_item(
-            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile,
-            num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
+            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
+            token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
             BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8, AHEAD8,
         )  # fmt: skip
     else:
@@ -388,8 +407,8 @@ def quantize_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """x [T, K] -> codes [T, K] and scales [T, K / GROUP]; TILE groups a program."""
-    pdl_wait()
     pdl_trigger()
+    pdl_wait()
     groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.arange(0, GROUP)[None, :]
     mask = groups < num_groups

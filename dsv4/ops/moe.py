@@ -1,8 +1,8 @@
 """Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection.
 
-Kernels (ops/moe_kernels.py): gate, up and activation; down and combination. Up to 128 (token, choice) pairs that is
-all: two launches. Beyond, a launch before them sorts the pairs by expert and rounds x for the FP8 products; beyond
-COUNT_FIRST pairs a first one counts for the sort.
+Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 128 (token,
+choice) pairs that is all: two launches. Beyond, a launch before them sorts the pairs by expert and rounds x for the FP8
+products; beyond COUNT_FIRST pairs a first one counts for the sort.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.expert_sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
-from dsv4.ops.moe_kernels import (
-    DIRECT_PAIRS,
-    _down_kernel,
-    _fp4_linear_kernel,
-    _gate_up_kernel,
-    _moe_prepare_kernel,
-)
+from dsv4.ops.moe_down_kernels import _down_kernel
+from dsv4.ops.moe_kernels import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
+from dsv4.ops.moe_products import DIRECT_PAIRS
 from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
 
 
@@ -73,7 +69,9 @@ def moe_ref(
 @dataclass(frozen=True)
 class GemmConfig:
     """One of the two products: weight rows a program has, column tiles a step takes, warps, stages, and how many column
-    tiles a program fetches ahead into L2. `launch_pdl` as in `LaunchConfig`. Bits depend on none of it.
+    tiles a program of the down product fetches ahead into L2. `split`: programs have one range of columns (and one of
+    the two matrices of gate and up), and the last to arrive adds up. `launch_pdl` as in `LaunchConfig`. Bits depend on
+    none of it.
     """
 
     block: int = 64
@@ -81,6 +79,7 @@ class GemmConfig:
     num_warps: int = 4
     num_stages: int = 3
     prefetch: int = 0
+    split: bool = False
     launch_pdl: bool = True
     max_registers: int | None = None
 
@@ -92,24 +91,52 @@ class GemmConfig:
 
 
 @dataclass(frozen=True)
+class Ranges:
+    """Into how many ranges the columns of a matrix are cut at most, each with a sum of its own: routed experts' and the
+    shared one's, gate and up's and down's. Bits depend on it: it is the same for every number of tokens.
+
+    A shared program reads twice the bytes of a routed one, hence twice the ranges.
+    """
+
+    gate_up: int = 1
+    shared_gate_up: int = 2
+    down: int = 1
+    shared_down: int = 2
+
+    def of(self, wanted: int, cols: int) -> int:
+        """Ranges of equal numbers of column tiles."""
+        tiles = cols // 128
+        return next(count for count in range(min(wanted, tiles), 0, -1) if tiles % count == 0)
+
+
+RANGES = Ranges()
+
+
+@dataclass(frozen=True)
 class MoeConfig:
-    """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8), and the
-    two products. Bits depend on none of it.
+    """How the work is divided: token rows of a tile of a routed expert and of the shared one (8 times a power of two),
+    and the two products. Bits depend on none of it, but on `ranges`.
     """
 
     rows: int
     shared_rows: int
     gate_up: GemmConfig = GemmConfig()
     down: GemmConfig = GemmConfig()
+    ranges: Ranges = RANGES
 
 
-# token rows of a tile, by pairs for each expert on average; of the shared expert's, by tokens
-_ROWS = {8: 8, 24: 16, 1 << 30: 64}
-_SHARED_ROWS = {8: 8, 511: 16, 1 << 30: 64}
-_FEW = GemmConfig(), GemmConfig()
-# with 168 registers three programs live on a multiprocessor; gate-up needs more
+# token rows of a tile, by pairs for each expert on average (a tile at most half full costs half); of the shared
+# expert's, by tokens; of a linear's, by rows
+_ROWS = {3: 8, 8: 16, 24: 32, 1 << 30: 64}
+_SHARED_ROWS = {21: 8, 511: 16, 1 << 30: 32}
+_LINEAR_ROWS = {8: 8, 511: 16, 1 << 30: 64}
+# one or a few tokens: programs enough to fill the chip; with 128 registers four live on a multiprocessor, with 168
+# three, which gate-up of many rows cannot use
+_FEW = GemmConfig(split=True), GemmConfig(split=True)
+_SOME = GemmConfig(), GemmConfig()
+_MORE = GemmConfig(max_registers=128), GemmConfig()
 _MANY = GemmConfig(unroll=1), GemmConfig(unroll=1, max_registers=168)
-_PRODUCTS = {511: _FEW, 1 << 30: _MANY}  # by tokens
+_PRODUCTS = {8: _FEW, 21: _SOME, 511: _MORE, 1 << 30: _MANY}  # by tokens
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -157,7 +184,7 @@ def launch_moe(
     if num_tokens * (top_k + 1) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
-    gate_up, down = config.gate_up, config.down
+    gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
     is_direct = num_pairs <= DIRECT_PAIRS.value and num_arrivals <= NUM_COUNTERS
     if is_direct:
@@ -171,22 +198,43 @@ def launch_moe(
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
     num_shared_tiles = -(-num_tokens // config.shared_rows)
-    num_tiles += num_shared_tiles
     common = {
         "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
         "DIRECT": is_direct,
     }  # fmt: skip
-    _gate_up_kernel[(num_tiles * (width // gate_up.block),)](
+
+    routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
+    num_blocks = width // gate_up.block
+    num_work, num_shared_work = num_tiles * num_blocks, num_shared_tiles * num_blocks
+    is_split = gate_up.split and num_work + num_shared_work <= NUM_COUNTERS
+    partials, counters = hidden, arrivals
+    if is_split:
+        num_sums = num_shared_work * shared_ranges * config.shared_rows + num_work * routed_ranges * config.rows
+        partials = torch.empty(2 * num_sums * gate_up.block, dtype=torch.float32, device=x.device)
+        counters = arrival_counters("moe gate and up", x.device)
+        num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
+    _gate_up_kernel[(num_work + num_shared_work,)](
         x, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
         *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
-        limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
-        BLOCK=gate_up.block, UNROLL=gate_up.unroll, PREFETCH=gate_up.prefetch, **gate_up.options,
+        partials, counters, limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
+        BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
+        **gate_up.options,
     )  # fmt: skip
-    _down_kernel[(num_tiles * (dim // down.block),)](
-        hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
-        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, **common, **_strides(w2),
-        BLOCK=down.block, UNROLL=down.unroll, PREFETCH=down.prefetch, QUANTISE=gate_up.block != 128, **down.options,
+
+    routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
+    num_work, num_shared_work = num_tiles * (dim // down.block), num_shared_tiles * (dim // down.block)
+    sums = parts
+    if down.split:
+        num_sums = num_pairs * routed_ranges * (routed_ranges > 1) + num_tokens * shared_ranges
+        sums = torch.empty(num_sums, dim, dtype=torch.float32, device=x.device)
+        num_work, num_shared_work = num_work * routed_ranges, num_shared_work * shared_ranges
+    _down_kernel[(num_work + num_shared_work,)](
+        hidden, parts, sums, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts,
+        order.tile_starts, *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles,
+        **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll, RANGES=routed_ranges,
+        SHARED_RANGES=shared_ranges, SPLIT=down.split, PREFETCH=down.prefetch, QUANTISE=gate_up.block != 128,
+        **down.options,
     )  # fmt: skip
     return out
 
@@ -233,8 +281,8 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    rows = _at_most(_SHARED_ROWS, x.shape[0])
-    config = _FEW[1] if rows <= 16 else _MANY[1]
+    rows = _at_most(_LINEAR_ROWS, x.shape[0])
+    config = _SOME[1] if rows <= 16 else _MANY[1]
     return launch_fp4_linear(x, weight, out_dtype, rows, config)
 
 
@@ -257,7 +305,7 @@ def launch_fp4_linear(
         return out
     _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
         x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
-        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, PREFETCH=config.prefetch, **config.options,
+        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
     )  # fmt: skip
     return out
 

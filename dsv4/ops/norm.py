@@ -81,8 +81,8 @@ def _rms_norm_kernel(
     mask = (rows < num_rows)[:, None] & (cols < K)[None, :]
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
-    pdl_wait()
     pdl_trigger()
+    pdl_wait()
     x = tl.load(x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xk, mask=mask, other=0.0)
     # wide * rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     wide = x.to(tl.float32)

@@ -20,29 +20,38 @@ _MASK = "0x81C081C0"
 _PERMUTES = ("0x7632", "0x7531", "0x7430", "0x4501")
 
 
-def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, str]:
-    """PTX and constraints: outputs $0 .. $7 (a plane of two weights each), words $8 and $9, then every scale twice.
+def _decode_ptx(planes: range, scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, str]:
+    """PTX and constraints: an output for each plane (two weights), the two words, then every scale twice.
 
     `scale_of_plane`: for each plane the register with its scale in both halves: "s0l" is the low half of scale 0.
     """
+    count = len(planes)
     lines = ["{ .reg .b32 c0, c1, c2, c3, t;"]
     for index in range(num_scales):
-        halves = f"s{index}l, s{index}h"
-        lines += [f".reg .b32 {halves};", "{ .reg .b16 l, h;", f"mov.b32 {{l, h}}, ${10 + 2 * index};"]
+        lines += [f".reg .b32 s{index}l, s{index}h;", "{ .reg .b16 l, h;"]
+        lines += [f"mov.b32 {{l, h}}, ${count + 2 + 2 * index};"]
         lines += [f"mov.b32 s{index}l, {{l, l}};", f"mov.b32 s{index}h, {{h, h}}; }}"]
-    lines += [f"prmt.b32 c{index}, $8, $9, {select};" for index, select in enumerate(_PERMUTES)]
-    for plane in range(7):
-        lines += [f"shl.b32 t, c{plane % 3}, {plane};"] if plane else ["mov.b32 t, c0;"]
-        lines += [f"and.b32 t, t, {_MASK};", f"mul.rn.bf16x2 ${plane}, t, {scale_of_plane[plane]};"]
-    lines += ["shl.b32 t, c3, 6;", "and.b32 t, t, 0x00C000C0;", "lop3.b32 t, c3, 0x81008100, t, 0xEA;"]  # a & b | c
-    lines += [f"mul.rn.bf16x2 $7, t, {scale_of_plane[7]}; }}"]
-    return "\n".join(lines), ",".join(["=&r"] * 8 + ["r"] * (2 + 2 * num_scales))
+    lines += [f"prmt.b32 c{index}, ${count}, ${count + 1}, {select};" for index, select in enumerate(_PERMUTES)]
+    for out, plane in enumerate(planes):
+        scale = scale_of_plane[out]
+        if plane < 7:
+            lines += [f"shl.b32 t, c{plane % 3}, {plane};"] if plane else ["mov.b32 t, c0;"]
+            lines += [f"and.b32 t, t, {_MASK};", f"mul.rn.bf16x2 ${out}, t, {scale};"]
+        else:
+            lines += ["shl.b32 t, c3, 6;", "and.b32 t, t, 0x00C000C0;"]
+            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"mul.rn.bf16x2 ${out}, t, {scale};"]  # a & b | c
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * (2 + 2 * num_scales))
 
 
 _NV_PLANES = ("s0l", "s1l", "s0h", "s1h", "s2l", "s3l", "s2h", "s3h")
 _MX_PLANES = ("s0l", "s0l", "s1l", "s1l", "s0h", "s0h", "s1h", "s1h")
-_NV_PTX, _NV_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_NV_PLANES, 4))
-_MX_PTX, _MX_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_MX_PLANES, 2))
+_ALL, _FIRST, _SECOND = range(8), range(4), range(4, 8)
+_NV_PTX, _NV_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_ALL, _NV_PLANES, 4))
+_MX_PTX, _MX_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_ALL, _MX_PLANES, 2))
+_NV_FIRST_PTX, _HALF_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_FIRST, _NV_PLANES[:4], 2))
+_NV_SECOND_PTX = tl.constexpr(_decode_ptx(_SECOND, _NV_PLANES[:4], 2)[0])  # with the scales of this half alone
+_MX_FIRST_PTX = tl.constexpr(_decode_ptx(_FIRST, _MX_PLANES[:4], 2)[0])
+_MX_SECOND_PTX = tl.constexpr(_decode_ptx(_SECOND, _MX_PLANES[4:], 2)[0])
 # a permute and a multiply-add for two scales; masks with two constants would be three instructions
 _SCALE_PTX = tl.constexpr(
     "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4240; mad.lo.u32 $0, t, 16, 0x70007000;"
@@ -50,20 +59,23 @@ _SCALE_PTX = tl.constexpr(
 )
 
 
-def _fp8_ptx() -> str:
-    """Outputs $0 .. $3, words $4 and $5, the multiplier $6 (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the value
+def _fp8_ptx(planes: range) -> tuple[str, str]:
+    """An output for each plane, two words, the multiplier (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the value
     times 2^-120.
     """
+    count = len(planes)
     lines = ["{ .reg .b32 t, u;"]
-    for plane in range(4):
+    for out, plane in enumerate(planes):
         high = 4 + plane
-        lines += [f"prmt.b32 t, $4, $5, 0x{high}{high}{plane}{plane};", "shr.u32 u, t, 4;", "and.b32 u, u, 0x07F007F0;"]
-        lines += ["lop3.b32 t, t, 0x80008000, u, 0xEA;", f"mul.rn.bf16x2 ${plane}, t, $6;"]
-    return "\n".join([*lines, "}"])
+        lines += [f"prmt.b32 t, ${count}, ${count + 1}, 0x{high}{high}{plane}{plane};"]
+        lines += ["shr.u32 u, t, 4;", "and.b32 u, u, 0x07F007F0;", "lop3.b32 t, t, 0x80008000, u, 0xEA;"]
+        lines += [f"mul.rn.bf16x2 ${out}, t, ${count + 2};"]
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * 4)
 
 
-_FP8_PTX = tl.constexpr(_fp8_ptx())
-_FP8_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
+_FP8_PTX, _FP8_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx(range(4)))
+_FP8_FIRST_PTX, _FP8_HALF_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx(range(2)))
+_FP8_SECOND_PTX = tl.constexpr(_fp8_ptx(range(2, 4))[0])
 
 
 @jit
@@ -143,58 +155,155 @@ def mxfp4_tile(words, codes):
 
 
 @jit
+def _join4(p0, p1, p2, p3):
+    """Four planes [R, W] -> [R, 4 W]."""
+    joined = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [R, W, bit 1, bit 0]
+    return tl.reshape(tl.permute(joined, [0, 2, 3, 1]), [p0.shape[0], 4 * p0.shape[1]])
+
+
+@jit
+def nvfp4_half(words, codes, HALF: tl.constexpr):
+    """words int32 [R, 16]; codes int32 [R]: scales of this half's planes -> bf16 [R, 64], times 2^-9."""
+    s0, s1 = _nv_scales(codes, words)
+    if INTERPRET:
+        return _join4(
+            _plain_plane(words, s0, 4 * HALF), _plain_plane(words, s1, 4 * HALF + 1),
+            _plain_plane(words, s0 >> 16, 4 * HALF + 2), _plain_plane(words, s1 >> 16, 4 * HALF + 3),
+        )  # fmt: skip
+    else:
+        PTX: tl.constexpr = _NV_FIRST_PTX if HALF == 0 else _NV_SECOND_PTX
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            PTX, _HALF_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+        )
+        return _join4(p0, p1, p2, p3)
+
+
+@jit
+def mxfp4_half(words, codes, HALF: tl.constexpr):
+    """words int32 [R, 16]; codes int32 [R] as in `mxfp4_tile` -> bf16 [R, 64]."""
+    s0 = tl.broadcast_to(((codes << 7) & 0x7F807F80)[:, None], words.shape)
+    s1 = tl.broadcast_to(((codes >> 1) & 0x7F807F80)[:, None], words.shape)
+    if INTERPRET:
+        t0, t1 = s0 >> (16 * HALF), s1 >> (16 * HALF)
+        return _join4(
+            _plain_plane(words, t0, 4 * HALF), _plain_plane(words, t0, 4 * HALF + 1),
+            _plain_plane(words, t1, 4 * HALF + 2), _plain_plane(words, t1, 4 * HALF + 3),
+        )  # fmt: skip
+    else:
+        PTX: tl.constexpr = _MX_FIRST_PTX if HALF == 0 else _MX_SECOND_PTX
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            PTX, _HALF_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+        )
+        return _join4(p0, p1, p2, p3)
+
+
+@jit
+def _plain_fp8_plane(words, factor, PLANE: tl.constexpr):
+    byte = words >> (8 * PLANE)
+    return _bf16(((byte << 8) & 0x8000) | ((byte << 4) & 0x07F0)) * factor
+
+
+@jit
 def fp8_tile(words, multipliers):
     """words int32 [R, 32]; multipliers int32 [R], a bf16 in both halves -> bf16 [R, 128]."""
     scales = tl.broadcast_to(multipliers[:, None], words.shape)
     if INTERPRET:
         factor = _bf16(scales & 0xFFFF)
-        p0 = _bf16(((words << 8) & 0x8000) | ((words << 4) & 0x07F0)) * factor
-        p1 = _bf16((words & 0x8000) | ((words >> 4) & 0x07F0)) * factor
-        p2 = _bf16(((words >> 8) & 0x8000) | ((words >> 12) & 0x07F0)) * factor
-        p3 = _bf16(((words >> 16) & 0x8000) | ((words >> 20) & 0x07F0)) * factor
+        return _join4(
+            _plain_fp8_plane(words, factor, 0), _plain_fp8_plane(words, factor, 1),
+            _plain_fp8_plane(words, factor, 2), _plain_fp8_plane(words, factor, 3),
+        )  # fmt: skip
     else:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             _FP8_PTX, _FP8_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
         )
-    joined = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [R, 32, bit 1, bit 0]
-    return tl.reshape(tl.permute(joined, [0, 2, 3, 1]), [words.shape[0], 128])
+        return _join4(p0, p1, p2, p3)
 
 
 @jit
-def load_weight_tile(data_ptr, scale_ptr, rows, k_tile, num_k_tiles, FORMAT: tl.constexpr):
-    """Rows [R] of one shuffled matrix, columns of tile `k_tile` -> bf16 [R, 128]."""
-    tile = (rows // ROWS) * num_k_tiles + k_tile
-    row = rows % ROWS
-    if FORMAT == FP8:
-        words = tl.load(data_ptr + ((tile * ROWS + row) * 32)[:, None] + tl.arange(0, 32)[None, :])
-        return fp8_tile(words, tl.load(scale_ptr + tile))
+def fp8_half(words, multipliers, HALF: tl.constexpr):
+    """The same of one half of the columns -> bf16 [R, 64]."""
+    scales = tl.broadcast_to(multipliers[:, None], words.shape)
+    if INTERPRET:
+        factor = _bf16(scales & 0xFFFF)
+        p0, p1 = _plain_fp8_plane(words, factor, 2 * HALF), _plain_fp8_plane(words, factor, 2 * HALF + 1)
     else:
-        words = tl.load(data_ptr + ((tile * ROWS + row) * 16)[:, None] + tl.arange(0, 16)[None, :])
-        if FORMAT == NVFP4:
-            pairs = tl.load(scale_ptr + ((tile * ROWS + row) * 2)[:, None] + tl.arange(0, 2)[None, :])
-            low, high = tl.split(pairs)
-            return nvfp4_tile(words, low, high)
-        else:
-            return mxfp4_tile(words, tl.load(scale_ptr + tile * ROWS + row))
+        PTX: tl.constexpr = _FP8_FIRST_PTX if HALF == 0 else _FP8_SECOND_PTX
+        p0, p1 = tl.inline_asm_elementwise(
+            PTX, _FP8_HALF_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 2, is_pure=True, pack=2
+        )
+    return tl.reshape(tl.permute(tl.join(p0, p1), [0, 2, 1]), [words.shape[0], 64])
+
+
+@jit
+def load_words(data_ptr, scale_ptr, first_row, k_tile, num_k_tiles, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """BLOCK rows of one shuffled matrix from `first_row` (a multiple of BLOCK) on, columns of tile `k_tile`, as stored:
+    words, and two entries of scales (equal where one has all of them).
+
+    What varies from step to step is one number for all threads.
+    """
+    WORDS: tl.constexpr = 32 if FORMAT == FP8 else 16
+    tile = first_row // ROWS * num_k_tiles + k_tile
+    block = tl.arange(0, BLOCK)
+    row = block // ROWS * (num_k_tiles * ROWS) + (first_row % ROWS + block % ROWS)
+    words = tl.load(data_ptr + tile * (ROWS * WORDS) + (row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]))
+    if FORMAT == FP8:
+        low = tl.load(scale_ptr + tile + block // ROWS * num_k_tiles)
+        high = low
+    elif FORMAT == NVFP4:
+        low, high = tl.split(tl.load(scale_ptr + tile * (ROWS * 2) + (row[:, None] * 2 + tl.arange(0, 2)[None, :])))
+    else:
+        low = tl.load(scale_ptr + tile * ROWS + row)
+        high = low
+    return words, low, high
+
+
+@jit
+def decode_tile(words, low, high, FORMAT: tl.constexpr):
+    """What `load_words` returned -> bf16 [R, 128]."""
+    if FORMAT == FP8:
+        return fp8_tile(words, low)
+    elif FORMAT == NVFP4:
+        return nvfp4_tile(words, low, high)
+    else:
+        return mxfp4_tile(words, low)
+
+
+@jit
+def decode_half(words, low, high, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """The first or second 64 columns of `decode_tile`: half the registers at a time."""
+    if FORMAT == FP8:
+        return fp8_half(words, low, HALF)
+    elif FORMAT == NVFP4:
+        return nvfp4_half(words, low if HALF == 0 else high, HALF)
+    else:
+        return mxfp4_half(words, low, HALF)
+
+
+@jit
+def load_weight_tile(data_ptr, scale_ptr, first_row, k_tile, num_k_tiles, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """BLOCK rows of one shuffled matrix, columns of tile `k_tile` -> bf16 [BLOCK, 128]."""
+    words, low, high = load_words(data_ptr, scale_ptr, first_row, k_tile, num_k_tiles, BLOCK, FORMAT)
+    return decode_tile(words, low, high, FORMAT)
 
 
 @jit
 def prefetch_weight_tiles(
-    data_ptr, scale_ptr, first_row, num_k_tiles: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    data_ptr, scale_ptr, first_row, first_tile, num_k_tiles: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """The first TILES column tiles of rows first_row .. first_row + BLOCK - 1 into L2: contiguous for each 64 rows.
+    """TILES column tiles from `first_tile` on of rows first_row .. first_row + BLOCK - 1 into L2: contiguous for each
+    64 rows.
 
     Programs that share 64 rows leave it to the first of them.
     """
-    COUNT: tl.constexpr = min(TILES, num_k_tiles)
-    if COUNT > 0:
+    if TILES > 0:
         for part in tl.static_range((BLOCK + ROWS - 1) // ROWS):
             if first_row % ROWS == 0:
-                tile = (first_row // ROWS + part) * num_k_tiles
+                tile = (first_row // ROWS + part) * num_k_tiles + first_tile
                 if FORMAT == FP8:
-                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 32), COUNT * ROWS * 128)
+                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 32), TILES * ROWS * 128)
                 else:
-                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 16), COUNT * ROWS * 64)
+                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 16), TILES * ROWS * 64)
                     PAIRS: tl.constexpr = 2 if FORMAT == NVFP4 else 1
-                    prefetch_l2_bytes(scale_ptr + tile * (ROWS * PAIRS), COUNT * ROWS * 4 * PAIRS)
+                    prefetch_l2_bytes(scale_ptr + tile * (ROWS * PAIRS), TILES * ROWS * 4 * PAIRS)

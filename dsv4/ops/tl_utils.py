@@ -143,10 +143,12 @@ def next_power_of_2(size: int) -> int:
 # ---- launches that overlap, and data fetched ahead ----
 #
 # A launch with `launch_pdl` begins as soon as every program of the launch before it has called `pdl_trigger` or ended.
-# `pdl_wait` returns when that launch has ended and all it wrote can be read. Before it a kernel writes nothing, and
-# reads only what no launch still running writes: weights, and results of launches further back, provided that the
-# launch in between calls `pdl_trigger` after its own `pdl_wait`. Kernels here keep that order, always. Without
-# `launch_pdl` all of this does nothing; in the interpreter it is nothing.
+# `pdl_wait` returns when that launch has ended and all it wrote can be read. Every program of such a launch waits, so
+# the end of a launch is the end of all launches before it. Before its wait a kernel writes nothing and asks for weights
+# only: then it does not matter whether the launch before it called `pdl_trigger` before or after its own wait, and
+# before is better, because the weights of the next launch come while this one waits. A kernel that reads results of the
+# launch before the last one early (the experts' down product) needs a predecessor that triggers after its wait.
+# Without `launch_pdl` all of this does nothing; in the interpreter it is nothing.
 
 if not IS_INTERPRETED and HAS_TRITON:
     _gdc = importlib.import_module("triton.language.extra.cuda")
@@ -170,7 +172,7 @@ def pdl_wait():
 
 @jit
 def pdl_trigger():
-    """The next launch may begin, as far as this program is concerned. After `pdl_wait`."""
+    """The next launch may begin, as far as this program is concerned."""
     if not INTERPRET:
         _gdc_launch_dependents()
 

@@ -84,6 +84,8 @@ def test_cached_rows_sum_as_the_norm_does(compiled, arch):
         assert inside_rows(case) == norm
     for case in ("compress_pair/csa-open-1", "compress_pair/csa-prefill-8192"):
         assert inside_rows(case) == [*norm, ("128", "8", "16", "1")]
+    for case in ("attention_inputs/csa-1-ring", "attention_inputs/hca-16", "attention_inputs/csa-4096"):
+        assert inside_rows(case) == [*norm, *norm], "rows, and heads as head_norm_rope has them"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

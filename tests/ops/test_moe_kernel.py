@@ -16,6 +16,7 @@ from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import (
     GemmConfig,
     MoeConfig,
+    Ranges,
     fp4_linear,
     launch_fp4_linear,
     launch_moe,
@@ -33,6 +34,7 @@ DIM, WIDTH, EXPERTS, TOP_K = 256, 128, 5, 2
 # interpreted steps cost the same whatever their size: large blocks, few sub-tiles
 PLAIN, WIDE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
 ONE_TILE, MANY_TILES = MoeConfig(32, 32, WIDE, WIDE), MoeConfig(8, 8, PLAIN, WIDE)
+SPLIT = MoeConfig(8, 8, replace(PLAIN, split=True), replace(WIDE, split=True))
 
 
 def nvfp4(weight):
@@ -85,9 +87,10 @@ def assert_follows_oracle(out, x, experts, weights, layer):
 
 @jit
 def _decode_kernel(data_ptr, scale_ptr, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) * ROWS
+    rows = first_row + tl.arange(0, ROWS)
     for k_tile in range(K // 128):
-        tile = load_weight_tile(data_ptr, scale_ptr, rows, k_tile, K // 128, FORMAT)
+        tile = load_weight_tile(data_ptr, scale_ptr, first_row, k_tile, K // 128, ROWS, FORMAT)
         tl.store(out_ptr + rows[:, None] * K + k_tile * 128 + tl.arange(0, 128)[None, :], tile)
 
 
@@ -147,20 +150,45 @@ def test_follows_the_oracle(name, tokens):
 
 
 def test_any_division_gives_the_same_bits(monkeypatch):
-    """Hidden rounded by its writer or its reader, tiles of 8 or 32 rows, pairs sorted by a launch, or two, or none."""
+    """Hidden rounded by its writer or its reader, tiles of 8 to 64 rows, pairs sorted by a launch, or two, or none."""
     given, layer = inputs(3, seed=40), READY["mxfp4"]
     expected = launch_moe(*given, *layer, LIMIT, MANY_TILES)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, ONE_TILE), expected, "rounded by the writer")
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, SPLIT), expected, "ranges apart")
     monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 0)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, MANY_TILES), expected, "sorted")
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(ONE_TILE, rows=64)), expected, "sorted")
     monkeypatch.setattr("dsv4.ops.moe.COUNT_FIRST", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, MANY_TILES), expected, "counted and sorted")
 
 
+@pytest.mark.parametrize("ranges", [Ranges(1, 2, 1, 2), Ranges(2, 1, 2, 1), Ranges(2, 4, 2, 3)])
+def test_ranges_by_programs_or_in_one(ranges):
+    """Sums of ranges, added by the last program to arrive or inside one. Three of two column tiles are two."""
+    layer = tuple(prepare_experts(experts_of(make, count, 256, 256)) for make, count in ((nvfp4, 2), (fp8, None)))
+    x, _, weights = inputs(1, seed=42)
+    experts = torch.tensor([[0, 1]], device=x.device)
+    block = GemmConfig(block=128, unroll=1)
+    whole = launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges))
+    block = replace(block, split=True)
+    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges)), whole)
+
+
+def test_a_tile_that_is_at_most_half_full_is_a_smaller_one(monkeypatch):
+    """Sorted: of 11 rows of one expert and 2 of another, tiles of 16 rows, with ranges in one program or apart."""
+    x, _, weights = inputs(11, seed=43)
+    experts = torch.tensor([[1, -1]], device=x.device).repeat(11, 1)
+    experts[3:5, 1] = 3
+    expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, MANY_TILES)
+    monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 20)  # enough for the blocks of tiles, not for those of tokens
+    for config in (replace(MANY_TILES, rows=16), replace(SPLIT, rows=16)):
+        assert_bitwise(launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, config), expected, str(config))
+
+
 def test_counters_are_set_back():
     given = inputs(3, seed=41)
-    launch_moe(*given, *READY["nvfp4"], LIMIT, MANY_TILES)
+    launch_moe(*given, *READY["nvfp4"], LIMIT, SPLIT)
     assert not arrival_counters("moe", given[0].device).any()
+    assert not arrival_counters("moe gate and up", given[0].device).any()
 
 
 def test_a_wrong_expert_would_be_seen():

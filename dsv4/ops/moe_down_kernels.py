@@ -1,0 +1,212 @@
+"""The second product of ops/moe.py and the sum of a token's parts. See ops/moe_kernels.py."""
+
+from __future__ import annotations
+
+from dsv4.ops.moe_products import (
+    SUB,
+    _num_rows,
+    _product,
+    _routed_expert,
+    _routed_rows,
+    _routed_sub_rows,
+    _shared_rows,
+    _shared_sub_rows,
+    _with,
+)
+from dsv4.ops.tl_fp4 import prefetch_weight_tiles
+from dsv4.ops.tl_utils import jit, pdl_trigger, pdl_wait, tl
+
+
+@jit
+def _store_parts(accs, scale, rows, is_row, outs, parts_ptr, D: tl.constexpr):
+    """bf16 rows of `parts`, complete; or fp32 ones, sums of one range before they are scaled."""
+    for sub in tl.static_range(len(rows)):
+        part = tl.trans((accs[sub] * scale).to(parts_ptr.dtype.element_ty))
+        tl.store(parts_ptr + (rows[sub] * D)[:, None] + outs[None, :], part, mask=is_row[sub][:, None])
+
+
+@jit
+def _load_part(row, mask, scale, cols, parts_ptr, sums_ptr, num_rows, D: tl.constexpr, RANGES: tl.constexpr):
+    """One row of `parts` for each token, as fp32. RANGES > 1: made here of the ranges' sums, first range first."""
+    places = (row * D)[:, None] + cols
+    if RANGES > 1:
+        total = tl.zeros(places.shape, dtype=tl.float32)
+        for part in tl.static_range(RANGES):
+            source = sums_ptr + part * num_rows * D + places
+            total += tl.load(source, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        return (total * scale).to(tl.bfloat16).to(tl.float32)
+    else:
+        return tl.load(parts_ptr + places, mask=mask[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@jit
+def _combine(
+    tokens, is_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, scale_ptr,
+    shared_scale_ptr, num_tokens,
+    D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, N_TILES: tl.constexpr, RANGES: tl.constexpr,
+    SHARED_RANGES: tl.constexpr,
+):  # fmt: skip
+    """For those of the tokens [R] of which this program has brought the last part: out = the sum of all parts.
+
+    A token's part of `outs` arrives once for each range of each expert it uses and once for each of the shared one. Who
+    comes last is the GPU's choice; what is summed, and in which order, is not. The last one sets the counter back.
+    """
+    last = tl.zeros_like(tokens) + (SHARED_RANGES - 1)
+    for place in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + tokens * TOP_K + place, mask=is_row, other=-1)
+        last += ((expert >= 0) & (expert < E)).to(tl.int32) * RANGES
+    counters = arrivals_ptr + tokens * N_TILES + n_tile
+    tl.debug_barrier()  # all parts of this program are written before one arrival is
+    arrived = tl.atomic_add(counters, 1, mask=is_row, sem="acq_rel", scope="gpu")
+    is_last = is_row & (arrived == last)
+    if tl.max(is_last.to(tl.int32), 0) > 0:
+        tl.debug_barrier()
+        cols = outs[None, :]
+        num_pairs = num_tokens * TOP_K
+        total = tl.zeros([tokens.shape[0], outs.shape[0]], dtype=tl.float32)
+        for place in tl.static_range(TOP_K):
+            expert = tl.load(experts_ptr + tokens * TOP_K + place, mask=is_last, other=-1)
+            is_part = is_last & (expert >= 0) & (expert < E)
+            scale = 1.0
+            if RANGES > 1:
+                scale = tl.load(scale_ptr + expert, mask=is_part, other=0.0)[:, None]
+            total += _load_part(tokens * TOP_K + place, is_part, scale, cols, parts_ptr, sums_ptr, num_pairs, D, RANGES)
+        shared_scale = tl.load(shared_scale_ptr)
+        if SHARED_RANGES > 1:
+            # their sums lie behind the pairs'
+            behind = num_pairs * D * RANGES if RANGES > 1 else 0
+            total += _load_part(
+                tokens, is_last, shared_scale, cols, parts_ptr, sums_ptr + behind, num_tokens, D, SHARED_RANGES
+            )
+        else:
+            total += _load_part(num_pairs + tokens, is_last, 1.0, cols, parts_ptr, sums_ptr, num_tokens, D, 1)
+        tl.store(out_ptr + (tokens * D)[:, None] + cols, total.to(tl.bfloat16), mask=is_last[:, None])
+        tl.store(counters, tl.zeros([tokens.shape[0]], dtype=tl.int64), mask=is_last)
+
+
+@jit
+def _plus(rows, first):
+    moved = ()
+    for sub in tl.static_range(len(rows)):
+        moved = _with(moved, rows[sub] + first)
+    return moved
+
+
+@jit
+def _routed_down(
+    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr,
+    offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+    BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
+    DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
+    UNROLL: tl.constexpr, PREFETCH: tl.constexpr, QUANTISE: tl.constexpr, RANGES: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of a routed expert of which the first ROWS rows hold all there are."""
+    N_TILES: tl.constexpr = D // BLOCK
+    outs = n_tile * BLOCK + tl.arange(0, BLOCK)
+    IS_SPLIT: tl.constexpr = SPLIT and RANGES > 1
+    PER_RANGE: tl.constexpr = I // 128 // RANGES
+    num_pairs = num_tokens * TOP_K
+    wide = expert.to(tl.int64)
+    data_ptr, scale_ptr = w2_ptr + wide * DATA_WORDS, w2_scale_ptr + wide * SCALE_WORDS
+    prefetch_weight_tiles(
+        data_ptr, scale_ptr, n_tile * BLOCK, part * PER_RANGE, I // 128, FORMAT, BLOCK,
+        min(PREFETCH, PER_RANGE if IS_SPLIT else I // 128),
+    )  # fmt: skip
+    pairs, is_row = _routed_sub_rows(
+        tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
+    )
+    pdl_wait()
+    out_scale = tl.load(w2_out_ptr + expert)
+    accs = _product(
+        hidden_ptr, pairs, is_row, data_ptr, scale_ptr, n_tile * BLOCK, part,
+        BLOCK, I, FORMAT, QUANTISE and FORMAT != 0, UNROLL, RANGES, IS_SPLIT,
+    )  # fmt: skip
+    pdl_trigger()
+    if IS_SPLIT:
+        _store_parts(accs, 1.0, pairs, is_row, outs, sums_ptr + part * num_pairs * D, D)
+    else:
+        _store_parts(accs, out_scale, pairs, is_row, outs, parts_ptr, D)
+    pair, has_row = _routed_rows(
+        tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, 0, ROWS, DIRECT
+    )
+    _combine(
+        pair // TOP_K, has_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
+        shared2_out_ptr, num_tokens, D, E, TOP_K, N_TILES, RANGES if IS_SPLIT else 1, SHARED_PARTS,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
+def _down_kernel(
+    hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr, offsets_ptr, tile_experts_ptr,
+    tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_ptr, shared2_scale_ptr, shared2_out_ptr,
+    num_tokens, num_shared_tiles,
+    D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
+    QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """out [T, D]; parts bf16 [T k + T, D] by pair, then by token. QUANTISE: hidden is still to be rounded to E4M3.
+
+    SPLIT: where a matrix has several ranges, programs have one each and leave fp32 sums [range, row, D].
+    What tells the tiles (the router's or the sort's) was complete before gate-up passed its `pdl_wait`.
+    """
+    N_TILES: tl.constexpr = D // BLOCK
+    SHARED_UNROLL: tl.constexpr = (UNROLL + 1) // 2
+    PARTS: tl.constexpr = RANGES if SPLIT else 1
+    SHARED_PARTS: tl.constexpr = SHARED_RANGES if SPLIT else 1
+    program = tl.program_id(0)
+    num_shared_programs = num_shared_tiles * N_TILES * SHARED_PARTS
+    if program < num_shared_programs:
+        work, part = program // SHARED_PARTS, program % SHARED_PARTS
+        n_tile = work % N_TILES
+        outs = n_tile * BLOCK + tl.arange(0, BLOCK)
+        PER_RANGE: tl.constexpr = I // 128 // SHARED_PARTS
+        prefetch_weight_tiles(
+            shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part * PER_RANGE, I // 128, SHARED_FORMAT, BLOCK,
+            min(PREFETCH, PER_RANGE),
+        )  # fmt: skip
+        tokens, is_row = _shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
+        num_pairs = num_tokens * TOP_K
+        rows = _plus(tokens, num_pairs)
+        pdl_wait()
+        shared_scale = tl.load(shared2_out_ptr)
+        accs = _product(
+            hidden_ptr, rows, is_row, shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part,
+            BLOCK, I, SHARED_FORMAT, QUANTISE, SHARED_UNROLL, SHARED_RANGES, SHARED_PARTS > 1,
+        )  # fmt: skip
+        pdl_trigger()
+        if SHARED_PARTS > 1:
+            behind = num_pairs * D * PARTS if PARTS > 1 else 0
+            _store_parts(accs, 1.0, tokens, is_row, outs, sums_ptr + behind + part * num_tokens * D, D)
+        else:
+            _store_parts(accs, shared_scale, rows, is_row, outs, parts_ptr, D)
+        token, has_row = _shared_rows(work // N_TILES, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
+        _combine(
+            token, has_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
+            shared2_out_ptr, num_tokens, D, E, TOP_K, N_TILES, PARTS, SHARED_PARTS,
+        )  # fmt: skip
+    else:
+        program -= num_shared_programs
+        work, part = program // PARTS, program % PARTS
+        tile, n_tile = work // N_TILES, work % N_TILES
+        expert = _routed_expert(tile, experts_ptr, tile_experts_ptr, num_tokens * TOP_K, E, ROWS, DIRECT)
+        if expert >= 0:
+            HALF: tl.constexpr = max(ROWS // 2, SUB)
+            if _num_rows(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
+                _routed_down(
+                    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
+                    experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
+                    shared2_out_ptr, num_tokens,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, PREFETCH, QUANTISE,
+                    RANGES, SHARED_PARTS, SPLIT,
+                )  # fmt: skip
+            else:
+                _routed_down(
+                    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
+                    experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
+                    shared2_out_ptr, num_tokens,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, PREFETCH, QUANTISE,
+                    RANGES, SHARED_PARTS, SPLIT,
+                )  # fmt: skip
