@@ -96,7 +96,7 @@ class LinearTile:
     has_descriptors: bool = True
     quantize_rows: int = 16
     ahead: int = 0
-    is_early: bool = True
+    is_early: bool = False
     max_registers: int | None = None
 
     @property

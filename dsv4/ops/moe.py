@@ -80,7 +80,7 @@ class GemmConfig:
     num_stages: int = 3
     prefetch: int = 0
     split: bool = False
-    launch_pdl: bool = True
+    launch_pdl: bool = False
     max_registers: int | None = None
 
     @property
