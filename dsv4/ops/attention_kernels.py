@@ -421,20 +421,29 @@ def _combine_kernel(
     highest = tl.full([ROWS], _NONE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, _GROUP], tl.float32)
-    pdl_trigger()
     pdl_wait()
-    # by copies into shared memory, AT_ONCE - 1 tiles ahead: loads into registers the compiler issues a few at a time
-    for tile in tl.range(0, num_tiles, num_stages=AT_ONCE):
-        row = (block * num_slices + tile) * _HEADS + rows
-        tile_highest = tl.load(highest_ptr + row)
-        tile_total = tl.load(total_ptr + row)
-        part = tl.load(part_ptr + row[:, None] * DIM + cols[None, :])
-        new_highest = tl.maximum(highest, tile_highest)
-        shrink = tl.exp2(highest - new_highest)
-        share = tl.exp2(tile_highest - new_highest)
-        highest = new_highest
-        total = total * shrink + tile_total * share
-        out = _fold(out, shrink, part, share)
+    for start in range(0, num_tiles, AT_ONCE):
+        parts = ()
+        for step in tl.static_range(AT_ONCE):
+            row = (block * num_slices + start + step) * _HEADS + rows
+            exists = (row * 0 + start + step) < num_tiles
+            parts += (
+                (
+                    exists,
+                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
+                    tl.load(total_ptr + row, mask=exists, other=0.0),
+                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
+                ),
+            )  # type: ignore[assignment]
+        for step in tl.static_range(AT_ONCE):
+            exists, tile_highest, tile_total, part = parts[step]  # type: ignore[var-annotated]
+            new_highest = tl.maximum(highest, tile_highest)
+            shrink = tl.exp2(highest - new_highest)
+            share = tl.exp2(tile_highest - new_highest)
+            # a tile behind the last changes nothing: not even the sign of a zero
+            highest = tl.where(exists, new_highest, highest)
+            total = tl.where(exists, total * shrink + tile_total * share, total)
+            out = tl.where(exists[:, None], _fold(out, shrink, part, share), out)
     inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
     column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * _HEADS + tl.program_id(1) * ROWS) * DIM
     if tl.program_id(2) == NUM_GROUPS:

@@ -155,8 +155,8 @@ class CompressPlan:
     """How a launch is cut: `config.rows` tokens a program, `tail_rows` rows of a ring written at a time.
 
     HCA columns are spread over programs, `cols` each; CSA ones are taken all at once. `max_registers` makes room for
-    more programs on a multiprocessor. A program first asks for its first `prefetch_rows` tokens (a power of two, or
-    none). No plan changes a bit of the result.
+    more programs on a multiprocessor. A CSA program may first ask for its first `prefetch_rows` tokens (a power of two,
+    or none): in HCA programs, and where tokens are few, it costs more than it brings. No plan changes a bit.
     """
 
     config: LaunchConfig
@@ -191,9 +191,7 @@ CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_regis
 CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168, prefetch_rows=8)
 HCA_ONE_WAVE = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=16)
 HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=64)
-HCA_MANY = CompressPlan(
-    LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168, prefetch_rows=128
-)
+HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168)
 
 
 def pick_plan(num_tokens: int, is_overlapping: bool) -> CompressPlan:

@@ -62,20 +62,17 @@ class CompressorArguments(NamedTuple):
 
 
 @jit
-def _prefetch(
-    job, batch, base, num_tokens, first_col, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Into L2, before a program knows what it has to do: what it reads at the end, and, where it has many tokens, WIDTH
-    columns of the first ROWS. Whatever is in flight this way takes no registers.
+def _prefetch(job, batch, base, num_tokens, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """Into L2, before a program of many tokens knows what it has to do: WIDTH columns of the first ROWS, and what it
+    reads at the end. Whatever is in flight this way takes no registers.
     """
     prefetch_l2(batch.chunk_ends + base)
     prefetch_l2(job.freqs)
     prefetch_l2(job.norm_weight + tl.arange(0, DIM // 32) * 32)
-    if ROWS > 0:
-        tokens = tl.minimum(base + tl.arange(0, ROWS), num_tokens - 1).to(tl.int64)[:, None]
-        lines = first_col + tl.arange(0, max(WIDTH // 32, 1))[None, :] * 32
-        prefetch_l2(job.gate + tokens * job.gate_stride + lines)
-        prefetch_l2(job.kv + tokens * job.kv_stride + lines)
+    tokens = tl.minimum(base + tl.arange(0, ROWS), num_tokens - 1).to(tl.int64)[:, None]
+    lines = tl.arange(0, WIDTH // 32)[None, :] * 32
+    prefetch_l2(job.gate + tokens * job.gate_stride + lines)
+    prefetch_l2(job.kv + tokens * job.kv_stride + lines)
 
 
 # ---- pooling ----
@@ -290,7 +287,8 @@ def _compress_group(
     IS_WHOLE: tl.constexpr = FOLLOWING_LEN > 0
     POOL_ROWS: tl.constexpr = min(max(_POOL_COLS // DIM, 1), FINISH_ROWS)
     base = tl.program_id(0) * group
-    _prefetch(job, batch, base, num_tokens, first_col, 2 * DIM if IS_WHOLE else COLS, DIM, PREFETCH_ROWS)
+    if PREFETCH_ROWS > 0:
+        _prefetch(job, batch, base, num_tokens, 2 * DIM, DIM, PREFETCH_ROWS)
     # the group's tokens, and those behind them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
