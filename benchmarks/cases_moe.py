@@ -10,7 +10,7 @@ import torch
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantFormat
-from dsv4.ops.moe import MoeConfig, fp4_linear, launch_moe, moe
+from dsv4.ops.moe import fp4_linear, moe
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6)}
@@ -71,7 +71,7 @@ def layer_bytes(model: str, fmt: QuantFormat, tokens: int) -> int:
     return int(3 * dim * width * (experts_met(num_experts, top_k, tokens) * weight + 1) + 2 * tokens * dim)
 
 
-def _moe(model: str, fmt: QuantFormat, tokens: int, variant: tuple[str, MoeConfig] | None = None) -> BenchCase:
+def _moe(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
     dim, width, num_experts, top_k = MODELS[model]
 
     def build(device: torch.device) -> Work:
@@ -79,16 +79,13 @@ def _moe(model: str, fmt: QuantFormat, tokens: int, variant: tuple[str, MoeConfi
         x, experts, weights = random_inputs(model, tokens, device)
 
         def call() -> torch.Tensor:
-            if variant is None:
-                return moe(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
-            return launch_moe(x, experts, weights, routed, shared, LIMIT, variant[1])  # type: ignore[arg-type]
+            return moe(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
 
         flops = 6 * tokens * (top_k + 1) * dim * width
         return Work(call, layer_bytes(model, fmt, tokens), 2 * tokens * dim, flops)
 
-    name = f"{model}-{fmt.value}-{tokens}{variant[0] if variant else ''}"
     shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "experts": num_experts, "top_k": top_k}
-    return BenchCase("moe", name, shape, build)
+    return BenchCase("moe", f"{model}-{fmt.value}-{tokens}", shape, build)
 
 
 def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> BenchCase:

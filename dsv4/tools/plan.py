@@ -20,7 +20,10 @@ from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights
 
-BOUNDARY_SECONDS = 60e-6  # offloaded experts: a layer waits while the host reads its routing
+# measured on an H200 (docs/kernels.md): what a layer's launches take beyond the bytes they read, at one token, and
+# how long a layer with offloaded experts waits while the host reads its routing and orders copies
+LAUNCH_SECONDS = 95e-6
+BOUNDARY_SECONDS = 130e-6
 HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 less its overhead
 READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels.md
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
@@ -53,7 +56,8 @@ class OffloadForecast:
 
     num_slots of the experts of each layer are on the device, `num_fixed` of them for good (their host copy is not
     kept). tokens_per_second adds up copies from the host at `host_speed`, reads of the device's memory where its speed
-    is known (`read_speed`), and `BOUNDARY_SECONDS` a layer; copies do not overlap with computing.
+    is known (`read_speed`), and for each layer `LAUNCH_SECONDS` and `BOUNDARY_SECONDS`; copies do not overlap with
+    computing.
     """
 
     num_slots: int
@@ -293,7 +297,7 @@ class _Planner:
             if not t.is_draft and t.part not in ("routed experts", "embedding")
         )
         read_speed = READ_BYTES_PER_SECOND.get(fit.gpu.name)
-        seconds = moved / host_speed + config.num_hidden_layers * BOUNDARY_SECONDS
+        seconds = moved / host_speed + config.num_hidden_layers * (LAUNCH_SECONDS + BOUNDARY_SECONDS)
         if read_speed is not None:
             seconds += (resident + uses * expert_bytes) / read_speed
         return OffloadForecast(
