@@ -4,8 +4,7 @@
 of 64 rows and 128 columns is 8 KB in one piece, and the tiles of a program's K range follow each other. Codes become
 bf16 in the registers from which the product takes them. For many rows that would be done again for every tile of
 tokens: `widen_kernel` writes the weight as bf16 once, and `grouped_plain_kernel` is an ordinary product of two bf16
-matrices. Both take K 16 columns at a time, in order, and cut it alike (linear_kernels.py): the same bits. Launches
-begin early by the rule of linear_kernels.py: weights are brought into L2 before `pdl_wait`, all else comes after it.
+matrices. Both take K 16 columns at a time, in order, and cut it alike (linear_kernels.py): the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS
 from dsv4.ops.linear_kernels import dot, item_of, load_tile, store_tile, sum_of_splits, zeros
 from dsv4.ops.tl_fp4 import fp8_tile
-from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, pdl_wait, prefetch_l2_bytes, tl
+from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, tl
 
 GROUPED_STEP = 64  # columns of a step of the plain form
 
@@ -69,9 +68,9 @@ def _shuffled_range(
 def grouped_shuffled_kernel(
     data_ptr, scale_ptr, out_scale_ptr, x, out_ptr, partial_ptr, counter_ptr, num_tokens, stride_x,
     K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr,
-    BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program: 64 outputs, BT tokens, one split of K. AHEAD: tiles to fetch before the launch before has ended."""
+    """A program: 64 outputs, BT tokens, one split of K."""
     GROUP_TILES: tl.constexpr = RANK // _ROWS
     BLOCKS: tl.constexpr = K // _COLS
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
@@ -83,9 +82,6 @@ def grouped_shuffled_kernel(
     first_block = split * PER_SPLIT
     num_blocks = tl.minimum(first_block + PER_SPLIT, BLOCKS) - first_block
     first_tile, first_col, first_token = tile * BLOCKS + first_block, group * K + first_block * _COLS, token_tile * BT
-    if AHEAD > 0:
-        prefetch_l2_bytes(data_ptr + first_tile.to(tl.int64) * _WORDS, tl.minimum(num_blocks, AHEAD) * (_WORDS * 4))
-    pdl_wait()
     acc = _shuffled_range(
         data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks, BT, X_DESC, STAGES
     )  # fmt: skip
@@ -107,7 +103,6 @@ def widen_kernel(data_ptr, scale_ptr, out_scale_ptr, out_ptr, K: tl.constexpr):
     """A shuffled FP8 weight -> bf16 [N, K], N and K multiples of the tile; a program has one tile."""
     BLOCKS: tl.constexpr = K // _COLS
     pdl_trigger()
-    pdl_wait()
     tile = tl.program_id(0)
     weights = _load_weights(data_ptr, scale_ptr, tile)
     factor = tl.load(out_scale_ptr)
@@ -150,7 +145,6 @@ def grouped_plain_kernel(
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS * (_COLS // _STEP)
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
     pdl_trigger()
-    pdl_wait()
     num_token_tiles = tl.cdiv(num_tokens, BT)
     items = GROUPS * GROUP_TILES * (SPLITS if IS_SPLIT else 1)
     item, token_tile = item_of(tl.program_id(0), items, num_token_tiles, BAND)

@@ -78,11 +78,9 @@ class LinearTile:
     """How a launch is cut up: nothing here changes a bit of the result.
 
     `outputs` x `tokens`: the tile. `tokens_first`: tokens are the rows of the matrix product. `is_split`: every split
-    of K is a program. `band`: token tiles that run beside each other. `has_descriptors`: loads by the tensor copy
-    engine, where strides allow. `quantize_rows`: up to so many rows a bf16 input is quantised in the same launch.
-    `ahead`: bytes of weights (of each row of the tile; of the whole tile where it is one piece) that a program brings
-    into L2 before the launch before it has ended. `is_early`: a launch may begin that early at all. `max_registers`: a
-    thread's, where the compiler's own limit (128 on sm_100) makes it spill.
+    of K is a program. `band`: token tiles that run beside each other. `quantize_rows`: up to so many rows a bf16
+    input is quantised in the same launch. `max_registers`: a thread's, where the compiler's own limit (128 on sm_100)
+    makes it spill.
     """
 
     outputs: int
@@ -93,16 +91,13 @@ class LinearTile:
     tokens_first: bool = False
     is_split: bool = True
     band: int = 8
-    has_descriptors: bool = True
     quantize_rows: int = 16
-    ahead: int = 0
-    is_early: bool = False
     max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         options = {"num_warps": self.num_warps, "num_stages": self.stages, "enable_fp_fusion": False}
-        return options | {"launch_pdl": self.is_early, "maxnreg": self.max_registers}
+        return options | {"maxnreg": self.max_registers}
 
 
 # key: rows up to; chosen from timings on an H200 (docs/kernels.md)
@@ -220,8 +215,7 @@ def launch_linears(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`linear_kernel` for a bundle. The tile follows from the number of rows unless a benchmark chooses it.
 
-    Launches on one device share counters, so what they do after `pdl_wait` must not overlap in time: one stream, or
-    ordered ones.
+    Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
     """
     fp8, plain = bundle.fp8, bundle.plain
     first = fp8 if fp8 is not None else plain
@@ -254,22 +248,18 @@ def launch_linears(
     partial, counters = _workspace(
         rows.device, tile, num_token_tiles * items, num_token_tiles * (tiles8 + tiles16), max(splits8, splits16)
     )
-    ahead8 = 0 if fp8 is None else _columns_ahead(fp8.data, tile, splits8, FP8_STEP)
-    ahead16 = 0 if plain is None else _columns_ahead(plain, tile, splits16, PLAIN_STEP)
-    step = PLAIN_STEP
-    w8 = None if fp8 is None else _source(_dense(fp8.data), tile, (tile.outputs, FP8_STEP))
-    w16 = None if plain is None else _source(_dense(plain), tile, (tile.outputs, step))
-    x8_source = _source(x8, tile, (tile.tokens, FP8_STEP)) if fp8 is not None else (rows, False)
-    x16_source = _source(rows, tile, (tile.tokens, step)) if plain is not None else (rows, False)
-    # an unused pointer still needs a tensor
+    w8 = None if fp8 is None else _source(_dense(fp8.data), (tile.outputs, FP8_STEP))
+    w16 = None if plain is None else _source(_dense(plain), (tile.outputs, PLAIN_STEP))
+    x8_source = _source(x8, (tile.tokens, FP8_STEP)) if fp8 is not None else (rows, False)
+    x16_source = _source(rows, (tile.tokens, PLAIN_STEP)) if plain is not None else (rows, False)
     has_w_desc = (w8 is None or w8[1]) and (w16 is None or w16[1])
     if not has_w_desc:
         w8 = None if fp8 is None else (_dense(fp8.data), False)
         w16 = None if plain is None else (_dense(plain), False)
+    # an unused pointer still needs a tensor
     linear_kernel[(num_token_tiles * items,)](
-        rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.data),
-        rows if fp8 is None else _dense(fp8.scale),
-        rows if w16 is None else w16[0], rows if plain is None else _dense(plain), x8_source[0], scale, x16_source[0],
+        rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.scale),
+        rows if w16 is None else w16[0], x8_source[0], scale, x16_source[0],
         outputs.narrow, outputs.wide, partial, counters, num_tokens,
         0 if fp8 is None else fp8.shape[0], 0 if plain is None else plain.shape[0],
         x8.stride(0), scale.stride(0), rows.stride(0),
@@ -277,7 +267,7 @@ def launch_linears(
         SPLITS8=splits8, SPLITS16=splits16, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
         TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTIZE=quantize,
         W_DESC=has_w_desc, X8_DESC=x8_source[1], X16_DESC=x16_source[1],
-        STAGES8=tile.stages, STAGES16=tile.plain_stages, AHEAD8=ahead8, AHEAD16=ahead16, **tile.options,
+        STAGES8=tile.stages, STAGES16=tile.plain_stages, **tile.options,
     )  # fmt: skip
     return outputs.tensors()
 
@@ -295,11 +285,11 @@ def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None =
     splits = num_splits(weight.shape[0], width, "grouped")
     tiles, num_token_tiles = weight.shape[0] // TILE_ROWS, -(-num_tokens // tile.tokens)
     partial, counters = _workspace(x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, splits)
-    x_source = _source(rows, tile, (tile.tokens, TILE_COLS))
+    x_source = _source(rows, (tile.tokens, TILE_COLS))
     grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
         weight.data, weight.scale, weight.out_scale, x_source[0], out, partial, counters, num_tokens, rows.stride(0),
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BT=tile.tokens, BAND=tile.band,
-        X_DESC=x_source[1], STAGES=tile.stages, AHEAD=tile.ahead // (TILE_ROWS * TILE_COLS), **tile.options,
+        X_DESC=x_source[1], STAGES=tile.stages, **tile.options,
     )  # fmt: skip
     return out
 
@@ -309,7 +299,7 @@ def widened(weight: ShuffledTensor) -> Tensor:
     num_rows, width = weight.shape
     out = torch.empty(num_rows, width, dtype=torch.bfloat16, device=weight.device)
     widen_kernel[(num_rows // TILE_ROWS * (width // TILE_COLS),)](
-        weight.data, weight.scale, weight.out_scale, out, K=width, num_warps=4, enable_fp_fusion=False, launch_pdl=True
+        weight.data, weight.scale, weight.out_scale, out, K=width, num_warps=4, enable_fp_fusion=False
     )
     return out
 
@@ -328,8 +318,8 @@ def launch_grouped(x: Tensor, weight: Tensor, tile: LinearTile | None = None) ->
     items = tiles * splits if tile.is_split else tiles
     partial, counters = _workspace(x.device, tile, num_token_tiles * items, num_token_tiles * tiles, splits)
     is_even = width % GROUPED_STEP == 0  # else a tile would end in the next group's columns
-    w_source = _source(_dense(weight), tile, (tile.outputs, GROUPED_STEP), is_even)
-    x_source = _source(rows, tile, (tile.tokens, GROUPED_STEP), is_even)
+    w_source = _source(_dense(weight), (tile.outputs, GROUPED_STEP), is_even)
+    x_source = _source(rows, (tile.tokens, GROUPED_STEP), is_even)
     grouped_plain_kernel[(num_token_tiles * items,)](
         w_source[0], x_source[0], out, partial, counters, num_tokens, rows.stride(0),
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
@@ -366,7 +356,6 @@ def _quantize(x: Tensor) -> QuantActivation:
     quantize_kernel[(-(-num_groups // QUANTIZE_GROUPS),)](
         x, codes, scale, num_groups, x.stride(0),
         ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTIZE_GROUPS, num_warps=4, enable_fp_fusion=False,
-        launch_pdl=True,
     )  # fmt: skip
     return QuantActivation(codes, scale)
 
@@ -419,28 +408,16 @@ def _dense_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _source(matrix: Tensor, tile: LinearTile, block: tuple[int, int], is_allowed: bool = True) -> tuple[Any, bool]:
+def _source(matrix: Tensor, block: tuple[int, int], is_allowed: bool = True) -> tuple[Any, bool]:
     """A matrix with contiguous columns as the kernel reads it: a tensor descriptor where the copy engine can take
     it, else itself. Second: whether it is a descriptor.
     """
     row_bytes = matrix.stride(0) * matrix.element_size()
     has_rows = matrix.stride(0) >= matrix.shape[1] and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
-    if not (is_allowed and tile.has_descriptors and has_rows):
+    if not (is_allowed and has_rows):
         return matrix, False
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block)), True
-
-
-def _columns_ahead(weight: Tensor, tile: LinearTile, splits: int, step: int) -> int:
-    """How many columns of its rows a program fetches ahead: at most its shortest K range. None (0) where rows are not
-    multiples of 32 bytes, which a fetch of two pieces needs.
-    """
-    width, size = weight.shape[1], weight.element_size()
-    if not tile.ahead or width % step or weight.data_ptr() % 16:
-        return 0
-    per_split = -(-(width // step) // splits)
-    shortest = min(per_split, width // step - per_split * (splits - 1)) * step
-    return min(tile.ahead // size, shortest)
 
 
 def _workspace(

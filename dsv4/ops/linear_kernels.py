@@ -1,8 +1,8 @@
 """Kernels of ops/linear.py, apart from their contracts because the two together would be too long for one file.
 
 `linear_kernel` multiplies one input by the tiles of one FP8 and one bf16 matrix, either of which may be absent and
-either of which may be several weights end to end (segments). `grouped_linear_kernel` (grouped_kernels.py) is the output
-projection's first half. Both are made of the same parts:
+either of which may be several weights end to end (segments). The output projection's first half (grouped_kernels.py)
+is made of the same parts:
 
 * A K range of a tile: `_fp8_range` and `_plain_range` walk it in steps, weights and input through pipelined loads (the
   tensor copy engine where strides allow it). FP8: the product of 128 codes on the tensor cores, then one fused
@@ -16,26 +16,21 @@ projection's first half. Both are made of the same parts:
 
 Rows past the end are not masked but taken from the last row: their results are never stored.
 
-**Early launches.** A launch may begin while the one before it still runs, and lets the next one begin at once: its
-programs call `pdl_trigger` first and `pdl_wait` later. That is more than `pdl_trigger` after `pdl_wait`: the launch
-after this one may run beside the one before it. It is right because of three things. Every program waits before it
-ends: so the end of a launch, for which the next one waits, is the end of all launches before it too. Before the wait
-weights are at most asked into L2, which all multiprocessors share, and nothing is written; what is read into registers
-or written comes after it. And the launch that follows does not rely on more: one that reads results of an earlier
-launch before its own wait must not follow these kernels.
+The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower, and weights fetched ahead
+into L2 gained nothing. But what follows them may begin early, so `pdl_trigger` comes first.
 """
 
 from __future__ import annotations
 
-from dsv4.ops.tl_utils import INTERPRET, e8m0_to_float, jit, pdl_trigger, pdl_wait, quantize_e4m3, tl
+from dsv4.ops.tl_utils import e8m0_to_float, jit, pdl_trigger, quantize_e4m3, tl
 
 FP8_STEP = 128  # the scale groups of both operands
 PLAIN_STEP = 128
-SEGMENT_FIELDS = 6  # first tile, rows, first row, first scale row, has fp32 output, first output column
 
 _FP8_STEP = tl.constexpr(FP8_STEP)
 _PLAIN_STEP = tl.constexpr(PLAIN_STEP)
-_FIELDS = tl.constexpr(SEGMENT_FIELDS)
+# of a segment: first tile, rows, first row, first scale row, has fp32 output, first output column
+_FIELDS = tl.constexpr(6)
 
 
 # ---- tiles ----
@@ -77,20 +72,6 @@ def _as_float(scale):
     return e8m0_to_float(scale) if scale.dtype == tl.uint8 else scale
 
 
-@jit
-def fetch_ahead(w_ptr, first_row, num_rows, stride, first_col, BM: tl.constexpr, COLS: tl.constexpr):
-    """COLS columns of BM rows into L2, in two pieces a row; nothing for 0 columns. A multiple of 32 bytes."""
-    if COLS > 0 and not INTERPRET:
-        pieces = tl.arange(0, 2 * BM)
-        rows = tl.minimum(first_row + pieces // 2, num_rows - 1).to(tl.int64)
-        pointers = w_ptr + rows * stride + (first_col + (pieces % 2) * (COLS // 2))
-        num_bytes = tl.full([2 * BM], COLS // 2 * (w_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [pointers, num_bytes],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 # ---- K ranges ----
 
 
@@ -121,7 +102,6 @@ def _fp8_range(
         if QUANTIZE:
             # codes, scale = fp8_quantize(x, 128)
             x_tile, x_scale = quantize_e4m3(x_tile.to(tl.float32))
-            next_x_scale = x_scale
         else:
             next_x_scale = tl.load(x_scale_ptrs + following)
         partial = dot(codes, x_tile, zeros(BM, BT, TOKENS_FIRST), TOKENS_FIRST)
@@ -184,7 +164,7 @@ def store_tile(
 
 @jit
 def _nothing():
-    """A tuple to add to."""
+    """A tuple to add to: to a literal one mypy lets nothing be added."""
     return ()
 
 
@@ -296,11 +276,11 @@ def _finish_item(
 
 @jit
 def _fp8_item(
-    w, w_ptr, w_scale_ptr, x, x_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile,
+    w, w_scale_ptr, x, x_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile,
     num_token_tiles, num_rows, num_tokens, stride_x, stride_xs,
     K: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTIZE: tl.constexpr,
-    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // _FP8_STEP
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
@@ -311,8 +291,6 @@ def _fp8_item(
     col = inside * BM
     first_row, first_token, first_block = segment_row + col, token_tile * BT, split * PER_SPLIT
     w_scale_ptr += (scale_row + col // _FP8_STEP) * BLOCKS
-    fetch_ahead(w_ptr, first_row, num_rows, K, first_block * _FP8_STEP, BM, AHEAD)
-    pdl_wait()
     tokens = tl.minimum(first_token + tl.arange(0, BT), num_tokens - 1).to(tl.int64)
     acc = _fp8_range(
         w, w_scale_ptr, x, x_scale_ptr + tokens * stride_xs, first_row, num_rows, first_token, num_tokens, stride_x,
@@ -327,10 +305,10 @@ def _fp8_item(
 
 @jit
 def _plain_item(
-    w, w_ptr, x, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile, num_token_tiles,
+    w, x, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile, num_token_tiles,
     num_rows, num_tokens, stride_x, K: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr,
-    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (K + _PLAIN_STEP - 1) // _PLAIN_STEP
     PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
@@ -340,8 +318,6 @@ def _plain_item(
     inside, num_cols, segment_row, _, is_wide, out_col = _segment_of(tile, SEGMENTS)
     col = inside * BM
     first_row, first_token, first_step = segment_row + col, token_tile * BT, split * PER_SPLIT
-    fetch_ahead(w_ptr, first_row, num_rows, K, first_step * _PLAIN_STEP, BM, AHEAD)
-    pdl_wait()
     acc = _plain_range(
         w, x, first_row, num_rows, first_token, num_tokens, stride_x,
         first_step, STEPS if WALKS else tl.minimum(first_step + PER_SPLIT, STEPS),
@@ -355,17 +331,16 @@ def _plain_item(
 
 @jit(do_not_specialize=("num_tokens",))
 def linear_kernel(
-    w8, w8_ptr, w8_scale_ptr, w16, w16_ptr, x8, x8_scale_ptr, x16, out_ptr, wide_ptr, partial_ptr,
+    w8, w8_scale_ptr, w16, x8, x8_scale_ptr, x16, out_ptr, wide_ptr, partial_ptr,
     counter_ptr, num_tokens, num_rows8, num_rows16, stride_x8, stride_xs, stride_x16,
     K: tl.constexpr, SEGMENTS8: tl.constexpr, SEGMENTS16: tl.constexpr, TILES8: tl.constexpr, TILES16: tl.constexpr,
     SPLITS8: tl.constexpr, SPLITS16: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BAND: tl.constexpr,
     TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTIZE: tl.constexpr,
     W_DESC: tl.constexpr, X8_DESC: tl.constexpr, X16_DESC: tl.constexpr,
-    STAGES8: tl.constexpr, STAGES16: tl.constexpr, AHEAD8: tl.constexpr, AHEAD16: tl.constexpr,
+    STAGES8: tl.constexpr, STAGES16: tl.constexpr,
 ):  # fmt: skip
     """Items: the FP8 tiles (times their splits, where splits are programs), then the bf16 tiles. With QUANTIZE x8 is
-    the bf16 input. w8, w16: descriptors or pointers; w8_ptr, w16_ptr: always pointers. AHEAD8, AHEAD16: columns to
-    fetch before the launch before this one has ended.
+    the bf16 input. w8, w16, x8, x16: descriptors or pointers.
     """
     pdl_trigger()
     ITEMS8: tl.constexpr = TILES8 * SPLITS8 if IS_SPLIT else TILES8
@@ -377,27 +352,27 @@ def linear_kernel(
     counter16_ptr = counter_ptr + num_token_tiles * TILES8
     if TILES16 == 0:
         _fp8_item(
-            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
+            w8, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
             token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8, AHEAD8,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8,
         )  # fmt: skip
     elif TILES8 == 0:
         _plain_item(
-            w16, w16_ptr, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item, token_tile,
+            w16, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item, token_tile,
             num_token_tiles, num_rows16, num_tokens, stride_x16, K, SEGMENTS16, SPLITS16,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16, AHEAD16,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
         )  # fmt: skip
     elif item < ITEMS8:
         _fp8_item(
-            w8, w8_ptr, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
+            w8, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
             token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8, AHEAD8,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8,
         )  # fmt: skip
     else:
         _plain_item(
-            w16, w16_ptr, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item - ITEMS8, token_tile,
+            w16, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item - ITEMS8, token_tile,
             num_token_tiles, num_rows16, num_tokens, stride_x16, K, SEGMENTS16, SPLITS16,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16, AHEAD16,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
         )  # fmt: skip
 
 
@@ -408,7 +383,6 @@ def quantize_kernel(
 ):  # fmt: skip
     """x [T, K] -> codes [T, K] and scales [T, K / GROUP]; TILE groups a program."""
     pdl_trigger()
-    pdl_wait()
     groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.arange(0, GROUP)[None, :]
     mask = groups < num_groups

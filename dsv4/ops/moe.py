@@ -68,25 +68,21 @@ def moe_ref(
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages, and how many column
-    tiles a program of the down product fetches ahead into L2. `split`: programs have one range of columns (and one of
-    the two matrices of gate and up), and the last to arrive adds up. `launch_pdl` as in `LaunchConfig`. Bits depend on
-    none of it.
+    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages. `split`: programs
+    have one range of columns (and one of the two matrices of gate and up), and the last to arrive adds up.
+    `max_registers`: a thread's. Bits depend on none of it.
     """
 
     block: int = 64
     unroll: int = 2
     num_warps: int = 4
     num_stages: int = 3
-    prefetch: int = 0
     split: bool = False
-    launch_pdl: bool = False
     max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
-        options |= {"launch_pdl": True} if self.launch_pdl else {}
         return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
@@ -186,7 +182,7 @@ def launch_moe(
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
-    is_direct = num_pairs <= DIRECT_PAIRS.value and num_arrivals <= NUM_COUNTERS
+    is_direct = num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
     if is_direct:
         # what the programs do not read stands for what is not there
         order, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
@@ -233,8 +229,7 @@ def launch_moe(
         hidden, parts, sums, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts,
         order.tile_starts, *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles,
         **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll, RANGES=routed_ranges,
-        SHARED_RANGES=shared_ranges, SPLIT=down.split, PREFETCH=down.prefetch, QUANTISE=gate_up.block != 128,
-        **down.options,
+        SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128, **down.options,
     )  # fmt: skip
     return out
 
@@ -259,13 +254,12 @@ def _prepare(
             experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
         )
     num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
-    pdl = {"launch_pdl": True} if config.gate_up.launch_pdl else {}
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
         experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
         num_pairs, num_chunks, bound, x, quantised, arrivals, num_sort_programs, **flags,
         TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
         ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
-        **sort.options, **pdl,
+        **sort.options,
     )  # fmt: skip
     return order, quantised, arrivals
 

@@ -13,8 +13,7 @@ from dsv4.ops.moe_products import (
     _shared_sub_rows,
     _with,
 )
-from dsv4.ops.tl_fp4 import prefetch_weight_tiles
-from dsv4.ops.tl_utils import jit, pdl_trigger, pdl_wait, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
 
 @jit
@@ -98,25 +97,19 @@ def _routed_down(
     offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
-    UNROLL: tl.constexpr, PREFETCH: tl.constexpr, QUANTISE: tl.constexpr, RANGES: tl.constexpr,
-    SHARED_PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr, QUANTISE: tl.constexpr, RANGES: tl.constexpr, SHARED_PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     N_TILES: tl.constexpr = D // BLOCK
     outs = n_tile * BLOCK + tl.arange(0, BLOCK)
     IS_SPLIT: tl.constexpr = SPLIT and RANGES > 1
-    PER_RANGE: tl.constexpr = I // 128 // RANGES
     num_pairs = num_tokens * TOP_K
     wide = expert.to(tl.int64)
     data_ptr, scale_ptr = w2_ptr + wide * DATA_WORDS, w2_scale_ptr + wide * SCALE_WORDS
-    prefetch_weight_tiles(
-        data_ptr, scale_ptr, n_tile * BLOCK, part * PER_RANGE, I // 128, FORMAT, BLOCK,
-        min(PREFETCH, PER_RANGE if IS_SPLIT else I // 128),
-    )  # fmt: skip
     pairs, is_row = _routed_sub_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
     )
-    pdl_wait()
     out_scale = tl.load(w2_out_ptr + expert)
     accs = _product(
         hidden_ptr, pairs, is_row, data_ptr, scale_ptr, n_tile * BLOCK, part,
@@ -144,13 +137,11 @@ def _down_kernel(
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """out [T, D]; parts bf16 [T k + T, D] by pair, then by token. QUANTISE: hidden is still to be rounded to E4M3.
 
     SPLIT: where a matrix has several ranges, programs have one each and leave fp32 sums [range, row, D].
-    What tells the tiles (the router's or the sort's) was complete before gate-up passed its `pdl_wait`.
     """
     N_TILES: tl.constexpr = D // BLOCK
     SHARED_UNROLL: tl.constexpr = (UNROLL + 1) // 2
@@ -162,15 +153,9 @@ def _down_kernel(
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         n_tile = work % N_TILES
         outs = n_tile * BLOCK + tl.arange(0, BLOCK)
-        PER_RANGE: tl.constexpr = I // 128 // SHARED_PARTS
-        prefetch_weight_tiles(
-            shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part * PER_RANGE, I // 128, SHARED_FORMAT, BLOCK,
-            min(PREFETCH, PER_RANGE),
-        )  # fmt: skip
         tokens, is_row = _shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
         num_pairs = num_tokens * TOP_K
         rows = _plus(tokens, num_pairs)
-        pdl_wait()
         shared_scale = tl.load(shared2_out_ptr)
         accs = _product(
             hidden_ptr, rows, is_row, shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part,
@@ -199,7 +184,7 @@ def _down_kernel(
                     tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
                     experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
                     shared2_out_ptr, num_tokens,
-                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, PREFETCH, QUANTISE,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, QUANTISE,
                     RANGES, SHARED_PARTS, SPLIT,
                 )  # fmt: skip
             else:
@@ -207,6 +192,6 @@ def _down_kernel(
                     tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
                     experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
                     shared2_out_ptr, num_tokens,
-                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, PREFETCH, QUANTISE,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, QUANTISE,
                     RANGES, SHARED_PARTS, SPLIT,
                 )  # fmt: skip

@@ -10,9 +10,9 @@ Columns may be cut into ranges, by the layer's shape alone: each has a sum of it
 first. Where tokens are few, a program has one range of one matrix (SPLIT), and the last to arrive adds up; else one
 program does the same additions in the same order.
 
-The launches overlap (`pdl_wait` in tl_utils). A program lets the next launch begin once its product is done, not
-before: programs that start early wait on whatever multiprocessors have room, and are then spread unevenly. The down
-kernel's may fetch their weights into L2 before they wait.
+The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower. Programs of gate-up
+and down let the next launch begin once their product is done, not before: programs that start early wait on whatever
+multiprocessors have room, and are then spread unevenly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsv4.ops.moe_products import (
     _zeros,
     fake_quantize_e4m3,
 )
-from dsv4.ops.tl_utils import jit, pdl_trigger, pdl_wait, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
 
 @jit(do_not_specialize=("num_pairs", "num_chunks", "num_tiles", "num_sort_programs"))
@@ -44,7 +44,6 @@ def _moe_prepare_kernel(
     COUNT_HERE: tl.constexpr,
 ):  # fmt: skip
     """The sort's programs, then one for each token: x as the FP8 product takes it, and its arrivals set to zero."""
-    pdl_wait()
     pdl_trigger()
     program = tl.program_id(0)
     if program < num_sort_programs:
@@ -225,7 +224,6 @@ def _gate_up_kernel(
     program = tl.program_id(0)
     num_shared_work = num_shared_tiles * N_TILES
     rounded_ptr = x_ptr if DIRECT else quantised_ptr
-    pdl_wait()
     if program < num_shared_work * SHARED_PARTS:
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         first_out = (work % N_TILES) * BLOCK
@@ -278,7 +276,6 @@ def _fp4_linear_kernel(
     N_TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     rows, is_row = _shared_sub_rows(tl.program_id(0) // N_TILES, num_rows, ROWS)
     first_out = (tl.program_id(0) % N_TILES) * BLOCK
-    pdl_wait()
     pdl_trigger()
     accs = _product(
         x_ptr, rows, is_row, data_ptr, scale_ptr, first_out, 0, BLOCK, K, FORMAT, FORMAT != 0, UNROLL, 1, False

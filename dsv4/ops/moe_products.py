@@ -7,8 +7,9 @@ from __future__ import annotations
 from dsv4.ops.tl_fp4 import decode_half, decode_tile, load_words
 from dsv4.ops.tl_utils import abs_bits, e4m3_scale, e8m0_reciprocal, e8m0_to_float, jit, tl
 
+DIRECT_PAIRS = 128  # up to this many (token, choice) pairs programs find their rows without a sort
 SUB = tl.constexpr(8)  # token rows of one product
-DIRECT_PAIRS = tl.constexpr(128)  # up to this many (token, choice) pairs programs find their rows without a sort
+_DIRECT_PAIRS = tl.constexpr(DIRECT_PAIRS)
 
 
 @jit
@@ -191,7 +192,7 @@ def _routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constex
     """
     if DIRECT:
         expert = tl.load(experts_ptr + tile, cache_modifier=".cg").to(tl.int32)
-        others = tl.arange(0, DIRECT_PAIRS)
+        others = tl.arange(0, _DIRECT_PAIRS)
         ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1, cache_modifier=".cg").to(tl.int32)
         before = tl.sum(((ids == expert) & (others < tile)).to(tl.int32), 0)
         return tl.where((expert < E) & (before % ROWS == 0), expert, -1)
@@ -208,7 +209,7 @@ def _routed_rows(
     AGAIN: loads that the compiler takes for others than the first ones, which it would keep in registers.
     """
     if DIRECT:
-        others = tl.arange(0, DIRECT_PAIRS)
+        others = tl.arange(0, _DIRECT_PAIRS)
         ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1).to(tl.int32)
         is_equal = (ids == expert) & (others >= tile)
         place = tl.where(is_equal, tl.cumsum(is_equal.to(tl.int32), 0) - 1, -1)

@@ -9,7 +9,7 @@ plane, the operand with K = 128. The plain form computes the same bits.
 from __future__ import annotations
 
 from dsv4.formats.layouts import TILE_ROWS
-from dsv4.ops.tl_utils import INTERPRET, jit, prefetch_l2_bytes, tl
+from dsv4.ops.tl_utils import INTERPRET, jit, tl
 
 NVFP4 = tl.constexpr(0)
 MXFP4 = tl.constexpr(1)
@@ -278,32 +278,3 @@ def decode_half(words, low, high, FORMAT: tl.constexpr, HALF: tl.constexpr):
         return nvfp4_half(words, low if HALF == 0 else high, HALF)
     else:
         return mxfp4_half(words, low, HALF)
-
-
-@jit
-def load_weight_tile(data_ptr, scale_ptr, first_row, k_tile, num_k_tiles, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """BLOCK rows of one shuffled matrix, columns of tile `k_tile` -> bf16 [BLOCK, 128]."""
-    words, low, high = load_words(data_ptr, scale_ptr, first_row, k_tile, num_k_tiles, BLOCK, FORMAT)
-    return decode_tile(words, low, high, FORMAT)
-
-
-@jit
-def prefetch_weight_tiles(
-    data_ptr, scale_ptr, first_row, first_tile, num_k_tiles: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """TILES column tiles from `first_tile` on of rows first_row .. first_row + BLOCK - 1 into L2: contiguous for each
-    64 rows.
-
-    Programs that share 64 rows leave it to the first of them.
-    """
-    if TILES > 0:
-        for part in tl.static_range((BLOCK + ROWS - 1) // ROWS):
-            if first_row % ROWS == 0:
-                tile = (first_row // ROWS + part) * num_k_tiles + first_tile
-                if FORMAT == FP8:
-                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 32), TILES * ROWS * 128)
-                else:
-                    prefetch_l2_bytes(data_ptr + tile * (ROWS * 16), TILES * ROWS * 64)
-                    PAIRS: tl.constexpr = 2 if FORMAT == NVFP4 else 1
-                    prefetch_l2_bytes(scale_ptr + tile * (ROWS * PAIRS), TILES * ROWS * 4 * PAIRS)

@@ -143,12 +143,11 @@ def next_power_of_2(size: int) -> int:
 # ---- launches that overlap, and data fetched ahead ----
 #
 # A launch with `launch_pdl` begins as soon as every program of the launch before it has called `pdl_trigger` or ended.
-# `pdl_wait` returns when that launch has ended and all it wrote can be read. Every program of such a launch waits, so
-# the end of a launch is the end of all launches before it. Before its wait a kernel writes nothing and asks for weights
-# only: then it does not matter whether the launch before it called `pdl_trigger` before or after its own wait, and
-# before is better, because the weights of the next launch come while this one waits. A kernel that reads results of the
-# launch before the last one early (the experts' down product) needs a predecessor that triggers after its wait.
-# Without `launch_pdl` all of this does nothing; in the interpreter it is nothing.
+# `pdl_wait` returns when that launch has ended and all it wrote can be read. The rule: every program of such a launch
+# waits, and before its wait it writes nothing and reads weights only. So the end of a launch is the end of all launches
+# before it, and it does not matter whether a kernel calls `pdl_trigger` before or after its own wait. A kernel that is
+# launched without `launch_pdl` needs no wait; its `pdl_trigger` is for the launch behind it. In the interpreter all of
+# this is nothing.
 
 if not IS_INTERPRETED and HAS_TRITON:
     _gdc = importlib.import_module("triton.language.extra.cuda")
@@ -156,11 +155,6 @@ if not IS_INTERPRETED and HAS_TRITON:
 else:
     _gdc_wait = _gdc_launch_dependents = None
 _PREFETCH_PTX = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-# one thread of a program asks for everything
-_PREFETCH_BYTES_PTX = tl.constexpr(
-    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-    " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
 
 
 @jit
@@ -182,15 +176,6 @@ def prefetch_l2(ptr):
     """The lines at `ptr` (a tensor of pointers, one a line of 128 bytes) into L2. Every one must be a valid address."""
     if not INTERPRET:
         tl.inline_asm_elementwise(_PREFETCH_PTX, "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@jit
-def prefetch_l2_bytes(ptr, num_bytes):
-    """`num_bytes` bytes from the scalar pointer `ptr` on into L2; both multiples of 16."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            _PREFETCH_BYTES_PTX, "=r,l,r", [ptr, num_bytes], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 # ---- E8M0 scales, from the bits of fp32 ----

@@ -24,7 +24,7 @@ from dsv4.ops.moe import (
     moe_ref,
     prepare_experts,
 )
-from dsv4.ops.tl_fp4 import load_weight_tile
+from dsv4.ops.tl_fp4 import decode_tile, load_words
 from dsv4.ops.tl_utils import KernelInputError, jit, tl
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
@@ -90,7 +90,8 @@ def _decode_kernel(data_ptr, scale_ptr, out_ptr, K: tl.constexpr, ROWS: tl.const
     first_row = tl.program_id(0) * ROWS
     rows = first_row + tl.arange(0, ROWS)
     for k_tile in range(K // 128):
-        tile = load_weight_tile(data_ptr, scale_ptr, first_row, k_tile, K // 128, ROWS, FORMAT)
+        words, low, high = load_words(data_ptr, scale_ptr, first_row, k_tile, K // 128, ROWS, FORMAT)
+        tile = decode_tile(words, low, high, FORMAT)
         tl.store(out_ptr + rows[:, None] * K + k_tile * 128 + tl.arange(0, 128)[None, :], tile)
 
 
