@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dsv4.ops.moe_products import (
     SUB,
-    _num_rows,
-    _product,
-    _routed_expert,
-    _routed_rows,
-    _routed_sub_rows,
-    _shared_rows,
-    _shared_sub_rows,
-    _with,
+    num_rows_of,
+    product,
+    routed_expert,
+    routed_rows,
+    routed_sub_rows,
+    shared_rows,
+    shared_sub_rows,
+    with_item,
 )
 from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
@@ -87,7 +87,7 @@ def _combine(
 def _plus(rows, first):
     moved = ()
     for sub in tl.static_range(len(rows)):
-        moved = _with(moved, rows[sub] + first)
+        moved = with_item(moved, rows[sub] + first)
     return moved
 
 
@@ -107,11 +107,11 @@ def _routed_down(
     num_pairs = num_tokens * TOP_K
     wide = expert.to(tl.int64)
     data_ptr, scale_ptr = w2_ptr + wide * DATA_WORDS, w2_scale_ptr + wide * SCALE_WORDS
-    pairs, is_row = _routed_sub_rows(
+    pairs, is_row = routed_sub_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
     )
     out_scale = tl.load(w2_out_ptr + expert)
-    accs = _product(
+    accs = product(
         hidden_ptr, pairs, is_row, data_ptr, scale_ptr, n_tile * BLOCK, part,
         BLOCK, I, FORMAT, QUANTISE and FORMAT != 0, UNROLL, RANGES, IS_SPLIT,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _routed_down(
         _store_parts(accs, 1.0, pairs, is_row, outs, sums_ptr + part * num_pairs * D, D)
     else:
         _store_parts(accs, out_scale, pairs, is_row, outs, parts_ptr, D)
-    pair, has_row = _routed_rows(
+    pair, has_row = routed_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, 0, ROWS, DIRECT
     )
     _combine(
@@ -153,11 +153,11 @@ def _down_kernel(
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         n_tile = work % N_TILES
         outs = n_tile * BLOCK + tl.arange(0, BLOCK)
-        tokens, is_row = _shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
+        tokens, is_row = shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
         num_pairs = num_tokens * TOP_K
         rows = _plus(tokens, num_pairs)
         shared_scale = tl.load(shared2_out_ptr)
-        accs = _product(
+        accs = product(
             hidden_ptr, rows, is_row, shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part,
             BLOCK, I, SHARED_FORMAT, QUANTISE, SHARED_UNROLL, SHARED_RANGES, SHARED_PARTS > 1,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def _down_kernel(
             _store_parts(accs, 1.0, tokens, is_row, outs, sums_ptr + behind + part * num_tokens * D, D)
         else:
             _store_parts(accs, shared_scale, rows, is_row, outs, parts_ptr, D)
-        token, has_row = _shared_rows(work // N_TILES, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
+        token, has_row = shared_rows(work // N_TILES, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
         _combine(
             token, has_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
             shared2_out_ptr, num_tokens, D, E, TOP_K, N_TILES, PARTS, SHARED_PARTS,
@@ -176,10 +176,10 @@ def _down_kernel(
         program -= num_shared_programs
         work, part = program // PARTS, program % PARTS
         tile, n_tile = work // N_TILES, work % N_TILES
-        expert = _routed_expert(tile, experts_ptr, tile_experts_ptr, num_tokens * TOP_K, E, ROWS, DIRECT)
+        expert = routed_expert(tile, experts_ptr, tile_experts_ptr, num_tokens * TOP_K, E, ROWS, DIRECT)
         if expert >= 0:
             HALF: tl.constexpr = max(ROWS // 2, SUB)
-            if _num_rows(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
+            if num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
                 _routed_down(
                     tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
                     experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,

@@ -20,17 +20,17 @@ from __future__ import annotations
 from dsv4.ops.expert_sort import _expert_sort_kernel
 from dsv4.ops.moe_products import (
     SUB,
-    _num_rows,
-    _plus_each,
-    _product,
-    _routed_expert,
-    _routed_sub_rows,
-    _shared_sub_rows,
-    _tokens_of,
-    _two_products,
-    _with,
-    _zeros,
     fake_quantize_e4m3,
+    num_rows_of,
+    plus_each,
+    product,
+    routed_expert,
+    routed_sub_rows,
+    shared_sub_rows,
+    tokens_of,
+    two_products,
+    with_item,
+    zeros,
 )
 from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
@@ -55,8 +55,8 @@ def _moe_prepare_kernel(
     else:
         token = (program - num_sort_programs).to(tl.int64)
         places = tl.arange(0, ARRIVALS_BLOCK)
-        zeros = tl.zeros([ARRIVALS_BLOCK], dtype=tl.int64)
-        tl.store(arrivals_ptr + token * ARRIVALS + places, zeros, mask=places < ARRIVALS)
+        none_yet = tl.zeros([ARRIVALS_BLOCK], dtype=tl.int64)
+        tl.store(arrivals_ptr + token * ARRIVALS + places, none_yet, mask=places < ARRIVALS)
         for start in range(0, D // 128, GROUPS):
             groups = start + tl.arange(0, GROUPS)[:, None]
             cols = groups * 128 + tl.arange(0, 128)[None, :]
@@ -108,13 +108,13 @@ def _collect_sums(partials_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr, RANGES: 
     share.
     """
     places = tl.arange(0, BLOCK)[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    totals = _zeros(BLOCK, NUM)
+    totals = zeros(BLOCK, NUM)
     for part in tl.static_range(RANGES):
         sums = ()
         for sub in tl.static_range(NUM):
             source = partials_ptr + (part * NUM + sub) * (BLOCK * SUB) + places
-            sums = _with(sums, tl.load(source, cache_modifier=".cg"))
-        totals = _plus_each(totals, sums) if RANGES > 1 else sums
+            sums = with_item(sums, tl.load(source, cache_modifier=".cg"))
+        totals = plus_each(totals, sums) if RANGES > 1 else sums
     return totals
 
 
@@ -134,7 +134,7 @@ def _gate_up_rows(
         data_ptr, scale_ptr = data1_ptr, scale1_ptr
         if part >= RANGES:
             data_ptr, scale_ptr = data3_ptr, scale3_ptr
-        accs = _product(
+        accs = product(
             x_ptr, x_rows, is_row, data_ptr, scale_ptr, first_out, part % RANGES,
             BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, True,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _gate_up_rows(
             )  # fmt: skip
             tl.store(counter_ptr, 0)
     else:
-        gates, ups = _two_products(
+        gates, ups = two_products(
             x_ptr, x_rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
             BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES,
         )  # fmt: skip
@@ -175,17 +175,17 @@ def _routed_gate_up(
     wide = expert.to(tl.int64)
     data1_ptr, scale1_ptr = w1_ptr + wide * DATA_WORDS, w1_scale_ptr + wide * SCALE_WORDS
     data3_ptr, scale3_ptr = w3_ptr + wide * DATA_WORDS, w3_scale_ptr + wide * SCALE_WORDS
-    pairs, is_row = _routed_sub_rows(
+    pairs, is_row = routed_sub_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
     )
     QUANTISE_HIDDEN: tl.constexpr = BLOCK == 128 and FORMAT != 0
     if ROWS > 16 and not SPLIT:
-        gates, ups = _two_products(
-            x_ptr, _tokens_of(pairs, TOP_K), is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
+        gates, ups = two_products(
+            x_ptr, tokens_of(pairs, TOP_K), is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
             BLOCK, D, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES,
         )  # fmt: skip
         pdl_trigger()
-        pairs, is_row = _routed_sub_rows(
+        pairs, is_row = routed_sub_rows(
             tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT, True
         )
         _store_hidden(
@@ -194,7 +194,7 @@ def _routed_gate_up(
         )  # fmt: skip
     else:
         _gate_up_rows(
-            x_ptr, _tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, w1_out_ptr + expert,
+            x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, w1_out_ptr + expert,
             data3_ptr, scale3_ptr, w3_out_ptr + expert, first_out, part, partials_ptr, counter_ptr,
             weights_ptr, hidden_ptr, limit,
             BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True, QUANTISE_HIDDEN,
@@ -227,7 +227,7 @@ def _gate_up_kernel(
     if program < num_shared_work * SHARED_PARTS:
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         first_out = (work % N_TILES) * BLOCK
-        tokens, is_row = _shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
+        tokens, is_row = shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
         _gate_up_rows(
             rounded_ptr, tokens, tokens, is_row, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
             shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, part,
@@ -241,14 +241,14 @@ def _gate_up_kernel(
         tile = work // N_TILES
         first_out = (work % N_TILES) * BLOCK
         num_pairs = num_tokens * TOP_K
-        expert = _routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E, ROWS, DIRECT)
+        expert = routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E, ROWS, DIRECT)
         if expert >= 0:
             source_ptr = x_ptr if FORMAT == 0 else rounded_ptr  # NVFP4 is weight-only
             sums_ptr = partials_ptr + num_shared_work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK)
             sums_ptr += work.to(tl.int64) * (2 * RANGES * ROWS * BLOCK)
             counter_ptr = counters_ptr + num_shared_work + work
             HALF: tl.constexpr = max(ROWS // 2, SUB)
-            if _num_rows(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
+            if num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
                 _routed_gate_up(
                     tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, pairs_ptr,
                     offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
@@ -274,10 +274,10 @@ def _fp4_linear_kernel(
     UNROLL: tl.constexpr,
 ):  # fmt: skip
     N_TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    rows, is_row = _shared_sub_rows(tl.program_id(0) // N_TILES, num_rows, ROWS)
+    rows, is_row = shared_sub_rows(tl.program_id(0) // N_TILES, num_rows, ROWS)
     first_out = (tl.program_id(0) % N_TILES) * BLOCK
     pdl_trigger()
-    accs = _product(
+    accs = product(
         x_ptr, rows, is_row, data_ptr, scale_ptr, first_out, 0, BLOCK, K, FORMAT, FORMAT != 0, UNROLL, 1, False
     )
     factor = tl.load(out_scale_ptr)

@@ -25,7 +25,7 @@ def fake_quantize_e4m3(x):
 
 
 @jit
-def _with(items, item):
+def with_item(items, item):
     """A tuple and one more: the compiler knows no unpacking."""
     return items + (item,)  # noqa: RUF005
 
@@ -53,23 +53,23 @@ def _load_rows(
 
 
 @jit
-def _zeros(num_outs: tl.constexpr, NUM: tl.constexpr):
+def zeros(num_outs: tl.constexpr, NUM: tl.constexpr):
     accs = ()
     for _ in tl.static_range(NUM):
-        accs = _with(accs, tl.zeros([num_outs, SUB], dtype=tl.float32))
+        accs = with_item(accs, tl.zeros([num_outs, SUB], dtype=tl.float32))
     return accs
 
 
 @jit
-def _plus_each(items, others):
+def plus_each(items, others):
     sums = ()
     for index in tl.static_range(len(items)):
-        sums = _with(sums, items[index] + others[index])
+        sums = with_item(sums, items[index] + others[index])
     return sums
 
 
 @jit
-def _product(
+def product(
     x_ptr, rows, is_row, data_ptr, scale_ptr, first_out, part,
     BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SPLIT: tl.constexpr,
@@ -85,7 +85,7 @@ def _product(
     NUM: tl.constexpr = len(rows)
     HALVES: tl.constexpr = NUM > 2 and not QUANTISE and K % 128 == 0
     IS_SUMMED: tl.constexpr = RANGES > 1 and not SPLIT
-    accs, totals = _zeros(BLOCK, NUM), _zeros(BLOCK, NUM)
+    accs, totals = zeros(BLOCK, NUM), zeros(BLOCK, NUM)
     first_tile = part * PER_RANGE if SPLIT else 0
     for first in range(first_tile, first_tile + (PER_RANGE if SPLIT else K_TILES), STEP):
         for step in tl.static_range(STEP):
@@ -97,34 +97,34 @@ def _product(
                     sums = ()
                     for sub in tl.static_range(NUM):
                         x = _load_rows(x_ptr, rows[sub], is_row[sub], col + 64 * half, 64, K, False, False)
-                        sums = _with(sums, tl.dot(weight, x, accs[sub]))
+                        sums = with_item(sums, tl.dot(weight, x, accs[sub]))
                     accs = sums
             else:
                 weight = decode_tile(words, low, high, FORMAT)
                 sums = ()
                 for sub in tl.static_range(NUM):
                     x = _load_rows(x_ptr, rows[sub], is_row[sub], col, 128, K, QUANTISE, NUM <= 2)
-                    sums = _with(sums, tl.dot(weight, x, accs[sub]))
+                    sums = with_item(sums, tl.dot(weight, x, accs[sub]))
                 accs = sums
         if IS_SUMMED:  # noqa: SIM102
             if (first + STEP) % PER_RANGE == 0:
-                totals, accs = _plus_each(totals, accs), _zeros(BLOCK, NUM)
+                totals, accs = plus_each(totals, accs), zeros(BLOCK, NUM)
     return totals if IS_SUMMED else accs
 
 
 @jit
-def _two_products(
+def two_products(
     x_ptr, rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
     BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr,
 ):  # fmt: skip
-    """`_product` with two matrices of one shape and format, x read once."""
+    """`product` with two matrices of one shape and format, x read once."""
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES
     STEP: tl.constexpr = UNROLL if PER_RANGE % UNROLL == 0 else 1
     NUM: tl.constexpr = len(rows)
     HALVES: tl.constexpr = NUM > 2 and not QUANTISE
-    gates, ups = _zeros(BLOCK, NUM), _zeros(BLOCK, NUM)
+    gates, ups = zeros(BLOCK, NUM), zeros(BLOCK, NUM)
     gate_totals, up_totals = gates, ups
     for first in range(0, K_TILES, STEP):
         for step in tl.static_range(STEP):
@@ -139,23 +139,23 @@ def _two_products(
                     new_gates, new_ups = (), ()
                     for sub in tl.static_range(NUM):
                         x = _load_rows(x_ptr, rows[sub], is_row[sub], col + 64 * half, 64, K, False, False)
-                        new_gates = _with(new_gates, tl.dot(weight1, x, gates[sub]))
-                        new_ups = _with(new_ups, tl.dot(weight3, x, ups[sub]))
+                        new_gates = with_item(new_gates, tl.dot(weight1, x, gates[sub]))
+                        new_ups = with_item(new_ups, tl.dot(weight3, x, ups[sub]))
                     gates, ups = new_gates, new_ups
             else:
                 weight1 = decode_tile(words1, low1, high1, FORMAT)
                 tiles, new_gates, new_ups = (), (), ()
                 for sub in tl.static_range(NUM):
-                    tiles = _with(tiles, _load_rows(x_ptr, rows[sub], is_row[sub], col, 128, K, QUANTISE, True))
-                    new_gates = _with(new_gates, tl.dot(weight1, tiles[sub], gates[sub]))
+                    tiles = with_item(tiles, _load_rows(x_ptr, rows[sub], is_row[sub], col, 128, K, QUANTISE, True))
+                    new_gates = with_item(new_gates, tl.dot(weight1, tiles[sub], gates[sub]))
                 weight3 = decode_tile(words3, low3, high3, FORMAT)
                 for sub in tl.static_range(NUM):
-                    new_ups = _with(new_ups, tl.dot(weight3, tiles[sub], ups[sub]))
+                    new_ups = with_item(new_ups, tl.dot(weight3, tiles[sub], ups[sub]))
                 gates, ups = new_gates, new_ups
         if RANGES > 1:  # noqa: SIM102
             if (first + STEP) % PER_RANGE == 0:
-                gate_totals, up_totals = _plus_each(gate_totals, gates), _plus_each(up_totals, ups)
-                gates, ups = _zeros(BLOCK, NUM), _zeros(BLOCK, NUM)
+                gate_totals, up_totals = plus_each(gate_totals, gates), plus_each(up_totals, ups)
+                gates, ups = zeros(BLOCK, NUM), zeros(BLOCK, NUM)
     if RANGES > 1:
         return gate_totals, up_totals
     else:
@@ -166,24 +166,24 @@ def _two_products(
 
 
 @jit
-def _shared_rows(tile, num_tokens, FIRST: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
+def shared_rows(tile, num_tokens, FIRST: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Tokens of a tile of the shared expert from its row FIRST on, and which exist: [SIZE]."""
     token = tile * ROWS + FIRST + tl.arange(0, SIZE)
     return tl.minimum(token, num_tokens - 1), token < num_tokens
 
 
 @jit
-def _shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr):
+def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr):
     """The same for every sub-tile: tuples of [8]."""
     tokens, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
-        token, has_row = _shared_rows(tile, num_tokens, sub * SUB, SUB, ROWS)
-        tokens, is_row = _with(tokens, token), _with(is_row, has_row)
+        token, has_row = shared_rows(tile, num_tokens, sub * SUB, SUB, ROWS)
+        tokens, is_row = with_item(tokens, token), with_item(is_row, has_row)
     return tokens, is_row
 
 
 @jit
-def _routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constexpr, ROWS: tl.constexpr,
+def routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constexpr, ROWS: tl.constexpr,
                    DIRECT: tl.constexpr):  # fmt: skip
     """Expert of a tile, -1 where the tile is not used.
 
@@ -201,7 +201,7 @@ def _routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constex
 
 
 @jit
-def _routed_rows(
+def routed_rows(
     tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, FIRST: tl.constexpr,
     SIZE: tl.constexpr, DIRECT: tl.constexpr, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
@@ -224,22 +224,22 @@ def _routed_rows(
 
 
 @jit
-def _routed_sub_rows(
+def routed_sub_rows(
     tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS: tl.constexpr,
     DIRECT: tl.constexpr, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """The same for every sub-tile: tuples of [8]."""
     pairs, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
-        pair, has_row = _routed_rows(
+        pair, has_row = routed_rows(
             tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, sub * SUB, SUB, DIRECT, AGAIN
         )
-        pairs, is_row = _with(pairs, pair), _with(is_row, has_row)
+        pairs, is_row = with_item(pairs, pair), with_item(is_row, has_row)
     return pairs, is_row
 
 
 @jit
-def _num_rows(tile, expert, offsets_ptr, tile_starts_ptr, ROWS: tl.constexpr, DIRECT: tl.constexpr):
+def num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS: tl.constexpr, DIRECT: tl.constexpr):
     """Rows of a tile: what is left of its expert's (its first ROWS are the tile's own). Not asked for where all tiles
     are small.
     """
@@ -252,8 +252,8 @@ def _num_rows(tile, expert, offsets_ptr, tile_starts_ptr, ROWS: tl.constexpr, DI
 
 
 @jit
-def _tokens_of(pairs, TOP_K: tl.constexpr):
+def tokens_of(pairs, TOP_K: tl.constexpr):
     tokens = ()
     for sub in tl.static_range(len(pairs)):
-        tokens = _with(tokens, pairs[sub] // TOP_K)
+        tokens = with_item(tokens, pairs[sub] // TOP_K)
     return tokens
