@@ -23,7 +23,7 @@ from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe_down_kernels import _down_kernel
 from dsv4.ops.moe_kernels import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
 from dsv4.ops.moe_products import DIRECT_PAIRS
-from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
+from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, check_launch, next_power_of_2
 
 
 def expert_ref(x: Tensor, w1: Weight, w2: Weight, w3: Weight, limit: float, weight: Tensor | None) -> Tensor:
@@ -83,7 +83,10 @@ class GemmConfig:
     @property
     def options(self) -> dict[str, Any]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
-        return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
+        if self.max_registers is None:
+            return options
+        # ptxas for Blackwell needs a few more
+        return options | {"maxnreg": self.max_registers} | blackwell_registers(self.max_registers + 16)
 
 
 @dataclass(frozen=True)
