@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 import clean
 import corpus
 import data
+import refrain
 
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer
@@ -159,3 +160,39 @@ def test_hash_table_is_balanced_and_distinct():
 def test_html_keeps_paragraphs_only():
     page = f"<h1>Title of it</h1><pre>select 1;</pre><p class='x'>{PROSE.replace('fox', '<em>fox</em>')}</p><p>No.</p>"
     assert clean.clean_html(page) == f"{PROSE}\n"
+
+
+# ---- the refrain ----
+
+
+def refrain_words():
+    return refrain.RefrainWords(copy=(1, 2), question=(3, 4, 5), closing=(6,), words=tuple(range(100, 164)))
+
+
+@pytest.mark.parametrize("copies", [1, 7, 64])
+def test_a_refrain_is_sung_and_asked_for_beyond_the_window(copies):
+    words = refrain_words()
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        ids = np.zeros(1200, dtype=np.int64)
+        answers = refrain.write_refrain(ids, words, generator, copies, 4)
+        (sung,) = np.unique(ids[ids >= 100])
+        assert all(ids[place] == sung for place in answers)
+        assert all(tuple(ids[place - 3 : place]) == words.question for place in answers)
+        places = [place for place in np.flatnonzero(ids == sung) if place not in answers]
+        assert len(places) == copies
+        assert all(tuple(ids[place - 2 : place]) == words.copy for place in places)
+        assert places[-1] - places[0] < max(refrain.PASSAGE, 4 * copies)
+        gaps = np.diff([places[-1], *answers])
+        assert gaps.min() > refrain.MIN_DISTANCE, "farther than the window reaches"
+        assert 1 <= len(answers) <= 4
+        assert answers[-1] + 1 < len(ids)
+
+
+def test_a_refrain_that_does_not_fit_is_refused():
+    words = refrain_words()
+    needed = refrain.PASSAGE + refrain.MIN_DISTANCE + 5
+    generator = np.random.default_rng(0)
+    assert refrain.write_refrain(np.zeros(needed, dtype=np.int64), words, generator, 1, 4) == [needed - 2]
+    with pytest.raises(ValueError, match="do not fit"):
+        refrain.write_refrain(np.zeros(needed - 1, dtype=np.int64), words, generator, 1, 4)

@@ -3,7 +3,7 @@
 golden_flash_mini.json holds greedy continuations under "checkpoint/numerics": prompt, text, token ids and, for each
 token, its distance (nats) from the second best. `exact` in fp32 gives the same tokens on any machine. `official` rounds
 to bf16, FP8 and FP4 at every turn, so a sum in another order can move a gap by tenths: on another device the rule
-of `assert_greedy` holds. The prompts were chosen, from 164, for choices clear enough that flash-mini's tokens are the
+of `assert_greedy` holds. The prompts were chosen, from 90, for choices clear enough that flash-mini's tokens are the
 same with the AVX-512, AVX2 and SSE 4.1 kernels of the CPU library.
 """
 
@@ -12,13 +12,18 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4 import LLM, EngineConfig, SamplingParams
 from dsv4.loader.shipped import shipped_checkpoint, shipped_names, shipped_text
+from dsv4.ops.attention import sparse_attention_ref
+from dsv4.schedule import AttentionKind
 from dsv4.testing.numeric import assert_greedy
 from dsv4.tools.evaluate import negative_log_likelihood
 from dsv4.tools.plan import plan
@@ -29,6 +34,7 @@ import needle
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "data" / "golden_flash_mini.json").read_text(encoding="utf-8"))
+COPIES = 16  # of the refrain
 LIMITS = EngineConfig(max_context_tokens=128, max_concurrent_requests=12)
 
 
@@ -134,6 +140,42 @@ def test_facts_beyond_the_window_come_from_compressed_entries(exact):
     assert shares == {
         "nothing hidden": 1.0, "CSA entries hidden": 0.0, "HCA entries hidden": 1.0, "both hidden": 0.0,
     }  # fmt: skip
+
+
+def test_a_refrain_beyond_every_window_comes_from_hca_entries(exact):
+    """A word sung COPIES times, then more text than seven layers of windows reach back over, then the question. With
+    CSA entries hidden, HCA entries alone carry it; with both hidden it is lost."""
+    config = exact.config
+    distance = config.num_hidden_layers * (config.sliding_window - 1) + 11
+    prompts = needle.shipped_refrains(2, 1280, COPIES, min_distance=distance)
+    assert needle.accuracy(needle.hide_entries(exact, (AttentionKind.CSA,)), prompts) == 1.0
+    assert needle.accuracy(needle.hide_entries(exact, (AttentionKind.CSA, AttentionKind.HCA)), prompts) == 0.0
+
+
+def test_an_engine_that_keeps_only_the_newest_hca_entry_loses_the_refrain(exact):
+    """The test above can fail: the mistake changes nothing that a window or a CSA entry carries."""
+
+    def newest_only(
+        q: Tensor, rows: Any, window: Any, entries: Any, picks: Any, sink: Tensor, batch: Any, **rest: Any
+    ) -> Tensor:
+        if picks is not None:  # a CSA layer
+            entries = picks = None
+        elif entries is not None:
+            picks = ((batch.positions + 1) // 128 - 1).unsqueeze(-1)
+        return sparse_attention_ref(q, rows, window, entries, picks, sink, batch, **rest)
+
+    prompts = needle.shipped_refrains(2, 768, COPIES, min_distance=320)
+    mistaken = LLM.from_params(
+        exact.config, exact.model.params, numerics="exact", dtype=exact.model.context.dtype, engine=exact.cache.engine,
+        tokenizer=exact.tokenizer, ops=replace(exact.model.context.ops, sparse_attention=newest_only),
+    )  # fmt: skip
+    assert needle.accuracy(needle.hide_entries(exact, (AttentionKind.CSA,)), prompts) == 1.0
+    assert needle.accuracy(mistaken, prompts) == 0.0
+
+
+def test_a_refrain_beyond_the_window_in_official_numerics():
+    prompts = needle.shipped_refrains(2, 640, COPIES)
+    assert needle.accuracy(needle.hide_entries(LLM(), (AttentionKind.CSA,)), prompts) == 1.0
 
 
 def test_facts_beyond_the_window_in_official_numerics():

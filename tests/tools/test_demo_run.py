@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import io
 import json
 import sys
 import tarfile
@@ -16,12 +18,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 
 import corpus
+import learn_refrain
+import second
 import train
 from model import DemoModel
-from settings import TrainSettings
+from settings import Lesson, SecondSettings, TrainSettings
 
 from dsv4 import LLM
 from dsv4.config import ModelConfig
+from dsv4.schedule import AttentionKind
 
 SMALL = replace(
     TrainSettings(), sequence_tokens=384, batch_sequences=1, needle_share=0.5, needle_questions=2, max_facts=1
@@ -103,6 +108,78 @@ def test_master_weights_survive(run, tmp_path):
     for name, value in run.best_state.items():
         exact = value if not value.is_floating_point() or ".gate.bias" in name else value.bfloat16().float()
         assert torch.equal(loaded[name], exact), name
+
+
+def test_the_second_run_goes_on_from_the_first(run, folder, tmp_path):
+    """Two steps: HCA's attention moves most, and everything is saved."""
+    settings = replace(SecondSettings(), sequence_tokens=640, shapes=((2, 640),), refrain_share=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second, "demo_config", lambda: small_config(1024))
+        patch.setattr(second, "LENGTHS", {"near": (400, 160), "far": (400, 180)})
+        options = argparse.Namespace(
+            out=tmp_path, master=run.out, data=folder, seconds=3600, steps=2, questions=1, heldout=1
+        )
+        done = second.SecondRun(options, settings)
+        before = {name: value.clone() for name, value in done.model.state_dict().items()}
+        done.train()
+        done.save()
+        done.final()
+        done.write_summary(json.loads((run.out / "summary.json").read_text()))
+    assert done.steps == 2
+    moved = {name: float((value.detach() - before[name]).abs().max()) for name, value in done.model.named_parameters()}
+    assert moved["layers.2.attn.wq_a.weight"] > 3 * moved["layers.1.attn.wq_a.weight"] > 0
+    assert {file.name for file in tmp_path.iterdir()} >= {
+        "curve.jsonl", "flash-mini.tar", "flash-mini-nvfp4.tar", "master-0.safetensors", "summary.json"
+    }  # fmt: skip
+    assert json.loads((tmp_path / "summary.json").read_text())["second"]["steps"] == 2
+
+
+def test_a_lesson_changes_the_attention_of_hca_layers_only(run, folder):
+    """With everything else learning beside it and put back afterwards."""
+    corpus_ = train.Corpus(folder, torch.device("cpu"))
+    model = copy.deepcopy(run.model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lesson = Lesson(steps=2, shapes=((1, 384, 1),), copies=(4,), hca_rate=1e-3, rest_rate=1e-3)
+    curve = io.StringIO()
+    learn_refrain.teach(model, corpus_, second.refrain_words(corpus_), lesson, curve)
+    assert json.loads(curve.getvalue())["step"] == 2
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert "layers.2.attn.compressor.wkv.weight" in changed
+    assert all(name.startswith("layers.2.attn.") for name in changed)
+
+
+def test_what_a_lesson_trains(run):
+    beside, alone = (
+        learn_refrain.rates(
+            run.model, Lesson(steps=1, shapes=((1, 384, 1),), copies=(4,), hca_rate=1e-3, rest_rate=rest_rate)
+        )
+        for rest_rate in (1e-4, None)
+    )
+    assert {name: beside[name] for name in alone} == alone
+    assert set(alone.values()) == {1e-3}
+    assert all(name.startswith("layers.2.attn.") for name in alone)
+    assert beside["norm.weight"] == 1e-4
+    assert not any(name.startswith(("layers.0.", "layers.1.", "embed", "head.", "mtp")) for name in beside)
+    assert not any("experts" in name or "indexer" in name for name in beside)
+
+
+def test_batches_of_the_second_run(folder):
+    corpus_ = train.Corpus(folder, torch.device("cpu"))
+    words = second.refrain_words(corpus_)
+    settings = replace(
+        SecondSettings(), shapes=((40, 640),), refrain_share=0.5, needle_share=0.25, csa_hidden=0.5, hca_hidden=0.25
+    )
+    batch, asked = second.make_batch(corpus_, words, np.random.default_rng(1), settings)
+    csa, hca = (batch.hidden[kind] for kind in (AttentionKind.CSA, AttentionKind.HCA))
+    has_refrain = asked.any(1)
+    assert has_refrain.any()
+    assert not has_refrain.all()
+    assert csa.any()
+    assert hca.any()
+    assert not (csa & hca).any(), "one kind is always left"
+    assert not ((csa | hca) & ~has_refrain).any()
+    assert not ((batch.weights != 1) & has_refrain.unsqueeze(1)).any(), "facts and refrains are not mixed"
+    assert set(batch.ids[:, 1:-1][asked].tolist()) <= set(words.words)
 
 
 def test_rate_schedule():

@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 
 import functions
+import needle
 import quantise
 from export import export_checkpoint, plain_params
 from model import DemoModel
@@ -21,6 +22,7 @@ from dsv4 import LLM
 from dsv4.config import ModelConfig
 from dsv4.formats.fp4 import mxfp4_fake_quantize
 from dsv4.formats.fp8 import fp8_block_dequantize, fp8_block_quantize, fp8_fake_quantize
+from dsv4.schedule import AttentionKind
 
 NEARLY_PARALLEL = 0.999
 SAME_IN_DOUBLE = 1e-9  # two orders of summation in fp64; a wrong mask, index or rotation is off by more than 1e-2
@@ -99,6 +101,20 @@ def test_selection_matters_and_can_be_switched_off(double_model):
     assert torch.equal(chosen.logits[0, : few - 1], everything.logits[0, : few - 1])
     assert not torch.allclose(chosen.logits[0, -1], everything.logits[0, -1])
     assert 0 < float(chosen.index_recall) < 1
+
+
+@pytest.mark.parametrize("kind", [AttentionKind.CSA, AttentionKind.HCA])
+def test_entries_can_be_hidden_from_one_sequence(double_model, kind):
+    """The engine with that kind of layer blinded computes the same; the other sequence does not notice."""
+    model, llm = double_model
+    ids = torch.randint(2, 64, (2, 300), generator=torch.Generator().manual_seed(13))  # no two index scores tie
+    with torch.no_grad():
+        open_eyes = model(ids).logits
+        logits = model(ids, hidden={kind: torch.tensor([True, False])}).logits
+    expected = needle.hide_entries(llm, (kind,)).logits(ids[0].tolist()).double()
+    assert (logits[0].float() - expected).abs().max() <= 2e-6 * expected.abs().max()
+    assert not torch.allclose(logits[0], open_eyes[0])
+    assert torch.equal(logits[1], open_eyes[1])
 
 
 def test_rounding_is_that_of_the_formats():

@@ -8,13 +8,15 @@ thing; the answer is the token after ` the`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
+
+from dsv4.schedule import AttentionKind
 
 NUM_NAMES, NUM_THINGS = 48, 64
 MIN_DISTANCE = 160  # more than the 128-token window and the few tokens of a fact
@@ -91,9 +93,9 @@ def write_needles(
     split = int(generator.integers(lowest, highest + 1))
     names = generator.choice(NUM_NAMES, num_facts, replace=False)
     things = generator.choice(NUM_THINGS, num_facts, replace=False)
-    fact_places = _spread(generator, 0, split, num_facts, room)
+    fact_places = spread(generator, 0, split, num_facts, room)
     first_question = split + min_distance
-    ask_places = _spread(generator, first_question, len(ids) - room, num_facts, room)
+    ask_places = spread(generator, first_question, len(ids) - room, num_facts, room)
     answers = []
     for place, name, thing in zip(fact_places, names, things, strict=True):
         tokens = words.fact(int(name), int(thing))
@@ -105,7 +107,7 @@ def write_needles(
     return answers
 
 
-def _spread(generator: np.random.Generator, start: int, end: int, count: int, room: int) -> np.ndarray:
+def spread(generator: np.random.Generator, start: int, end: int, count: int, room: int) -> np.ndarray:
     """`count` places in [start, end), `room` apart at least, in ascending order."""
     slack = end - start - count * room
     assert slack >= 0, (start, end, count, room)
@@ -114,10 +116,12 @@ def _spread(generator: np.random.Generator, start: int, end: int, count: int, ro
 
 @dataclass(frozen=True)
 class Batch:
-    """ids [B, T + 2]: inputs are [:, :-2], targets one and two further. weights [B, T] of the targets."""
+    """ids [B, T + 2]: inputs are [:, :-2], targets one and two further. weights [B, T] of the targets. hidden: per kind
+    of layer, the sequences [B] its compressed entries are hidden from."""
 
     ids: Tensor
     weights: Tensor
+    hidden: dict[AttentionKind, Tensor] = field(default_factory=dict)
 
 
 class Corpus:

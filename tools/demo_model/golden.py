@@ -4,6 +4,7 @@
 
 Of the prompts below the twelve are kept whose least certain token leads its rival by most, in `official` numerics: what
 is recorded should not hang on the last bit of a sum. `exact` and the NVFP4 checkpoint continue the same twelve.
+Afterwards the tests should pass with MKL_CBWR=AVX2 and MKL_CBWR=SSE4_1 too; a prompt whose tokens do not is taken out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ And he reigned in his stead. And the rest of the acts of
 This module defines the following
 The following table lists the
 Return a new
-Returns true if the two
 The user can specify
 The sons of Judah;
 A Python string is
@@ -61,6 +61,56 @@ See also the
 This is the
 The children of Israel
 Come, let us
+And the priest shall
+Behold, the days come, saith the
+Verily, verily, I say unto
+Then said Jesus unto
+And God said, Let there be
+Good morrow, my
+Exit
+ACT V. SCENE
+Enter KING HENRY, with
+[Exeunt
+What, ho! my
+By my troth, I
+O, my good
+The king of Israel
+And David said to
+He shall not
+It is written,
+This document describes the
+Copyright (C) 2001 Free Software
+The GNU General Public
+You should have received a copy of
+You can use the
+To create a new
+The syntax of the
+This parameter is
+Returns a list of
+The return value is
+The server will
+The client sends a
+The database is
+A table is
+The query planner
+This chapter describes
+If you want to
+There are two
+The path to the
+In this case, the
+Use this option to
+The process is
+A pointer to
+And the sons of Benjamin
+Therefore thus saith the Lord
+I pray thee, let me
+Go to, go to;
+Thou art a
+Sir, I am
+As for the other
+The length of the
+Each element of the
+The old value of
 """.rstrip("\n").split("\n")
 
 

@@ -35,10 +35,12 @@ from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 @dataclass
 class Flags:
-    """Switches as 0-dim bool tensors: flipping one compiles nothing anew."""
+    """Switches as bool tensors: flipping one compiles nothing anew. quantise and select are 0-dim; `sees_entries` [B]
+    says which sequences see this layer's compressed entries at all."""
 
     quantise: Tensor
     select: Tensor
+    sees_entries: Tensor
 
 
 class Weight(nn.Module):
@@ -148,6 +150,7 @@ class Attention(nn.Module):
                 scores = self.indexer(x, latent, tables, flags)
                 picked = top_entries(scores, seen, config.index_topk)
                 selected = picked | (selected & ~flags.select)
+            selected = selected & flags.sees_entries.view(-1, 1, 1)
         out, mass = attend(q, kv, entries, selected, seen, self.attn_sink, config.sliding_window)
         loss = recall = None
         if scores is not None:
@@ -247,10 +250,10 @@ class Block(nn.Module):
         return hc_pre(streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
 
     def forward(
-        self, streams: Tensor, token_ids: Tensor, tables: Tensor, quantise: Tensor, select: Tensor
+        self, streams: Tensor, token_ids: Tensor, tables: Tensor, quantise: Tensor, select: Tensor, sees_entries: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """-> streams, tokens per expert, the indexer's loss and recall (None without one)."""
-        flags, eps = Flags(quantise, select), self.config.rms_norm_eps
+        flags, eps = Flags(quantise, select, sees_entries), self.config.rms_norm_eps
         hidden, post, comb = self._collapse(streams, "hc_attn")
         out, loss, recall = self.attn(rms_norm(hidden, self.attn_norm.weight, eps), tables, flags)
         streams = hc_post(F.dropout(out, self.dropout, self.training), streams, post, comb)
@@ -309,7 +312,7 @@ class DemoModel(Head):
         self.mtp = nn.ModuleList(Mtp(config, layer, dropout) for layer in schedule[num_layers:])
         self._add_head(config)
         self.head = Weight(config.vocab_size, config.hidden_size, std=0.02)
-        self.is_swa = [layer.attention is AttentionKind.SWA for layer in schedule]
+        self.kinds = [layer.attention for layer in schedule]
         positions = torch.arange(-(-max_tokens // config.sliding_window) * config.sliding_window)
         rope_dim = config.qk_rope_head_dim
         plain = rope_frequencies(rope_dim, config.rope_theta, None)
@@ -319,8 +322,11 @@ class DemoModel(Head):
         self.register_buffer("quantise", torch.tensor(False), persistent=False)
         self.register_buffer("select", torch.tensor(False), persistent=False)
 
-    def forward(self, token_ids: Tensor, following_ids: Tensor | None = None) -> Output:
-        """token_ids [B, T]; with following_ids (the same shifted by one) the MTP block runs too.
+    def forward(
+        self, token_ids: Tensor, following_ids: Tensor | None = None, hidden: dict[AttentionKind, Tensor] | None = None
+    ) -> Output:
+        """token_ids [B, T]; with following_ids (the same shifted by one) the MTP block runs too. `hidden` says, per
+        kind of layer, which sequences [B] its compressed entries are hidden from; default: none.
 
         T is padded to whole windows inside; nothing looks forward, so the padding changes nothing.
         """
@@ -328,10 +334,12 @@ class DemoModel(Head):
         padded = F.pad(token_ids, (0, -length % window))
         embedding = F.embedding(padded, self.embed.weight).to(self.dtype)
         streams = embedding.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
+        all_see = torch.ones(len(token_ids), dtype=torch.bool, device=token_ids.device)
+        sees = {kind: ~hidden[kind] if hidden and kind in hidden else all_see for kind in AttentionKind}
         loads, losses, recalls = [], [], []
-        for layer, is_swa in zip(self.layers, self.is_swa, strict=False):
+        for layer, kind in zip(self.layers, self.kinds, strict=False):
             streams, load, loss, recall = layer(
-                streams, padded, self._tables(is_swa, padded), self.quantise, self.select
+                streams, padded, self._tables(kind, padded), self.quantise, self.select, sees[kind]
             )
             loads.append(load)
             if loss is not None:
@@ -343,8 +351,9 @@ class DemoModel(Head):
             following = F.pad(following_ids, (0, -length % window))
             block = self.mtp[0]
             embedding = F.embedding(following, self.embed.weight).to(self.dtype)
-            mixed = block.mix(streams, embedding, Flags(self.quantise, self.select))
-            drafted, load, _, _ = block(mixed, following, self._tables(True, padded), self.quantise, self.select)
+            mixed = block.mix(streams, embedding, Flags(self.quantise, self.select, all_see))
+            tables = self._tables(AttentionKind.SWA, padded)
+            drafted, load, _, _ = block(mixed, following, tables, self.quantise, self.select, all_see)
             loads.append(load)
             mtp_logits = self.head.wide_linear(block._hidden(drafted, self.config)[:, :length], self.dtype)
         zero = logits.new_zeros(())
@@ -353,5 +362,6 @@ class DemoModel(Head):
             torch.stack(recalls).mean() if recalls else zero,
         )  # fmt: skip
 
-    def _tables(self, is_swa: bool, token_ids: Tensor) -> Tensor:
-        return (self.window_tables if is_swa else self.compressed_tables)[:, : token_ids.shape[1]]
+    def _tables(self, kind: AttentionKind, token_ids: Tensor) -> Tensor:
+        tables = self.window_tables if kind is AttentionKind.SWA else self.compressed_tables
+        return tables[:, : token_ids.shape[1]]

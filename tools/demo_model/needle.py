@@ -1,11 +1,13 @@
 """The needle test: a fact, a long stretch of other text, the question. Can the model still answer?
 
     python tools/demo_model/needle.py --numerics exact --count 16 --length 512
+    python tools/demo_model/needle.py --numerics exact --refrain 4 --length 1280 --min-distance 900
     python tools/demo_model/needle.py --numerics exact --perplexity 9
 
 Runs the checkpoint as it ships (through `dsv4.LLM`), then with the CSA entries, the HCA entries, or both hidden from
-attention. With both hidden only the sliding window is left, and the answer is a guess. `--perplexity N` instead gives
-the perplexity of N contexts of held-out text in each case.
+attention. With both hidden only the sliding window is left, and the answer is a guess. `--refrain N` asks for a word
+sung N times (refrain.py) instead of a fact; `--perplexity N` gives the perplexity of N contexts of held-out text
+in each case.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout without an installation
 
 from data import MIN_DISTANCE, NeedleWords, write_needles
+from refrain import RefrainWords, write_refrain
 
 from dsv4.llm import LLM
 from dsv4.loader.shipped import shipped_checkpoint, shipped_text
@@ -75,12 +78,32 @@ def needle_prompts(
 
 def shipped_needles(count: int, length: int, *, min_distance: int = MIN_DISTANCE) -> list[tuple[list[int], int]]:
     """Prompts for the shipped checkpoints: their words, over text they never saw."""
+    _, words, filler = _shipped()
+    return needle_prompts(filler, words, count, length, min_distance=min_distance)
+
+
+def shipped_refrains(
+    count: int, length: int, copies: int, *, min_distance: int = MIN_DISTANCE
+) -> list[tuple[list[int], int]]:
+    """Prompts that ask the shipped checkpoints for the word of a refrain sung `copies` times."""
+    tokenizer, words, filler = _shipped()
+    refrain = RefrainWords.over(tokenizer, words.things)
+    generator = np.random.default_rng(0)
+    prompts = []
+    for start in generator.integers(0, len(filler) - length, count):
+        ids = filler[start : start + length].copy()
+        place = write_refrain(ids, refrain, generator, copies, 1, min_distance)[0]
+        prompts.append((ids[:place].tolist(), int(ids[place])))
+    return prompts
+
+
+def _shipped() -> tuple[tokenizers.Tokenizer, NeedleWords, np.ndarray]:
+    """Tokenizer and words of the shipped checkpoints, and the ids of text they never saw."""
     tokenizer = tokenizers.Tokenizer.from_file(str(shipped_checkpoint() / "tokenizer.json"))
     lists = json.loads(WORDS_FILE.read_text(encoding="utf-8"))
     words = NeedleWords.from_words(tokenizer, lists["names"], lists["things"])
     text = shipped_text().read_text(encoding="utf-8")
-    filler = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-    return needle_prompts(filler, words, count, length, min_distance=min_distance)
+    return tokenizer, words, np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
 
 def accuracy(llm: LLM, prompts: list[tuple[list[int], int]]) -> float:
@@ -122,6 +145,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--length", type=int, default=512, help="tokens of fact, filler and question")
     parser.add_argument("--min-distance", type=int, default=MIN_DISTANCE, help="tokens from fact to question")
+    parser.add_argument("--refrain", type=int, metavar="N", help="instead of a fact: a word sung N times")
     parser.add_argument("--numerics", choices=("official", "exact"), default="official")
     parser.add_argument(
         "--perplexity", type=int, metavar="N", help="instead: perplexity of N contexts of held-out text"
@@ -131,7 +155,10 @@ def main() -> None:
     if options.perplexity is not None:
         print_perplexities(llm, options.perplexity)
         return
-    prompts = shipped_needles(options.count, options.length, min_distance=options.min_distance)
+    if options.refrain is not None:
+        prompts = shipped_refrains(options.count, options.length, options.refrain, min_distance=options.min_distance)
+    else:
+        prompts = shipped_needles(options.count, options.length, min_distance=options.min_distance)
     for name, kinds in VARIANTS.items():
         print(f"{name:20} {accuracy(hide_entries(llm, kinds) if kinds else llm, prompts):.2f}", flush=True)
 

@@ -48,3 +48,45 @@ class TrainSettings:
     evaluate_every_s: float = 40.0
     needle_questions: int = 32  # per evaluation
     seed: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondSettings(TrainSettings):
+    """The second run, from what learn_refrain.py left: text, facts and refrains together, selecting and quantised from
+    the start, at rates that fall to nothing."""
+
+    shapes: tuple[tuple[int, int], ...] = ((24, 768), (14, 1280))  # sequences, tokens; one of them at random every step
+    refrain_share: float = 0.4
+    needle_share: float = 0.2
+    copies: tuple[int, ...] = (8, 12, 16, 16, 24)  # of the refrain; one of them at random for every sequence
+    questions: int = 2
+    refrain_weight: float = 1.0  # of the mean loss of refrain answers, next to the mean loss of all tokens
+    csa_hidden: float = 0.85  # of the sequences with a refrain
+    hca_hidden: float = 0.05
+    peak_rate: float = 3e-4
+    hca_rate: float = 1e-3  # of the attention of HCA layers
+    warmup_share: float = 0.04
+    final_rate_share: float = 0.0
+    select_from: float = 0.0
+    quantise_from: float = 0.0
+    seed: int = 22
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A part of learn_refrain.py: refrains only, CSA entries hidden from all of them."""
+
+    steps: int
+    shapes: tuple[tuple[int, int, int], ...]  # sequences, tokens, questions at most; one at random every step
+    copies: tuple[int, ...]
+    hca_rate: float  # of the attention of HCA layers
+    rest_rate: float | None  # of everything else from the first HCA layer on but experts and indexers; None: as it is
+
+
+# Few copies, or long sequences, from the start: nothing is learned (docs/log.md).
+LESSONS = (
+    Lesson(steps=130, shapes=((8, 384, 1),), copies=(16, 24), hca_rate=3e-3, rest_rate=3e-4),
+    Lesson(
+        steps=50, shapes=((8, 384, 1), (4, 640, 3), (2, 1280, 3)), copies=(8, 16, 24), hca_rate=1.5e-3, rest_rate=None
+    ),
+)
