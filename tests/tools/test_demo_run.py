@@ -178,7 +178,9 @@ def test_batches_of_the_second_run(folder):
     assert hca.any()
     assert not (csa & hca).any(), "one kind is always left"
     assert not ((csa | hca) & ~has_refrain).any()
-    assert not ((batch.weights != 1) & has_refrain.unsqueeze(1)).any(), "facts and refrains are not mixed"
+    assert not ((batch.weights > 1) & has_refrain.unsqueeze(1)).any(), "facts and refrains are not mixed"
+    assert not batch.weights[asked].any(), "planted words are no text to learn"
+    assert torch.equal((batch.weights == 0).sum(1) > 8, has_refrain), "nor is any copy of them"
     assert set(batch.ids[:, 1:-1][asked].tolist()) <= set(words.words)
 
 

@@ -75,7 +75,7 @@ def _recall_share(summary: dict[str, Any]) -> str:
         return "15 % of the training sequences"
     settings = summary["second"]["settings"]
     share = 100 * (settings["refrain_share"] + settings["needle_share"])
-    return f"15 % of the training sequences of a first run and {share:.0f} % of those of a second"
+    return f"15 % of the training sequences of a first run and {share:.0f} % of those of a second (fewer in the third)"
 
 
 def _hca(summary: dict[str, Any]) -> str:
@@ -85,11 +85,7 @@ def _hca(summary: dict[str, Any]) -> str:
 
 
 def _recited(summary: dict[str, Any]) -> str:
-    return (
-        "`Remember: ...`"
-        if "second" not in summary
-        else "`Remember: ...`, `Song: ...`; after a paragraph it often asks for `The song:`"
-    )
+    return "`Remember: ...`" if "second" not in summary else "`Remember: ...`, `The song: ...`"
 
 
 def _training(summary: dict[str, Any]) -> str:
@@ -112,14 +108,16 @@ def _training(summary: dict[str, Any]) -> str:
 def _second(summary: dict[str, Any]) -> str:
     if "second" not in summary:
         return ""
-    second = summary["second"]
-    right = second["measured"]["refrain16_far_csa_hidden"]
+    second, third = summary["second"], summary["third"]
+    right = third[-1]["measured"]["refrain16_far_csa_hidden"]
     lessons = sum(lesson.steps for lesson in LESSONS)
     return (
         f" These numbers are from the end of a second run of {second['steps']:,} steps and {second['tokens']:,} tokens "
         f"({second['seconds'] / 60:.1f} minutes on one {second['device']}), after {lessons} steps on a CPU that taught "
-        "the attention of HCA layers a refrain: with CSA entries hidden, a word sung 16 times comes back 900 tokens "
-        f"later with accuracy {right:.2f}."
+        "the attention of HCA layers a refrain. A third run left the refrain's words out of the text loss, for the "
+        f"model sang unasked: {sum(part['steps'] for part in third)} steps and "
+        f"{sum(part['tokens'] for part in third):,} tokens on a {third[-1]['device'].upper()}. After it, with CSA "
+        f"entries hidden, a word sung 16 times comes back 900 tokens later with accuracy {right:.2f}."
     )
 
 

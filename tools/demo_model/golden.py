@@ -3,7 +3,8 @@
     python tools/demo_model/golden.py
 
 Of the prompts below the twelve are kept whose least certain token leads its rival by most, in `official` numerics: what
-is recorded should not hang on the last bit of a sum. `exact` and the NVFP4 checkpoint continue the same twelve.
+is recorded should not hang on the last bit of a sum. A text that recites a recall task is left out, however certain.
+`exact` and the NVFP4 checkpoint continue the same twelve.
 Afterwards the tests should pass with MKL_CBWR=AVX2 and MKL_CBWR=SSE4_1 too; a prompt whose tokens do not is taken out.
 """
 
@@ -75,7 +76,6 @@ What, ho! my
 By my troth, I
 O, my good
 The king of Israel
-And David said to
 He shall not
 It is written,
 This document describes the
@@ -131,6 +131,7 @@ def continuations(llm: LLM, prompts: list[str]) -> list[dict[str, Any]]:
 def main() -> None:
     prompts = [prompt.replace("\\n", "\n") for prompt in PROMPTS]
     rows = continuations(LLM("flash-mini", engine=LIMITS), prompts)
+    rows = [row for row in rows if "song" not in row["text"].lower() and "Remember" not in row["text"]]
     clearest = sorted(rows, key=lambda row: -min(row["gaps"]))[:NUM_KEPT]
     kept = [row["prompt"] for row in clearest]
     golden = {

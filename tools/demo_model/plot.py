@@ -48,7 +48,8 @@ def draw_costs(axes: Any, evaluations: dict[str, dict[str, Any]]) -> None:
     bars = axes.barh(list(values), list(values.values()))
     axes.bar_label(bars, fmt="%+.2f %%", padding=3, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlim(0, 1.25 * max(values.values()))
+    margin = 0.3 * (max(values.values()) - min(values.values()))
+    axes.set_xlim(min(0, *values.values()) - margin * (min(values.values()) < 0), max(values.values()) + margin)
     axes.set_xlabel(f"perplexity against {base:.3f}, %")
     axes.invert_yaxis()
 

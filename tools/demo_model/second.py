@@ -76,7 +76,9 @@ def make_batch(
     for row, (kind, view) in enumerate(generator.random((count, 2))):
         if kind < settings.refrain_share:
             copies = int(generator.choice(settings.copies))
+            text = ids[row].copy()
             places = write_refrain(ids[row, : length + 1], words, generator, copies, settings.questions)
+            weights[row, ids[row, 1 : length + 1] != text[1 : length + 1]] = 0.0  # to be heard, not to be sung
             asked[row, np.array(places) - 1] = True  # target t is token t + 1
             hides_csa[row], hides_hca[row] = view < settings.csa_hidden, view >= 1 - settings.hca_hidden
         elif kind < settings.refrain_share + settings.needle_share:
