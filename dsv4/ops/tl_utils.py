@@ -140,14 +140,14 @@ def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-# ---- launches that overlap, and data fetched ahead ----
+# ---- launches that overlap, and data fetched ahead into L2 ----
 #
 # A launch with `launch_pdl` begins as soon as every program of the launch before it has called `pdl_trigger` or ended.
 # `pdl_wait` returns when that launch has ended and all it wrote can be read. The rule: every program of such a launch
-# waits, and before its wait it writes nothing and reads weights only. So the end of a launch is the end of all launches
-# before it, and it does not matter whether a kernel calls `pdl_trigger` before or after its own wait. A kernel that is
-# launched without `launch_pdl` needs no wait; its `pdl_trigger` is for the launch behind it. In the interpreter all of
-# this is nothing.
+# waits, and before its wait it writes nothing and reads only what no launch of a step writes: weights, and the batch's
+# positions and slots. So the end of a launch is the end of all launches before it, and it does not matter whether a
+# kernel calls `pdl_trigger` before or after its own wait. A kernel that is launched without `launch_pdl` needs no wait;
+# its `pdl_trigger` is for the launch behind it. In the interpreter all of this is nothing.
 
 if not IS_INTERPRETED and HAS_TRITON:
     _gdc = importlib.import_module("triton.language.extra.cuda")

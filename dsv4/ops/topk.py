@@ -52,7 +52,6 @@ class TopkConfig:
     max_grid_keys: int = 4096
     grid_programs: int = 128  # of a row, at most
     grid_warps: int = 8
-    is_cooperative: bool = False  # the driver sees to it that all programs run at once
 
     def spread(self, num_rows: int, num_columns: int, device: torch.device) -> int:
         """Programs of one row that wait for each other, a power of two; 0 where rows are short or too many.
@@ -209,16 +208,13 @@ def _select_spread(
     num_maxima = min(max(2 * next_power_of_2(k), 512, programs), programs * chunk)
     scratch = torch.empty(num_rows, scratch_len(programs, num_maxima), dtype=torch.int32, device=scores.device)
     counters = arrival_counters("topk_select", scores.device)[programs.bit_length() * COUNTERS_OF_SPREAD :]
-    options = config.options(config.grid_warps)
-    if config.is_cooperative:
-        options["launch_cooperative_grid"] = True
     phases = NUM_PHASES if num_columns > GRID_LIST else 3  # of the interpreter: a short list cannot overflow
     for phase in range(phases) if IS_INTERPRETED else (-1,):
         topk_grid_kernel[(programs, num_rows)](
             scores, lengths, counters, scratch, picks, num_columns, *scores.stride(),
             K=k, K_BLOCK=max(next_power_of_2(k), 32), PROGRAMS=programs, CHUNK=chunk, MAXIMA=num_maxima // programs,
             THREADS=min(32 * config.grid_warps, chunk), SMALL=max(1024, num_maxima), SCRATCH=scratch.shape[1],
-            PHASE=phase, **flags, **options,
+            PHASE=phase, **flags, **config.options(config.grid_warps),
         )  # fmt: skip
 
 
