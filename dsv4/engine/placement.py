@@ -87,10 +87,13 @@ class ModelBytes:
         """Whole layers of experts, for calls that choose more than there are slots for."""
         return min(self.routed, -(-STAGED_EXPERT_LAYERS * self.routed // self.num_moe_blocks))
 
+    def slot(self, num_experts: int) -> int:
+        """One expert of every block."""
+        return self.routed // (num_experts * self.num_moe_blocks) * self.num_moe_blocks
+
     def slots_in(self, spare: int, num_experts: int) -> int:
         """How many experts of every block fit into `spare` bytes."""
-        expert = self.routed // (num_experts * self.num_moe_blocks)
-        return min(num_experts, max(0, spare) // (expert * self.num_moe_blocks))
+        return min(num_experts, max(0, spare) // self.slot(num_experts))
 
 
 def place_experts(

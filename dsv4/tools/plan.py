@@ -217,6 +217,13 @@ class _Planner:
             self._cache_bytes[engine] = self.schema(engine).total_bytes
         return self._cache_bytes[engine]
 
+    @property
+    def least_slots(self) -> int:
+        """Bytes of the fewest experts that must be on a device: those one token chooses, of every block."""
+        config = self.config
+        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
+        return config.num_experts_per_tok * sizes.slot(config.n_routed_experts)
+
     def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
         """One GPU's share of the workload `engine`."""
         offload = self.offload_experts if offload_experts is None else offload_experts
@@ -224,7 +231,7 @@ class _Planner:
         routed, num_experts = self.routed_bytes, self.config.n_routed_experts
         on_gpu = routed // num_experts * -(-num_experts // gpus)
         if offload:
-            on_gpu = ModelBytes(0, on_gpu, self.num_moe_blocks, 0).staging
+            on_gpu = min(on_gpu, ModelBytes(0, on_gpu, self.num_moe_blocks, 0).staging + self.least_slots)
         return MemoryBudget(
             weights=self.total_bytes - routed + on_gpu,
             cache=self.cache_bytes(share),
@@ -287,7 +294,8 @@ class _Planner:
             raise ConfigError(f"host_speed must be a positive number of bytes a second, found {host_speed!r}")
         config, num_experts = self.config, self.config.n_routed_experts
         expert_bytes = self.routed_bytes // (num_experts * self.num_moe_blocks)
-        num_slots = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0).slots_in(fit.spare_bytes, num_experts)
+        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
+        num_slots = sizes.slots_in(fit.spare_bytes + self.least_slots, num_experts)
         num_fixed = divide_slots(num_slots, config, self.engine).num_fixed
         uses = config.num_hidden_layers * config.num_experts_per_tok
         moved = round(uses * (1 - num_slots / num_experts) * expert_bytes)

@@ -137,7 +137,8 @@ def test_auto_offloads_nothing_that_fits(folder, wanted):
 def reserved(config):
     """Bytes of everything but slots, and of one expert of every layer."""
     planned = plan(config, LIMITS, gpu="1000", offload_experts=True)
-    return planned.budget.total, planned.weights.routed_expert_bytes // config.n_routed_experts
+    expert = planned.weights.routed_expert_bytes // config.n_routed_experts
+    return planned.budget.total - config.num_experts_per_tok * expert, expert
 
 
 @pytest.mark.parametrize("room", [2, 12.5])
@@ -158,7 +159,10 @@ def test_auto_is_what_the_plan_says(tmp_path, monkeypatch, room):
 def test_no_room_for_one_token(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "model", CONFIG)
     others, expert = reserved(CONFIG)
-    monkeypatch.setattr(offload_load, "_usable_bytes", lambda device: others + 2 * expert - 1)
+    usable = others + 2 * expert
+    planned = (plan(CONFIG, LIMITS, gpu=str(size / GIB), offload_experts=True) for size in (usable - 1, usable + 1))
+    assert [found.fits[0].fits for found in planned] == [False, True]
+    monkeypatch.setattr(offload_load, "_usable_bytes", lambda device: usable - 1)
     with pytest.raises(OffloadError, match="one token's 2 experts of every layer, found room for 1: lower the limits"):
         LLM(folder, engine=LIMITS, offload_experts="auto")
 

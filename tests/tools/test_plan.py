@@ -105,7 +105,8 @@ def test_experts_are_divided_and_offloaded():
     assert three.budget.weights == one.weights.total_bytes - routed + routed // 256 * 86
     offloaded = plan(FLASH, engine, gpu="h200", offload_experts=True)
     assert offloaded.budget.host == routed
-    assert offloaded.budget.weights == one.weights.total_bytes - routed + routed * 2 // 44
+    staged, chosen = routed * 2 // 44, routed * 6 // 256  # two layers whole, and what one token chooses of every layer
+    assert offloaded.budget.weights == one.weights.total_bytes - routed + staged + chosen
     assert plan(FLASH, engine, with_draft=False, gpu="1").weights.total_bytes < one.weights.total_bytes
 
 
