@@ -101,7 +101,10 @@ def case(model: str, ratio: int, context: int, requests: int, chunk: int = 1, pl
 BATCHES = (1, 2, 8, 32, 64, 128, 256)
 CASES = [
     *(case(model, CSA, K64, batch) for model in HEADS for batch in BATCHES),
-    *(case("flash", HCA, context, batch) for context in (K64, M1) for batch in (1, 64)),
+    *(case("flash", HCA, K64, batch) for batch in (1, 64)),
+    *(case("flash", HCA, M1, batch) for batch in (1, 4, 16, 64)),
+    case("pro", HCA, M1, 16),
+    case("flash", HCA, M1, 1, 2048),
     *(case("flash", CSA, M1, batch) for batch in (1, 64)),
     *(case("flash", CSA, K64, 1, chunk) for chunk in (2048, 8192)),
     case("pro", CSA, K64, 1, 8192),

@@ -115,7 +115,7 @@ def _head(rows: int, width: int, has_norm: bool) -> BenchCase:
 
 
 CASES = [
-    *(_boundary(rows, width, False) for width in (4096, 7168) for rows in (1, 4, 16, 64, 256, 4096)),
+    *(_boundary(rows, width, False) for width in (4096, 7168) for rows in (1, 4, 16, 64, 256, 1024, 4096)),
     _boundary(1, 4096, True),
     _boundary(4096, 7168, True),
     _enter(1, 4096),

@@ -61,7 +61,7 @@ def make_work(
 
     def score() -> torch.Tensor:
         return index_scores(
-            q, weights, keys, batch, slice(None), RATIO, TOP_K, config, TOPK_CONFIG
+            q, weights, keys, batch, slice(None), RATIO, TOP_K, config
         )[0]  # fmt: skip
 
     return Work(score, read, 4 * pairs, flops)
@@ -90,9 +90,10 @@ def _queries(tokens: int, kind: str) -> BenchCase:
 
 
 SHAPES = [(1, 1, 65536), (1, 1, 1 << 20), (64, 1, 65536), (1, 2048, 65536)]
+BATCH_AT_1M = (16, 1, 1 << 20)
 CASES = [
     *(_queries(tokens, kind) for tokens in (1, 64, 4096) for kind in FORMATS),
-    *(_case(*shape, "fp4", is_whole) for shape in SHAPES for is_whole in (False, True)),
+    *(_case(*shape, "fp4", is_whole) for shape in [*SHAPES, BATCH_AT_1M] for is_whole in (False, True)),
     *(_case(*shape, "fp8", False) for shape in SHAPES[1:]),
     _case(1, 1, 2048, "fp4", True),  # everything fits: nothing is scored
 ]

@@ -8,11 +8,11 @@ from dsv4.ops.topk import TOPK_CONFIG, TopkConfig, launch_topk
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 # the default and what it is compared with
+NEVER = 1 << 24  # columns
 VARIANTS = {
     "": TOPK_CONFIG,
-    "-two-launches": TopkConfig(grid_row=1 << 24),
-    "-one-program": TopkConfig(grid_row=1 << 24),
-    "-long": TopkConfig(short_row=8192, grid_row=1 << 24),
+    "-one-program": TopkConfig(long_row=NEVER),
+    "-shared": TopkConfig(lone_rows=0),
 }
 
 
@@ -28,13 +28,12 @@ def _case(rows: int, columns: int, k: int, ascending: bool = True, variant: str 
 
 
 CASES = [
-    *(_case(1, 262144, 512, variant=variant) for variant in ("", "-two-launches")),
-    *(_case(rows, 262144, 512) for rows in (2, 16, 64)),
-    _case(1, 262144, 1024),
+    *(_case(1, 262144, 512, variant=variant) for variant in ("", "-shared")),
+    *(_case(rows, 262144, 512) for rows in (2, 4, 8, 16, 32, 64, 300)),
+    *(_case(rows, 262144, 1024) for rows in (1, 16, 300)),
     *(_case(rows, columns, 512) for columns in (2048, 16384) for rows in (1, 64, 256)),
     *(_case(rows, 16384, 512) for rows in (8, 32)),
-    _case(1, 16384, 512, variant="-one-program"),
-    _case(64, 16384, 512, variant="-long"),
+    *(_case(rows, 16384, 512, variant="-one-program") for rows in (1, 64)),
     _case(4096, 2048, 512),
     _case(1, 262144, 512, ascending=False),
 ]

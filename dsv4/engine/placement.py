@@ -15,6 +15,8 @@ GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
 GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
+ATTENTION_STATES = 4224  # of 64 heads, stored at once where HCA entries are many (ops/attention.py)
+ATTENTION_RUN_TOKENS = 131_072  # of context, from which on they are
 STAGED_EXPERT_LAYERS = 2  # the layer in use and the one being copied
 CACHED_EXPERTS_PER_CHOICE = 4  # least slots that come and go, for each expert a token chooses
 
@@ -121,8 +123,8 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
     experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
     queries, picked entries) and experts (gate, up and activation of the chosen and the shared one, and their outputs).
-    Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), and FP32 logits twice for
-    each token that is sampled.
+    Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), states of attention over long
+    contexts (FP32), and FP32 logits twice for each token that is sampled.
     """
     sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
     num_tokens = max(engine.max_chunk_tokens, sampled)
@@ -134,8 +136,11 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     num_experts = config.num_experts_per_tok + config.n_shared_experts
     experts = num_experts * 2 * (3 * config.moe_intermediate_size + hidden)
     scores = 4 * min(num_tokens, INDEX_SCORE_ROWS) * -(-engine.max_context_tokens // CSA_RATIO)
+    num_runs = -(-engine.max_context_tokens // ATTENTION_RUN_TOKENS)
+    num_states = num_tokens * -(-config.num_attention_heads // 64) * num_runs if num_runs > 1 else 0
+    states = 4 * 64 * config.head_dim * min(num_states, ATTENTION_STATES)
     logits = 2 * 4 * sampled * config.vocab_size
-    return num_tokens * (streams + max(attention, experts)) + scores + logits
+    return num_tokens * (streams + max(attention, experts)) + scores + states + logits
 
 
 def graph_bytes(num_layers: int, engine: EngineConfig) -> int:

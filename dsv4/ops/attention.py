@@ -4,9 +4,9 @@ For query t: keys are the window positions max(0, t - window + 1) .. t and the p
 (HCA), with no de-duplication. logit = q.k / sqrt(d); o = sum e^(l - M) v / (sum e^(l - M) + e^(sink - M)), M the
 highest logit of a real key. With rope frequencies the last dims of the output are rotated back to position 0.
 
-Kernels (attention_kernels.py): tiles of 64 keys, folded in order. Many queries: one program takes all tiles of a query
-and 64 heads. Few queries: every tile is a program of its own, and a second launch folds what they stored. Both give the
-same bits, so the choice may depend on the batch.
+Kernels (attention_kernels.py): tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a
+program takes all runs of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles
+stored. All give the same bits, so the choice may depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from dsv4.cache.handle import PagedView, WindowView
 from dsv4.config import BLOCK_TOKENS
 from dsv4.formats.row_store import RowStore, decode_rows
 from dsv4.formats.rows import ENTRY_GROUP, RowKind
-from dsv4.ops.attention_kernels import HEADS, KEYS, _attend_kernel, _combine_kernel
+from dsv4.ops.attention_kernels import (
+    BY_RUN,
+    BY_TILE,
+    HEADS,
+    IN_TURN,
+    KEYS,
+    RUN,
+    WHOLE,
+    _attend_kernel,
+    _combine_kernel,
+)
 from dsv4.ops.history import gather_history
 from dsv4.ops.indexer import gather_entries, num_visible
 from dsv4.ops.invariant import KEY_TILE, QUERY_TILE, accumulator, exp
@@ -115,19 +125,54 @@ def _visible_picks(picks: Tensor | None, entries: PagedView, batch: TokenBatch, 
 class AttentionPlan(NamedTuple):
     """How the work is cut; no choice here changes a bit.
 
-    `split_programs`: a batch is split into tiles when that makes no more programs than this. `wide`: 64-wide groups of
-    a row in one matrix; `ahead`: groups fetched a tile ahead. `combine_rows`, `combine_tiles`: heads a program folds,
-    and tiles it has under way. `overlap`: the second launch may begin before the first has ended.
+    `max_states`: no more states than this are stored, of 128 KB each; four waves of queries with eight runs. `wide`:
+    64-wide groups of a row in one matrix; `ahead`: groups fetched a tile ahead. `combine_rows`: heads a program folds
+    of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a launch may begin before the one before
+    it has ended.
     """
 
-    split_programs: int = 400
+    max_states: int = 4224
+    multiprocessors: int = 132
     num_warps: int = 8
     wide: int = 2
     ahead: int = 2
     combine_rows: int = 8
+    combine_run_rows: int = 16
     combine_warps: int = 4
-    combine_tiles: int = 16
+    combine_runs: int = 8
     overlap: bool = True
+
+    def cut(self, num_programs: int, num_tiles: int, run_tiles: int) -> int:
+        """What a program takes, by counts that the host knows: `num_tiles` is what a block table has room for."""
+        num_runs = -(-num_tiles // run_tiles)
+        times = self.predicted_us(num_programs, num_tiles, run_tiles)
+        if num_programs * num_runs > self.max_states:
+            del times[BY_RUN]
+        if num_programs * num_tiles > self.max_states:
+            del times[BY_TILE]
+        cut = min(times, key=times.__getitem__)
+        return WHOLE if num_runs <= 1 and cut != BY_TILE else cut
+
+    def predicted_us(self, num_programs: int, num_tiles: int, run_tiles: int) -> dict[int, float]:
+        """Times on an H200, within 12 % of what was measured: few programs are worth a state stored for every tile or
+        run, which takes as long as 1/40 or 1/80 of a tile on a chip that is full.
+        """
+        runs_at_once = run_tiles * self.multiprocessors
+        tile_us = 5.2 if num_tiles > run_tiles else 6.0
+        return {
+            BY_TILE: 15 + 0.125 * num_programs * num_tiles,
+            BY_RUN: 15
+            + tile_us * run_tiles * -(-num_programs * num_tiles // runs_at_once)
+            + 0.06 * num_programs * -(-num_tiles // run_tiles),
+            IN_TURN: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
+        }
+
+    def range_tokens(self, token_states: int) -> int:
+        """Tokens of a launch that stores so many states a token; in fours, so that pointers keep the alignment that a
+        kernel is compiled for.
+        """
+        most = max(self.max_states // token_states, 1)
+        return most if most < 4 else most // 4 * 4
 
 
 PLAN = AttentionPlan()
@@ -146,9 +191,9 @@ def sparse_attention(
 
 def launch_attention(
     plan: AttentionPlan, q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None,
-    picks: Tensor | None, sink: Tensor, batch: TokenBatch, window_len: int, freqs: Tensor | None,
+    picks: Tensor | None, sink: Tensor, batch: TokenBatch, window_len: int, freqs: Tensor | None, run_tiles: int = RUN,
 ) -> Tensor:  # fmt: skip
-    """`sparse_attention` cut as `plan` says."""
+    """`sparse_attention` cut as `plan` says. `run_tiles` changes the order of sums, and so the bits."""
     check_launch(q, rows.data, window.rows.data, sink, batch.positions, picks, freqs)
     _check(q, rows, window, entries, picks, sink, batch, freqs)
     num_tokens, num_heads, dim = q.shape
@@ -156,7 +201,6 @@ def launch_attention(
     if num_tokens == 0 or num_heads == 0:
         return out
     assert rows.scales is not None
-    fresh = _target(replace(rows, data=rows.data.unsqueeze(1), scales=rows.scales.unsqueeze(1)))
     ring = _target(window.rows)
     pages = ring if entries is None else _target(entries.rows)  # an unused pointer still needs a tensor
     picked = batch.positions.unsqueeze(1) if picks is None or picks.shape[1] == 0 else picks
@@ -171,30 +215,43 @@ def launch_attention(
     num_entries = 0
     if has_entries and entries is not None:
         num_entries = table.shape[1] * entries.entries_per_block if picks is None else picks.shape[1]
-    num_slices = -(-window_len // KEYS) + -(-num_entries // KEYS)
+    num_tiles = -(-window_len // KEYS) + -(-num_entries // KEYS)
     head_blocks = -(-num_heads // HEADS)
-    num_programs = num_tokens * head_blocks
-    is_split = num_programs * num_slices <= plan.split_programs
-    part, highest, total = _scratch(num_programs * num_slices if is_split else 0, dim, q.device)
+    cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
+    num_runs = -(-num_tiles // run_tiles)
+    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, BY_TILE: num_tiles}[cut]
+    most_tokens = min(plan.range_tokens(head_blocks * num_runs), num_tokens) if cut == IN_TURN else num_tokens
+    num_states = 0 if cut == WHOLE else most_tokens * head_blocks * num_parts
+    states, highest, total = _scratch(num_states, dim, q.device)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
-        "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None,
+        "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None, "RUN": run_tiles, "CUT": cut,
     }  # fmt: skip
-    _attend_kernel[(num_programs, num_slices if is_split else 1)](
-        q, q.stride(0), q.stride(1), out, num_heads, dim**-0.5 * LOG2_E, sink, angles, positions, slots,
-        batch.chunk_starts.contiguous(), fresh, ring, window.positions, window.positions.stride(0), pages,
-        picked, picked.stride(0), table, table.stride(0), part, highest, total, num_slices,
-        **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))), IS_SPLIT=is_split,
-        WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
-        num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
-    if is_split:
-        _combine_kernel[(num_programs, HEADS // plan.combine_rows, dim // ENTRY_GROUP)](
-            part, highest, total, num_slices, out, num_heads, sink, angles, positions, slots,
-            **shape, ROWS=plan.combine_rows, AT_ONCE=plan.combine_tiles,
-            num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
+    chunk_starts = batch.chunk_starts.contiguous()
+    for start in range(0, num_tokens, most_tokens):
+        # every pointer at the first token of a range; the rows of tokens before it lie before it
+        part = slice(start, start + most_tokens)
+        fresh = _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
+        num_programs = min(most_tokens, num_tokens - start) * head_blocks
+        _attend_kernel[(num_programs, 1 if cut == IN_TURN else num_parts)](
+            q[part], q.stride(0), q.stride(1), out[part], num_heads, dim**-0.5 * LOG2_E, sink, angles, positions[part],
+            slots[part], chunk_starts[part], fresh, ring, window.positions, window.positions.stride(0), pages,
+            picked[part], picked.stride(0), table, table.stride(0), states, highest, total, num_parts,
+            **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
+            WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
+            num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
+            launch_pdl=plan.overlap and cut == IN_TURN,
         )  # fmt: skip
+        if cut in (BY_RUN, BY_TILE):
+            rows_at_once, parts_at_once = (
+                (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
+            )
+            _combine_kernel[(num_programs, HEADS // rows_at_once, dim // ENTRY_GROUP)](
+                states, highest, total, num_parts, out[part], num_heads, sink, angles, positions[part], slots[part],
+                **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
+                num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
+            )  # fmt: skip
     return out
 
 
@@ -266,8 +323,8 @@ def _is_aligned(target: RowTarget) -> bool:
     return not (target.data.storage_offset() % 16 or target.data_stride % 16 or target.data_row % 16)
 
 
-def _scratch(num_tiles: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What tiles store: P V, highest logit and sum, of every head."""
-    part = torch.empty((num_tiles, HEADS, dim), dtype=torch.float32, device=device)
-    highest, total = torch.empty((2, num_tiles, HEADS), dtype=torch.float32, device=device).unbind(0)
+def _scratch(num_states: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What programs store: P V, highest logit and sum, of every head."""
+    part = torch.empty((num_states, HEADS, dim), dtype=torch.float32, device=device)
+    highest, total = torch.empty((2, num_states, HEADS), dtype=torch.float32, device=device).unbind(0)
     return part, highest, total

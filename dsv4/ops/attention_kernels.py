@@ -1,15 +1,17 @@
 """The kernels of ops/attention.py: one tile of 64 keys at a time, folded from the first to the last.
 
-A tile has its own highest logit, its own sum and its own product P V, which begins at zero. The state of a query is the
-left fold of its tiles (`_fold`). So it does not matter to the bits whether one program takes all tiles of a query in
-turn, or every tile is a program of its own and `_combine_kernel` folds what they stored. P V is folded some columns at
-a time: a second set of accumulators would not fit the registers. The order of tiles is that of the keys: window, oldest
-first, then entries.
+A tile has its own highest logit, its own sum and its own product P V, which begins at zero. A run of RUN tiles has the
+left fold of its tiles (`_fold`), and a query that of its runs. So it does not matter to the bits what a program takes:
+a query, which stores the state of every run that ends and folds them when all have (a second set of accumulators would
+not fit the registers); or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at
+a time. The order of tiles is that of the keys: window, oldest first, then entries.
 
-Three things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
+Four things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
 where the result of a product visibly reaches another product, both warpgroups are given all rows, and every product is
-computed twice. Rows wait in registers as words: bytes would take a register each. And only the first AHEAD groups of
-a row are fetched a tile ahead; the others are on their way while those are decoded and multiplied.
+computed twice. The bound of the loop implies their condition: with a branch left in the machine code the next tile's
+rows are loaded before the products, whose fences then wait for them. Rows wait in registers as words: bytes would take
+a register each. And only the first AHEAD groups of a row are fetched a tile ahead; the others are on their way while
+those are decoded and multiplied.
 
 A row has 64-wide groups: seven of E4M3 with a scale each, and the BF16 rope group. Decoded groups lie side by side in
 matrices of WIDE groups.
@@ -22,7 +24,10 @@ from dsv4.ops.tl_utils import INTERPRET, cos_sin, jit, pdl_trigger, pdl_wait, tl
 
 KEYS = 64  # of a tile
 HEADS = 64  # of a program: the smallest matrix a Hopper warpgroup multiplies
+RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
+WHOLE, IN_TURN, BY_RUN, BY_TILE = 0, 1, 2, 3  # a program takes a query of one run, of any number, a run, a tile
 _KEYS, _HEADS = tl.constexpr(KEYS), tl.constexpr(HEADS)
+_IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)
 _WORDS = tl.constexpr(16)  # of four codes in a group, or of two bf16 values in half of one
 _BLOCK_TOKENS = tl.constexpr(128)
@@ -275,6 +280,113 @@ def _one_over_total(highest, total, heads, head_mask, sink_ptr):
     return tl.where(total == 0.0, 0.0, inverse)
 
 
+@jit
+def _store_part(part_ptr, highest_ptr, total_ptr, first_row, highest, total, out):
+    """The state of a tile or a run."""
+    COLS: tl.constexpr = out[0].shape[1]
+    rows = first_row + tl.arange(0, _HEADS)
+    cols = tl.arange(0, COLS)
+    tl.store(highest_ptr + rows, highest)
+    tl.store(total_ptr + rows, total)
+    for matrix in tl.static_range(len(out)):
+        tl.store(part_ptr + rows[:, None] * (len(out) * COLS) + matrix * COLS + cols[None, :], out[matrix])
+
+
+@jit
+def _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
+                  INVERSE_ROPE: tl.constexpr):  # fmt: skip
+    COLS: tl.constexpr = out[0].shape[1]
+    inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+    for matrix in tl.static_range(len(out)):
+        _finish(
+            out[matrix], first_out + matrix * COLS, len(out) * COLS, inverse, head_mask, position, freqs_ptr,
+            INVERSE_ROPE and matrix == len(out) - 1,
+        )  # fmt: skip
+
+
+@jit
+def _fold_state(state, other, is_first):
+    """The left fold of two states (highest, total, out); the first of all is taken as it is."""
+    highest, total, out = state
+    other_highest, other_total, part = other
+    new_highest = tl.maximum(highest, other_highest)
+    shrink = tl.exp2(highest - new_highest)
+    share = tl.exp2(other_highest - new_highest)
+    return (
+        tl.where(is_first, other_highest, new_highest),
+        tl.where(is_first, other_total, total * shrink + other_total * share),
+        tl.where(is_first, part, _fold(out, shrink, part, share)),
+    )
+
+
+@jit
+def _where(exists, state, otherwise):
+    """What is behind the last part changes nothing: not even the sign of a zero."""
+    return (
+        tl.where(exists, state[0], otherwise[0]),
+        tl.where(exists, state[1], otherwise[1]),
+        tl.where(exists[:, None], state[2], otherwise[2]),
+    )
+
+
+@jit
+def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.full([ROWS], _NONE, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+
+
+@jit
+def _load_parts(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_parts, DIM: tl.constexpr,
+                AT_ONCE: tl.constexpr):  # fmt: skip
+    """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
+    parts = ()
+    for step in tl.static_range(AT_ONCE):
+        row = (first_part + start + step) * _HEADS + rows
+        exists = (row * 0 + start + step) < num_parts
+        parts += (
+            (
+                exists,
+                (
+                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
+                    tl.load(total_ptr + row, mask=exists, other=0.0),
+                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
+                ),
+            ),
+        )  # type: ignore[assignment]
+    return parts
+
+
+@jit
+def _fold_runs(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, num_runs, DIM: tl.constexpr,
+               AT_ONCE: tl.constexpr):  # fmt: skip
+    """The left fold of stored runs, for some heads and columns."""
+    state = _no_part(rows.shape[0], cols.shape[0])
+    for start in range(0, num_runs, AT_ONCE):
+        parts = _load_parts(
+            part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_runs, DIM, AT_ONCE
+        )  # fmt: skip
+        for step in tl.static_range(AT_ONCE):
+            exists, part = parts[step]  # type: ignore[var-annotated]
+            state = _where(exists, _fold_state(state, part, start + step == 0), state)
+    return state
+
+
+@jit
+def _same(values):
+    """A maximum of equal values: without it the compiler changes their layout at every tile, for the sake of a store
+    at the last of a run.
+    """
+    return tl.max(tl.broadcast_to(values[:, None], [_HEADS, _KEYS]), axis=1)
+
+
+@jit
+def _empty(MATRICES: tl.constexpr, COLS: tl.constexpr):
+    """The state of no keys: highest, total, out."""
+    out = ()
+    for _ in tl.static_range(MATRICES):
+        out += (tl.zeros([_HEADS, COLS], tl.float32),)  # type: ignore[assignment]
+    return tl.full([_HEADS], _NONE, tl.float32), tl.zeros([_HEADS], tl.float32), out
+
+
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
 def _attend_kernel(
     q_ptr, stride_qt, stride_qh, out_ptr, num_heads, scale, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
@@ -282,7 +394,7 @@ def _attend_kernel(
     stride_bs, part_ptr, highest_ptr, total_ptr, num_slices,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
-    ALIGNED: tl.constexpr, IS_SPLIT: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
     pdl_trigger()
@@ -293,16 +405,25 @@ def _attend_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int32)
     chunk_start = tl.load(chunk_starts_ptr + token).to(tl.int32)
     num_tiles = _num_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
-    first, last = num_tiles * 0, num_tiles
-    if IS_SPLIT:
-        first = tl.program_id(1)
-        last = first + 1
-        if first >= num_tiles:
+    base, start, stop = num_tiles * 0, num_tiles * 0, num_tiles
+    work = num_tiles  # more than zero in the loop
+    if CUT == _BY_TILE:
+        start = tl.program_id(1)
+        stop = start + 1
+        if start >= num_tiles:
             return
+    if CUT == _BY_RUN:
+        base = tl.program_id(1) * RUN
+        num_tiles = tl.minimum(num_tiles, base + RUN)  # of this run and those before
+        stop = num_tiles - base
+        work = stop
+        if (stop <= 0) & (base > 0):
+            return
+    first = base + start
     DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
     MATRICES: tl.constexpr = (NUM_GROUPS + 1) // WIDE
     COLS: tl.constexpr = WIDE * _GROUP
-    AHEAD_GROUPS: tl.constexpr = NUM_GROUPS + 2 if IS_SPLIT else AHEAD
+    AHEAD_GROUPS: tl.constexpr = NUM_GROUPS + 2 if CUT == _BY_TILE else AHEAD
     cols = tl.arange(0, COLS)
 
     ids = _tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
@@ -310,11 +431,7 @@ def _attend_kernel(
     for matrix in tl.static_range(MATRICES):
         q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + heads[:, None] * stride_qh + matrix * COLS + cols[None, :]
         q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
-    highest = tl.full([_HEADS], _NONE, tl.float32)
-    total = tl.zeros([_HEADS], tl.float32)
-    out = ()
-    for _ in tl.static_range(MATRICES):
-        out += (tl.zeros([_HEADS, COLS], tl.float32),)  # type: ignore[assignment]
+    highest, total, out = _empty(MATRICES, COLS)
     links = _tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
@@ -324,7 +441,7 @@ def _attend_kernel(
         ALIGNED,
     )  # fmt: skip
     ahead = _load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
-    if not IS_SPLIT:
+    if CUT != _BY_TILE:
         # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
         tile = first + 1
         ids = _tile_ids(tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
@@ -336,9 +453,9 @@ def _attend_kernel(
         next_ids = _tile_ids(
             tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
         )
-    for step in range(first, last):
-        tile = num_tiles * 0 + step
-        if not IS_SPLIT:
+    for step in range(start, stop):
+        tile = base + step
+        if CUT != _BY_TILE:
             # loaded again, so that nothing made of them waits in a register
             position = tl.load(positions_ptr + token, volatile=True).to(tl.int32)
             slot = tl.load(slots_ptr + token, volatile=True).to(tl.int32)
@@ -352,7 +469,7 @@ def _attend_kernel(
         shrink = tl.zeros([_HEADS], tl.float32)
         share = shrink
         is_now = is_key
-        if not IS_SPLIT:
+        if CUT != _BY_TILE:
             words_ptr, scale_word, exists, is_key = _tile_rows(
                 tile + 1, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW,
                 RING_LEN, ALIGNED,
@@ -366,11 +483,11 @@ def _attend_kernel(
             next_ids = _tile_ids(
                 tile + 3, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
             )
-        if num_tiles > 0:
+        if work > 0:
             # logit = (q @ k.T) * scale
             logits = tl.zeros([_HEADS, _KEYS], tl.float32)
             for matrix in tl.static_range(MATRICES):
-                if num_tiles > -1 - matrix:
+                if work > -1 - matrix:
                     logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
             tile_highest, wide_weight, tile_total = _probabilities(logits * scale, is_now)
             new_highest = tl.maximum(highest, tile_highest)
@@ -383,67 +500,80 @@ def _attend_kernel(
         for matrix in tl.static_range(MATRICES):
             folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
         out = folded
+        if CUT == _IN_TURN:  # noqa: SIM102
+            if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
+                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * _HEADS
+                _store_part(part_ptr, highest_ptr, total_ptr, part, _same(highest), _same(total), out)
+                highest, total, out = _empty(MATRICES, COLS)
 
-    if IS_SPLIT:
-        # one tile: highest, total and out are its own
-        row = (tl.program_id(0).to(tl.int64) * num_slices + first) * _HEADS + tl.arange(0, _HEADS)
-        tl.store(highest_ptr + row, highest)
-        tl.store(total_ptr + row, total)
-        for matrix in tl.static_range(MATRICES):
-            tl.store(part_ptr + row[:, None] * DIM + matrix * COLS + cols[None, :], out[matrix])
-    else:
-        inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
-        first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
-        for matrix in tl.static_range(MATRICES):
-            _finish(
-                out[matrix], first_out + matrix * COLS, DIM, inverse, head_mask, position, freqs_ptr,
-                INVERSE_ROPE and matrix == MATRICES - 1,
-            )  # fmt: skip
+    part = (tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)) * _HEADS
+    first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
+    if CUT == _BY_TILE:
+        _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+        return
+    if CUT == _BY_RUN:  # noqa: SIM102
+        # from the position again, so that the query's number of tiles need not wait in a register
+        if _num_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW) > RUN:
+            _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+            return
+    if CUT == _IN_TURN:  # noqa: SIM102
+        if num_tiles > RUN:
+            last_run = (num_tiles - 1) // RUN
+            _store_part(part_ptr, highest_ptr, total_ptr, part + last_run * _HEADS, highest, total, out)
+            tl.debug_barrier()  # what other threads stored is there
+            for matrix in tl.static_range(MATRICES):
+                highest, total, folded = _fold_runs(
+                    part_ptr, highest_ptr, total_ptr, tl.program_id(0).to(tl.int64) * num_slices,
+                    tl.arange(0, _HEADS), cols + matrix * COLS, last_run + 1, DIM, 8 // WIDE,
+                )  # fmt: skip
+                inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+                _finish(
+                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, freqs_ptr,
+                    INVERSE_ROPE and matrix == MATRICES - 1,
+                )  # fmt: skip
+            return
+    _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr, INVERSE_ROPE)
 
 
 @jit(do_not_specialize=("num_heads", "num_slices"))
 def _combine_kernel(
     part_ptr, highest_ptr, total_ptr, num_slices, out_ptr, num_heads, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
-    WINDOW: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Folds the tiles that `_attend_kernel` stored, for ROWS heads and one part of the columns: the same fold."""
+    """Folds what `_attend_kernel` stored, for ROWS heads and one part of the columns: tiles within a run of RUN, which
+    is AT_ONCE then, and runs. A query of one run that was not cut into tiles is done already.
+    """
     block = tl.program_id(0).to(tl.int64)
     token = block // HEAD_BLOCKS
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     heads = block % HEAD_BLOCKS * _HEADS + rows
     head_mask = heads < num_heads
     position = tl.load(positions_ptr + token)
-    num_tiles = _num_tiles(position, tl.load(slots_ptr + token), HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    num_parts = _num_tiles(position, tl.load(slots_ptr + token), HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    pdl_wait()
+    if CUT == _BY_RUN:
+        num_parts = (num_parts + RUN - 1) // RUN
+        if num_parts <= 1:
+            return
+    num_parts = tl.minimum(num_parts, num_slices)  # it is; a number the compiler knows would undo the batch of loads
     DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
     cols = tl.program_id(2) * _GROUP + tl.arange(0, _GROUP)
-    highest = tl.full([ROWS], _NONE, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, _GROUP], tl.float32)
-    pdl_wait()
-    for start in range(0, num_tiles, AT_ONCE):
-        parts = ()
-        for step in tl.static_range(AT_ONCE):
-            row = (block * num_slices + start + step) * _HEADS + rows
-            exists = (row * 0 + start + step) < num_tiles
-            parts += (
-                (
-                    exists,
-                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
-                    tl.load(total_ptr + row, mask=exists, other=0.0),
-                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
-                ),
-            )  # type: ignore[assignment]
-        for step in tl.static_range(AT_ONCE):
-            exists, tile_highest, tile_total, part = parts[step]  # type: ignore[var-annotated]
-            new_highest = tl.maximum(highest, tile_highest)
-            shrink = tl.exp2(highest - new_highest)
-            share = tl.exp2(tile_highest - new_highest)
-            # a tile behind the last changes nothing: not even the sign of a zero
-            highest = tl.where(exists, new_highest, highest)
-            total = tl.where(exists, total * shrink + tile_total * share, total)
-            out = tl.where(exists[:, None], _fold(out, shrink, part, share), out)
+    if CUT == _BY_RUN:
+        state = _fold_runs(part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, num_parts, DIM, AT_ONCE)
+    else:
+        state = _no_part(ROWS, _GROUP)
+        for start in range(0, num_parts, AT_ONCE):
+            parts = _load_parts(
+                part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, start, num_parts, DIM, AT_ONCE
+            )  # fmt: skip
+            run = _no_part(ROWS, _GROUP)
+            for step in tl.static_range(AT_ONCE):
+                exists, part = parts[step]  # type: ignore[var-annotated]
+                run = _where(exists, _fold_state(run, part, False), run)
+            state = _fold_state(state, run, start == 0)
+    highest, total, out = state
     inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
     column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * _HEADS + tl.program_id(1) * ROWS) * DIM
     if tl.program_id(2) == NUM_GROUPS:

@@ -10,7 +10,7 @@ Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the
 between one sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A
 fused op gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time, changes nothing.
 
-Kernels are in hyper_kernels.py, which says how they work. They take four streams of bf16 and
+Kernels are in hyper_kernels.py, which says how they work, and hyper_many_kernels.py. They take four streams of bf16 and
 fp32 mixing weights; non-contiguous tensors are copied first.
 """
 
@@ -25,14 +25,15 @@ from torch import Tensor
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
 from dsv4.ops.arrivals import arrival_counters
-from dsv4.ops.hyper_kernels import (
+from dsv4.ops.hyper_kernels import FEW_ROWS, hyper_kernel
+from dsv4.ops.hyper_many_kernels import hyper_many_kernel
+from dsv4.ops.hyper_streams import (
     FROM_EMBEDDING,
     FROM_STREAMS,
     FROM_SUBLAYER,
     MIX_COLS,
     NUM_STREAMS,
     hc_post_kernel,
-    hyper_kernel,
 )
 from dsv4.ops.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
 from dsv4.ops.norm import ROW_CONFIGS, rms_norm_ref
@@ -177,22 +178,32 @@ MAX_ROWS = 4096  # per launch: bounds the workspace, which is NUM_SPLITS * MIX_C
 SPLIT_COLS = {4096: 32, 8192: 64, 16384: 128}
 
 
+NUM_WORKERS = 32  # programs that share step 2 of few tokens once they have arrived
+MANY_REGISTERS = 128  # per thread: four programs of four warps on a multiprocessor, two of eight
+
+
 @dataclass(frozen=True)
-class HyperVariant:
-    """How a launch is cut up. Results do not depend on it: the order of sums follows from SPLIT_COLS alone."""
+class HyperTiles:
+    """How a launch for many tokens is cut up. Results do not depend on it: the order of sums follows from SPLIT_COLS
+    alone."""
 
-    tile_rows: int  # tokens of a program in step 1: fn is read and taken apart once for them
-    num_workers: int  # programs of a tile that share step 2 once they have arrived
-    max_registers: int | None = None  # per thread; None leaves it to ptxas
-
-
-FEW_ROWS = HyperVariant(tile_rows=16, num_workers=32)
-MANY_ROWS = HyperVariant(tile_rows=64, num_workers=64)
-FEW_ROWS_LIMIT = 16
+    tile_rows: int  # tokens of a program in step 1, a multiple of SUB_ROWS: fn is read and taken apart once for them
+    finish_rows: int  # tokens of a program in step 2
+    lag: int  # tiles whose step 1 is started before the first one's step 2
 
 
-def _registers(variant: HyperVariant) -> dict[str, int]:
-    return blackwell_registers(168) if variant.max_registers is None else {"maxnreg": variant.max_registers}
+# key: the largest number of tokens; up to FEW_ROWS there is nothing to choose
+TILES = {
+    512: HyperTiles(tile_rows=64, finish_rows=2, lag=8),
+    MAX_ROWS: HyperTiles(tile_rows=128, finish_rows=4, lag=4),
+}
+
+
+def pick_tiles(num_tokens: int) -> HyperTiles | None:
+    """None: the kernel for few tokens."""
+    if num_tokens <= FEW_ROWS:
+        return None
+    return next(tiles for limit, tiles in TILES.items() if num_tokens <= limit)
 
 
 @dataclass(frozen=True)
@@ -280,11 +291,9 @@ def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return new_streams
 
 
-def launch_hyper(
-    call: HyperCall, variant: HyperVariant | None = None, split_cols: int | None = None
-) -> HyperInput:  # fmt: skip
-    """The kernel for a checked call. The variant follows from the number of rows, and the columns of a split from
-    the hidden size, unless a benchmark chooses them; other splits are other sums.
+def launch_hyper(call: HyperCall, tiles: HyperTiles | None = None) -> HyperInput:
+    """Check a call and launch its kernel. Which one, and how it is cut up, follows from the number of rows unless a
+    test or a benchmark chooses `tiles`.
 
     Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
     """
@@ -295,18 +304,18 @@ def launch_hyper(
         rows = slice(start, start + MAX_ROWS)
         quant = None if result.quant is None else QuantActivation(result.quant.codes[rows], result.quant.scale[rows])
         part = HyperInput(result.streams[rows], result.hidden[rows], quant, result.post[rows], result.comb[rows])
-        chosen = variant or (FEW_ROWS if num_tokens <= FEW_ROWS_LIMIT else MANY_ROWS)
+        chosen = tiles or pick_tiles(min(num_tokens - start, MAX_ROWS))
         if hidden_size:
-            _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen, split_cols)
+            _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen)
     return result
 
 
-def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, split_cols: int | None) -> None:
+def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) -> None:
     num_tokens, hidden_size = call.x.shape[0], call.x.shape[-1]
     # tile and warps of the RMSNorm kernel: the same sum in the same order
     block, config = pick_config(ROW_CONFIGS, hidden_size, "the hidden size")
-    split_cols = split_cols or next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
-    num_splits, num_tiles = -(-hidden_size // split_cols), -(-num_tokens // variant.tile_rows)
+    split_cols = next(cols for limit, cols in sorted(SPLIT_COLS.items()) if hidden_size <= limit)
+    num_splits = -(-hidden_size // split_cols)
     x, device = _dense(call.x), call.x.device
     # an unused pointer still needs a tensor of the right kind
     out, post, comb = (x if tensor is None else _dense(tensor) for tensor in (call.out, call.post, call.comb))
@@ -320,16 +329,27 @@ def _launch_rows(call: HyperCall, result: HyperInput, variant: HyperVariant, spl
     numbers = num_tokens, call.settings.norm_eps, call.settings.hc_eps
     constants: dict[str, Any] = {
         "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
-        "SPLIT_BLOCK": next_power_of_2(num_splits), "TILE": variant.tile_rows, "NUM_MIXES": call.num_mixes,
+        "SPLIT_BLOCK": next_power_of_2(num_splits), "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
-        "HAS_CODES": quant is not None, **_registers(variant),
-        **LaunchConfig(variant.tile_rows, config.num_warps, launch_pdl=True).options,
+        "HAS_CODES": quant is not None,
     }  # fmt: skip
-    partial = torch.empty(num_tiles, variant.tile_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
-    hyper_kernel[(num_splits, num_tiles)](
-        *tensors, partial, arrival_counters(f"hyper, {num_splits} splits", device), *numbers,
-        NUM_WORKERS=min(variant.num_workers, num_splits), **constants,
-    )  # fmt: skip
+
+    def empty_partial(num_rows: int) -> Tensor:
+        return torch.empty(num_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
+
+    if tiles is None:
+        hyper_kernel[(num_splits,)](
+            *tensors, empty_partial(FEW_ROWS), arrival_counters(f"hyper, {num_splits} splits", device), *numbers,
+            NUM_WORKERS=min(NUM_WORKERS, num_splits), **constants, **blackwell_registers(168),
+            **LaunchConfig(FEW_ROWS, config.num_warps, launch_pdl=True).options,
+        )  # fmt: skip
+    else:
+        num_tiles, num_finishers = -(-num_tokens // tiles.tile_rows), tiles.tile_rows // tiles.finish_rows
+        hyper_many_kernel[(num_tiles * (num_splits + num_finishers),)](
+            *tensors, empty_partial(num_tiles * tiles.tile_rows), arrival_counters("hyper, cleared", device), *numbers,
+            tiles.lag, TILE=tiles.tile_rows, FINISH=tiles.finish_rows, **constants, maxnreg=MANY_REGISTERS,
+            **LaunchConfig(tiles.tile_rows, config.num_warps, launch_pdl=True).options,
+        )  # fmt: skip
 
 
 def _empty_result(call: HyperCall) -> HyperInput:

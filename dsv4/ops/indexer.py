@@ -4,9 +4,8 @@ I[t, s] = sum_h scale w[t, h] relu(q[t, h] . k[s]); visible are the entries s < 
 negative, so a score may be too. Ties go to the lower entry.
 
 Kernels: indexer_kernels.py for queries and scores, ops/topk.py for the selection. `index_topk` is two launches for
-every WORKSPACE_BYTES of scores, whatever the positions: the scores (for many long rows with the maxima the selection
-starts from), and the selection; one more before them, for many tokens, orders the queries' dimensions. A token whose
-visible entries all fit into top_k leaves all of them at once.
+every WORKSPACE_BYTES of scores, whatever the positions: the scores, and the selection; one more before them, for many
+tokens, orders the queries' dimensions. A token whose visible entries all fit into top_k leaves all of them at once.
 """
 
 from __future__ import annotations
@@ -35,16 +34,8 @@ from dsv4.ops.norm import KERNEL_DTYPES
 from dsv4.ops.rope import rope_ref
 from dsv4.ops.row_kernels import row_kind, row_shape
 from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, check_launch, next_power_of_2
-from dsv4.ops.topk import (
-    MAX_COLUMNS,
-    MAX_K,
-    TOPK_CONFIG,
-    LongRows,
-    TopkConfig,
-    select,
-    topk_select_ref,
-)
-from dsv4.ops.topk_kernels import LIST
+from dsv4.ops.topk import MAX_COLUMNS, MAX_K, TOPK_CONFIG, TopkConfig, select, topk_select_ref
+from dsv4.ops.topk_long_kernels import LIST
 
 WORKSPACE_BYTES = 256 << 20  # scores and lists of the tokens handled at once
 INDEX_FLAGS = {"ASCENDING": True, "DROP": False, "HAS_LENGTHS": True}
@@ -236,10 +227,8 @@ def index_topk(
 
 
 def row_bytes(capacity: int) -> int:
-    """Workspace of a token: scores, the lists of long rows (twice as long where rows are few) and an eighth of a
-    maximum, and the first keys.
-    """
-    return 13 * capacity + 4 * LIST
+    """Workspace of a token: scores, and the list of a long row."""
+    return 4 * capacity + 8 * LIST
 
 
 def launch_index_topk(
@@ -257,18 +246,16 @@ def launch_index_topk(
     num_rows = max(workspace_bytes // row_bytes(capacity), 1)
     for start in range(0, q.shape[0], num_rows):
         part = slice(start, start + num_rows)
-        scores, lengths, rows = index_scores(
-            q[part], weights[part], keys, batch, part, ratio, top_k, score_config, topk_config, scale
-        )
-        select(scores, lengths, rows, picks[part], topk_config, INDEX_FLAGS)
+        scores, lengths = index_scores(q[part], weights[part], keys, batch, part, ratio, top_k, score_config, scale)
+        select(scores, lengths, picks[part], topk_config, INDEX_FLAGS)
     return picks
 
 
 def index_scores(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, part: slice, ratio: int, top_k: int,
-    config: ScoreConfig, topk_config: TopkConfig, scale: float = 1.0,
-) -> tuple[Tensor, Tensor, LongRows | None]:  # fmt: skip
-    """Scores fp32 [Q, capacity] of the tokens `part` of the batch, how many entries each sees, maxima for long rows.
+    config: ScoreConfig, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores fp32 [Q, capacity] of the tokens `part` of the batch, and how many entries each sees.
 
     Written are the visible entries of tokens that see more than top_k.
     """
@@ -276,33 +263,25 @@ def index_scores(
     capacity = batch.block_table.shape[1] * keys.entries_per_block
     scores = torch.empty(num_tokens, capacity, dtype=torch.float32, device=q.device)
     lengths = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
-    is_long = topk_config.needs_maxima(num_tokens, capacity, q.device)
-    rows = LongRows.allocate(num_tokens, capacity, topk_config, q.device) if is_long else None
     group = config.group(num_tokens)
     q = q if q.stride(2) == 1 else q.contiguous()
     q = _in_planes(q, keys.rows.format) if group else q
     pointers = (
         q, weights.contiguous(), _key_words(keys.rows), batch.block_table, batch.positions[part].contiguous(),
-        batch.slots[part].contiguous(), scores, lengths if rows is None else rows.maxima, lengths,
-        lengths if rows is None else rows.arrivals, scale,
+        batch.slots[part].contiguous(), scores, lengths, scale,
     )  # fmt: skip
-    num_maxima = 0 if rows is None else rows.maxima.shape[1]
     strides = q.stride(0), q.stride(1), num_heads, batch.block_table.stride(0), capacity
     options: dict[str, Any] = {
         "KIND": row_kind(keys.rows.format), "NUM_HEADS": num_heads, "HEADS": max(next_power_of_2(num_heads), 16),
         "DIM": dim, "WORDS": keys.rows.format.data_bytes // 4, "PER_BLOCK": keys.entries_per_block,
-        "RATIO": ratio, "TOP_K": top_k, "HAS_MAXIMA": is_long,
-        **config.options(group > 0),
+        "RATIO": ratio, "TOP_K": top_k, **config.options(group > 0),
     }  # fmt: skip
     grid = config.grid(num_tokens, capacity)
     if group:
-        group_scores_kernel[grid](
-            *pointers, num_tokens, capacity, num_maxima, group, *strides,
-            TILE=config.group_tile, **options,
-        )  # fmt: skip
+        group_scores_kernel[grid](*pointers, num_tokens, capacity, group, *strides, TILE=config.group_tile, **options)
     else:
-        token_scores_kernel[grid](*pointers, capacity, num_maxima, *strides, TILE=config.tile, **options)
-    return scores, lengths, rows
+        token_scores_kernel[grid](*pointers, capacity, *strides, TILE=config.tile, **options)
+    return scores, lengths
 
 
 def _in_planes(q: Tensor, key_format: RowFormat) -> Tensor:

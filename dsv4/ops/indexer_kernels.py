@@ -17,7 +17,6 @@ from dsv4.formats.rows import INDEX_FP4_GROUP
 from dsv4.ops.hadamard import hadamard_rows
 from dsv4.ops.rope import rotate_pairs
 from dsv4.ops.row_kernels import INDEX_FP4
-from dsv4.ops.tl_math import ordered_bits
 from dsv4.ops.tl_utils import (
     INTERPRET,
     abs_bits,
@@ -31,12 +30,10 @@ from dsv4.ops.tl_utils import (
     jit,
     tl,
 )
-from dsv4.ops.topk_kernels import GROUP, group_maxima
 
 MAX_GROUP = 64  # tokens of one program
-_MAX_GROUP, _GROUP = tl.constexpr(MAX_GROUP), tl.constexpr(GROUP)
+_MAX_GROUP = tl.constexpr(MAX_GROUP)
 _INDEX_FP4, _FP4_GROUP = tl.constexpr(INDEX_FP4), tl.constexpr(INDEX_FP4_GROUP)
-_EMPTY = tl.constexpr(-0x80000000)
 _UPPER_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 
 
@@ -257,11 +254,8 @@ def plane_queries_kernel(
 
 
 @jit
-def _store_scores(
-    scores_ptr, maxima_ptr, key_tile, scales, q, weights, start, limit,
-    KIND: tl.constexpr, TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
-):  # fmt: skip
-    """Scores of one token against TILE entries from `start` on, stored where it sees them, and their maxima."""
+def _store_scores(scores_ptr, key_tile, scales, q, weights, start, limit, KIND: tl.constexpr, TILE: tl.constexpr):
+    """Scores of one token against TILE entries from `start` on, stored where it sees them."""
     # ordered_sum(weights * dots.relu(), heads), in an order of its own
     dots = tl.dot(key_tile, tl.trans(q))  # [TILE, HEADS]
     dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -273,10 +267,6 @@ def _store_scores(
         scores = scores * scales
     entries = start + tl.arange(0, TILE)
     tl.store(scores_ptr + entries, scores, mask=entries < limit)
-    if HAS_MAXIMA:
-        maxima = group_maxima(tl.where(entries < limit, ordered_bits(scores), _EMPTY))
-        lanes = start // _GROUP + tl.arange(0, TILE // _GROUP)
-        tl.store(maxima_ptr + lanes, maxima, mask=lanes * _GROUP < limit)
 
 
 @jit
@@ -295,13 +285,12 @@ def _own_tiles(limit, TILE: tl.constexpr):
     return start, tl.minimum(start + share, limit)
 
 
-@jit(do_not_specialize=("capacity", "num_maxima"))
+@jit(do_not_specialize=("capacity",))
 def token_scores_kernel(
-    q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, maxima_ptr, lengths_ptr, arrivals_ptr,
-    scale, capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
+    q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, lengths_ptr, scale,
+    capacity, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
-    PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -310,8 +299,6 @@ def token_scores_kernel(
     limit = tl.where(slot >= 0, limit, 0)
     if tl.program_id(0) == 0:
         tl.store(lengths_ptr + token, limit)
-        if HAS_MAXIMA:
-            tl.store(arrivals_ptr + token, 0)
     start, end = _own_tiles(limit, TILE)
     if (limit > TOP_K) & (start < end):
         heads = tl.arange(0, HEADS)
@@ -325,17 +312,17 @@ def token_scores_kernel(
             words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
             blocks = _load_blocks(table_ptr, tile + TILE, end, TILE, PER_BLOCK)
             _store_scores(
-                scores_ptr + token * stride_st, maxima_ptr + token * num_maxima, decode_keys(words, scales, KIND),
-                scales, q, weights, tile, limit, KIND, TILE, HAS_MAXIMA,
+                scores_ptr + token * stride_st, decode_keys(words, scales, KIND), scales, q, weights, tile, limit,
+                KIND, TILE,
             )  # fmt: skip
 
 
 @jit
 def _score_token(
-    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, start, capacity,
-    num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
+    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, token, start, capacity,
+    stride_qt, stride_qh, stride_wt, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr,
-    TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     heads = tl.arange(0, HEADS)
     q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
@@ -343,19 +330,15 @@ def _score_token(
     q = tl.load(q_ptr + wide * stride_qt + q_tile, mask=heads[:, None] < NUM_HEADS, other=0.0)
     weights = _load_weights(weights_ptr + wide * stride_wt, scale, heads, NUM_HEADS, KIND)
     limit = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, capacity).to(tl.int32)
-    _store_scores(
-        scores_ptr + wide * stride_st, maxima_ptr + wide * num_maxima, key_tile, scales, q, weights, start, limit,
-        KIND, TILE, HAS_MAXIMA,
-    )  # fmt: skip
+    _store_scores(scores_ptr + wide * stride_st, key_tile, scales, q, weights, start, limit, KIND, TILE)
 
 
-@jit(do_not_specialize=("num_tokens", "capacity", "num_maxima", "group"))
+@jit(do_not_specialize=("num_tokens", "capacity", "group"))
 def group_scores_kernel(
-    q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, maxima_ptr, lengths_ptr, arrivals_ptr,
-    scale, num_tokens, capacity, num_maxima, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
+    q_ptr, weights_ptr, keys, table_ptr, positions_ptr, slots_ptr, scores_ptr, lengths_ptr, scale,
+    num_tokens, capacity, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
-    PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, HAS_MAXIMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Queries in planes."""
     first = tl.program_id(1) * group
@@ -366,8 +349,6 @@ def group_scores_kernel(
     limits = tl.where(slots >= 0, tl.minimum(limits, capacity), 0).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(lengths_ptr + tokens, limits, mask=tokens < stop)
-        if HAS_MAXIMA:
-            tl.store(arrivals_ptr + tokens, tl.zeros([_MAX_GROUP], tl.int32), mask=tokens < stop)
     begin = first
     while begin < stop:
         # a run: neighbouring tokens of one request
@@ -388,14 +369,14 @@ def group_scores_kernel(
             # one token before the others: the compiler then has the keys decoded in the registers that feed the product
             visible = tl.minimum(begin + num_blind, behind - 1)
             _score_token(
-                q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, visible, tile,
-                capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
-                KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE, HAS_MAXIMA,
+                q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, visible, tile,
+                capacity, stride_qt, stride_qh, stride_wt, stride_st,
+                KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
             )  # fmt: skip
             for token in tl.range(visible + 1, behind, num_stages=STAGES):
                 _score_token(
-                    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, maxima_ptr, key_tile, scales, token, tile,
-                    capacity, num_maxima, stride_qt, stride_qh, stride_wt, stride_st,
-                    KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE, HAS_MAXIMA,
+                    q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, token, tile,
+                    capacity, stride_qt, stride_qh, stride_wt, stride_st,
+                    KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
                 )  # fmt: skip
         begin = behind

@@ -2,13 +2,14 @@
 
 Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 128 (token,
 choice) pairs that is all: two launches. Beyond, a launch before them sorts the pairs by expert and rounds x for the FP8
-products; beyond COUNT_FIRST pairs a first one counts for the sort.
+products; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are those
+of ops/moe_wide_kernels.py: other instructions, the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,14 @@ from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe_down_kernels import _down_kernel
 from dsv4.ops.moe_kernels import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
-from dsv4.ops.moe_products import DIRECT_PAIRS
-from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, check_launch, next_power_of_2
+from dsv4.ops.moe_rows import DIRECT_PAIRS
+from dsv4.ops.moe_wide_kernels import (
+    _prepare_rows_kernel,
+    _wide_down_kernel,
+    _wide_gate_up_kernel,
+    _wide_linear_kernel,
+)
+from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, check_launch, current_arch, next_power_of_2
 
 
 def expert_ref(x: Tensor, w1: Weight, w2: Weight, w3: Weight, limit: float, weight: Tensor | None) -> Tensor:
@@ -70,7 +77,8 @@ def moe_ref(
 class GemmConfig:
     """One of the two products: weight rows a program has, column tiles a step takes, warps, stages. `split`: programs
     have one range of columns (and one of the two matrices of gate and up), and the last to arrive adds up.
-    `max_registers`: a thread's. Bits depend on none of it.
+    `max_registers`: a thread's. `pair` (down, wide): the rows are two halves, each a product of its own. Bits depend on
+    none of it.
     """
 
     block: int = 64
@@ -79,6 +87,13 @@ class GemmConfig:
     num_stages: int = 3
     split: bool = False
     max_registers: int | None = None
+    pair: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the wide form can have it: a column tile a step, and what the compiler takes wgmma for."""
+        has_groups = self.num_warps % 4 == 0 and self.block // (1 + self.pair) % 64 == 0
+        return has_groups and self.unroll == 1 and not self.split
 
     @property
     def options(self) -> dict[str, Any]:
@@ -113,8 +128,10 @@ RANGES = Ranges()
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """How the work is divided: token rows of a tile of a routed expert and of the shared one (8 times a power of two),
-    and the two products. Bits depend on none of it, but on `ranges`.
+    """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8 in the
+    narrow form; in the wide one 16 to 128, powers of two or three times one), and the two products. `smaller` (wide):
+    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none. Bits depend on
+    none of it, but on `ranges`.
     """
 
     rows: int
@@ -122,20 +139,45 @@ class MoeConfig:
     gate_up: GemmConfig = GemmConfig()
     down: GemmConfig = GemmConfig()
     ranges: Ranges = RANGES
+    wide: bool = False
+    smaller: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.wide and not (self.gate_up.is_wide and self.down.is_wide and min(*self.sizes, self.shared_rows) >= 16):
+            raise KernelInputError(f"expected whole warp groups, 64 weight rows and 16 token rows, found {self}")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of the middle and the small form of a tile of the wide form."""
+        smaller = self.smaller or (max(self.rows // 2, 16),)
+        return (smaller[0] if len(smaller) > 1 else self.rows), smaller[-1]
 
 
+NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
 # token rows of a tile, by pairs for each expert on average (a tile at most half full costs half); of the shared
 # expert's, by tokens; of a linear's, by rows
-_ROWS = {3: 8, 8: 16, 24: 32, 1 << 30: 64}
-_SHARED_ROWS = {21: 8, 511: 16, 1 << 30: 32}
-_LINEAR_ROWS = {8: 8, 511: 16, 1 << 30: 64}
-# one or a few tokens: programs enough to fill the chip; with 128 registers four live on a multiprocessor, with 168
-# three, which gate-up of many rows cannot use
+_ROWS = {3: 8, 1 << 30: 16}
+_SHARED_ROWS = {21: 8, 1 << 30: 16}
+_LINEAR_ROWS = {8: 8, 1 << 30: 16}
+# one or a few tokens: programs enough to fill the chip; with 128 registers four live on a multiprocessor
 _FEW = GemmConfig(split=True), GemmConfig(split=True)
 _SOME = GemmConfig(), GemmConfig()
 _MORE = GemmConfig(max_registers=128), GemmConfig()
-_MANY = GemmConfig(unroll=1), GemmConfig(unroll=1, max_registers=168)
-_PRODUCTS = {8: _FEW, 21: _SOME, 511: _MORE, 1 << 30: _MANY}  # by tokens
+_PRODUCTS = {8: _FEW, 21: _SOME, 1 << 30: _MORE}  # by tokens
+# the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
+# with many rows two warp groups share a tile of tokens
+_WIDE_FEW = MoeConfig(
+    32, 32, GemmConfig(unroll=1, max_registers=168), GemmConfig(block=128, unroll=1, max_registers=168, pair=True),
+    wide=True,
+)  # fmt: skip
+_WIDE_MANY = MoeConfig(
+    128, 64, GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4),
+    GemmConfig(block=256, unroll=1, num_warps=8, num_stages=4, pair=True), wide=True, smaller=(96, 64),
+)  # fmt: skip
+_WIDE = {36: _WIDE_FEW, 1 << 30: _WIDE_MANY}
+WIDE_CONFIGS = tuple(_WIDE.values())
+WIDE_LINEAR_ROWS = 128
+WIDE_LINEAR = GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4)
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -145,9 +187,18 @@ def _at_most(table: Mapping[int, Any], size: int) -> Any:
     return next(entry for bound, entry in sorted(table.items()) if size <= bound)
 
 
+def _is_wide(num_rows: int) -> bool:
+    """On Hopper (and in the interpreter). That Blackwell's instructions for large and small products agree in their
+    bits is not known, so there one form serves all.
+    """
+    return num_rows > NARROW_ROWS and current_arch() in (0, 90)
+
+
 def pick_moe_config(num_tokens: int, top_k: int, num_experts: int) -> MoeConfig:
-    rows = _at_most(_ROWS, -(-num_tokens * top_k // num_experts))
-    return MoeConfig(rows, _at_most(_SHARED_ROWS, num_tokens), *_at_most(_PRODUCTS, num_tokens))
+    per_expert = -(-num_tokens * top_k // num_experts)
+    if _is_wide(num_tokens):
+        return cast(MoeConfig, _at_most(_WIDE, per_expert))
+    return MoeConfig(_at_most(_ROWS, per_expert), _at_most(_SHARED_ROWS, num_tokens), *_at_most(_PRODUCTS, num_tokens))
 
 
 def moe(
@@ -183,6 +234,9 @@ def launch_moe(
     if num_tokens * (top_k + 1) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+    if config.wide:
+        _launch_wide(x, experts, weights, routed, shared, limit, config, out)
+        return out
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
     is_direct = num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
@@ -191,7 +245,7 @@ def launch_moe(
         order, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
         arrivals = arrival_counters("moe", x.device)
     else:
-        order, quantised, arrivals = _prepare(x, experts, num_experts, dim // down.block, config)
+        order, _, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
         num_tiles = len(order.tile_experts)
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
@@ -237,16 +291,55 @@ def launch_moe(
     return out
 
 
+def _launch_wide(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The wide form: out [T, D] of T > 0 tokens."""
+    (w1, w2, w3), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
+    num_experts, width = w1.shape[:2]
+    gate_up, down, ranges = config.gate_up, config.down, config.ranges
+    if dim % down.block:
+        down = replace(down, block=128, pair=False)
+    order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+    num_rows = num_tokens * (top_k + 1)
+    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_tiles = len(order.tile_experts) + num_shared_tiles
+    common = {
+        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "MIDDLE": config.sizes[0],
+        "SMALL": config.sizes[1], "SHARED_ROWS": config.shared_rows,
+    }  # fmt: skip
+    _wide_gate_up_kernel[(num_tiles * (width // gate_up.block),)](
+        ordered, quantised, hidden, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
+        limit, num_tokens, num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
+        RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
+    )  # fmt: skip
+    _wide_down_kernel[(num_tiles * (dim // down.block),)](
+        hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, **common, **_strides(w2), E=num_experts,
+        BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
+        QUANTISE=gate_up.block != 128, PAIR=down.pair, **down.options,
+    )  # fmt: skip
+
+
 def _prepare(
-    x: Tensor, experts: Tensor, num_experts: int, num_arrivals: int, config: MoeConfig
-) -> tuple[ExpertOrder, Tensor, Tensor]:
-    """The sort, x rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the output."""
+    x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig
+) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
+    """The sort, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
+    output. For the wide form both are in product order, and x as it is only where routed experts take it.
+    """
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
-    num_pairs = experts.numel()
+    num_pairs, num_experts = experts.numel(), w1.shape[0]
+    has_plain = config.wide and w1.format is QuantFormat.NVFP4
     bound = max_tiles(num_pairs, num_experts, config.rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
     order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
     quantised = torch.empty_like(x)
+    ordered = torch.empty_like(x) if has_plain else x
     arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int64, device=device)
     num_chunks = -(-num_pairs // sort.chunk)
     flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
@@ -259,12 +352,12 @@ def _prepare(
     num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
         experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
-        num_pairs, num_chunks, bound, x, quantised, arrivals, num_sort_programs, **flags,
+        num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
         TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
         ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
-        **sort.options,
+        PLAIN=has_plain, ORDERED=config.wide, **sort.options,
     )  # fmt: skip
-    return order, quantised, arrivals
+    return order, ordered, quantised, arrivals
 
 
 def _arguments(weight: ShuffledTensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,13 +371,13 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    rows = _at_most(_LINEAR_ROWS, x.shape[0])
-    config = _SOME[1] if rows <= 16 else _MANY[1]
-    return launch_fp4_linear(x, weight, out_dtype, rows, config)
+    if _is_wide(x.shape[0]):
+        return launch_fp4_linear(x, weight, out_dtype, WIDE_LINEAR_ROWS, WIDE_LINEAR, wide=True)
+    return launch_fp4_linear(x, weight, out_dtype, _at_most(_LINEAR_ROWS, x.shape[0]), _SOME[1])
 
 
 def launch_fp4_linear(
-    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, rows: int, config: GemmConfig
+    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, rows: int, config: GemmConfig, wide: bool = False
 ) -> Tensor:
     """`fp4_linear` with tiles of `rows` rows and the product divided as `config` says."""
     check_launch(x, weight.data)
@@ -295,10 +388,26 @@ def launch_fp4_linear(
     (num_rows, cols), num_outs = x.shape, weight.shape[0]
     if cols != weight.shape[1] or (weight.format is QuantFormat.MXFP4 and cols % 128):
         raise KernelInputError(f"expected x [T, {weight.shape[1]}], a multiple of 128 for MXFP4, found {cols} columns")
-    if num_rows * max(cols, num_outs) >= 2**31:
+    padded_cols = -(-cols // 128) * 128
+    if num_rows * max(padded_cols, num_outs) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 values, found {num_rows} rows of {cols} and {num_outs}")
     out = torch.empty(num_rows, num_outs, dtype=out_dtype or x.dtype, device=x.device)
     if num_rows == 0:
+        return out
+    if wide:
+        if not config.is_wide or config.pair:
+            raise KernelInputError(f"expected whole warp groups and 64 weight rows, found {config}")
+        if -(-num_outs // 64) * 64 % config.block:  # rows are stored in tiles of 64
+            config = replace(config, block=64, num_warps=4)
+        is_quantised = weight.format is QuantFormat.MXFP4
+        prepared = torch.empty(num_rows, padded_cols, dtype=x.dtype, device=x.device)
+        _prepare_rows_kernel[(num_rows,)](
+            x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
+        )
+        _wide_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+            prepared, *_arguments(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
+            ROWS=rows, BLOCK=config.block, **config.options,
+        )  # fmt: skip
         return out
     _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
         x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dsv4.ops.moe_products import (
+from dsv4.ops.moe_products import product
+from dsv4.ops.moe_rows import (
     SUB,
     num_rows_of,
-    product,
+    plus,
     routed_expert,
     routed_rows,
     routed_sub_rows,
     shared_rows,
     shared_sub_rows,
-    with_item,
 )
 from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
 
 @jit
-def _store_parts(accs, scale, rows, is_row, outs, parts_ptr, D: tl.constexpr):
+def store_parts(accs, scale, rows, is_row, outs, parts_ptr, D: tl.constexpr):
     """bf16 rows of `parts`, complete; or fp32 ones, sums of one range before they are scaled."""
     for sub in tl.static_range(len(rows)):
         part = tl.trans((accs[sub] * scale).to(parts_ptr.dtype.element_ty))
@@ -39,17 +39,48 @@ def _load_part(row, mask, scale, cols, parts_ptr, sums_ptr, num_rows, D: tl.cons
 
 
 @jit
-def _combine(
-    tokens, is_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, scale_ptr,
+def _sum_parts(
+    tokens, is_last, first_col, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr, num_tokens,
+    COLS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, RANGES: tl.constexpr,
+    SHARED_RANGES: tl.constexpr,
+):  # fmt: skip
+    """COLS columns of out: the sum of all parts."""
+    num_pairs = num_tokens * TOP_K
+    cols = (first_col + tl.arange(0, COLS))[None, :]
+    total = tl.zeros([tokens.shape[0], COLS], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + tokens * TOP_K + place, mask=is_last, other=-1)
+        is_part = is_last & (expert >= 0) & (expert < E)
+        scale = 1.0
+        if RANGES > 1:
+            scale = tl.load(scale_ptr + expert, mask=is_part, other=0.0)[:, None]
+        total += _load_part(tokens * TOP_K + place, is_part, scale, cols, parts_ptr, sums_ptr, num_pairs, D, RANGES)
+    shared_scale = tl.load(shared_scale_ptr)
+    if SHARED_RANGES > 1:
+        # their sums lie behind the pairs'
+        behind = num_pairs * D * RANGES if RANGES > 1 else 0
+        total += _load_part(
+            tokens, is_last, shared_scale, cols, parts_ptr, sums_ptr + behind, num_tokens, D, SHARED_RANGES
+        )
+    else:
+        total += _load_part(num_pairs + tokens, is_last, 1.0, cols, parts_ptr, sums_ptr, num_tokens, D, 1)
+    tl.store(out_ptr + (tokens * D)[:, None] + cols, total.to(tl.bfloat16), mask=is_last[:, None])
+
+
+@jit
+def combine(
+    tokens, is_row, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, scale_ptr,
     shared_scale_ptr, num_tokens,
-    D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, N_TILES: tl.constexpr, RANGES: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, RANGES: tl.constexpr,
     SHARED_RANGES: tl.constexpr,
 ):  # fmt: skip
     """For those of the tokens [R] of which this program has brought the last part: out = the sum of all parts.
 
-    A token's part of `outs` arrives once for each range of each expert it uses and once for each of the shared one. Who
-    comes last is the GPU's choice; what is summed, and in which order, is not. The last one sets the counter back.
+    A token's part of a block arrives once for each range of each expert it uses and once for each of the shared one.
+    Who comes last is the GPU's choice; what is summed, and in which order, is not. The last one sets the counter back.
     """
+    N_TILES: tl.constexpr = D // BLOCK
+    first_out = n_tile * BLOCK
     last = tl.zeros_like(tokens) + (SHARED_RANGES - 1)
     for place in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + tokens * TOP_K + place, mask=is_row, other=-1)
@@ -60,35 +91,20 @@ def _combine(
     is_last = is_row & (arrived == last)
     if tl.max(is_last.to(tl.int32), 0) > 0:
         tl.debug_barrier()
-        cols = outs[None, :]
-        num_pairs = num_tokens * TOP_K
-        total = tl.zeros([tokens.shape[0], outs.shape[0]], dtype=tl.float32)
-        for place in tl.static_range(TOP_K):
-            expert = tl.load(experts_ptr + tokens * TOP_K + place, mask=is_last, other=-1)
-            is_part = is_last & (expert >= 0) & (expert < E)
-            scale = 1.0
-            if RANGES > 1:
-                scale = tl.load(scale_ptr + expert, mask=is_part, other=0.0)[:, None]
-            total += _load_part(tokens * TOP_K + place, is_part, scale, cols, parts_ptr, sums_ptr, num_pairs, D, RANGES)
-        shared_scale = tl.load(shared_scale_ptr)
-        if SHARED_RANGES > 1:
-            # their sums lie behind the pairs'
-            behind = num_pairs * D * RANGES if RANGES > 1 else 0
-            total += _load_part(
-                tokens, is_last, shared_scale, cols, parts_ptr, sums_ptr + behind, num_tokens, D, SHARED_RANGES
-            )
+        R: tl.constexpr = tokens.shape[0]
+        COLS: tl.constexpr = min(BLOCK, max(32, 4096 // R))  # what registers hold
+        if COLS == BLOCK:
+            _sum_parts(
+                tokens, is_last, first_out, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr,
+                num_tokens, COLS, D, E, TOP_K, RANGES, SHARED_RANGES,
+            )  # fmt: skip
         else:
-            total += _load_part(num_pairs + tokens, is_last, 1.0, cols, parts_ptr, sums_ptr, num_tokens, D, 1)
-        tl.store(out_ptr + (tokens * D)[:, None] + cols, total.to(tl.bfloat16), mask=is_last[:, None])
-        tl.store(counters, tl.zeros([tokens.shape[0]], dtype=tl.int64), mask=is_last)
-
-
-@jit
-def _plus(rows, first):
-    moved = ()
-    for sub in tl.static_range(len(rows)):
-        moved = with_item(moved, rows[sub] + first)
-    return moved
+            for first_col in tl.range(first_out, first_out + BLOCK, COLS, num_stages=1):
+                _sum_parts(
+                    tokens, is_last, first_col, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr,
+                    num_tokens, COLS, D, E, TOP_K, RANGES, SHARED_RANGES,
+                )  # fmt: skip
+        tl.store(counters, tl.zeros([R], dtype=tl.int64), mask=is_last)
 
 
 @jit
@@ -101,7 +117,6 @@ def _routed_down(
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
-    N_TILES: tl.constexpr = D // BLOCK
     outs = n_tile * BLOCK + tl.arange(0, BLOCK)
     IS_SPLIT: tl.constexpr = SPLIT and RANGES > 1
     num_pairs = num_tokens * TOP_K
@@ -117,15 +132,15 @@ def _routed_down(
     )  # fmt: skip
     pdl_trigger()
     if IS_SPLIT:
-        _store_parts(accs, 1.0, pairs, is_row, outs, sums_ptr + part * num_pairs * D, D)
+        store_parts(accs, 1.0, pairs, is_row, outs, sums_ptr + part * num_pairs * D, D)
     else:
-        _store_parts(accs, out_scale, pairs, is_row, outs, parts_ptr, D)
+        store_parts(accs, out_scale, pairs, is_row, outs, parts_ptr, D)
     pair, has_row = routed_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, 0, ROWS, DIRECT
     )
-    _combine(
-        pair // TOP_K, has_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-        shared2_out_ptr, num_tokens, D, E, TOP_K, N_TILES, RANGES if IS_SPLIT else 1, SHARED_PARTS,
+    combine(
+        pair // TOP_K, has_row, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
+        shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS,
     )  # fmt: skip
 
 
@@ -155,7 +170,7 @@ def _down_kernel(
         outs = n_tile * BLOCK + tl.arange(0, BLOCK)
         tokens, is_row = shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
         num_pairs = num_tokens * TOP_K
-        rows = _plus(tokens, num_pairs)
+        rows = plus(tokens, num_pairs)
         shared_scale = tl.load(shared2_out_ptr)
         accs = product(
             hidden_ptr, rows, is_row, shared2_ptr, shared2_scale_ptr, n_tile * BLOCK, part,
@@ -164,13 +179,13 @@ def _down_kernel(
         pdl_trigger()
         if SHARED_PARTS > 1:
             behind = num_pairs * D * PARTS if PARTS > 1 else 0
-            _store_parts(accs, 1.0, tokens, is_row, outs, sums_ptr + behind + part * num_tokens * D, D)
+            store_parts(accs, 1.0, tokens, is_row, outs, sums_ptr + behind + part * num_tokens * D, D)
         else:
-            _store_parts(accs, shared_scale, rows, is_row, outs, parts_ptr, D)
+            store_parts(accs, shared_scale, rows, is_row, outs, parts_ptr, D)
         token, has_row = shared_rows(work // N_TILES, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
-        _combine(
-            token, has_row, outs, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-            shared2_out_ptr, num_tokens, D, E, TOP_K, N_TILES, PARTS, SHARED_PARTS,
+        combine(
+            token, has_row, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
+            shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, PARTS, SHARED_PARTS,
         )  # fmt: skip
     else:
         program -= num_shared_programs

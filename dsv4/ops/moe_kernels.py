@@ -1,50 +1,68 @@
 """Kernels of ops/moe.py: rows prepared, gate and up with the activation, down with the combination; one FP4 linear.
 
 Every product is out^T = W x^T: weights are decoded in registers (ops/tl_fp4.py) and are the first operand; token rows
-are the second, through shared memory. A program has BLOCK rows of a weight and one group's tile of tokens, in
-sub-tiles of 8: each is a product of its own, [BLOCK, 128] x [128, 8], so that the compiler takes the same instruction
-(mma.sync, 16 x 8 x 16) whatever the number of tokens. Columns are walked in order: neither the tile nor BLOCK changes
-a bit. Groups are the routed experts met, and the shared expert with all tokens (first, since its programs are longest).
+are the second, through shared memory. A program has BLOCK rows of a weight and one group's tile of 8 or 16 tokens (the
+narrow form), in sub-tiles of 8: each is a product of its own, [BLOCK, 128] x [128, 8], which the compiler makes of
+mma.sync, 16 x 8 x 16. Column tiles are walked in order: neither the tile nor BLOCK changes a bit, nor does the wide
+form, for many tokens (ops/moe_wide_kernels.py). Groups are the routed experts met, and the shared expert with all
+tokens (first, since its programs are longest).
 
 Columns may be cut into ranges, by the layer's shape alone: each has a sum of its own, and sums are added first range
 first. Where tokens are few, a program has one range of one matrix (SPLIT), and the last to arrive adds up; else one
 program does the same additions in the same order.
 
-The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower. Programs of gate-up
-and down let the next launch begin once their product is done, not before: programs that start early wait on whatever
-multiprocessors have room, and are then spread unevenly.
+The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower. Programs of down let the
+next launch begin once their product is done, not before: programs that start early wait on whatever multiprocessors
+have room, and are then spread unevenly.
 """
 
 from __future__ import annotations
 
 from dsv4.ops.expert_sort import _expert_sort_kernel
-from dsv4.ops.moe_products import (
+from dsv4.ops.moe_products import fake_quantize_e4m3, plus_each, product, two_products, zeros
+from dsv4.ops.moe_rows import (
     SUB,
-    fake_quantize_e4m3,
     num_rows_of,
-    plus_each,
-    product,
     routed_expert,
     routed_sub_rows,
     shared_sub_rows,
     tokens_of,
-    two_products,
     with_item,
-    zeros,
 )
+from dsv4.ops.tl_fp4 import in_product_order
 from dsv4.ops.tl_utils import jit, pdl_trigger, tl
+
+
+@jit
+def prepare_row(
+    x_ptr, plain_ptr, rounded_ptr, row, K: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr,
+    ROUNDED: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Row of x [K] -> the same with zeros up to a multiple of 128 columns: as it is, and rounded to E4M3, whichever is
+    asked for. ORDERED: in product order.
+    """
+    NUM: tl.constexpr = (K + 127) // 128
+    for start in range(0, NUM, GROUPS):
+        groups = start + tl.arange(0, GROUPS)[:, None]
+        cols = groups * 128 + tl.arange(0, 128)[None, :]
+        x = tl.load(x_ptr + row * K + cols, mask=cols < K, other=0.0)
+        if ORDERED:
+            x = in_product_order(x)
+        if PLAIN:
+            tl.store(plain_ptr + row * (NUM * 128) + cols, x, mask=groups < NUM)
+        if ROUNDED:
+            tl.store(rounded_ptr + row * (NUM * 128) + cols, fake_quantize_e4m3(x), mask=groups < NUM)
 
 
 @jit(do_not_specialize=("num_pairs", "num_chunks", "num_tiles", "num_sort_programs"))
 def _moe_prepare_kernel(
     experts_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
-    num_pairs, num_chunks, num_tiles, x_ptr, quantised_ptr, arrivals_ptr, num_sort_programs,
+    num_pairs, num_chunks, num_tiles, x_ptr, ordered_ptr, quantised_ptr, arrivals_ptr, num_sort_programs,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILES: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ARRIVALS: tl.constexpr, ARRIVALS_BLOCK: tl.constexpr,
-    COUNT_HERE: tl.constexpr,
+    COUNT_HERE: tl.constexpr, PLAIN: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """The sort's programs, then one for each token: x as the FP8 product takes it, and its arrivals set to zero."""
-    pdl_trigger()
+    """The sort's programs, then one for each token: x as the products take it, and its arrivals set to zero."""
     program = tl.program_id(0)
     if program < num_sort_programs:
         _expert_sort_kernel(
@@ -57,11 +75,7 @@ def _moe_prepare_kernel(
         places = tl.arange(0, ARRIVALS_BLOCK)
         none_yet = tl.zeros([ARRIVALS_BLOCK], dtype=tl.int64)
         tl.store(arrivals_ptr + token * ARRIVALS + places, none_yet, mask=places < ARRIVALS)
-        for start in range(0, D // 128, GROUPS):
-            groups = start + tl.arange(0, GROUPS)[:, None]
-            cols = groups * 128 + tl.arange(0, 128)[None, :]
-            x = tl.load(x_ptr + token * D + cols, mask=groups < D // 128, other=0.0)
-            tl.store(quantised_ptr + token * D + cols, fake_quantize_e4m3(x), mask=groups < D // 128)
+        prepare_row(x_ptr, ordered_ptr, quantised_ptr, token, D, GROUPS, PLAIN, True, ORDERED)
 
 
 # ---- gate and up ----
@@ -76,11 +90,13 @@ def _activate(gate, up, limit):
 
 
 @jit
-def _store_hidden(
+def store_hidden(
     gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-    I: tl.constexpr, HAS_WEIGHTS: tl.constexpr, QUANTISE: tl.constexpr,
+    I: tl.constexpr, HAS_WEIGHTS: tl.constexpr, QUANTISE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of hidden. QUANTISE: `outs` is one group of 128, and the rows are rounded to E4M3."""
+    """Rows of hidden. QUANTISE: `outs` is one group of 128, and the rows are rounded to E4M3. ORDERED: stored in
+    product order.
+    """
     for sub in tl.static_range(len(rows)):
         hidden = _activate(gates[sub] * gate_scale, ups[sub] * up_scale, limit)
         if HAS_WEIGHTS:
@@ -89,6 +105,8 @@ def _store_hidden(
         hidden = tl.trans(hidden.to(tl.bfloat16))
         if QUANTISE:
             hidden = fake_quantize_e4m3(hidden)
+        if ORDERED:
+            hidden = in_product_order(hidden)
         target = hidden_ptr + (rows[sub] * I)[:, None] + outs[None, :]
         tl.store(target, hidden, mask=is_row[sub][:, None])
 
@@ -138,16 +156,15 @@ def _gate_up_rows(
             x_ptr, x_rows, is_row, data_ptr, scale_ptr, first_out, part % RANGES,
             BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, True,
         )  # fmt: skip
-        pdl_trigger()
         _leave_sums(accs, partials_ptr + part * (NUM * BLOCK * SUB))
         tl.debug_barrier()  # all sums of this program are written before its arrival is
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == 2 * RANGES - 1:
             tl.debug_barrier()
             gates = _collect_sums(partials_ptr, NUM, BLOCK, RANGES)
             ups = _collect_sums(partials_ptr + RANGES * (NUM * BLOCK * SUB), NUM, BLOCK, RANGES)
-            _store_hidden(
+            store_hidden(
                 gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-                I, HAS_WEIGHTS, QUANTISE_HIDDEN,
+                I, HAS_WEIGHTS, QUANTISE_HIDDEN, False,
             )  # fmt: skip
             tl.store(counter_ptr, 0)
     else:
@@ -155,10 +172,9 @@ def _gate_up_rows(
             x_ptr, x_rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
             BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES,
         )  # fmt: skip
-        pdl_trigger()
-        _store_hidden(
+        store_hidden(
             gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-            I, HAS_WEIGHTS, QUANTISE_HIDDEN,
+            I, HAS_WEIGHTS, QUANTISE_HIDDEN, False,
         )  # fmt: skip
 
 
@@ -178,27 +194,13 @@ def _routed_gate_up(
     pairs, is_row = routed_sub_rows(
         tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
     )
-    QUANTISE_HIDDEN: tl.constexpr = BLOCK == 128 and FORMAT != 0
-    if ROWS > 16 and not SPLIT:
-        gates, ups = two_products(
-            x_ptr, tokens_of(pairs, TOP_K), is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
-            BLOCK, D, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES,
-        )  # fmt: skip
-        pdl_trigger()
-        pairs, is_row = routed_sub_rows(
-            tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT, True
-        )
-        _store_hidden(
-            gates, ups, tl.load(w1_out_ptr + expert), tl.load(w3_out_ptr + expert), pairs, is_row,
-            first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr, limit, I, True, QUANTISE_HIDDEN,
-        )  # fmt: skip
-    else:
-        _gate_up_rows(
-            x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, w1_out_ptr + expert,
-            data3_ptr, scale3_ptr, w3_out_ptr + expert, first_out, part, partials_ptr, counter_ptr,
-            weights_ptr, hidden_ptr, limit,
-            BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True, QUANTISE_HIDDEN,
-        )  # fmt: skip
+    _gate_up_rows(
+        x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, w1_out_ptr + expert,
+        data3_ptr, scale3_ptr, w3_out_ptr + expert, first_out, part, partials_ptr, counter_ptr,
+        weights_ptr, hidden_ptr, limit,
+        BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True,
+        BLOCK == 128 and FORMAT != 0,
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))

@@ -20,38 +20,32 @@ _MASK = "0x81C081C0"
 _PERMUTES = ("0x7632", "0x7531", "0x7430", "0x4501")
 
 
-def _decode_ptx(planes: range, scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, str]:
+def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, str]:
     """PTX and constraints: an output for each plane (two weights), the two words, then every scale twice.
 
     `scale_of_plane`: for each plane the register with its scale in both halves: "s0l" is the low half of scale 0.
     """
-    count = len(planes)
+    count = len(scale_of_plane)
     lines = ["{ .reg .b32 c0, c1, c2, c3, t;"]
     for index in range(num_scales):
         lines += [f".reg .b32 s{index}l, s{index}h;", "{ .reg .b16 l, h;"]
         lines += [f"mov.b32 {{l, h}}, ${count + 2 + 2 * index};"]
         lines += [f"mov.b32 s{index}l, {{l, l}};", f"mov.b32 s{index}h, {{h, h}}; }}"]
     lines += [f"prmt.b32 c{index}, ${count}, ${count + 1}, {select};" for index, select in enumerate(_PERMUTES)]
-    for out, plane in enumerate(planes):
-        scale = scale_of_plane[out]
+    for plane, scale in enumerate(scale_of_plane):
         if plane < 7:
             lines += [f"shl.b32 t, c{plane % 3}, {plane};"] if plane else ["mov.b32 t, c0;"]
-            lines += [f"and.b32 t, t, {_MASK};", f"mul.rn.bf16x2 ${out}, t, {scale};"]
+            lines += [f"and.b32 t, t, {_MASK};", f"mul.rn.bf16x2 ${plane}, t, {scale};"]
         else:
             lines += ["shl.b32 t, c3, 6;", "and.b32 t, t, 0x00C000C0;"]
-            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"mul.rn.bf16x2 ${out}, t, {scale};"]  # a & b | c
+            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"mul.rn.bf16x2 ${plane}, t, {scale};"]  # a & b | c
     return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * (2 + 2 * num_scales))
 
 
 _NV_PLANES = ("s0l", "s1l", "s0h", "s1h", "s2l", "s3l", "s2h", "s3h")
 _MX_PLANES = ("s0l", "s0l", "s1l", "s1l", "s0h", "s0h", "s1h", "s1h")
-_ALL, _FIRST, _SECOND = range(8), range(4), range(4, 8)
-_NV_PTX, _NV_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_ALL, _NV_PLANES, 4))
-_MX_PTX, _MX_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_ALL, _MX_PLANES, 2))
-_NV_FIRST_PTX, _HALF_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_FIRST, _NV_PLANES[:4], 2))
-_NV_SECOND_PTX = tl.constexpr(_decode_ptx(_SECOND, _NV_PLANES[:4], 2)[0])  # with the scales of this half alone
-_MX_FIRST_PTX = tl.constexpr(_decode_ptx(_FIRST, _MX_PLANES[:4], 2)[0])
-_MX_SECOND_PTX = tl.constexpr(_decode_ptx(_SECOND, _MX_PLANES[4:], 2)[0])
+_NV_PTX, _NV_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_NV_PLANES, 4))
+_MX_PTX, _MX_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_MX_PLANES, 2))
 # a permute and a multiply-add for two scales; masks with two constants would be three instructions
 _SCALE_PTX = tl.constexpr(
     "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4240; mad.lo.u32 $0, t, 16, 0x70007000;"
@@ -59,23 +53,20 @@ _SCALE_PTX = tl.constexpr(
 )
 
 
-def _fp8_ptx(planes: range) -> tuple[str, str]:
+def _fp8_ptx() -> tuple[str, str]:
     """An output for each plane, two words, the multiplier (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the value
     times 2^-120.
     """
-    count = len(planes)
     lines = ["{ .reg .b32 t, u;"]
-    for out, plane in enumerate(planes):
+    for plane in range(4):
         high = 4 + plane
-        lines += [f"prmt.b32 t, ${count}, ${count + 1}, 0x{high}{high}{plane}{plane};"]
+        lines += [f"prmt.b32 t, $4, $5, 0x{high}{high}{plane}{plane};"]
         lines += ["shr.u32 u, t, 4;", "and.b32 u, u, 0x07F007F0;", "lop3.b32 t, t, 0x80008000, u, 0xEA;"]
-        lines += [f"mul.rn.bf16x2 ${out}, t, ${count + 2};"]
-    return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * 4)
+        lines += [f"mul.rn.bf16x2 ${plane}, t, $6;"]
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * 4 + ["r"] * 4)
 
 
-_FP8_PTX, _FP8_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx(range(4)))
-_FP8_FIRST_PTX, _FP8_HALF_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx(range(2)))
-_FP8_SECOND_PTX = tl.constexpr(_fp8_ptx(range(2, 4))[0])
+_FP8_PTX, _FP8_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx())
 
 
 @jit
@@ -162,42 +153,6 @@ def _join4(p0, p1, p2, p3):
 
 
 @jit
-def nvfp4_half(words, codes, HALF: tl.constexpr):
-    """words int32 [R, 16]; codes int32 [R]: scales of this half's planes -> bf16 [R, 64], times 2^-9."""
-    s0, s1 = _nv_scales(codes, words)
-    if INTERPRET:
-        return _join4(
-            _plain_plane(words, s0, 4 * HALF), _plain_plane(words, s1, 4 * HALF + 1),
-            _plain_plane(words, s0 >> 16, 4 * HALF + 2), _plain_plane(words, s1 >> 16, 4 * HALF + 3),
-        )  # fmt: skip
-    else:
-        PTX: tl.constexpr = _NV_FIRST_PTX if HALF == 0 else _NV_SECOND_PTX
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            PTX, _HALF_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-        )
-        return _join4(p0, p1, p2, p3)
-
-
-@jit
-def mxfp4_half(words, codes, HALF: tl.constexpr):
-    """words int32 [R, 16]; codes int32 [R] as in `mxfp4_tile` -> bf16 [R, 64]."""
-    s0 = tl.broadcast_to(((codes << 7) & 0x7F807F80)[:, None], words.shape)
-    s1 = tl.broadcast_to(((codes >> 1) & 0x7F807F80)[:, None], words.shape)
-    if INTERPRET:
-        t0, t1 = s0 >> (16 * HALF), s1 >> (16 * HALF)
-        return _join4(
-            _plain_plane(words, t0, 4 * HALF), _plain_plane(words, t0, 4 * HALF + 1),
-            _plain_plane(words, t1, 4 * HALF + 2), _plain_plane(words, t1, 4 * HALF + 3),
-        )  # fmt: skip
-    else:
-        PTX: tl.constexpr = _MX_FIRST_PTX if HALF == 0 else _MX_SECOND_PTX
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            PTX, _HALF_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-        )
-        return _join4(p0, p1, p2, p3)
-
-
-@jit
 def _plain_fp8_plane(words, factor, PLANE: tl.constexpr):
     byte = words >> (8 * PLANE)
     return _bf16(((byte << 8) & 0x8000) | ((byte << 4) & 0x07F0)) * factor
@@ -218,21 +173,6 @@ def fp8_tile(words, multipliers):
             _FP8_PTX, _FP8_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
         )
         return _join4(p0, p1, p2, p3)
-
-
-@jit
-def fp8_half(words, multipliers, HALF: tl.constexpr):
-    """The same of one half of the columns -> bf16 [R, 64]."""
-    scales = tl.broadcast_to(multipliers[:, None], words.shape)
-    if INTERPRET:
-        factor = _bf16(scales & 0xFFFF)
-        p0, p1 = _plain_fp8_plane(words, factor, 2 * HALF), _plain_fp8_plane(words, factor, 2 * HALF + 1)
-    else:
-        PTX: tl.constexpr = _FP8_FIRST_PTX if HALF == 0 else _FP8_SECOND_PTX
-        p0, p1 = tl.inline_asm_elementwise(
-            PTX, _FP8_HALF_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 2, is_pure=True, pack=2
-        )
-    return tl.reshape(tl.permute(tl.join(p0, p1), [0, 2, 1]), [words.shape[0], 64])
 
 
 @jit
@@ -270,11 +210,13 @@ def decode_tile(words, low, high, FORMAT: tl.constexpr):
 
 
 @jit
-def decode_half(words, low, high, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """The first or second 64 columns of `decode_tile`: half the registers at a time."""
-    if FORMAT == FP8:
-        return fp8_half(words, low, HALF)
-    elif FORMAT == NVFP4:
-        return nvfp4_half(words, low if HALF == 0 else high, HALF)
-    else:
-        return mxfp4_half(words, low, HALF)
+def in_product_order(x):
+    """[R, C] -> the same columns in the order in which products of many tokens take them: of a column's number inside
+    32, bit 1 moves to the top.
+
+    mma.sync takes 16 columns at a time, and with the weights' registers as `decode_tile` leaves them these are, of 32,
+    first those with bit 1 clear, then those with it set. wgmma takes 16 neighbours: in this order the same 16. Both
+    then give the same bits. A thread's words are four neighbours, as they lie in memory.
+    """
+    split = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 2, 4, 2, 2])
+    return tl.reshape(tl.permute(split, [0, 1, 4, 2, 3, 5]), [x.shape[0], x.shape[1]])

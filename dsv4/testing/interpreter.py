@@ -185,7 +185,11 @@ def _odd_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _repair_dot(interpreter: Any) -> None:
-    """Float operands are widened to fp32 and accumulated there (or in the accumulator's own wider dtype)."""
+    """Float operands are widened and accumulated in fp32, or in the accumulator's own wider dtype.
+
+    Products of operands below fp32 are summed in fp64 and rounded once: so, as on tensor cores, where the order inside
+    a set of columns does not matter, the order of columns within one `tl.dot` changes no bit.
+    """
     tl, builder = interpreter.tl, interpreter.InterpreterBuilder
     integer_dot = builder.create_dot
 
@@ -193,7 +197,8 @@ def _repair_dot(interpreter: Any) -> None:
         if not a.dtype.scalar.is_floating():
             return integer_dot(self, a, b, accumulator, *precision)
         left, right, start = (_widen(interpreter, handle) for handle in (a, b, accumulator))
-        wide = np.float64 if np.float64 in (left.dtype, start.dtype) else np.float32
+        is_narrow = a.dtype.scalar.primitive_bitwidth < 32 and b.dtype.scalar.primitive_bitwidth < 32
+        wide = np.float64 if is_narrow or np.float64 in (left.dtype, start.dtype) else np.float32
         with np.errstate(all="ignore"):
             product = np.matmul(left.astype(wide), right.astype(wide)) + start.astype(wide)
         if accumulator.dtype.scalar == tl.bfloat16:

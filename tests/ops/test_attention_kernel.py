@@ -14,7 +14,10 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.attention import PLAN, launch_attention, sparse_attention, sparse_attention_ref
+from dsv4.ops import attention
+from dsv4.ops.attention import PLAN, AttentionPlan, launch_attention, sparse_attention, sparse_attention_ref
+from dsv4.ops.attention_kernels import BY_RUN, BY_TILE, IN_TURN, RUN
+from dsv4.ops.attention_kernels import WHOLE as ONE_RUN
 from dsv4.ops.rope import rope, rope_frequencies
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
@@ -22,7 +25,24 @@ from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 CSA, HCA = 4, 128
 FREQS = rope_frequencies(64, 10000.0, None).to(kernel_device())
-SPLIT, WHOLE = PLAN._replace(split_programs=1 << 30), PLAN._replace(split_programs=0)
+SHORT_RUN = 3  # two tiles of the window and one of 64 entries
+
+
+def always(cut):
+    return type("Always", (AttentionPlan,), {"cut": lambda self, *counts: cut})()
+
+
+SPLIT, RUNS, TURNS = always(BY_TILE), always(BY_RUN), always(IN_TURN)
+
+
+class WithoutParts(AttentionPlan):
+    """A program takes a query, of however many runs."""
+
+    def cut(self, num_programs, num_tiles, run_tiles):
+        return IN_TURN if num_tiles > run_tiles else ONE_RUN
+
+
+WHOLE = WithoutParts()
 
 
 def poisoned(leading, fmt):
@@ -100,8 +120,8 @@ def case_of(chunks, *, ratio=CSA, k=70, fmt=SMALL_ENTRY, heads=3, padding=0, rin
     }
 
 
-def run(case, plan=SPLIT):
-    return launch_attention(plan, **case)
+def run(case, plan=SPLIT, run_tiles=RUN):
+    return launch_attention(plan, **case, run_tiles=run_tiles)
 
 
 def plain(rows, dtype):
@@ -110,10 +130,10 @@ def plain(rows, dtype):
     return RowStore(values, None, RowFormat(RowKind.PLAIN, values.shape[-1], itemsize=dtype.itemsize))
 
 
-def assert_follows_oracle(case, plan=SPLIT):
+def assert_follows_oracle(case, plan=SPLIT, run_tiles=RUN):
     """Against the oracle on the dequantised cache, which for bf16 are the values it sees anyway."""
     real = case["batch"].slots >= 0
-    found = run(case, plan)
+    found = run(case, plan, run_tiles)
 
     def oracle(dtype):
         changed = {name: case[name] for name in ("picks", "batch", "window_len", "freqs")} | {
@@ -274,6 +294,130 @@ def test_the_batch_does_not_matter(ratio):
     assert_bitwise(run(padded)[:4], whole, "padding")
 
 
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """What is allocated and not written is NaN: results and what parts store."""
+    empty = torch.empty
+
+    def poisoned_empty(*args, **kwargs):
+        found = empty(*args, **kwargs)
+        poison(found)
+        return found
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+def long_and_short():
+    """Of runs of three tiles: three runs; one, then two with one key in the second; one of the window alone; between
+    them padding.
+    """
+    case = case_of([(0, 128 * 320 - 1, 1), (2, 128 * 65 - 2, 2), (3, 5, 1)], ratio=HCA, padding=2)
+    return of_tokens(case, torch.tensor([0, 4, 1, 2, 5, 3], device=kernel_device()))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_runs_of_tiles():
+    case = long_and_short()
+    found = assert_follows_oracle(case, SPLIT, SHORT_RUN)
+    assert_bitwise(run(case, RUNS, SHORT_RUN), found, "a program a run")
+    for max_states in (18, 7, 1):
+        # the second token of a request finds the row of the first in the range before
+        in_turn = run(case, TURNS._replace(max_states=max_states), SHORT_RUN)
+        assert_bitwise(in_turn, found, f"a program a query, {max_states // 3 or 1} at a time")
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_query_of_one_run_does_not_see_the_room_for_more():
+    case = long_and_short()
+    found = run(case, RUNS, SHORT_RUN)
+    narrow = case | {"batch": replace(case["batch"], block_table=case["batch"].block_table[:, :64].contiguous())}
+    for token in (2, 5):  # the last position that sees 64 entries, and so the last of one run; one that sees none
+        alone = of_tokens(narrow, torch.tensor([token], device=kernel_device()))
+        assert_bitwise(run(alone, WHOLE, SHORT_RUN), found[token : token + 1], "one program, one launch")
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_runs_of_picks_and_two_blocks_of_heads():
+    case = case_of([(1, 2000, 1), (0, 7, 1)], k=150, heads=65, padding=1)
+    found = assert_follows_oracle(case, RUNS, SHORT_RUN)
+    assert_bitwise(run(case, SPLIT, SHORT_RUN), found)
+    assert_bitwise(run(case, TURNS._replace(max_states=8), SHORT_RUN), found)
+
+
+def only_rounding():
+    """A query for which half of every output is a sum that cancels. What is left of it is rounding, and so it shows in
+    which order things were added, which 16 bits of anything else would hide.
+    """
+    num_entries = 320
+    case = case_of([(1, 128 * num_entries - 1, 1)], ratio=HCA)
+    case["window"].positions[:] = -1
+    case["q"][..., 64:] = 0.0
+    case["rows"].data[:, 64:] = 0
+    places = case["batch"].block_table[1, :num_entries].long()
+    first, second = places[: num_entries // 2], places[num_entries // 2 :]
+    data, scales = case["entries"].rows.data, case["entries"].rows.scales
+    data[second] = data[first]
+    data[second, :, 65::2] ^= 0x80  # signs of the rope values
+    scales[second] = scales[first]
+    return case | {"freqs": None}
+
+
+class Tampered:
+    """The fold with something done to what it is given."""
+
+    def __init__(self, kernel, change):
+        self.kernel, self.change = kernel, change
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            for state in args[:3]:
+                self.change(state)
+            self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def test_cuts_agree_where_only_rounding_is_left(monkeypatch):
+    case = only_rounding()
+    found = run(case, SPLIT, SHORT_RUN)
+    assert_bitwise(run(case, RUNS, SHORT_RUN), found)
+    assert_bitwise(run(case, TURNS, SHORT_RUN), found)
+    assert not torch.equal(run(case, SPLIT, 4)[..., 64:], found[..., 64:]), "other runs are other bits"
+
+    def swap_runs(state):
+        state[:3] = state[[1, 0, 2]]
+
+    monkeypatch.setattr(attention, "_combine_kernel", Tampered(attention._combine_kernel, swap_runs))
+    assert not torch.equal(run(case, RUNS, SHORT_RUN)[..., 64:], found[..., 64:]), "another order is other bits"
+
+
+def test_a_lost_run_is_seen(monkeypatch):
+    case = case_of([(1, 128 * 130 - 1, 1)], ratio=HCA)
+
+    def lose_last_run(state):
+        state[1] = -1.0e30 if state.dim() == 2 else 0.0
+
+    assert_follows_oracle(case, RUNS, SHORT_RUN)
+    monkeypatch.setattr(attention, "_combine_kernel", Tampered(attention._combine_kernel, lose_last_run))
+    with pytest.raises(AssertionError):
+        assert_follows_oracle(case, RUNS, SHORT_RUN)
+
+
+def test_what_a_program_takes():
+    """The fastest of what was measured. Tiles of a table with room for a million tokens: 2 + 128, 256K: 34. Pro has two
+    blocks of heads and 18 tiles with picks, Flash has 10.
+    """
+    cuts = {num: PLAN.cut(num, 130, RUN) for num in (1, 4, 5, 8, 16, 32, 64, 110, 130, 200, 264, 8192)}
+    assert [num for num, cut in cuts.items() if cut == BY_TILE] == [1, 4, 5]
+    assert [num for num, cut in cuts.items() if cut == BY_RUN] == [8, 16, 32, 64, 200]
+    assert [num for num, cut in cuts.items() if cut == IN_TURN] == [110, 130, 264, 8192]
+    assert [PLAN.cut(num, 34, RUN) for num in (16, 64)] == [BY_TILE, BY_RUN]
+    assert [PLAN.cut(num, 10, RUN) for num in (1, 32, 48, 64, 8192)] == [BY_TILE] * 2 + [ONE_RUN] * 3
+    assert [PLAN.cut(num, 18, RUN) for num in (2, 16, 32, 64)] == [BY_TILE] * 3 + [ONE_RUN]
+    assert PLAN._replace(max_states=127).cut(16, 130, RUN) == IN_TURN
+    assert [PLAN.range_tokens(num) for num in (8, 16, 24, 4096, 9999)] == [528, 264, 176, 1, 1]
+
+
 def test_strided_inputs():
     case = case_of([(1, 300, 1), (0, 7, 1)])
     rows, window, pages = case["rows"], case["window"], case["entries"]
@@ -318,9 +462,13 @@ def test_what_cannot_be_done_is_said():
 @pytest.mark.parametrize("ratio", [CSA, HCA])
 def test_real_sizes(heads, ratio):
     chunks = (
-        [(0, 40000, 1), (1, 9000, 8), (2, 3000, 150), (3, 0, 30)] if ratio == CSA else [(1, 300000, 2), (2, 3000, 40)]
+        [(0, 40000, 1), (1, 9000, 8), (2, 3000, 150), (3, 0, 30)]
+        if ratio == CSA
+        else [(0, 1048574, 2), (1, 300000, 2), (2, 3000, 40), (3, 128 * 1025 - 2, 2)]
     )
     case = case_of(chunks, ratio=ratio, k=512, fmt=ENTRY, heads=heads, padding=3)
     found = assert_follows_oracle(case, WHOLE)
     assert_bitwise(run(case, SPLIT), found, "split")
+    assert_bitwise(run(case, RUNS), found, "a program a run")
+    assert_bitwise(run(case, TURNS._replace(max_states=256)), found, "a program a query")
     assert_bitwise(sparse_attention(**case), found, "as launched")

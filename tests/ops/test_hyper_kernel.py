@@ -4,17 +4,15 @@ against every other bit for bit, and rows that do not know of each other.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from dsv4.ops.hyper import (
-    FEW_ROWS,
-    MANY_ROWS,
     MAX_ROWS,
+    TILES,
     HyperCall,
     HyperSettings,
+    HyperTiles,
     hc_boundary,
     hc_boundary_ref,
     hc_enter,
@@ -28,8 +26,10 @@ from dsv4.ops.hyper import (
     hc_pre_ref,
     launch_hyper,
 )
+from dsv4.ops.hyper_kernels import FEW_ROWS
+from dsv4.ops.hyper_many_kernels import SUB_ROWS, program_of_many
 from dsv4.ops.norm import rms_norm, rms_norm_quant
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.tl_utils import KernelInputError, jit, tl
 from dsv4.testing.inputs import around, kernel_device, normal, poison, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
@@ -194,19 +194,58 @@ def test_a_head_with_its_norm():
 # ---- however it is cut up, whoever else is there ----
 
 
+@pytest.fixture(scope="module")
+def few_at_a_time():
+    """A call of two tiles of SUB_ROWS tokens and its results FEW_ROWS at a time."""
+    rows = SUB_ROWS + 2
+    before, weights, norm = sublayer(rows, 64, seed=16), mixing(64), normal((64,), seed=17)
+    call = HyperCall(before[1], *weights, QUICK, norm, False, before[0], before[2], before[3])
+    return call, {start: launch_hyper(call.rows(start, start + FEW_ROWS)) for start in range(0, rows, FEW_ROWS)}
+
+
 @pytest.mark.parametrize(
-    "variant",
+    "tiles",
     [
-        MANY_ROWS,
-        replace(FEW_ROWS, tile_rows=32),
-        replace(MANY_ROWS, tile_rows=16),
-        replace(MANY_ROWS, tile_rows=32, num_workers=1),
+        *TILES.values(),
+        HyperTiles(tile_rows=32, finish_rows=32, lag=3),
+        HyperTiles(tile_rows=32, finish_rows=1, lag=1),
     ],
 )
-def test_every_variant_gives_the_same_bits(variant):
-    before, weights, norm = sublayer(18, 64, seed=16), mixing(64), normal((64,), seed=17)
-    call = HyperCall(before[1], *weights, QUICK, norm, False, before[0], before[2], before[3])
-    assert_same(launch_hyper(call, variant), launch_hyper(call, FEW_ROWS))
+def test_many_at_a_time_are_few_at_a_time(tiles, few_at_a_time):
+    call, parts = few_at_a_time
+    found = launch_hyper(call, tiles)
+    for start, wanted in parts.items():
+        for name in FIELDS:
+            rows = getattr(found, name)[start : start + FEW_ROWS]
+            assert_bitwise(rows, getattr(wanted, name), f"{name} from row {start}")
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 5])
+@pytest.mark.parametrize("lag", [1, 3, 8])
+def test_every_program_of_many_comes_once_and_in_order(num_tiles, lag):
+    """A tile's finishers come after its step 1, or they would wait for programs that cannot start."""
+    num_splits, num_finishers = 3, 2
+    places = torch.full((num_tiles * (num_splits + num_finishers), 3), -1, dtype=torch.int32, device=kernel_device())
+    _places_kernel[(len(places),)](places, num_tiles, lag, NUM_SPLITS=num_splits, NUM_FINISHERS=num_finishers)
+    found = [tuple(place) for place in places.tolist()]
+    step1 = {(0, tile, place) for tile in range(num_tiles) for place in range(num_splits)}
+    finishers = {(1, tile, place) for tile in range(num_tiles) for place in range(num_finishers)}
+    assert len(found) == len(set(found))
+    assert set(found) == step1 | finishers
+    for tile in range(num_tiles):
+        when = [
+            [order for order, (kind, of, _) in enumerate(found) if (kind, of) == (wanted, tile)] for wanted in (0, 1)
+        ]
+        assert max(when[0]) < min(when[1])
+
+
+@jit
+def _places_kernel(places_ptr, num_tiles, lag, NUM_SPLITS: tl.constexpr, NUM_FINISHERS: tl.constexpr):
+    is_finisher, tile, place = program_of_many(num_tiles, lag, NUM_SPLITS, NUM_FINISHERS)
+    row_ptr = places_ptr + tl.program_id(0) * 3
+    tl.store(row_ptr, is_finisher.to(tl.int32))
+    tl.store(row_ptr + 1, tile)
+    tl.store(row_ptr + 2, place)
 
 
 def test_a_row_knows_nothing_of_the_others():
@@ -317,9 +356,10 @@ def test_real_boundaries_are_post_pre_and_norm(width, rows):
 
 
 @pytest.mark.gpu
-def test_a_thousand_launches_agree():
-    """Whoever arrives last: the same bits."""
-    before, weights, norm = sublayer(16, 4096, seed=2), mixing(4096), normal((4096,), seed=3)
+@pytest.mark.parametrize("rows", [16, 600])
+def test_a_thousand_launches_agree(rows):
+    """Whoever arrives last, whoever waits for whom: the same bits."""
+    before, weights, norm = sublayer(rows, 4096, seed=2), mixing(4096), normal((4096,), seed=3)
     first = hc_boundary(*before, *weights, norm, REAL, False)
     for _ in range(1000):
         again = hc_boundary(*before, *weights, norm, REAL, False)

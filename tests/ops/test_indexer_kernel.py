@@ -41,9 +41,9 @@ FORMATS = pytest.mark.parametrize("fmt", [INDEX_FP4, INDEX_FP8], ids=lambda fmt:
 FREQS = rope_frequencies(64, 160000.0, None).to(kernel_device())
 HEADS, PER_BLOCK = 4, 32
 GROUPS = ScoreConfig(few_tokens=0, shares=1, group_tile=128)
-LONG = TopkConfig(tile=64, max_chunks=2, short_row=64, direct=64)
-ONE_CHUNK = replace(LONG, max_chunks=1)
-SPREAD = TopkConfig(grid_row=64, grid_keys=64, max_grid_keys=256, grid_programs=2, grid_warps=2)
+LONE = TopkConfig(long_row=64, lone_rows=132, lone_keys=64, max_lone_keys=256, long_programs=2, long_warps=2)
+SHARED = replace(LONE, lone_rows=0, long_keys=64, long_tile=64)
+ALONE = replace(SHARED, short_row=64, long_programs=1)
 CHUNKS = {
     "decode": [(2, 400, 1), (0, 1535, 1), (3, 3, 1), (1, 0, 1)],
     "chunks": [(1, 500, 3), (2, 78, 5), (0, 1022, 2)],
@@ -90,9 +90,9 @@ def random_case(chunks, fmt, *, heads, seed=0):
     return q, normal((batch.num_tokens, heads), torch.float32, seed + 2), keys, batch
 
 
-def scores_of(q, weights, keys, batch, config=SCORE_CONFIG, topk_config=TOPK_CONFIG, top_k=1):
+def scores_of(q, weights, keys, batch, config=SCORE_CONFIG, top_k=1):
     """Scores with everything a token does not see set to -inf."""
-    scores, lengths, _rows = index_scores(q, weights, keys, batch, slice(None), CSA, top_k, config, topk_config)
+    scores, lengths = index_scores(q, weights, keys, batch, slice(None), CSA, top_k, config)
     hidden = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(-1)
     return scores.masked_fill(hidden, float("-inf"))
 
@@ -136,7 +136,7 @@ def test_a_query_of_nan_stays_alone(fmt):
 
 @FORMATS
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG, SPREAD], ids=["short", "long", "spread"])
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONE, SHARED], ids=["short", "lone", "shared"])
 def test_picks_are_the_oracle_s(fmt, chunks, topk_config):
     q, weights, keys, batch = exact_case(chunks, fmt)
     found = launch_index_topk(q, weights, keys, batch, CSA, 20, SCORE_CONFIG, topk_config)
@@ -159,7 +159,7 @@ def test_the_comparison_sees_a_wrong_limit():
     assert (index_topk(q, weights, keys, early, ratio=CSA, top_k=100) != expected).any()
 
 
-@pytest.mark.parametrize("topk_config", [LONG, ONE_CHUNK], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("topk_config", [SHARED, ALONE], ids=["shared", "alone"])
 def test_how_the_work_is_divided_does_not_matter(topk_config):
     """A workspace of one token and of several, groups of all tokens, of two and of one, few programs."""
     q, weights, keys, batch = exact_case(CHUNKS["chunks"], INDEX_FP4)
@@ -247,8 +247,8 @@ def test_a_scale_of_the_weights_is_rounded_once(fmt, config):
     """Weights as they are projected, in bf16, are scaled where they are read; not before, and not the scores."""
     q, weights, keys, batch = random_case([(1, 1000, 2)], fmt, heads=5)
     weights, scale = weights.bfloat16(), 128**-0.5 * 64**-0.5
-    args = keys, batch, slice(None), CSA, 1, config, TOPK_CONFIG
-    found, lengths, _ = index_scores(q, weights, *args, scale)
+    args = keys, batch, slice(None), CSA, 1, config
+    found, lengths = index_scores(q, weights, *args, scale)
     seen = slice(0, int(lengths.min()))
     assert_bitwise(found[:, seen], index_scores(q, weights.float() * scale, *args)[0][:, seen])
     assert not torch.equal(found[:, seen], index_scores(q, (weights * scale), *args)[0][:, seen])
@@ -259,10 +259,10 @@ def test_a_scale_of_the_weights_is_rounded_once(fmt, config):
     assert not torch.equal(negative, picks)
 
 
-@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONG, SPREAD], ids=["short", "long", "spread"])
+@pytest.mark.parametrize("topk_config", [TOPK_CONFIG, LONE, SHARED], ids=["short", "lone", "shared"])
 def test_picks_are_the_best_of_the_scores(topk_config):
     q, weights, keys, batch = random_case([(1, 1000, 2), (0, 400, 1)], INDEX_FP4, heads=64)
-    scores = scores_of(q, weights, keys, batch, topk_config=topk_config)
+    scores = scores_of(q, weights, keys, batch)
     found = launch_index_topk(q, weights, keys, batch, CSA, 33, SCORE_CONFIG, topk_config)
     assert_bitwise(found, topk_select_ref(scores, 33, ascending=True))
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from benchmarks.cases_sampling import VOCABULARY
+from benchmarks.cases_topk import VARIANTS
+from dsv4.ops.topk import TOPK_CONFIG
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
-CASES = [case.key for case in load_cases(case_modules())]
-# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
-# scoring for many tokens the decoded keys
-SPILLS = {("_attend_kernel", 90): 640, ("_attend_kernel", 100): 2400, ("group_scores_kernel", 100): 8}
+SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
+CASES = list(SHAPES)
+# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread (on
+# Blackwell it spills most where a run ends), scoring for many tokens the decoded keys
+SPILLS = {("_attend_kernel", 90): 640, ("_attend_kernel", 100): 5100, ("group_scores_kernel", 100): 8}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,32 @@ def test_compiles_without_spills(compiled, case, arch):
     assert all(0 < kernel.registers <= 255 and kernel.shared_bytes <= 227 * 1024 for kernel in kernels)
 
 
+# where a long selection occurs: rows and columns of a case's shape
+LONG_ROWS = {
+    "topk_select": lambda shape: (shape["rows"], shape["columns"]),
+    "index_topk": lambda shape: (shape["requests"] * shape["tokens"], shape["context"] // 4),
+    "sampled_logprobs": lambda shape: (shape["rows"], VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_programs_that_wait_fit_a_multiprocessor(compiled, arch):
+    """All programs of a long selection wait for each other: as many as the launcher counts on must run at once. (Other
+    kernels that wait do so for programs that started before.)
+    """
+    counted = set()
+    for case in CASES:
+        for kernel in compiled[case, arch]:
+            if kernel.kernel != "topk_long_kernel":
+                continue
+            config = VARIANTS[SHAPES[case].get("variant", "")]
+            spread = config.spread(*LONG_ROWS[case.split("/")[0]](SHAPES[case]), torch.device("meta"))
+            assert kernel.registers * 32 * kernel.num_warps * spread.resident <= 65536, case
+            assert (kernel.shared_bytes + 1024) * spread.resident <= 227 * 1024, case  # 1,024 the system's own
+            counted.add(spread.resident)
+    assert counted == {1, TOPK_CONFIG.resident}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_norms_that_must_agree_sum_in_the_same_order(compiled, arch):
     """Fused and unfused are the same bits on a GPU only if the sum has the same tile and register layout."""
@@ -52,18 +83,31 @@ def test_norms_that_must_agree_sum_in_the_same_order(compiled, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_hyper_connections_that_must_agree_sum_in_the_same_order(compiled, arch):
-    """Fused or not, for few rows or many: the same six sums; the norm behind them is that of the norm's own kernel."""
+    """Fused or not, for few rows or many: the same sums; the norm behind them is that of the norm's own kernel."""
 
     def layouts(case):
         (kernel,) = compiled[case, arch]
         return kernel.sum_layouts
 
-    for width in (4096, 7168):
-        boundary = layouts(f"hc_boundary/1x{width}")
-        assert boundary == layouts(f"hc_boundary/4096x{width}")
-        assert boundary[-1:] == layouts(f"rms_norm/weighted-1x{width}")
+    # squares: groups of eight over these lanes, whole or halved in a thread; `_square_sum` adds both in one order
+    group = re.compile(r"sizePerThread = \[1, 1, (\d), 4\], threadsPerWarp = \[\d+, (\d+), (\d), 1\]")
+
+    def squares(case):
+        found = [group.search(layout) for layout in layouts(case)]
+        return [(match[2], int(match[1]) * int(match[3])) for match in found if match]
+
+    def others(case):
+        return [layout for layout in layouts(case) if not group.search(layout)]
+
+    for width, lanes in ((4096, "4"), (7168, "8")):
+        few, many = f"hc_boundary/1x{width}", f"hc_boundary/4096x{width}"
+        assert squares(few) == squares(many) == [(lanes, 2)] * 12
+        assert others(few) == others(many)
+        assert layouts(few)[-1:] == layouts(f"rms_norm/weighted-1x{width}")
     assert layouts("hc_boundary/1x4096") == layouts("hc_boundary/codes-1x4096") == layouts("hc_enter/1x4096")
-    assert layouts("hc_boundary/1x4096")[:-1] == layouts("hc_pre/1x4096") == layouts("hc_pre/4096x4096")
+    assert layouts("hc_boundary/1x4096")[:-1] == layouts("hc_pre/1x4096")
+    assert squares("hc_boundary/4096x4096") == squares("hc_pre/4096x4096")
+    assert others("hc_boundary/4096x4096")[:-1] == others("hc_pre/4096x4096")
     assert layouts("hc_boundary/4096x7168") == layouts("hc_boundary/codes-4096x7168")
     assert layouts("hc_head_norm/1x4096")[:-1] == layouts("hc_head/1x4096")
 

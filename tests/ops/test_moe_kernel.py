@@ -14,6 +14,8 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import (
+    NARROW_ROWS,
+    WIDE_CONFIGS,
     GemmConfig,
     MoeConfig,
     Ranges,
@@ -22,9 +24,10 @@ from dsv4.ops.moe import (
     launch_moe,
     moe,
     moe_ref,
+    pick_moe_config,
     prepare_experts,
 )
-from dsv4.ops.tl_fp4 import decode_tile, load_words
+from dsv4.ops.tl_fp4 import decode_tile, in_product_order, load_words
 from dsv4.ops.tl_utils import KernelInputError, jit, tl
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
@@ -32,9 +35,10 @@ from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 LIMIT = 10.0
 DIM, WIDTH, EXPERTS, TOP_K = 256, 128, 5, 2
 # interpreted steps cost the same whatever their size: large blocks, few sub-tiles
-PLAIN, WIDE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
-ONE_TILE, MANY_TILES = MoeConfig(32, 32, WIDE, WIDE), MoeConfig(8, 8, PLAIN, WIDE)
-SPLIT = MoeConfig(8, 8, replace(PLAIN, split=True), replace(WIDE, split=True))
+SMALL, LARGE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
+NARROW, WIDE = MoeConfig(8, 8, SMALL, LARGE), MoeConfig(32, 32, LARGE, LARGE, wide=True)
+WIDEST = MoeConfig(128, 64, LARGE, GemmConfig(block=256, unroll=1, pair=True), wide=True, smaller=(96, 64))
+SPLIT = MoeConfig(8, 8, replace(SMALL, split=True), replace(LARGE, split=True))
 
 
 def nvfp4(weight):
@@ -137,6 +141,37 @@ def test_every_fp8_code():
     assert_bitwise(decoded(weight, 2), weight.dequantize())
 
 
+# ---- the order of products ----
+
+
+@jit
+def _order_kernel(x_ptr, out_ptr, C: tl.constexpr):
+    places = tl.arange(0, 2)[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(out_ptr + places, in_product_order(tl.load(x_ptr + places)))
+
+
+def test_product_order_takes_16_of_32_columns_with_bit_1_clear_then_16_with_it_set():
+    x = torch.arange(256, dtype=torch.int32, device=kernel_device())
+    out = torch.empty_like(x)
+    _order_kernel[(1,)](x, out, C=128)
+    sets = [
+        [col for col in range(first, first + 32) if (col >> 1) % 2 == bit]
+        for first in range(0, 256, 32)
+        for bit in (0, 1)
+    ]
+    assert out.tolist() == [col for cols in sets for col in cols]
+
+
+@pytest.mark.parametrize("make", [nvfp4, mxfp4])
+def test_every_column_meets_its_weight(make):
+    """Row n of the weight is 2^(n % 3) at column n alone, in the wide form."""
+    values = 2.0 ** (torch.arange(256) % 3)
+    weight = make(torch.diag(values).unsqueeze(0))[0].to(kernel_device())
+    x = (torch.arange(3 * 256, device=weight.device).reshape(3, 256) % 127 + 1).bfloat16()
+    out = launch_fp4_linear(x, shuffle(weight), torch.float32, 16, LARGE, wide=True)
+    assert_bitwise(out, linear_ref(x, weight, torch.float32))
+
+
 # ---- the sublayer ----
 
 
@@ -144,22 +179,51 @@ def test_every_fp8_code():
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_follows_the_oracle(name, tokens):
     given = inputs(tokens, seed=tokens)
-    out = launch_moe(*given, *READY[name], LIMIT, MANY_TILES)
+    out = launch_moe(*given, *READY[name], LIMIT, NARROW)
     assert_follows_oracle(out, *given, LAYERS[name])
     if tokens == 1:
         assert_bitwise(moe(*given, *READY[name], limit=LIMIT), out, "as divided by default")
+    else:
+        other = WIDE if name == "nvfp4" else replace(WIDEST, gate_up=SMALL)
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, other), out, "wide")
 
 
 def test_any_division_gives_the_same_bits(monkeypatch):
-    """Hidden rounded by its writer or its reader, tiles of 8 to 64 rows, pairs sorted by a launch, or two, or none."""
+    """Hidden rounded by its writer or its reader, tiles of 8 or 16 rows, pairs sorted by a launch, or two, or none."""
     given, layer = inputs(3, seed=40), READY["mxfp4"]
-    expected = launch_moe(*given, *layer, LIMIT, MANY_TILES)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, ONE_TILE), expected, "rounded by the writer")
+    expected = launch_moe(*given, *layer, LIMIT, NARROW)
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, gate_up=LARGE)), expected, "rounded by the writer")
     assert_bitwise(launch_moe(*given, *layer, LIMIT, SPLIT), expected, "ranges apart")
     monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 0)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(ONE_TILE, rows=64)), expected, "sorted")
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, rows=16)), expected, "sorted")
     monkeypatch.setattr("dsv4.ops.moe.COUNT_FIRST", 0)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, MANY_TILES), expected, "counted and sorted")
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, WIDE), expected, "counted and sorted")
+
+
+def test_the_form_follows_the_number_of_tokens():
+    assert not pick_moe_config(NARROW_ROWS, 6, 8).wide
+    assert pick_moe_config(NARROW_ROWS, 6, 8).rows == 16
+    assert pick_moe_config(NARROW_ROWS + 1, 6, 256).wide
+
+
+@pytest.mark.parametrize("counts", [(1, 65, 0, 33, 129), (64, 96, 32, 97, 128)])
+def test_wide_tiles_of_every_fullness(counts):
+    """Rows of each expert, computed as tiles of 64, 96 or 128: last rows as the narrow form has them."""
+    experts = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(counts)).unsqueeze(1).to(kernel_device())
+    x, weights = normal((len(experts), DIM), seed=51), torch.ones(experts.shape, device=experts.device)
+    out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, WIDEST)
+    last = torch.tensor([sum(counts[: index + 1]) - 1 for index in range(EXPERTS)], device=x.device)
+    narrow = replace(NARROW, gate_up=LARGE)
+    expected = launch_moe(x[last], experts[last], weights[last], *READY["nvfp4"], LIMIT, narrow)
+    assert_bitwise(out[last], expected)
+
+
+def test_a_block_that_does_not_divide_the_width():
+    layer = tuple(prepare_experts(experts_of(make, count, 128, 128)) for make, count in ((nvfp4, 2), (fp8, None)))
+    x, _, weights = inputs(2, 128, seed=52)
+    experts = torch.tensor([[0, 1], [1, -1]], device=x.device)
+    expected = launch_moe(x, experts, weights, *layer, LIMIT, NARROW)
+    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, WIDEST), expected)
 
 
 @pytest.mark.parametrize("ranges", [Ranges(1, 2, 1, 2), Ranges(2, 1, 2, 1), Ranges(2, 4, 2, 3)])
@@ -172,6 +236,8 @@ def test_ranges_by_programs_or_in_one(ranges):
     whole = launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges))
     block = replace(block, split=True)
     assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges)), whole)
+    wide = replace(WIDE, ranges=ranges)
+    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, wide), whole, "wide")
 
 
 def test_a_tile_that_is_at_most_half_full_is_a_smaller_one(monkeypatch):
@@ -179,9 +245,9 @@ def test_a_tile_that_is_at_most_half_full_is_a_smaller_one(monkeypatch):
     x, _, weights = inputs(11, seed=43)
     experts = torch.tensor([[1, -1]], device=x.device).repeat(11, 1)
     experts[3:5, 1] = 3
-    expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, MANY_TILES)
+    expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, NARROW)
     monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 20)  # enough for the blocks of tiles, not for those of tokens
-    for config in (replace(MANY_TILES, rows=16), replace(SPLIT, rows=16)):
+    for config in (replace(NARROW, rows=16), replace(SPLIT, rows=16)):
         assert_bitwise(launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, config), expected, str(config))
 
 
@@ -196,7 +262,7 @@ def test_a_wrong_expert_would_be_seen():
     x, experts, weights = inputs(9, seed=3)
     wrong = experts.clone()
     wrong[4, 0] = (set(range(EXPERTS)) - set(experts[4].tolist())).pop()
-    out = launch_moe(x, wrong, weights, *READY["nvfp4"], LIMIT, ONE_TILE)
+    out = launch_moe(x, wrong, weights, *READY["nvfp4"], LIMIT, WIDE)
     with pytest.raises(AssertionError, match="error"):
         assert_follows_oracle(out, x, experts, weights, LAYERS["nvfp4"])
 
@@ -204,53 +270,56 @@ def test_a_wrong_expert_would_be_seen():
 def test_all_tokens_on_two_experts():
     x, _, weights = inputs(9, seed=4)
     experts = torch.tensor([[1, 3]], device=x.device).repeat(9, 1)
-    out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, MANY_TILES)
+    out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, NARROW)
     assert_follows_oracle(out, x, experts, weights, LAYERS["nvfp4"])
 
 
-def test_a_row_does_not_depend_on_the_batch():
+@pytest.mark.parametrize("config", [NARROW, WIDE])
+def test_a_row_does_not_depend_on_the_batch(config):
     x, experts, weights = inputs(10, seed=5)
     layer = READY["nvfp4"]
-    whole = launch_moe(x, experts, weights, *layer, LIMIT, MANY_TILES)
+    whole = launch_moe(x, experts, weights, *layer, LIMIT, config)
     order = torch.randperm(10, generator=generator(6)).to(x.device)
-    turned = launch_moe(x[order], experts[order], weights[order], *layer, LIMIT, MANY_TILES)
+    turned = launch_moe(x[order], experts[order], weights[order], *layer, LIMIT, config)
     assert_bitwise(turned, whole[order], "permuted")
-    single = launch_moe(x[9:], experts[9:], weights[9:], *layer, LIMIT, MANY_TILES)
+    single = launch_moe(x[9:], experts[9:], weights[9:], *layer, LIMIT, config)
     assert_bitwise(single, whole[9:], "alone")
     wide = padded_rows(x, 3)
     more = torch.cat((experts, torch.full((3, TOP_K), -1, device=x.device)))
     weights = torch.cat((weights, torch.full((3, TOP_K), float("nan"), device=x.device)))
     poison(wide[10:])
-    assert_bitwise(launch_moe(wide, more, weights, *layer, LIMIT, MANY_TILES)[:10], whole, "padded")
+    assert_bitwise(launch_moe(wide, more, weights, *layer, LIMIT, config)[:10], whole, "padded")
 
 
-def test_a_choice_left_out_is_a_choice_of_weight_zero():
+@pytest.mark.parametrize("config", [NARROW, WIDE])
+def test_a_choice_left_out_is_a_choice_of_weight_zero(config):
     x, experts, weights = inputs(3, seed=7)
     fewer, zeros = experts.clone(), weights.clone()
     fewer[0, 0], fewer[1, 1], fewer[2] = -1, EXPERTS, -1
     zeros[0, 0] = zeros[1, 1] = 0.0
     zeros[2] = 0.0
-    found = launch_moe(x, fewer, weights, *READY["nvfp4"], LIMIT, ONE_TILE)
-    expected = launch_moe(x, experts, zeros, *READY["nvfp4"], LIMIT, ONE_TILE)
+    found = launch_moe(x, fewer, weights, *READY["nvfp4"], LIMIT, config)
+    expected = launch_moe(x, experts, zeros, *READY["nvfp4"], LIMIT, config)
     assert_bitwise(found + 0.0, expected + 0.0)
 
 
 def test_strided_inputs_and_int32_experts():
     x, experts, weights = inputs(2, seed=8)
-    expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, ONE_TILE)
-    found = launch_moe(strided(x, 0), strided(experts.int(), 0), strided(weights, 1), *READY["nvfp4"], LIMIT, ONE_TILE)
+    expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, WIDE)
+    found = launch_moe(strided(x, 0), strided(experts.int(), 0), strided(weights, 1), *READY["nvfp4"], LIMIT, WIDE)
     assert_bitwise(found, expected)
 
 
 def test_no_tokens():
     x, experts, weights = inputs(3)
     assert moe(x[:0], experts[:0], weights[:0], *READY["nvfp4"], limit=LIMIT).shape == (0, DIM)
+    assert launch_moe(x[:0], experts[:0], weights[:0], *READY["nvfp4"], LIMIT, WIDE).shape == (0, DIM)
 
 
 def test_the_limit_is_used():
     given = inputs(2, seed=9)
     x, experts, weights = given
-    out = launch_moe(*given, *READY["nvfp4"], 0.5, ONE_TILE)
+    out = launch_moe(*given, *READY["nvfp4"], 0.5, WIDE)
     assert_close_to_oracle(
         out, lambda dtype: moe_ref(x.to(dtype), experts, weights, *LAYERS["nvfp4"], limit=0.5)
     )  # fmt: skip
@@ -260,7 +329,7 @@ def test_rejects():
     x, experts, weights = inputs(3)
     routed, shared = READY["nvfp4"]
     with pytest.raises(KernelInputError, match="expected weights from prepare_experts, found QuantTensor"):
-        launch_moe(x, experts, weights, *LAYERS["nvfp4"], LIMIT, ONE_TILE)
+        launch_moe(x, experts, weights, *LAYERS["nvfp4"], LIMIT, WIDE)
     with pytest.raises(KernelInputError, match="in bf16, found torch.float32"):
         moe(x.float(), experts, weights, routed, shared, limit=LIMIT)
     with pytest.raises(KernelInputError, match=r"expected experts and weights \[3, k\]"):
@@ -274,6 +343,11 @@ def test_rejects():
     flat = tuple(replace(weight, shape=weight.shape[1:]) for weight in routed)
     with pytest.raises(KernelInputError, match="expected a shared expert in FP8"):
         moe(x, experts, weights, routed, flat, limit=LIMIT)
+    for other in ({"num_warps": 2}, {"block": 32}, {"unroll": 2}, {"split": True}, {"block": 64, "pair": True}):
+        with pytest.raises(KernelInputError, match="expected whole warp groups"):
+            replace(WIDE, down=replace(LARGE, **other))
+    with pytest.raises(KernelInputError, match="16 token rows"):
+        replace(WIDE, smaller=(8,))
 
 
 # ---- one linear ----
@@ -284,9 +358,10 @@ def test_rejects():
 def test_linear(make, rows, out_dtype):
     weight = make(normal((1, 96, 256), torch.float32, seed=1).cpu())[0].to(kernel_device())
     x = normal((rows, 256), seed=2)
-    out = launch_fp4_linear(x, shuffle(weight), out_dtype, 16, PLAIN)
+    out = launch_fp4_linear(x, shuffle(weight), out_dtype, 16, SMALL)
     assert out.dtype == (out_dtype or torch.bfloat16)
     assert_close_to_oracle(out.bfloat16(), lambda dtype: linear_ref(x.to(dtype), weight))
+    assert_bitwise(launch_fp4_linear(x, shuffle(weight), out_dtype, 48, LARGE, wide=True), out, "wide")
 
 
 def test_linear_with_columns_beside_the_tile():
@@ -295,6 +370,7 @@ def test_linear_with_columns_beside_the_tile():
     wide[:, :160] = normal((3, 160), seed=4)
     out = fp4_linear(wide[:, :160], shuffle(weight))
     assert_close_to_oracle(out, lambda dtype: linear_ref(wide[:, :160].to(dtype), weight))
+    assert_bitwise(launch_fp4_linear(wide[:, :160], shuffle(weight), None, 32, LARGE, wide=True), out, "wide")
     assert fp4_linear(wide[:0, :160], shuffle(weight)).shape == (0, 40)
 
 
@@ -310,20 +386,36 @@ def test_linear_rejects():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("dim", "width"), [(4096, 2048), (7168, 3072)])
+@pytest.mark.parametrize(
+    ("name", "dim", "width"), [("nvfp4", 4096, 2048), ("mxfp4", 4096, 2048), ("nvfp4", 7168, 3072)]
+)
 def test_real_sizes(name, dim, width):
-    """Rows of 1 to 513 tokens are the same bits; a few of them against the oracle."""
+    """Rows of 1 to 4,096 tokens are the same bits, narrow and wide; a few of them against the oracle."""
     make = {"nvfp4": nvfp4, "mxfp4": mxfp4}[name]
     layer = experts_of(make, 8, dim, width), experts_of(fp8, None, dim, width, seed=10)
     ready = tuple(prepare_experts(part) for part in layer)
-    x = normal((513, dim), seed=1)
-    experts = choices(513, 8, 6, seed=2)
-    weights = torch.rand(513, 6, generator=generator(3)).to(x.device)
-    whole = moe(x, experts, weights, *ready, limit=LIMIT)
-    for tokens in (1, 2, 5, 9, 16, 21, 22, 64, 100, 256, 512):
+    x = normal((4096, dim), seed=1)
+    x[::3] *= torch.exp2(torch.randint(-20, 20, (dim,), generator=generator(4)).to(x.device)).bfloat16()
+    experts = choices(4096, 8, 6, seed=2)
+    experts[600:700] = experts[600]  # many on the same, the others empty
+    experts[5, 2:] = -1
+    weights = torch.rand(4096, 6, generator=generator(3)).to(x.device)
+    few = [(x[at : at + 16], experts[at : at + 16], weights[at : at + 16]) for at in range(0, 4096, 16)]
+    whole = torch.cat([moe(*given, *ready, limit=LIMIT) for given in few])
+    for tokens in (1, 2, 5, 9, 21, 22, 64, 100, 256, 511, 512, 600, 4096):
         given = x[:tokens], experts[:tokens], weights[:tokens]
         assert_bitwise(moe(*given, *ready, limit=LIMIT), whole[:tokens], f"{tokens} tokens")
+        for index, config in enumerate(WIDE_CONFIGS):
+            assert_bitwise(launch_moe(*given, *ready, LIMIT, config), whole[:tokens], f"{tokens} tokens, wide {index}")
     assert_bitwise(moe(x[500:], experts[500:], weights[500:], *ready, limit=LIMIT), whole[500:], "the last")
-    rows = slice(0, 8)
+    rows = [1, 2, 4, 5, 7, 8]
     assert_follows_oracle(whole[rows], x[rows], experts[rows], weights[rows], layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [nvfp4, mxfp4])
+def test_linear_of_many_rows(make):
+    weight = shuffle(make(normal((1, 4096, 2048), torch.float32, seed=1).cpu())[0].to(kernel_device()))
+    x = normal((600, 2048), seed=2)
+    few = torch.cat([fp4_linear(x[at : at + 16], weight) for at in range(0, 600, 16)])
+    assert_bitwise(fp4_linear(x, weight), few)

@@ -9,18 +9,16 @@ import torch
 
 from dsv4.ops.tl_utils import KernelInputError
 from dsv4.ops.topk import TopkConfig, launch_topk, topk_select, topk_select_ref
-from dsv4.ops.topk_grid_kernels import GRID_LIST
-from dsv4.ops.topk_kernels import LIST
+from dsv4.ops.topk_long_kernels import LIST
 from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
 from dsv4.testing.numeric import assert_bitwise
 
 INF, NAN = float("inf"), float("nan")
 SHORT = TopkConfig()
-ONE_CHUNK = TopkConfig(tile=128, max_chunks=1, short_row=64, maxima_tile=128, direct=64)
-CHUNKS = TopkConfig(tile=64, max_chunks=4, short_row=64, maxima_tile=64, direct=64)
-DIRECT = TopkConfig(tile=128, max_chunks=2, short_row=64, maxima_tile=128, direct=256)
-SPREAD = TopkConfig(grid_row=64, grid_keys=64, max_grid_keys=256, grid_programs=4, grid_warps=2)
-NEVER = 1 << 24  # columns: no row is spread
+LONE = TopkConfig(long_row=64, lone_rows=132, lone_keys=64, max_lone_keys=256, long_programs=4, long_warps=2)
+SHARED = replace(LONE, lone_rows=0, long_keys=64, long_tile=64)
+KEPT = replace(SHARED, long_tile=256)  # a program's columns stay in registers
+ALONE = replace(SHARED, long_programs=1, short_row=64)  # one program a row, that waits for none
 
 
 def hostile(num_columns, seed=0):
@@ -53,22 +51,6 @@ def test_one_program_a_row(num_columns, k):
     assert_selects(hostile(num_columns), k, SHORT)
 
 
-@pytest.mark.parametrize(
-    ("config", "num_columns", "k"), [(CHUNKS, 257, 40), (CHUNKS, 256, 256), (ONE_CHUNK, 255, 6), (DIRECT, 256, 40)]
-)
-def test_long_rows(config, num_columns, k):
-    assert config.num_chunks(5, num_columns) == config.max_chunks
-    assert_selects(hostile(num_columns)[[0, 1, 2, 5, 6]], k, config)
-
-
-@pytest.mark.parametrize("config", [CHUNKS, ONE_CHUNK])
-def test_the_maxima_let_little_pass(config):
-    """k chosen of many spread scores: what the bound rejects must not be needed, wherever the best lie."""
-    scores = torch.randn(2, 1000, generator=generator(3))
-    scores[1] = scores[1].sort().values  # the best all in the last chunk
-    assert_selects(scores.to(kernel_device()), 12, config)
-
-
 @pytest.mark.parametrize("k", [40, 64])
 def test_a_row_of_one_program_with_a_bound(k):
     """1,024 columns have 128 maxima: enough for 64."""
@@ -77,72 +59,76 @@ def test_a_row_of_one_program_with_a_bound(k):
     assert_selects(scores, k, SHORT)
 
 
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_lists_longer_than_their_places(is_sorted):
-    """Many equals, or the best all in one of 64 chunks: lists are joined. Else they are selected as they lie."""
-    config = TopkConfig(tile=64, max_chunks=64, short_row=64, maxima_tile=1024, direct=64, grid_row=NEVER)
-    scores = torch.randn(1, 8192, generator=generator(4))
-    assert config.num_chunks(*scores.shape) == 64
-    scores = (scores.sort().values if is_sorted else (scores * 2).round()).to(kernel_device())
-    found = launch_topk(scores, 100, None, True, config)
-    assert_bitwise(found, topk_select_ref(scores, 100, ascending=True))
+@pytest.mark.parametrize(
+    ("config", "num_columns", "k", "kinds"),
+    [
+        *((config, 257, 200, [1, 2, 6]) for config in (LONE, SHARED)),
+        *((config, 1000, 12, [0, 5, 7]) for config in (LONE, SHARED)),
+        (KEPT, 1000, 40, [1, 2]),
+        (ALONE, 300, 40, [0, 1, 2, 6, 7]),
+    ],
+)
+def test_spread_rows(config, num_columns, k, kinds):
+    scores = hostile(num_columns)[kinds]
+    spread = config.spread(*scores.shape, scores.device)
+    assert (spread.programs, spread.is_few) == (config.long_programs, config is LONE)
+    assert_selects(scores, k, config)
 
 
-def test_more_equals_than_are_listed_at_once():
-    config = TopkConfig(tile=2048, max_chunks=2, short_row=1024, direct=1024, grid_row=NEVER)
-    scores = torch.full((1, LIST + 100), 2.0, device=kernel_device())
-    assert config.num_chunks(*scores.shape) == 2
-    scores[0, 7], scores[0, LIST] = 3.0, 1.0
-    found = launch_topk(scores, 9, None, True, config)
-    assert_bitwise(found, topk_select_ref(scores, 9, ascending=True))
+LONG = {"long_keys": 2048, "lone_keys": 2048, "max_lone_keys": 4096, "long_tile": 1024, "short_row": 64}
 
 
-@pytest.mark.parametrize(("num_columns", "k"), [(256, 40), (257, 200), (1000, 12)])
-def test_spread_rows(num_columns, k):
-    scores = hostile(num_columns)[[0, 1, 2, 5, 6]]
-    assert SPREAD.spread(5, num_columns, scores.device) == 4
-    assert_selects(scores, k, SPREAD)
-
-
-@pytest.mark.parametrize("num_better", [0, 8])
-def test_spread_rows_with_more_equals_than_the_list_holds(num_better):
+@pytest.mark.parametrize(("config", "programs", "num_better"), [(LONE, 2, 8), (SHARED, 1, 0), (SHARED, 2, 8)])
+def test_spread_rows_with_more_equals_than_the_list_holds(config, programs, num_better):
     """Then programs exchange counts, digit by digit; `num_better` lie above the equals, on both sides of a chunk."""
-    config = replace(SPREAD, grid_keys=2048, max_grid_keys=4096)
-    scores = torch.full((1, GRID_LIST + 100), -2.0, device=kernel_device())
-    assert config.spread(*scores.shape, scores.device) == 2
+    config = replace(config, long_programs=programs, **LONG)
+    scores = torch.full((1, LIST + 100), -2.0, device=kernel_device())
+    assert config.spread(*scores.shape, scores.device).programs == programs
     scores[0, 2 : 4 * num_better : 4] = 3.0
-    scores[0, GRID_LIST + 50], scores[0, :2] = 4.0, -3.0
+    scores[0, LIST + 50], scores[0, :2] = 4.0, -3.0
     found = launch_topk(scores, 12, None, True, config)
     assert_bitwise(found, topk_select_ref(scores, 12, ascending=True))
 
 
-def test_spread_rows_whose_best_lie_side_by_side():
-    """Of a long list: more pass the bound than are looked at first."""
-    config = replace(SPREAD, grid_keys=2048, max_grid_keys=4096)
-    scores = torch.randn(1, 8192, generator=generator(9))
-    scores[0, 4000:6000] += 100.0
+@pytest.mark.parametrize(("config", "programs"), [(LONE, 4), (SHARED, 1), (SHARED, 4)])
+def test_spread_rows_whose_best_lie_side_by_side(config, programs):
+    """Of a long list: more pass the bound than are looked at first. More of one program's part of the columns than are
+    ranked at once, and ties among them.
+    """
+    config = replace(config, long_programs=programs, **LONG)
+    scores = torch.randn(2, 8192, generator=generator(9))
+    scores[:, 4000:6000] += 100.0
+    scores[1] = (scores[1] * 64).round()
     scores = scores.to(kernel_device())
     found = launch_topk(scores, 900, None, True, config)
     assert_bitwise(found, topk_select_ref(scores, 900, ascending=True))
 
 
 def test_what_is_spread():
-    """Never more programs than multiprocessors, and never more keys than a program holds."""
+    """Programs that wait for each other all run at once, and keep no more keys than they have registers for; where none
+    waits there may be any number of rows. One program holds every row that is not spread.
+    """
     config, device = TopkConfig(), kernel_device()
     limit = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    for num_rows in (1, 2, 3, 31, 32, 33, limit, limit + 1, 100_000):
-        for num_columns in (1, config.grid_row, config.grid_row + 1, 16384, 65537, 262144, 1 << 20):
-            programs = config.spread(num_rows, num_columns, device)
-            assert programs * num_rows <= limit
-            assert programs == 0 or programs * config.max_grid_keys >= num_columns > config.grid_row
-    assert config.spread(1, 262144, device) == 128
-    assert config.spread(1, 1 << 20, device) == 0
+    for num_rows in (1, 2, 3, 31, 32, 33, limit, 2 * limit, 2 * limit + 1, 4 * limit, 100_000):
+        for num_columns in (1, config.long_row, config.long_row + 1, 16384, 16385, 65537, 262144, 1 << 20):
+            spread = config.spread(num_rows, num_columns, device)
+            if spread is None:
+                assert num_columns <= config.short_row
+                continue
+            assert num_columns > config.long_row
+            assert spread.programs == 1 or spread.programs * num_rows <= spread.resident * limit
+            assert spread.programs.bit_count() == 1
+            assert not spread.is_few or spread.programs * config.max_lone_keys >= num_columns
+    assert config.spread(1, 262144, device) == (128, 1)
+    assert config.spread(1, 1 << 20, device) == (128, config.resident)
+    assert config.spread(16, 262144, device).programs * 16 > config.resident * limit // 2
 
 
-@pytest.mark.parametrize("config", [SHORT, CHUNKS, DIRECT, SPREAD])
+@pytest.mark.parametrize("config", [SHORT, LONE, SHARED, ALONE])
 def test_nothing_is_read_beyond_a_rows_length(config):
-    scores = hostile(300)[[0, 1, 2, 5]]
-    lengths = torch.tensor([0, 300, 17, 150], device=scores.device)
+    scores = hostile(300)[[0, 2, 5]]
+    lengths = torch.tensor([0, 17, 150], device=scores.device)
     clean = scores.clone()
     for row, length in enumerate(lengths.tolist()):
         scores[row, length:] = INF  # would win, if it were seen
@@ -201,9 +187,10 @@ def test_rejects():
 @pytest.mark.parametrize(
     ("rows", "columns", "k"),
     [
-        *((rows, 262144, k) for rows, k in ((1, 512), (2, 512), (2, 1024), (3, 1024), (16, 512), (300, 512))),
-        *((rows, 16384, 512) for rows in (1, 8, 32, 300)),
-        (1, 70001, 600),
+        *((rows, 262144, 512) for rows in (1, 2, 16, 64, 300)),
+        *((rows, 262144, 1024) for rows in (2, 3, 16, 300)),
+        *((rows, 16384, 512) for rows in (1, 8, 32, 256, 300)),
+        *((rows, 70001, 600) for rows in (1, 20)),
     ],
 )
 def test_full_size(rows, columns, k):
@@ -219,7 +206,7 @@ def test_full_size(rows, columns, k):
 @pytest.mark.gpu
 def test_spread_rows_again_and_again():
     """Counters grow from launch to launch, with different numbers of programs in turn, and in a replayed graph."""
-    shapes = [(1, 262144), (1, 16384), (4, 16384), (2, 100_000)]
+    shapes = [(1, 262144), (1, 16384), (4, 16384), (2, 100_000), (16, 262144), (64, 16384), (250, 16384)]
     inputs = [torch.randn(*shape, generator=generator(7)).to(kernel_device()) for shape in shapes]
     expected = [topk_select_ref(scores, 512, ascending=True) for scores in inputs]
     for _ in range(50):
