@@ -61,12 +61,14 @@ def moe_ref(
 ) -> Tensor:  # fmt: skip
     """x [T, D], experts and weights [T, k], (w1, w2, w3) stacked [E, ...] and of the shared expert -> [T, D].
 
-    Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last.
+    Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
+    expert id outside 0 .. E - 1 (-1 by convention) is left out.
     """
     routed, shared = (_as_loaded(matrices) for matrices in (routed, shared))
     acc = accumulator(x)
     parts = torch.zeros((*experts.shape, x.shape[1]), dtype=acc, device=x.device)  # [T, k, D]
-    for expert_idx in experts.unique().tolist():
+    chosen = experts[(experts >= 0) & (experts < routed[0].shape[0])].unique()
+    for expert_idx in chosen.tolist():
         rows, places = (experts == expert_idx).nonzero(as_tuple=True)
         w1, w2, w3 = (stack[expert_idx] for stack in routed)
         parts[rows, places] = expert_ref(x[rows], w1, w2, w3, limit, weights[rows, places]).to(acc)
@@ -206,8 +208,6 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
     Weights of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
-
-    An expert id outside 0 .. E - 1 (-1 by convention) is left out.
     """
     if not all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared)):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)

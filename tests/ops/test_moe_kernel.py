@@ -301,6 +301,7 @@ def test_a_choice_left_out_is_a_choice_of_weight_zero(config):
     found = launch_moe(x, fewer, weights, *READY["nvfp4"], LIMIT, config)
     expected = launch_moe(x, experts, zeros, *READY["nvfp4"], LIMIT, config)
     assert_bitwise(found + 0.0, expected + 0.0)
+    assert_follows_oracle(found, x, fewer, weights, LAYERS["nvfp4"])
 
 
 def test_strided_inputs_and_int32_experts():
