@@ -156,6 +156,7 @@ class MoeConfig:
 
 
 NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
+WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: fewer leave it nothing to overlap
 # token rows of a tile, by pairs for each expert on average (a tile at most half full costs half); of the shared
 # expert's, by tokens; of a linear's, by rows
 _ROWS = {3: 8, 1 << 30: 16}
@@ -189,16 +190,17 @@ def _at_most(table: Mapping[int, Any], size: int) -> Any:
     return next(entry for bound, entry in sorted(table.items()) if size <= bound)
 
 
-def _is_wide(num_rows: int) -> bool:
+def _is_wide(num_rows: int, num_columns: int) -> bool:
     """On Hopper (and in the interpreter). That Blackwell's instructions for large and small products agree in their
     bits is not known, so there one form serves all.
     """
-    return num_rows > NARROW_ROWS and current_arch() in (0, 90)
+    return num_rows > NARROW_ROWS and num_columns >= WIDE_COLUMNS and current_arch() in (0, 90)
 
 
-def pick_moe_config(num_tokens: int, top_k: int, num_experts: int) -> MoeConfig:
+def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: int) -> MoeConfig:
+    """`num_columns`: the fewest of any matrix."""
     per_expert = -(-num_tokens * top_k // num_experts)
-    if _is_wide(num_tokens):
+    if _is_wide(num_tokens, num_columns):
         return cast(MoeConfig, _at_most(_WIDE, per_expert))
     return MoeConfig(_at_most(_ROWS, per_expert), _at_most(_SHARED_ROWS, num_tokens), *_at_most(_PRODUCTS, num_tokens))
 
@@ -211,7 +213,8 @@ def moe(
     """
     if not all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared)):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)
-    config = pick_moe_config(x.shape[0], experts.shape[1], routed[0].shape[0])
+    num_experts, *sizes = routed[0].shape
+    config = pick_moe_config(x.shape[0], experts.shape[1], num_experts, min(sizes))
     return launch_moe(x, experts, weights, cast(_Shuffled, routed), cast(_Shuffled, shared), limit, config)
 
 
@@ -371,7 +374,7 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    if _is_wide(x.shape[0]):
+    if _is_wide(x.shape[0], x.shape[-1]):
         return launch_fp4_linear(x, weight, out_dtype, WIDE_LINEAR_ROWS, WIDE_LINEAR, wide=True)
     return launch_fp4_linear(x, weight, out_dtype, _at_most(_LINEAR_ROWS, x.shape[0]), _SOME[1])
 

@@ -201,9 +201,10 @@ def test_any_division_gives_the_same_bits(monkeypatch):
 
 
 def test_the_form_follows_the_number_of_tokens():
-    assert not pick_moe_config(NARROW_ROWS, 6, 8).wide
-    assert pick_moe_config(NARROW_ROWS, 6, 8).rows == 16
-    assert pick_moe_config(NARROW_ROWS + 1, 6, 256).wide
+    assert not pick_moe_config(NARROW_ROWS, 6, 8, 2048).wide
+    assert pick_moe_config(NARROW_ROWS, 6, 8, 2048).rows == 16
+    assert pick_moe_config(NARROW_ROWS + 1, 6, 256, 2048).wide
+    assert not pick_moe_config(NARROW_ROWS + 1, 6, 256, 128).wide
 
 
 @pytest.mark.parametrize("counts", [(1, 65, 0, 33, 129), (64, 96, 32, 97, 128)])
