@@ -33,7 +33,7 @@ from dsv4.ops.hyper_weights import (
     store_post,
     token_weights,
 )
-from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, pdl_wait, tl
+from dsv4.ops.tl_utils import in_product_order, jit, pdl_trigger, pdl_wait, tl
 
 SUB_ROWS = 32  # rows of one matrix product: tiles are made of these
 
@@ -44,23 +44,11 @@ _FROM_SUBLAYER = tl.constexpr(FROM_SUBLAYER)
 
 
 @jit
-def _in_product_order(x):
-    """x [R, K] with its columns in the order in which the tensor cores take them from a product with joined parts: of
-    32 columns, first those whose bit 1 is not set. The compiler gives a thread four neighbours of such an operand where
-    it gives two of others. The same sums with and without a join, then."""
-    if INTERPRET:
-        return x
-    K: tl.constexpr = x.shape[1]
-    pairs = tl.reshape(x, [x.shape[0], K // 32, 8, 2, 2])
-    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), [x.shape[0], K])
-
-
-@jit
 def _rows_of_parts(x):
     """As `_joined_parts` of few tokens, but all high parts first, then the middle, the low, the zeros, and for operands
-    `_in_product_order`. Slower to make, faster to use often: most threads get sums that belong together, and the
+    `in_product_order`. Slower to make, faster to use often: most threads get sums that belong together, and the
     compiler, which does not see the join, moves no registers in front of a product."""
-    pairs = pairs_of_parts(_in_product_order(tl.trans(x)))  # [MIX_COLS, K, 2, 2]
+    pairs = pairs_of_parts(in_product_order(tl.trans(x)))  # [MIX_COLS, K, 2, 2]
     return tl.trans(keep_layout(tl.reshape(tl.permute(pairs, (2, 3, 0, 1)), [4 * _MIX_COLS, x.shape[0]])))
 
 
@@ -134,8 +122,8 @@ def _partial_dots(
             out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, True
         )  # fmt: skip
         x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
-        left0, left1 = _in_product_order(x0), _in_product_order(x1)
-        left2, left3 = _in_product_order(x2), _in_product_order(x3)
+        left0, left1 = in_product_order(x0), in_product_order(x1)
+        left2, left3 = in_product_order(x2), in_product_order(x3)
         parts = tl.dot(left0, parts0)
         parts = tl.dot(left1, parts1, parts)
         parts = tl.dot(left2, parts2, parts)

@@ -29,8 +29,7 @@ from dsv4.ops.moe_rows import (
     tokens_of,
     with_item,
 )
-from dsv4.ops.tl_fp4 import in_product_order
-from dsv4.ops.tl_utils import jit, pdl_trigger, tl
+from dsv4.ops.tl_utils import in_product_order, jit, pdl_trigger, tl
 
 
 @jit

@@ -13,8 +13,8 @@ from dsv4.ops.moe_down_kernels import combine, store_parts
 from dsv4.ops.moe_kernels import prepare_row, store_hidden
 from dsv4.ops.moe_products import fake_quantize_e4m3, plus_each
 from dsv4.ops.moe_rows import plus, sorted_num_rows, tokens_of, wide_routed_rows, wide_shared_rows, with_item
-from dsv4.ops.tl_fp4 import decode_tile, in_product_order, load_words
-from dsv4.ops.tl_utils import INTERPRET, jit, pdl_trigger, tl
+from dsv4.ops.tl_fp4 import decode_tile, load_words
+from dsv4.ops.tl_utils import INTERPRET, in_product_order, jit, pdl_trigger, tl
 
 # ---- products ----
 

@@ -207,16 +207,3 @@ def decode_tile(words, low, high, FORMAT: tl.constexpr):
         return nvfp4_tile(words, low, high)
     else:
         return mxfp4_tile(words, low)
-
-
-@jit
-def in_product_order(x):
-    """[R, C] -> the same columns in the order in which products of many tokens take them: of a column's number inside
-    32, bit 1 moves to the top.
-
-    mma.sync takes 16 columns at a time, and with the weights' registers as `decode_tile` leaves them these are, of 32,
-    first those with bit 1 clear, then those with it set. wgmma takes 16 neighbours: in this order the same 16. Both
-    then give the same bits. A thread's words are four neighbours, as they lie in memory.
-    """
-    split = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 2, 4, 2, 2])
-    return tl.reshape(tl.permute(split, [0, 1, 4, 2, 3, 5]), [x.shape[0], x.shape[1]])

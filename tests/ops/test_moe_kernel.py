@@ -27,8 +27,8 @@ from dsv4.ops.moe import (
     pick_moe_config,
     prepare_experts,
 )
-from dsv4.ops.tl_fp4 import decode_tile, in_product_order, load_words
-from dsv4.ops.tl_utils import KernelInputError, jit, tl
+from dsv4.ops.tl_fp4 import decode_tile, load_words
+from dsv4.ops.tl_utils import KernelInputError, in_product_order, jit, tl
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
