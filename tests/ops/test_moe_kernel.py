@@ -60,7 +60,7 @@ def experts_of(make, num_experts=EXPERTS, dim=DIM, width=WIDTH, seed=0):
     stack = () if num_experts is None else (num_experts,)
     scale = 0.25 * (256 / dim) ** 0.5
     return tuple(
-        make(normal((*stack, *shape), torch.float32, seed=seed + index).cpu() * scale).to(kernel_device())
+        make(normal((*stack, *shape), torch.float32, seed=seed + index) * scale)
         for index, shape in enumerate(shapes)
     )
 
@@ -417,7 +417,7 @@ def test_real_sizes(name, dim, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [nvfp4, mxfp4])
 def test_linear_of_many_rows(make):
-    weight = shuffle(make(normal((1, 4096, 2048), torch.float32, seed=1).cpu())[0].to(kernel_device()))
+    weight = shuffle(make(normal((1, 4096, 2048), torch.float32, seed=1))[0])
     x = normal((600, 2048), seed=2)
     few = torch.cat([fp4_linear(x[at : at + 16], weight) for at in range(0, 600, 16)])
     assert_bitwise(fp4_linear(x, weight), few)
