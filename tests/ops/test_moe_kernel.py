@@ -60,8 +60,7 @@ def experts_of(make, num_experts=EXPERTS, dim=DIM, width=WIDTH, seed=0):
     stack = () if num_experts is None else (num_experts,)
     scale = 0.25 * (256 / dim) ** 0.5
     return tuple(
-        make(normal((*stack, *shape), torch.float32, seed=seed + index) * scale)
-        for index, shape in enumerate(shapes)
+        make(normal((*stack, *shape), torch.float32, seed=seed + index) * scale) for index, shape in enumerate(shapes)
     )
 
 
