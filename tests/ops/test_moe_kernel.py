@@ -39,6 +39,10 @@ SMALL, LARGE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
 NARROW, WIDE = MoeConfig(8, 8, SMALL, LARGE), MoeConfig(32, 32, LARGE, LARGE, wide=True)
 WIDEST = MoeConfig(128, 64, LARGE, GemmConfig(block=256, unroll=1, pair=True), wide=True, smaller=(96, 64))
 SPLIT = MoeConfig(8, 8, replace(SMALL, split=True), replace(LARGE, split=True))
+# operand order, the shared expert's hidden rounded by its writer, launches that begin early
+ORDERED = MoeConfig(
+    16, 32, replace(SMALL, early=True), replace(LARGE, early=True, ahead=1), ordered=True, shared_block=128, direct=False
+)
 
 
 def nvfp4(weight):
@@ -185,6 +189,7 @@ def test_follows_the_oracle(name, tokens):
     else:
         other = WIDE if name == "nvfp4" else replace(WIDEST, gate_up=SMALL)
         assert_bitwise(launch_moe(*given, *READY[name], LIMIT, other), out, "wide")
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, ORDERED), out, "in operand order")
 
 
 def test_any_division_gives_the_same_bits(monkeypatch):
@@ -193,6 +198,8 @@ def test_any_division_gives_the_same_bits(monkeypatch):
     expected = launch_moe(*given, *layer, LIMIT, NARROW)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, gate_up=LARGE)), expected, "rounded by the writer")
     assert_bitwise(launch_moe(*given, *layer, LIMIT, SPLIT), expected, "ranges apart")
+    found = launch_moe(*inputs(3, seed=40), *READY["nvfp4"], LIMIT, replace(NARROW, ordered=True))
+    assert_bitwise(found, launch_moe(*given, *READY["nvfp4"], LIMIT, NARROW), "hidden alone in operand order")
     monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, rows=16)), expected, "sorted")
     monkeypatch.setattr("dsv4.ops.moe.COUNT_FIRST", 0)
@@ -274,7 +281,7 @@ def test_all_tokens_on_two_experts():
     assert_follows_oracle(out, x, experts, weights, LAYERS["nvfp4"])
 
 
-@pytest.mark.parametrize("config", [NARROW, WIDE])
+@pytest.mark.parametrize("config", [NARROW, ORDERED, WIDE])
 def test_a_row_does_not_depend_on_the_batch(config):
     x, experts, weights = inputs(10, seed=5)
     layer = READY["nvfp4"]
