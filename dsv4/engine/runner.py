@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +25,14 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.engine.offload import ExpertPool, Recorder
+from dsv4.engine.precompile import precompile
+from dsv4.engine.sampler import rehearse
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, OpSet
+from dsv4.ops.compile_only import can_compile_in_parallel
 from dsv4.ops.triton_set import TRITON
 
+_LOG = logging.getLogger("dsv4.engine")
 PADDED_SLOT = -1
 _FIELDS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
 _SLOTS_ROW = _FIELDS.index("slots")
@@ -104,14 +110,16 @@ class Runner:
         """Compile every kernel and capture every bucket. Padding only: the cache stays as it is.
 
         Direct calls are compiled at the sizes where launch tables may change: powers of two up to `max_chunk_tokens`,
-        half-way between them, and one row more, since sizes that 16 does not divide may be compiled apart.
+        half-way between them, and one row more, since sizes that 16 does not divide may be compiled apart. All cores
+        compile first (engine/precompile.py); the first calls load the kernels, and compile what is still missing.
         """
         with self._compiles:
             if self.cache.device.type == "cuda":
                 sizes = self._direct_sizes()
+                self._precompile(sizes, progress)
                 for done, size in enumerate(sizes):
                     self._compile(size)
-                    progress("compiling", done + 1, len(sizes))
+                    progress("first calls", done + 1, len(sizes))
                 torch.cuda.synchronize()
             if self.use_graphs:
                 # the largest first: the smaller ones then find room in its memory
@@ -148,9 +156,20 @@ class Runner:
             streams = self.model.forward(batch, self.cache.handle)
             return self.model.logits(streams.index_select(0, sample_rows))
 
+    def _precompile(self, sizes: Sequence[int], progress: Progress) -> None:
+        """A help, not a condition: what fails here fails again where it matters, or did not matter."""
+        if self.model.context.ops is TORCH or not can_compile_in_parallel():
+            return
+        try:
+            precompile(self.model, self.cache, sizes, self.experts, partial(progress, "compiling"))
+        except Exception as error:
+            _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+
     def _compile(self, size: int) -> None:
         batch, rows = self._padding_batch(size), self._padding_rows(size)
-        self._compute(batch, rows, num_valid=0)
+        logits = self._compute(batch, rows, num_valid=0)
+        if size == 1:
+            rehearse(self.model.context.ops.sample, logits)
         if self.experts is not None and not self.experts.always_fits(size):
             self.experts.stages_always = True
             self._compute(batch, rows, num_valid=0)

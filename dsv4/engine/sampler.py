@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,9 @@ def _logprobs(logits: Tensor, token_ids: Tensor, sequences: SequenceOf[Sequence]
 def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> SamplingBatch:
     params = [sequence.params for sequence in sequences]
     device, vocab_size = logits.device, logits.shape[1]
-    reals = torch.tensor([[getattr(p, name) for p in params] for name in _REALS], dtype=torch.float32)  # [6, R]
+    reals = _columns([[getattr(p, name) for p in params] for name in _REALS], torch.float32)
     integers = [[p.top_k for p in params], [p.seed for p in params], [sequence.num_output for sequence in sequences]]
-    top_k, seeds, steps = torch.tensor(integers).to(device).unbind(0)  # [R] each
+    top_k, seeds, steps = _columns(integers, torch.int64).to(device).unbind(0)  # [R] each
     prompt_mask = output_counts = None
     if any(p.has_penalties for p in params):
         prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
@@ -126,3 +127,21 @@ def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> Sampling
     return SamplingBatch(
         **columns, top_k=top_k, seeds=seeds, steps=steps, prompt_mask=prompt_mask, output_counts=output_counts
     )
+
+
+def _columns(lists: list[list[Any]], dtype: torch.dtype) -> Tensor:
+    """[C, R]. Every column begins at a multiple of 16 bytes: kernels are compiled apart for pointers that do not."""
+    count = len(lists[0])
+    columns = torch.zeros(len(lists), -(-count // 4) * 4, dtype=dtype)[:, :count]
+    columns.copy_(torch.tensor(lists, dtype=dtype))
+    return columns
+
+
+def rehearse(sample: Callable[[Tensor, SamplingBatch], Tensor], logits: Tensor) -> None:
+    """Draw from every row, without penalties and with some: nothing that `sample` compiles is left for a request."""
+    num_rows, device = logits.shape[0], logits.device
+    ones = dict.fromkeys(_REALS, torch.ones(num_rows, device=device))
+    integers = dict.fromkeys(("top_k", "seeds", "steps"), torch.ones(num_rows, dtype=torch.int64, device=device))
+    sample(logits, SamplingBatch(**ones, **integers))
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=device)
+    sample(logits, SamplingBatch(**ones, **integers, prompt_mask=counts.bool(), output_counts=counts))

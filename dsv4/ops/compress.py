@@ -156,7 +156,8 @@ class CompressPlan:
 
     HCA columns are spread over programs, `cols` each; CSA ones are taken all at once. `max_registers` makes room for
     more programs on a multiprocessor. A CSA program may first ask for its first `prefetch_rows` tokens (a power of two,
-    or none): in HCA programs, and where tokens are few, it costs more than it brings. No plan changes a bit.
+    or none): in HCA programs, and where tokens are few, it costs more than it brings. CSA entries are pooled side by
+    side as long as they have no more than `pool_cols` columns together. No plan changes a bit.
     """
 
     config: LaunchConfig
@@ -164,6 +165,7 @@ class CompressPlan:
     cols: int | None = None
     max_registers: int | None = None
     prefetch_rows: int = 0
+    pool_cols: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -188,7 +190,9 @@ class CompressPlan:
 # 16 tokens of a CSA chunk close the four entries that one tile finishes together, and 128 of an HCA chunk close one.
 CSA_FEW_TOKENS, HCA_ONE_WAVE_TOKENS, HCA_FEW_TOKENS = 512, 8, 256
 CSA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=2, max_registers=168)
-CSA_MANY = CompressPlan(LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168, prefetch_rows=8)
+CSA_MANY = CompressPlan(
+    LaunchConfig(rows=16, num_warps=4), tail_rows=2, max_registers=168, prefetch_rows=8, pool_cols=512
+)
 HCA_ONE_WAVE = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=16)
 HCA_FEW = CompressPlan(LaunchConfig(rows=1, num_warps=4), tail_rows=4, cols=64)
 HCA_MANY = CompressPlan(LaunchConfig(rows=128, num_warps=4), tail_rows=16, cols=32, max_registers=168)
@@ -257,6 +261,7 @@ def _cuts(job: Compression, plan: CompressPlan) -> dict[str, int]:
         "CANDIDATES": plan.candidates(ratio if following is None else 2 * ratio),
         "TAIL_ROWS": plan.tail_rows,
         "PREFETCH_ROWS": plan.prefetch_rows,
+        "POOL_COLS": plan.pool_cols,
     }
 
 

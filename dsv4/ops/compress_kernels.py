@@ -6,10 +6,10 @@ first token of its chunk: the entries that reach back before the chunk (CSA: two
 barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
 An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
-which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once, 512 columns of them: one
-entry, or four index keys side by side. The program that pools an entry finishes it. HCA has 128 slots, taken as eight
-runs side by side; its columns are spread over the programs of a group, each with its own columns of the rings, and the
-last of them to arrive finishes the group's entries.
+which gives it the tile of `rms_norm`. CSA has one row a slot, all of them in flight at once: those of one entry or, of
+many tokens, four index keys side by side. The program that pools an entry finishes it. HCA has 128 slots, taken as
+eight runs side by side; its columns are spread over the programs of a group, each with its own columns of the rings,
+and the last of them to arrive finishes the group's entries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dsv4.ops.tl_utils import jit, pdl_trigger, prefetch_l2, tl
 
 POOL_RUNS = 8  # see `_sum_of_slots` in ops/compress.py
 _POOL_RUNS = tl.constexpr(POOL_RUNS)
-_POOL_COLS = tl.constexpr(512)  # of CSA entries side by side: what a program's registers hold
 
 
 class BatchArguments(NamedTuple):
@@ -95,19 +94,19 @@ def _overlapping_rows(
 
 @jit
 def _pool_overlapping(
-    job, batch, tokens, mask, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
+    job, batch, tokens, mask, ROWS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Pool the CSA entries that `tokens` [P] close, where `mask`, into their scratch rows, slot after slot, as
-    `ordered_sum`. Absent slots are 0 and -inf."""
-    positions = tl.load(batch.positions + tokens, mask=mask, other=0).to(tl.int32)[:, None]
-    slots = tl.load(batch.slots + tokens, mask=mask, other=0)[:, None]
-    starts = tl.load(batch.chunk_starts + tokens, mask=mask, other=0).to(tl.int32)[:, None]
-    tokens = tokens.to(tl.int64)[:, None]
-    mask = mask[:, None]
+    """Pool the CSA entries that `tokens` [ROWS, 1] close, where `mask`, into their scratch rows, slot after slot, as
+    `ordered_sum`. Absent slots are 0 and -inf. One token may be a number: what is loaded for it then needs no other
+    layout."""
+    positions = tl.load(batch.positions + tokens, mask=mask, other=0).to(tl.int32)
+    slots = tl.load(batch.slots + tokens, mask=mask, other=0)
+    starts = tl.load(batch.chunk_starts + tokens, mask=mask, other=0).to(tl.int32)
+    tokens = tokens.to(tl.int64)
     cols = tl.arange(0, DIM)[None, :]
     scores = ()
-    highest = tl.full([tokens.shape[0], DIM], float("-inf"), tl.float32)
+    highest = tl.full([ROWS, DIM], float("-inf"), tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
@@ -121,8 +120,8 @@ def _pool_overlapping(
         score = score + tl.load(ape + cols, mask=mask & is_fresh & (cols >= 0), other=0.0)
         highest = tl.maximum(highest, score)
         scores = scores + (score,)  # type: ignore  # noqa: RUF005
-    total = tl.zeros([tokens.shape[0], DIM], tl.float32)
-    pooled = tl.zeros([tokens.shape[0], DIM], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    pooled = tl.zeros([ROWS, DIM], tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
         wanted, is_fresh, row, place = _overlapping_rows(
@@ -280,12 +279,12 @@ def _compress_group(
     RATIO: tl.constexpr, OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    PREFETCH_ROWS: tl.constexpr,
+    PREFETCH_ROWS: tl.constexpr, POOL_COLS: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of `group` neighbouring tokens: their entries, FINISH_ROWS at a time, and the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
     IS_WHOLE: tl.constexpr = FOLLOWING_LEN > 0
-    POOL_ROWS: tl.constexpr = min(max(_POOL_COLS // DIM, 1), FINISH_ROWS)
+    POOL_ROWS: tl.constexpr = min(max(POOL_COLS // DIM, 1), FINISH_ROWS)
     base = tl.program_id(0) * group
     if PREFETCH_ROWS > 0:
         _prefetch(job, batch, base, num_tokens, 2 * DIM, DIM, PREFETCH_ROWS)
@@ -328,6 +327,10 @@ def _compress_group(
         row_blocks = tl.full([FINISH_ROWS], -1, tl.int32)
         count = 0
         while (following < CANDIDATES) & (count < FINISH_ROWS):
+            if IS_WHOLE and POOL_ROWS == 1:
+                _pool_overlapping(
+                    job, batch, base + following, following >= 0, 1, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+                )  # fmt: skip
             is_row = finish_lanes == count
             rows = tl.where(is_row, following, rows)
             row_entries = tl.where(is_row, _value_at(entries, lanes, following), row_entries)
@@ -336,11 +339,15 @@ def _compress_group(
             pending = tl.where(lanes == following, CANDIDATES, pending)
             following = tl.min(pending, axis=0)
         if IS_WHOLE:
-            for first in range(0, count, POOL_ROWS):
-                lanes_of_rows = first + tl.arange(0, POOL_ROWS)
-                is_lane = lanes_of_rows[:, None] == finish_lanes[None, :]
-                tokens = base + tl.sum(tl.where(is_lane, rows[None, :], 0), axis=1)
-                _pool_overlapping(job, batch, tokens, lanes_of_rows < count, RATIO, DIM, OWN_LEN, FOLLOWING_LEN)
+            if POOL_ROWS > 1:
+                for first in range(0, count, POOL_ROWS):
+                    lanes_of_rows = first + tl.arange(0, POOL_ROWS)
+                    is_lane = lanes_of_rows[:, None] == finish_lanes[None, :]
+                    tokens = base + tl.sum(tl.where(is_lane, rows[None, :], 0), axis=1)
+                    is_row = (lanes_of_rows < count)[:, None]
+                    _pool_overlapping(
+                        job, batch, tokens[:, None], is_row, POOL_ROWS, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
+                    )  # fmt: skip
             tl.debug_barrier()  # the scratch rows are read back by other threads
         _finish_entries(
             job, target, base + rows, row_entries, row_blocks, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
@@ -360,12 +367,13 @@ def _compress_kernel(
     job, target, batch, counter_ptr, num_tokens, group, RATIO: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
+    LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr, POOL_COLS: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger()
     _compress_group(
         job, target, batch, counter_ptr, num_tokens, group, tl.program_id(1) * COLS, RATIO, OWN_LEN, FOLLOWING_LEN,
         PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
+        POOL_COLS,
     )  # fmt: skip
 
 
@@ -377,6 +385,7 @@ def _compress_pair_kernel(
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
+    POOL_COLS: tl.constexpr,
 ):  # fmt: skip
     """Two CSA compressors with the same rings' lengths; program_id(1) chooses. Columns are whole: nothing counts."""
     pdl_trigger()
@@ -384,10 +393,11 @@ def _compress_pair_kernel(
         _compress_group(
             job, target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
             CANDIDATES, DIM, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
+            POOL_COLS,
         )  # fmt: skip
     else:
         _compress_group(
             index_job, index_target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN,
             PER_BLOCK, CANDIDATES, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM,
-            INDEX_LOG2_DIM, INDEX_SCALE_BYTES, PREFETCH_ROWS,
+            INDEX_LOG2_DIM, INDEX_SCALE_BYTES, PREFETCH_ROWS, POOL_COLS,
         )  # fmt: skip

@@ -36,27 +36,28 @@ def _settled(acc):
 
 
 @jit
-def _load_weights(data_ptr, scale_ptr, tile):
-    """Tile number `tile` -> bf16 [64, 128].
+def _load_weights(data_ptr, scale_ptr, tile, BM: tl.constexpr, BLOCKS: tl.constexpr):
+    """Tile number `tile` (and, below it, that of the next 64 rows, BLOCKS tiles on) -> bf16 [BM, 128].
 
     The multiplier is loaded once for each row: only where everything comes from loads of vectors does the compiler
     decode in the layout of the operand, without a way through shared memory.
     """
-    rows = tl.arange(0, _ROWS)
-    places = rows[:, None] * (_COLS // 4) + tl.arange(0, _COLS // 4)[None, :]
+    rows = tl.arange(0, BM)
+    tiles = rows // _ROWS * BLOCKS
+    places = (tiles * _WORDS + rows % _ROWS * (_COLS // 4))[:, None] + tl.arange(0, _COLS // 4)[None, :]
     words = tl.load(data_ptr + tile.to(tl.int64) * _WORDS + places)
-    return fp8_tile(words, tl.load(scale_ptr + tile + rows * 0))
+    return fp8_tile(words, tl.load(scale_ptr + tile + tiles))
 
 
 @jit
 def _shuffled_range(
     data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks,
-    BT: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BLOCKS: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`num_blocks` tiles from first_tile on, times columns of x from first_col on: [64, BT]."""
-    acc = tl.zeros([_ROWS, BT], tl.float32)
+    """`num_blocks` tiles from first_tile on, times columns of x from first_col on: [BM, BT]."""
+    acc = tl.zeros([BM, BT], tl.float32)
     for block in tl.range(0, num_blocks, num_stages=STAGES):
-        weights = _load_weights(data_ptr, scale_ptr, first_tile + block)
+        weights = _load_weights(data_ptr, scale_ptr, first_tile + block, BM, BLOCKS)
         x_tile = load_tile(
             x, first_token, first_col + block * _COLS, num_tokens, stride_x, 0, BT, _COLS, True, X_DESC
         )  # fmt: skip
@@ -67,23 +68,25 @@ def _shuffled_range(
 @jit(do_not_specialize=("num_tokens",))
 def grouped_shuffled_kernel(
     data_ptr, scale_ptr, out_scale_ptr, x, out_ptr, partial_ptr, counter_ptr, num_tokens, stride_x,
-    K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr,
-    BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr, BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program: 64 outputs, BT tokens, one split of K."""
-    GROUP_TILES: tl.constexpr = RANK // _ROWS
+    """A program: BM (64 or 128) outputs, BT tokens, one split of K."""
+    GROUP_TILES: tl.constexpr = RANK // BM
     BLOCKS: tl.constexpr = K // _COLS
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     pdl_trigger()
     num_token_tiles = tl.cdiv(num_tokens, BT)
     item, token_tile = item_of(tl.program_id(0), GROUPS * GROUP_TILES * SPLITS, num_token_tiles, BAND)
     tile, split = item // SPLITS, item % SPLITS
-    group, col = tile // GROUP_TILES, (tile % GROUP_TILES) * _ROWS
+    group, col = tile // GROUP_TILES, (tile % GROUP_TILES) * BM
     first_block = split * PER_SPLIT
     num_blocks = tl.minimum(first_block + PER_SPLIT, BLOCKS) - first_block
-    first_tile, first_col, first_token = tile * BLOCKS + first_block, group * K + first_block * _COLS, token_tile * BT
+    first_tile = tile * (BM // _ROWS) * BLOCKS + first_block
+    first_col, first_token = group * K + first_block * _COLS, token_tile * BT
     acc = _shuffled_range(
-        data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks, BT, X_DESC, STAGES
+        data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks,
+        BM, BT, BLOCKS, X_DESC, STAGES,
     )  # fmt: skip
     out_scale = tl.load(out_scale_ptr)
     out_ptr += group * RANK
@@ -93,9 +96,9 @@ def grouped_shuffled_kernel(
             SPLITS, False,
         )  # fmt: skip
         if is_last:
-            store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, _ROWS, BT, False)
+            store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
     else:
-        store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, _ROWS, BT, False)
+        store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
 
 
 @jit
@@ -104,7 +107,7 @@ def widen_kernel(data_ptr, scale_ptr, out_scale_ptr, out_ptr, K: tl.constexpr):
     BLOCKS: tl.constexpr = K // _COLS
     pdl_trigger()
     tile = tl.program_id(0)
-    weights = _load_weights(data_ptr, scale_ptr, tile)
+    weights = _load_weights(data_ptr, scale_ptr, tile, _ROWS, BLOCKS)
     factor = tl.load(out_scale_ptr)
     rows = (tile // BLOCKS).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     cols = (tile % BLOCKS) * _COLS + tl.arange(0, _COLS)

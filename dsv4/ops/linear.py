@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -283,12 +283,14 @@ def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None =
         return out
     tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], num_tokens)
     splits = num_splits(weight.shape[0], width, "grouped")
-    tiles, num_token_tiles = weight.shape[0] // TILE_ROWS, -(-num_tokens // tile.tokens)
+    if rank % tile.outputs:
+        tile = replace(tile, outputs=TILE_ROWS, num_warps=4)
+    tiles, num_token_tiles = weight.shape[0] // tile.outputs, -(-num_tokens // tile.tokens)
     partial, counters = _workspace(x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, splits)
     x_source = _source(rows, (tile.tokens, TILE_COLS))
     grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
         weight.data, weight.scale, weight.out_scale, x_source[0], out, partial, counters, num_tokens, rows.stride(0),
-        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BT=tile.tokens, BAND=tile.band,
+        K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
         X_DESC=x_source[1], STAGES=tile.stages, **tile.options,
     )  # fmt: skip
     return out

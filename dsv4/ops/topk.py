@@ -83,8 +83,11 @@ OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
 
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
-    """Of an H200 where kernels are interpreted or only compiled."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """Of the GPU at hand; of an H200 where there is none."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 132
+    gpu = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
 
 
 def topk_select_ref(scores: Tensor, k: int, *, lengths: Tensor | None = None, ascending: bool = False) -> Tensor:

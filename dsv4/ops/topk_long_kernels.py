@@ -30,7 +30,7 @@ ends where it would wait for the others. PHASE is -1 on a GPU.
 from __future__ import annotations
 
 from dsv4.ops.tl_math import ordered_bits
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.tl_utils import jit, prefetch_l2, tl
 from dsv4.ops.topk_pieces import (
     EMPTY,
     EMPTY_HALF,
@@ -153,18 +153,40 @@ def _list_passing(
 
 
 @jit
-def _load_list(list_ptr, total, LEN: tl.constexpr):
-    """The first LEN keys of the list, EMPTY behind its end, and their columns."""
-    lanes = tl.arange(0, LEN)
-    packed = tl.load(list_ptr + lanes, cache_modifier=".cg")
-    keys = ordered_bits((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
-    return tl.where(lanes < total, keys, EMPTY), packed.to(tl.int32)
+def _load_packed(list_ptr, LEN: tl.constexpr):
+    """The first LEN places of the list, whether anything was stored there or not."""
+    return tl.load(list_ptr + tl.arange(0, LEN), cache_modifier=".cg")
 
 
 @jit
-def _last_chosen(list_ptr, keys, total, wanted, bound):
+def _unpack(packed, total):
+    """Keys and columns of places of the list; keys are EMPTY from place `total` on."""
+    keys = ordered_bits((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    return tl.where(tl.arange(0, packed.shape[0]) < total, keys, EMPTY), packed.to(tl.int32)
+
+
+@jit
+def _load_list(list_ptr, total, LEN: tl.constexpr):
+    """The first LEN keys of the list, EMPTY behind its end, and their columns."""
+    return _unpack(_load_packed(list_ptr, LEN), total)
+
+
+@jit
+def _prefetch(counters_ptr, scratch_ptr, list_ptr, program, PROGRAMS: tl.constexpr, SMALL: tl.constexpr):
+    """Into L2, while the scores come: what programs count in, and all places of the list that are read first. The
+    places behind its end are read too; nobody stores there, so they would come from memory when all wait for them.
+    """
+    PER_LINE: tl.constexpr = 16
+    PLACES: tl.constexpr = max(SMALL // PER_LINE // PROGRAMS, 1)
+    prefetch_l2(counters_ptr)
+    prefetch_l2(scratch_ptr)
+    prefetch_l2(list_ptr + (program * PLACES + tl.arange(0, PLACES)) % (SMALL // PER_LINE) * PER_LINE)
+
+
+@jit
+def _last_chosen(list_ptr, keys, highest, total, wanted, bound):
     """Of the `wanted` best of the listed: the smallest key, and the highest column with it."""
-    threshold = bisect_from(keys, wanted, bound)
+    threshold = bisect_from(keys, wanted, bound, highest)
     # both counts in one sum: a list has fewer than 2^15 keys
     is_tie = (keys == threshold) & (keys != EMPTY)
     both = tl.sum(tl.where(keys > threshold, 1, tl.where(is_tie, 1 << 16, 0)), 0)
@@ -185,18 +207,22 @@ def _is_chosen(keys, columns, threshold, last):
 
 @jit
 def _place_share(
-    list_ptr, picks_ptr, keys, columns, own_keys, own_columns, program, total, threshold, last, PROGRAMS: tl.constexpr
-):
+    list_ptr, picks_ptr, keys, columns, own, program, total, threshold, last, PROGRAMS: tl.constexpr
+):  # fmt: skip
     """This program's places of the list: those chosen, each where the chosen in lower columns end."""
     ones = _is_chosen(keys, columns, threshold, last).to(tl.int32)
     first = program * _SHARE
     while first < total:
+        # the next ones, while these are placed; where there are none nothing is asked for, that the end need not wait
+        following = first + PROGRAMS * _SHARE
+        next_ptr = list_ptr + following + tl.arange(0, _SHARE)
+        ahead = tl.load(next_ptr, mask=following < total, other=0, cache_modifier=".cg")
+        own_keys, own_columns = _unpack(own, total - first)
         is_chosen = _is_chosen(own_keys, own_columns, threshold, last)
         places = tl.sum(tl.where(columns[None, :] < own_columns[:, None], ones[None, :], 0), 1)
         tl.store(picks_ptr + places, own_columns.to(tl.int64), mask=is_chosen)
-        first += PROGRAMS * _SHARE
-        start = tl.minimum(first, _LIST - _SHARE)
-        own_keys, own_columns = _load_list(list_ptr + start, total - start, _SHARE)
+        own = ahead
+        first = following
 
 
 @jit
@@ -248,16 +274,14 @@ def _place_part(
 
 @jit
 def _place_listed(
-    list_ptr, own_ptr, picks_ptr, keys, columns, own_keys, own_columns, program, size, total, bound,
+    list_ptr, own_ptr, picks_ptr, keys, columns, highest, own, program, size, total, bound,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The K best of a list that is wholly in `keys` and `columns`, this program's share of them."""
     wanted = tl.minimum(K, total)
-    threshold, last = _last_chosen(list_ptr, keys, total, wanted, bound)
+    threshold, last = _last_chosen(list_ptr, keys, highest, total, wanted, bound)
     if FEW:
-        _place_share(
-            list_ptr, picks_ptr, keys, columns, own_keys, own_columns, program, total, threshold, last, PROGRAMS
-        )
+        _place_share(list_ptr, picks_ptr, keys, columns, own, program, total, threshold, last, PROGRAMS)
     else:
         _place_part(
             list_ptr, own_ptr, picks_ptr, keys, columns, program, size, total, threshold, last, PROGRAMS, RANKED
@@ -350,6 +374,7 @@ def topk_long_kernel(
         num_full = length // (LINES * _LINE)
         if KEEP:
             scores, columns = _load_lines(row_ptr, program, 0, stride_sn, length, PROGRAMS, TILE, THREADS, False)
+        _prefetch(counters_ptr, scratch_ptr, list_ptr, program, PROGRAMS, SMALL)
         if PHASE <= 0:
             best = tl.full([THREADS, TILE // THREADS], float("-inf"), tl.float32)
             if KEEP:
@@ -396,20 +421,22 @@ def topk_long_kernel(
             wait_for_all(counters_ptr + 1, PROGRAMS)
         elif PHASE == 1:
             return
-        # all on their way at once: which of them count is known with the total
+        # all on their way at once: which of them count is known with the total. The highest key, which only a short
+        # list needs, is found before the branch: else ptxas asks for the list behind it
         total = tl.load(scratch_ptr, cache_modifier=".cg")
-        own_keys, own_columns = _load_list(list_ptr + program * _SHARE, total - program * _SHARE, _SHARE)
         keys, columns = _load_list(list_ptr, total, SMALL)
+        own = _load_packed(list_ptr + program * _SHARE, _SHARE)
+        highest = tl.max(keys, 0)
         if total <= SMALL:
             _place_listed(
-                list_ptr, own_ptr, picks_ptr, keys, columns, own_keys, own_columns, program, size, total, bound,
+                list_ptr, own_ptr, picks_ptr, keys, columns, highest, own, program, size, total, bound,
                 K, K_BLOCK, PROGRAMS, RANKED, FEW,
             )  # fmt: skip
         elif total <= _LIST:
             all_keys, all_columns = _load_list(list_ptr, total, _LIST)
             _place_listed(
-                list_ptr, own_ptr, picks_ptr, all_keys, all_columns, own_keys, own_columns, program, size, total, bound,
-                K, K_BLOCK, PROGRAMS, RANKED, FEW,
+                list_ptr, own_ptr, picks_ptr, all_keys, all_columns, tl.max(all_keys, 0), own, program, size, total,
+                bound, K, K_BLOCK, PROGRAMS, RANKED, FEW,
             )  # fmt: skip
         else:
             _place_counted(

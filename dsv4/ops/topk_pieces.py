@@ -64,11 +64,10 @@ def bisect(keys, wanted, slack, FIRST: tl.constexpr, HIGHEST: tl.constexpr):
 
 
 @jit
-def bisect_from(keys, wanted, low):
-    """The largest t with `wanted` or more keys at or above it, given that so many reach `low`; or one with just
-    `wanted`.
+def bisect_from(keys, wanted, low, high):
+    """The largest t with `wanted` or more keys at or above it, given that so many reach `low`, and that none is above
+    `high`; or one with just `wanted`.
     """
-    high = tl.max(keys, 0)
     below = low ^ high  # the bits below the common ones
     threshold = low
     if below < 0:

@@ -34,7 +34,7 @@ def _select_row(
         # fewer bits and an eighth of the values first
         maxima = tl.max(tl.reshape(keys, [BLOCK // _GROUP, _GROUP]), axis=1) >> 16
         half = bisect(maxima, K, K // 16, EMPTY_HALF, 1 << 14)
-        threshold = bisect_from(keys, wanted, half << 16)
+        threshold = bisect_from(keys, wanted, half << 16, tl.max(keys, 0))
     else:
         threshold = bisect(keys, wanted, 0, EMPTY, 1 << 30)
     budget = wanted - tl.sum((keys > threshold).to(tl.int32), 0)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from dsv4.ops.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
 
 ARCHITECTURES = (90, 100)
@@ -90,7 +91,7 @@ def _module_reports(module: str) -> list[CompileReport | CompileFailure]:
 
 def compile_case(case: BenchCase, arch: int) -> list[CompileReport]:
     """Reports of the kernels that one case launches."""
-    with _offline(arch) as compiled:
+    with offline(arch) as compiled:
         case.build(torch.device("meta")).call()
     if not compiled:
         raise CompileError(f"{case.key} launched no kernel")
@@ -107,11 +108,11 @@ def precompile(keys: list[str], arch: int) -> None:
 
 def _precompile_case(key: str, arch: int) -> None:
     case = next(case for case in load_cases(case_modules()) if case.key == key)
-    with suppress(Exception), _offline(arch):  # what does not compile says so when it is run
+    with suppress(Exception), offline(arch):  # what does not compile says so when it is run
         case.build(torch.device("meta")).call()
 
 
-class _OfflineDriver:
+class OfflineDriver:
     """Answers what the JIT asks a driver. The architecture serves as device number, so that caches stay apart."""
 
     def __init__(self, arch: int) -> None:
@@ -130,28 +131,13 @@ class _OfflineDriver:
 
 
 @contextmanager
-def _offline(arch: int) -> Iterator[list[Any]]:
+def offline(arch: int) -> Iterator[list[Any]]:
     """Inside, launches on "meta" tensors compile for `arch` and append the compiled kernel to the list."""
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
-    from dsv4.ops import tl_utils
-
-    if tl_utils.IS_INTERPRETED:
-        raise CompileError("expected TRITON_INTERPRET not to be set")
-    compiled: list[Any] = []
-    run, devices = JITFunction.run, tl_utils.LAUNCH_DEVICES
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
-
-    JITFunction.run, tl_utils.LAUNCH_DEVICES = compile_only, frozenset({"meta"})
-    driver.set_active(_OfflineDriver(arch))
-    try:
+    with launches_only_compile() as compiled:
+        driver.set_active(OfflineDriver(arch))  # it stays: there may be no other, and this process launches nothing
         yield compiled
-    finally:
-        # the driver stays: there may be no other, and this process launches nothing
-        JITFunction.run, tl_utils.LAUNCH_DEVICES = run, devices
 
 
 def _report(case: str, kernel: Any, arch: int) -> CompileReport:

@@ -247,6 +247,14 @@ def test_a_shuffled_weight_s_other_sizes():
         launch_shuffled(x.flatten(0, 1).unflatten(0, (-1, 1)).expand(6, 4, 2176), ready)
 
 
+def test_two_row_tiles_a_program():
+    """128 outputs of a shuffled weight at once; where a group has fewer, 64."""
+    for rank in (128, 64):
+        x, _, ready = few_grouped(17, rank=rank)
+        tile = linear_ops.LinearTile(128, 16, 8, 2, 2)
+        assert_bitwise(launch_shuffled(x, ready, tile), launch_shuffled(x, ready), f"groups of {rank}")
+
+
 def test_grouped_strides_and_odd_widths():
     x, weight = normal((5, 2, 77), BF16, seed=25), normal((2 * 24, 77), BF16, seed=26)
     assert_close_to_oracle(

@@ -1,0 +1,128 @@
+"""A model's kernels compiled on all cores, before it first runs.
+
+A forward call on "meta" tensors launches what a real one would, and each launch only compiles (ops/compile_only.py).
+The stand-ins have the shapes, strides, dtypes and alignment of the real weights and cache, so that the kernels have the
+keys of the real ones and the first real call finds them. No weight and no row of the cache is touched, and no memory of
+the GPU is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.engine.offload import ExpertPool, LayerExperts
+from dsv4.engine.sampler import rehearse
+from dsv4.engine.weight_trees import map_tensors, tensors_of
+from dsv4.model.branches import Branches
+from dsv4.model.parameters import BlockParams, ExpertParams
+from dsv4.model.transformer import Transformer
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
+
+META = torch.device("meta")
+ALIGNMENT = 16  # bytes; a pointer that has it is compiled for apart
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A model and its cache on "meta", with one layer of each kind."""
+
+    model: Transformer
+    handles: tuple[LayerCacheHandle, ...]
+    block_table: Tensor
+
+    @torch.no_grad()
+    def launch(self, size: int, num_rows: int) -> None:
+        """What a forward call of `size` tokens launches, and drawing from the logits of `num_rows`."""
+        # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
+        rows = torch.empty((5, size), dtype=torch.int64, device=META).unbind(0)
+        batch = TokenBatch(rows[0], rows[1], rows[2], rows[3], rows[4], self.block_table)
+        streams = self.model.forward(batch, self.handles.__getitem__)
+        logits = self.model.logits(streams.index_select(0, torch.empty(num_rows, dtype=torch.int64, device=META)))
+        rehearse(self.model.context.ops.sample, logits)
+
+
+def precompile(
+    model: Transformer, cache: KVCacheManager, sizes: Sequence[int], experts: ExpertPool | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Compile what forward calls of these numbers of tokens launch, for the current GPU; `progress` hears how many
+    kernels are compiled, of how many. Logits are those of as many rows as there are tokens, or requests."""
+    resident = stand_in(model, cache, experts)
+    # a call whose experts may not fit the slots finds all of them in a staging stack
+    staged = None if experts is None else stand_in(model, cache, experts, num_stacked=experts.num_experts)
+    with launches_only_compile(), compiled_in_parallel(progress):
+        for size in sorted(sizes, reverse=True):  # the kernels of many rows take longest
+            num_rows = min(size, cache.schema.num_slots)
+            resident.launch(size, num_rows)
+            if staged is not None and experts is not None and not experts.always_fits(size):
+                staged.launch(size, num_rows)
+
+
+def stand_in(
+    model: Transformer, cache: KVCacheManager, experts: ExpertPool | None = None, num_stacked: int | None = None
+) -> StandIn:
+    """The layers that no other before them equals in all that decides a launch, and the last one: it alone has none
+    behind it. Offloaded experts become the stack of their slots, or one of `num_stacked` experts: the host reads no
+    routing."""
+    kept: list[int] = []
+    blocks: list[BlockParams] = []
+    handles: list[LayerCacheHandle] = []
+    seen = set()
+    for layer_idx, block in enumerate(model.params.layers):
+        layer = model.schedule[layer_idx]
+        block = on_meta(_with_stack(block, num_stacked))
+        handle = on_meta(cache.handle(layer_idx))
+        kind = (layer.attention, layer.router, *map(_facts, tensors_of((block, handle))))
+        if kind not in seen or layer_idx == len(model.params.layers) - 1:
+            seen.add(kind)
+            kept.append(layer_idx)
+            blocks.append(block)
+            handles.append(handle)
+    params, context = model.params, model.context
+    copied = copy.copy(model)
+    copied.params = on_meta(replace(params, layers=blocks, mtp=[]))
+    copied.schedule = tuple(model.schedule[layer_idx] for layer_idx in kept)
+    copied.context = replace(
+        context,
+        ops=context.ops if experts is None else experts.inner,
+        window_freqs=on_meta(context.window_freqs),
+        compressed_freqs=on_meta(context.compressed_freqs),
+        branches=Branches(META),
+    )
+    return StandIn(copied, tuple(handles), on_meta(cache.block_table))
+
+
+def on_meta(tree: Any) -> Any:
+    """The same structure of "meta" tensors, each as far off a multiple of `ALIGNMENT` as the one it stands for."""
+    return map_tensors(tree, _like)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = torch.empty(offset + max(reach, 0) + 1, dtype=tensor.dtype, device=META)
+    return storage.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _with_stack(block: BlockParams, num_stacked: int | None) -> BlockParams:
+    experts: Any = block.ffn.experts
+    if not isinstance(experts, LayerExperts):
+        return block
+    stack = experts.stack
+    if num_stacked is not None:
+        count = num_stacked
+        stack = map_tensors(stack, lambda part: part.new_empty((count, *part.shape[1:]), device=META), (count,))
+    return replace(block, ffn=replace(block.ffn, experts=ExpertParams(*stack)))

@@ -1,0 +1,169 @@
+"""What test_precompile.py needs a fresh process for: compiling, where the tests' own kernels are interpreted.
+
+    python precompile_process.py NAME        prints one JSON line
+
+`toy`, `keys` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the GPU that is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import triton
+from engine_cases import SMALL
+from triton.runtime import driver
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig
+from dsv4.engine.offload import Placement, offload
+from dsv4.engine.precompile import precompile
+from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets
+from dsv4.loader.synth import random_params
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops import compile_only, tl_utils
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.triton_set import TRITON
+from dsv4.testing.compile_check import OfflineDriver
+
+# both routers; the attention with the most kernels
+TWO_LAYERS = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 4), num_nextn_predict_layers=0)
+
+
+@jit
+def _copy_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    tl.store(out_ptr + places, tl.load(x_ptr + places))
+
+
+@jit
+def _broken_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, 2 * N)))
+
+
+def toy():
+    """A kernel of two sizes, at one of them twice, and one that does not compile; then each alone."""
+    use_offline_driver()
+    watch, seen, launchers, error = _CompileWatch(), [], [], ""
+    driver.active.launcher_cls = lambda source, metadata: launchers.append((source.name, metadata.name))
+    x = torch.empty(64, device="meta")
+    with watch, launches_only_compile() as launched:
+        with compiled_in_parallel(lambda done, total: seen.append((done, total))):
+            for size in (16, 32, 16):
+                _copy_kernel[(1,)](x, x, N=size)
+            _broken_kernel[(1,)](x, x, N=16)
+        in_parallel = list(watch.names)
+        _copy_kernel[(1,)](x, x, N=16)
+        after = watch.names[len(in_parallel) :]
+        try:
+            _broken_kernel[(1,)](x, x, N=16)
+        except Exception as found:
+            error = str(found)
+    return {
+        "names": in_parallel, "launchers": launchers, "after": after, "seen": seen, "num_launched": len(launched),
+        "error": error,
+    }  # fmt: skip
+
+
+def offline():
+    """Two passes over a model, and a third over one with a norm that does not begin at a multiple of 16 bytes."""
+    use_offline_driver()
+    params = prepare_params(random_params(TWO_LAYERS), TRITON)
+    model = Transformer(TWO_LAYERS, params, torch.bfloat16, ops=TRITON)
+    cache = make_cache(model, "cpu")
+    watch, seen = _CompileWatch(), []
+    with watch:
+        precompile(model, cache, [1], progress=lambda done, total: seen.append((done, total)))
+        first = take(watch.names)
+        precompile(model, cache, [1])
+        second = take(watch.names)
+        attn = params.layers[0].attn
+        shifted = replace(attn, q_norm=torch.cat([attn.q_norm[:1], attn.q_norm])[1:])
+        params.layers[0] = replace(params.layers[0], attn=shifted)
+        precompile(model, cache, [1])
+    return {"first": first, "second": second, "shifted": watch.names, "seen": seen}
+
+
+def keys():
+    """Kernels that stand-ins launch, and those that the models themselves launch besides: with a compiler that takes no
+    time, at all sizes, with experts on the device and off it."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    watch, found = _CompileWatch(), []
+    with watch:
+        for placement in (None, Placement(1, 2), Placement(2, 2)):
+            runner = make_runner(placement, "cpu")
+            sizes = runner._direct_sizes()
+            precompile(runner.model, runner.cache, sizes, runner.experts)
+            ahead = take(watch.names)
+            num_launches = sum(launch_without_running(runner, size) for size in sizes)
+            found.append({"ahead": ahead, "late": take(watch.names), "num_launches": num_launches})
+    return found
+
+
+def launch_without_running(runner, size):
+    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are."""
+    is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
+    with launches_only_compile() as launched:
+        tl_utils.LAUNCH_DEVICES |= {"cpu"}
+        runner._compile(size)
+    compile_only._is_meta = is_meta
+    return len(launched)
+
+
+def resident():
+    return on_gpu(None)
+
+
+def offloaded():
+    return on_gpu(Placement(1, 2))
+
+
+def on_gpu(placement):
+    """What is compiled ahead, and what the first calls then still compile."""
+    runner = make_runner(placement, "cuda")
+    sizes = runner._direct_sizes()
+    before = torch.cuda.memory_allocated()
+    with runner._compiles:
+        precompile(runner.model, runner.cache, sizes, runner.experts)
+        ahead, num_bytes = take(runner._compiles.names), torch.cuda.memory_allocated() - before
+        for size in sizes:
+            runner._compile(size)
+    late = take(runner._compiles.names)
+    runner.warm_up()
+    return {"ahead": ahead, "late": late, "num_bytes": num_bytes, "captured": runner.captured}
+
+
+def make_runner(placement, device):
+    """With experts off the device as placed, if they are."""
+    params, pool = prepare_params(random_params(SMALL, device=device), TRITON), None
+    if placement is not None:
+        params, pool = offload(params, placement, TRITON, top_k=SMALL.num_experts_per_tok, device=device)
+    model = Transformer(SMALL, params, torch.bfloat16, ops=TRITON if pool is None else pool.ops)
+    use_graphs = device == "cuda"
+    return Runner(model, make_cache(model, device), buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool)
+
+
+def make_cache(model, device):
+    limits = EngineConfig(max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64)
+    return KVCacheManager(model.config, model.schedule, limits, device=device, plain_dtype=None)
+
+
+def take(names):
+    taken = list(names)
+    names.clear()
+    return taken
+
+
+def use_offline_driver():
+    driver.set_active(OfflineDriver(90))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        functions = (toy, keys, offline, resident, offloaded)
+        print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))
