@@ -55,7 +55,7 @@ from dsv4.ops.hyper_weights import (
     store_post,
     token_weights,
 )
-from dsv4.ops.tl_utils import jit, pdl_trigger, pdl_wait, prefetch_l2, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, pdl_wait, tl
 
 FEW_ROWS = 16  # rows of the matrix product, and the most tokens of a launch
 
@@ -115,9 +115,8 @@ def _sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
 
 @jit
 def _partial_dots(
-    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, norm_ptr, streams_ptr, partial_ptr, counter_ptr, split, num_tokens,
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
     D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_MIXES: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Step 1: new streams, their partial dots with fn and their partial squares into partials [FEW_ROWS, splits,
     MIX_COLS]."""
@@ -125,10 +124,6 @@ def _partial_dots(
     mixes = tl.arange(0, _MIX_COLS)
     # weights are asked for before the launch that makes the streams has ended
     fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
-    # into L2, for the end: the counter, and of the norm's weight every program's own columns
-    prefetch_l2(counter_ptr)
-    if HAS_NORM:
-        prefetch_l2(norm_ptr + split * SPLIT)
     pdl_trigger()
     pdl_wait()
     rows = tl.arange(0, _FEW_ROWS).to(tl.int64)  # of narrower ones ptxas delays some loads
@@ -147,8 +142,7 @@ def _partial_dots(
     parts = tl.dot(x3, _joined_parts(fn3), parts)
     partial = join_partial(sum_of_parts(parts), x0, x1, x2, x3, NUM_MIXES)
     place = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
-    # with the columns that nobody needs: of a half written sector L2 would have to ask memory for the rest
-    tl.store(partial_ptr + place, partial, mask=row_mask[:, None] & (mixes >= 0)[None, :])
+    tl.store(partial_ptr + place, partial, mask=row_mask[:, None] & (mixes <= NUM_MIXES)[None, :])
 
 
 @jit(do_not_specialize=("num_tokens",))
@@ -165,27 +159,27 @@ def hyper_kernel(
     split = tl.program_id(0)
     base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     _partial_dots(
-        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, norm_ptr, streams_ptr, partial_ptr, counter_ptr, split, num_tokens,
-        D, SPLIT, NUM_SPLITS, NUM_MIXES, SOURCE, HAS_NORM,
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
+        D, SPLIT, NUM_SPLITS, NUM_MIXES, SOURCE,
     )  # fmt: skip
     worker, num_workers, complete = arrive_and_share(counter_ptr, num_tokens, NUM_SPLITS, NUM_WORKERS)
     if worker >= 0:
         cols = tl.arange(0, BLOCK)[None, :]
         mask = cols < D
+        norm_weight = mask
+        if HAS_NORM:
+            norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
         wait_for_all(counter_ptr, complete)
         source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
         for row in range(worker, num_tokens, num_workers):
-            token = tl.full([], 0, tl.int64) + row
+            # plus nothing: where the compiler knows it, ptxas takes 96 registers instead of 126 and asks for less ahead
+            token = tl.program_id(1).to(tl.int64) + row
             partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)
-            # asked for here, needed behind the iteration. Not before the loop: there they would be waited for
-            x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
-            norm_weight = mask
-            if HAS_NORM:
-                norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
             values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
             if NUM_MIXES > 4:
                 store_post(new_post_ptr, values, token)
                 _sinkhorn(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
+            x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
             store_hidden(
                 x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
                 D, BLOCK, GROUP, HAS_NORM, HAS_CODES,

@@ -105,15 +105,21 @@ LINEAR_TILES = {
     16: LinearTile(64, 16, 4, 4, 4),
     32: LinearTile(64, 32, 4, 4, 4),
     64: LinearTile(64, 64, 4, 4, 3),
-    512: LinearTile(128, 64, 4, 4, 2, tokens_first=True),
+    224: LinearTile(128, 64, 4, 4, 2, tokens_first=True),
 }
 MANY_ROWS = LinearTile(128, 64, 4, 3, 2, tokens_first=True, is_split=False)
-# a shuffled FP8 weight; for more rows it is made bf16 first
+# a shuffled FP8 weight; for more rows it is made bf16 first. Flash's has 256 of the larger tiles for 256 tokens, and an
+# H200 264 places for them; half a wave takes as long, and then twice as many smaller ones are faster
+_HALF_WAVES = LinearTile(TILE_ROWS, 128, 4, 2, 2, max_registers=168)
+_WHOLE_WAVES = LinearTile(2 * TILE_ROWS, 128, 8, 2, 2, max_registers=128)
 SHUFFLED_TILES = {
     16: LinearTile(TILE_ROWS, 16, 4, 4, 4),
     32: LinearTile(TILE_ROWS, 32, 4, 4, 4),
     64: LinearTile(TILE_ROWS, 64, 4, 3, 3),
-    512: LinearTile(TILE_ROWS, 128, 4, 2, 2, max_registers=168),
+    128: _HALF_WAVES,
+    256: _WHOLE_WAVES,
+    384: _HALF_WAVES,
+    512: _WHOLE_WAVES,
 }
 # a bf16 weight
 GROUPED_TILES = {

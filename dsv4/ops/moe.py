@@ -1,9 +1,9 @@
 """Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection.
 
-Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 128 (token,
-choice) pairs that is all: two launches. Beyond, a launch before them sorts the pairs by expert and rounds x for the FP8
-products; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are those
-of ops/moe_wide_kernels.py: other instructions, the same bits.
+Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 8 tokens that is
+all: two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
+products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
+those of ops/moe_wide_kernels.py: other instructions, the same bits.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def moe_ref(
 class GemmConfig:
     """One of the two products: weight rows a program has, column tiles a step takes, warps, stages. `split`: programs
     have one range of columns (and one of the two matrices of gate and up), and the last to arrive adds up.
-    `max_registers`: a thread's. `pair` (down, wide): the rows are two halves, each a product of its own. Bits depend on
-    none of it.
+    `max_registers`: a thread's. `pair` (down): the rows are two halves, each a product of its own: side by side in the
+    wide form, one after the other in the narrow one (halves of 64, not with `split`). Bits depend on none of it.
     """
 
     block: int = 64
@@ -92,9 +92,14 @@ class GemmConfig:
     pair: bool = False
 
     @property
+    def at_once(self) -> int:
+        """Rows of one product."""
+        return self.block // (1 + self.pair)
+
+    @property
     def is_wide(self) -> bool:
         """Whether the wide form can have it: a column tile a step, and what the compiler takes wgmma for."""
-        has_groups = self.num_warps % 4 == 0 and self.block // (1 + self.pair) % 64 == 0
+        has_groups = self.num_warps % 4 == 0 and self.at_once % 64 == 0
         return has_groups and self.unroll == 1 and not self.split
 
     @property
@@ -132,8 +137,12 @@ RANGES = Ranges()
 class MoeConfig:
     """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8 in the
     narrow form; in the wide one 16 to 128, powers of two or three times one), and the two products. `smaller` (wide):
-    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none. Bits depend on
-    none of it, but on `ranges`.
+    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none.
+
+    Narrow: `ordered`: x and hidden lie in operand order (moe_products.py), where a launch before has written them so.
+    `shared_block`: weight rows of a program of the shared expert in gate and up; 128 of them are rounded there.
+    `direct`: where pairs are few, no launch sorts them: programs look for their rows themselves, and each waits for
+    that. Bits depend on none of it, but on `ranges`.
     """
 
     rows: int
@@ -143,6 +152,9 @@ class MoeConfig:
     ranges: Ranges = RANGES
     wide: bool = False
     smaller: tuple[int, ...] = ()
+    ordered: bool = False
+    shared_block: int | None = None
+    direct: bool = False
 
     def __post_init__(self) -> None:
         if self.wide and not (self.gate_up.is_wide and self.down.is_wide and min(*self.sizes, self.shared_rows) >= 16):
@@ -157,16 +169,17 @@ class MoeConfig:
 
 NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
 WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: fewer leave it nothing to overlap
-# token rows of a tile, by pairs for each expert on average (a tile at most half full costs half); of the shared
-# expert's, by tokens; of a linear's, by rows
+# token rows of a tile, by pairs for each expert (a tile at most half full costs half); of a tile of a linear, by rows
 _ROWS = {3: 8, 1 << 30: 16}
-_SHARED_ROWS = {21: 8, 1 << 30: 16}
 _LINEAR_ROWS = {8: 8, 1 << 30: 16}
-# one or a few tokens: programs enough to fill the chip; with 128 registers four live on a multiprocessor
-_FEW = GemmConfig(split=True), GemmConfig(split=True)
-_SOME = GemmConfig(), GemmConfig()
-_MORE = GemmConfig(max_registers=128), GemmConfig()
-_PRODUCTS = {8: _FEW, 21: _SOME, 1 << 30: _MORE}  # by tokens
+# the narrow form, by tokens. One or a few: programs enough to fill the chip. More: with 128 registers four programs of
+# gate and up live on a multiprocessor; down's are short, so each has two blocks of rows
+_FEW = MoeConfig(8, 8, GemmConfig(split=True), GemmConfig(split=True), direct=True)
+_MORE = MoeConfig(
+    16, 32, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True), ordered=True, shared_block=128
+)
+_NARROW = {8: _FEW, 1 << 30: _MORE}
+_LINEAR = GemmConfig()
 # the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
 # with many rows two warp groups share a tile of tokens
 _WIDE_FEW = MoeConfig(
@@ -182,6 +195,7 @@ WIDE_CONFIGS = tuple(_WIDE.values())
 WIDE_LINEAR_ROWS = 128
 WIDE_LINEAR = GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4)
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
+_NATURAL, _PRODUCT, _OPERAND = 0, 1, 2  # as in moe_products.py
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
 
@@ -202,7 +216,7 @@ def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: 
     per_expert = -(-num_tokens * top_k // num_experts)
     if _is_wide(num_tokens, num_columns):
         return cast(MoeConfig, _at_most(_WIDE, per_expert))
-    return MoeConfig(_at_most(_ROWS, per_expert), _at_most(_SHARED_ROWS, num_tokens), *_at_most(_PRODUCTS, num_tokens))
+    return replace(_at_most(_NARROW, num_tokens), rows=_at_most(_ROWS, per_expert))
 
 
 def moe(
@@ -234,7 +248,7 @@ def launch_moe(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    if num_tokens * (top_k + 1) * max(dim, width) >= 2**31:
+    if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if config.wide:
@@ -242,18 +256,18 @@ def launch_moe(
         return out
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
-    is_direct = num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
+    is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
     if is_direct:
         # what the programs do not read stands for what is not there
-        order, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
+        order, ordered, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, x, num_pairs
         arrivals = arrival_counters("moe", x.device)
     else:
-        order, _, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+        order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
         num_tiles = len(order.tile_experts)
-    num_rows = num_tokens * (top_k + 1)
+    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
-    num_shared_tiles = -(-num_tokens // config.shared_rows)
     common = {
         "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
@@ -261,9 +275,10 @@ def launch_moe(
     }  # fmt: skip
 
     routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
-    num_blocks = width // gate_up.block
-    num_work, num_shared_work = num_tiles * num_blocks, num_shared_tiles * num_blocks
-    is_split = gate_up.split and num_work + num_shared_work <= NUM_COUNTERS
+    shared_block = gate_up.block if is_direct or config.shared_block is None else config.shared_block
+    is_rounded = max(gate_up.block, shared_block) == 128  # the shared expert's hidden, by gate and up
+    num_work, num_shared_work = num_tiles * (width // gate_up.block), num_shared_tiles * (width // shared_block)
+    is_split = gate_up.split and shared_block == gate_up.block and num_work + num_shared_work <= NUM_COUNTERS
     partials, counters = hidden, arrivals
     if is_split:
         num_sums = num_shared_work * shared_ranges * config.shared_rows + num_work * routed_ranges * config.rows
@@ -271,15 +286,16 @@ def launch_moe(
         counters = arrival_counters("moe gate and up", x.device)
         num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
     _gate_up_kernel[(num_work + num_shared_work,)](
-        x, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        ordered, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
         *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
         partials, counters, limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
         BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
-        **gate_up.options,
+        SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
+        ORDER=_OPERAND if config.ordered else _NATURAL, **gate_up.options,
     )  # fmt: skip
 
     routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
-    num_work, num_shared_work = num_tiles * (dim // down.block), num_shared_tiles * (dim // down.block)
+    num_work, num_shared_work = num_tiles * (dim // down.block), num_shared_tiles * (dim // down.at_once)
     sums = parts
     if down.split:
         num_sums = num_pairs * routed_ranges * (routed_ranges > 1) + num_tokens * shared_ranges
@@ -289,7 +305,8 @@ def launch_moe(
         hidden, parts, sums, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts,
         order.tile_starts, *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles,
         **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll, RANGES=routed_ranges,
-        SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128, **down.options,
+        SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128, SHARED_QUANTISE=not is_rounded,
+        ORDERED=config.ordered, PAIR=down.pair, **down.options,
     )  # fmt: skip
     return out
 
@@ -333,11 +350,12 @@ def _prepare(
     x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig
 ) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
     """The sort, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
-    output. For the wide form both are in product order, and x as it is only where routed experts take it.
+    output. In an order of the columns that is not x's own, x as it is too, where routed experts take it.
     """
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
     num_pairs, num_experts = experts.numel(), w1.shape[0]
-    has_plain = config.wide and w1.format is QuantFormat.NVFP4
+    column_order = _PRODUCT if config.wide else _OPERAND if config.ordered else _NATURAL
+    has_plain = column_order != _NATURAL and w1.format is QuantFormat.NVFP4
     bound = max_tiles(num_pairs, num_experts, config.rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
     order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
@@ -358,7 +376,7 @@ def _prepare(
         num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
         TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
         ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
-        PLAIN=has_plain, ORDERED=config.wide, **sort.options,
+        PLAIN=has_plain, ORDER=column_order, **sort.options,
     )  # fmt: skip
     return order, ordered, quantised, arrivals
 
@@ -376,7 +394,7 @@ def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None 
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
     if _is_wide(x.shape[0], x.shape[-1]):
         return launch_fp4_linear(x, weight, out_dtype, WIDE_LINEAR_ROWS, WIDE_LINEAR, wide=True)
-    return launch_fp4_linear(x, weight, out_dtype, _at_most(_LINEAR_ROWS, x.shape[0]), _SOME[1])
+    return launch_fp4_linear(x, weight, out_dtype, _at_most(_LINEAR_ROWS, x.shape[0]), _LINEAR)
 
 
 def launch_fp4_linear(

@@ -11,17 +11,22 @@ Columns may be cut into ranges, by the layer's shape alone: each has a sum of it
 first. Where tokens are few, a program has one range of one matrix (SPLIT), and the last to arrive adds up; else one
 program does the same additions in the same order.
 
-The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower. Programs of down let the
-next launch begin once their product is done, not before: programs that start early wait on whatever multiprocessors
-have room, and are then spread unevenly.
+Behind a `join` the compiler has a thread read four neighbours of x where an MMA wants two, and moves registers until
+they are the pairs it wants. So x and hidden lie in operand order (`in_order` in moe_products.py) where a launch before
+could write them so: same sums, a tenth fewer instructions.
+
+The kernels are not launched early (`pdl_wait` in tl_utils): in a whole model that was slower for one token, and it
+brings nothing for many. Programs of down let the next launch begin once their product is done, not before: programs
+that start early wait on whatever multiprocessors have room, and are then spread unevenly.
 """
 
 from __future__ import annotations
 
 from dsv4.ops.expert_sort import _expert_sort_kernel
-from dsv4.ops.moe_products import fake_quantize_e4m3, plus_each, product, two_products, zeros
+from dsv4.ops.moe_products import NATURAL, fake_quantize_e4m3, in_order, plus_each, product, two_products, zeros
 from dsv4.ops.moe_rows import (
     SUB,
+    another,
     num_rows_of,
     routed_expert,
     routed_sub_rows,
@@ -29,24 +34,23 @@ from dsv4.ops.moe_rows import (
     tokens_of,
     with_item,
 )
-from dsv4.ops.tl_utils import in_product_order, jit, pdl_trigger, tl
+from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
 
 @jit
 def prepare_row(
     x_ptr, plain_ptr, rounded_ptr, row, K: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr,
-    ROUNDED: tl.constexpr, ORDERED: tl.constexpr,
+    ROUNDED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Row of x [K] -> the same with zeros up to a multiple of 128 columns: as it is, and rounded to E4M3, whichever is
-    asked for. ORDERED: in product order.
+    asked for, in the order ORDER.
     """
     NUM: tl.constexpr = (K + 127) // 128
     for start in range(0, NUM, GROUPS):
         groups = start + tl.arange(0, GROUPS)[:, None]
         cols = groups * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_ptr + row * K + cols, mask=cols < K, other=0.0)
-        if ORDERED:
-            x = in_product_order(x)
+        x = in_order(x, ORDER)
         if PLAIN:
             tl.store(plain_ptr + row * (NUM * 128) + cols, x, mask=groups < NUM)
         if ROUNDED:
@@ -59,7 +63,7 @@ def _moe_prepare_kernel(
     num_pairs, num_chunks, num_tiles, x_ptr, ordered_ptr, quantised_ptr, arrivals_ptr, num_sort_programs,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILES: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ARRIVALS: tl.constexpr, ARRIVALS_BLOCK: tl.constexpr,
-    COUNT_HERE: tl.constexpr, PLAIN: tl.constexpr, ORDERED: tl.constexpr,
+    COUNT_HERE: tl.constexpr, PLAIN: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """The sort's programs, then one for each token: x as the products take it, and its arrivals set to zero."""
     program = tl.program_id(0)
@@ -74,7 +78,7 @@ def _moe_prepare_kernel(
         places = tl.arange(0, ARRIVALS_BLOCK)
         none_yet = tl.zeros([ARRIVALS_BLOCK], dtype=tl.int64)
         tl.store(arrivals_ptr + token * ARRIVALS + places, none_yet, mask=places < ARRIVALS)
-        prepare_row(x_ptr, ordered_ptr, quantised_ptr, token, D, GROUPS, PLAIN, True, ORDERED)
+        prepare_row(x_ptr, ordered_ptr, quantised_ptr, token, D, GROUPS, PLAIN, True, ORDER)
 
 
 # ---- gate and up ----
@@ -91,11 +95,9 @@ def _activate(gate, up, limit):
 @jit
 def store_hidden(
     gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-    I: tl.constexpr, HAS_WEIGHTS: tl.constexpr, QUANTISE: tl.constexpr, ORDERED: tl.constexpr,
+    I: tl.constexpr, HAS_WEIGHTS: tl.constexpr, QUANTISE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Rows of hidden. QUANTISE: `outs` is one group of 128, and the rows are rounded to E4M3. ORDERED: stored in
-    product order.
-    """
+    """Rows of hidden, in the order ORDER. QUANTISE: `outs` is one group of 128, and the rows are rounded to E4M3."""
     for sub in tl.static_range(len(rows)):
         hidden = _activate(gates[sub] * gate_scale, ups[sub] * up_scale, limit)
         if HAS_WEIGHTS:
@@ -104,10 +106,8 @@ def store_hidden(
         hidden = tl.trans(hidden.to(tl.bfloat16))
         if QUANTISE:
             hidden = fake_quantize_e4m3(hidden)
-        if ORDERED:
-            hidden = in_product_order(hidden)
         target = hidden_ptr + (rows[sub] * I)[:, None] + outs[None, :]
-        tl.store(target, hidden, mask=is_row[sub][:, None])
+        tl.store(target, in_order(hidden, ORDER), mask=is_row[sub][:, None])
 
 
 @jit
@@ -141,9 +141,11 @@ def _gate_up_rows(
     partials_ptr, counter_ptr, weights_ptr, hidden_ptr, limit,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr,
     UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    QUANTISE_HIDDEN: tl.constexpr,
+    QUANTISE_HIDDEN: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Rows of hidden of one tile. SPLIT: this program has one range of one matrix; the last to arrive does the rest."""
+    """Rows of hidden of one tile. SPLIT: this program has one range of one matrix; the last to arrive does the rest.
+    ORDERED: x is in operand order; ORDER: hidden's.
+    """
     NUM: tl.constexpr = len(rows)
     outs = first_out + tl.arange(0, BLOCK)
     gate_scale, up_scale = tl.load(out1_ptr), tl.load(out3_ptr)  # asked for before the product, used behind it
@@ -153,7 +155,7 @@ def _gate_up_rows(
             data_ptr, scale_ptr = data3_ptr, scale3_ptr
         accs = product(
             x_ptr, x_rows, is_row, data_ptr, scale_ptr, first_out, part % RANGES,
-            BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, True,
+            BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, True, ORDERED,
         )  # fmt: skip
         _leave_sums(accs, partials_ptr + part * (NUM * BLOCK * SUB))
         tl.debug_barrier()  # all sums of this program are written before its arrival is
@@ -163,18 +165,55 @@ def _gate_up_rows(
             ups = _collect_sums(partials_ptr + RANGES * (NUM * BLOCK * SUB), NUM, BLOCK, RANGES)
             store_hidden(
                 gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-                I, HAS_WEIGHTS, QUANTISE_HIDDEN, False,
+                I, HAS_WEIGHTS, QUANTISE_HIDDEN, ORDER,
             )  # fmt: skip
             tl.store(counter_ptr, 0)
     else:
         gates, ups = two_products(
             x_ptr, x_rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
-            BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES,
+            BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, ORDERED,
         )  # fmt: skip
         store_hidden(
             gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-            I, HAS_WEIGHTS, QUANTISE_HIDDEN, False,
+            I, HAS_WEIGHTS, QUANTISE_HIDDEN, ORDER,
         )  # fmt: skip
+
+
+@jit
+def _rounded_gate_up(
+    x_ptr, tile, num_tokens, data1_ptr, scale1_ptr, out1_ptr, data3_ptr, scale3_ptr, out3_ptr, first_out, hidden_ptr,
+    limit,
+    D: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    RANGES: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """128 columns of hidden, rounded: what a program of many tokens has of the shared expert. One matrix after the
+    other, 64 rows after 64, rounded at the end, and where rows lie found again for each: of so many tokens registers
+    hold no more. Hidden has rows for the whole of the last tile, where those of its last token are repeated.
+    """
+    for half in tl.range(0, 2, num_stages=1):
+        first = first_out + half * 64
+        tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS)
+        gates = product(
+            x_ptr, tokens, is_row, data1_ptr, scale1_ptr, first, 0,
+            64, D, FORMAT, False, UNROLL, RANGES, False, ORDERED, False,
+        )  # fmt: skip
+        tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS)
+        ups = product(
+            x_ptr, tokens, is_row, data3_ptr, scale3_ptr, first, 0,
+            64, D, FORMAT, False, UNROLL, RANGES, False, ORDERED, False,
+        )  # fmt: skip
+        tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS, True)
+        store_hidden(
+            gates, ups, tl.load(out1_ptr), tl.load(out3_ptr), tokens, is_row, first + tl.arange(0, 64), hidden_ptr,
+            hidden_ptr, limit, I, False, False, NATURAL,
+        )  # fmt: skip
+    tl.debug_barrier()  # columns that other threads of this program have written
+    tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS, True)
+    for sub in tl.static_range(len(tokens)):
+        places = hidden_ptr + (tokens[sub] * I)[:, None] + (first_out + tl.arange(0, 128))[None, :]
+        hidden = fake_quantize_e4m3(tl.load(places, mask=is_row[sub][:, None], other=0.0))
+        tl.debug_barrier()  # all of a row is read before any of it is written
+        tl.store(places, in_order(hidden, ORDER), mask=is_row[sub][:, None])
 
 
 @jit
@@ -184,7 +223,7 @@ def _routed_gate_up(
     limit, num_pairs,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
-    UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
@@ -198,7 +237,7 @@ def _routed_gate_up(
         data3_ptr, scale3_ptr, w3_out_ptr + expert, first_out, part, partials_ptr, counter_ptr,
         weights_ptr, hidden_ptr, limit,
         BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True,
-        BLOCK == 128 and FORMAT != 0,
+        BLOCK == 128 and FORMAT != 0, ORDERED, ORDER,
     )  # fmt: skip
 
 
@@ -211,31 +250,43 @@ def _gate_up_kernel(
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr,
+    RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, SHARED_BLOCK: tl.constexpr,
+    ORDERED_X: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [T k + T, I]: a row for each pair, then one for each token's shared expert.
 
-    DIRECT: no launch has rounded x or sorted the pairs. With BLOCK = 128 hidden is rounded here, else by its reader.
-    SPLIT: programs have one matrix and one of its ranges.
+    DIRECT: no launch has rounded x or sorted the pairs. SPLIT: programs have one matrix and one of its ranges. A block
+    of 128 (SHARED_BLOCK: the shared expert's) is rounded here where hidden is to be rounded, else by its reader.
+    ORDERED_X: x is in operand order. ORDER: of NVFP4 experts' hidden, and of the shared one's where it is rounded here.
     """
     N_TILES: tl.constexpr = I // BLOCK
     SHARED_UNROLL: tl.constexpr = (UNROLL + 1) // 2  # twice the bytes: the same shared memory
     PARTS: tl.constexpr = 2 * RANGES if SPLIT else 1
     SHARED_PARTS: tl.constexpr = 2 * SHARED_RANGES if SPLIT else 1
+    SHARED_TILES: tl.constexpr = I // SHARED_BLOCK
     program = tl.program_id(0)
-    num_shared_work = num_shared_tiles * N_TILES
+    num_shared_work = num_shared_tiles * SHARED_TILES
     rounded_ptr = x_ptr if DIRECT else quantised_ptr
     if program < num_shared_work * SHARED_PARTS:
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
-        first_out = (work % N_TILES) * BLOCK
-        tokens, is_row = shared_sub_rows(work // N_TILES, num_tokens, SHARED_ROWS)
-        _gate_up_rows(
-            rounded_ptr, tokens, tokens, is_row, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
-            shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, part,
-            partials_ptr + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), counters_ptr + work,
-            weights_ptr, hidden_ptr + num_tokens * TOP_K * I, limit,
-            BLOCK, D, I, SHARED_FORMAT, DIRECT, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, BLOCK == 128,
-        )  # fmt: skip
+        first_out = (work % SHARED_TILES) * SHARED_BLOCK
+        shared_hidden_ptr = hidden_ptr + num_tokens * TOP_K * I
+        if SHARED_BLOCK > BLOCK:
+            _rounded_gate_up(
+                rounded_ptr, work // SHARED_TILES, num_tokens, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
+                shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, shared_hidden_ptr, limit,
+                D, I, SHARED_FORMAT, SHARED_ROWS, SHARED_UNROLL, SHARED_RANGES, ORDERED_X, ORDER,
+            )  # fmt: skip
+        else:
+            tokens, is_row = shared_sub_rows(work // SHARED_TILES, num_tokens, SHARED_ROWS)
+            _gate_up_rows(
+                rounded_ptr, tokens, tokens, is_row, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
+                shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, part,
+                partials_ptr + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), counters_ptr + work,
+                weights_ptr, shared_hidden_ptr, limit,
+                BLOCK, D, I, SHARED_FORMAT, DIRECT, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, BLOCK == 128,
+                ORDERED_X, ORDER if BLOCK == 128 else NATURAL,
+            )  # fmt: skip
     else:
         program -= num_shared_work * SHARED_PARTS
         work, part = program // PARTS, program % PARTS
@@ -255,6 +306,7 @@ def _gate_up_kernel(
                     offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
                     sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, RANGES, SPLIT,
+                    ORDERED_X, ORDER if FORMAT == 0 else NATURAL,
                 )  # fmt: skip
             else:
                 _routed_gate_up(
@@ -262,6 +314,7 @@ def _gate_up_kernel(
                     offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
                     sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, RANGES, SPLIT,
+                    ORDERED_X, ORDER if FORMAT == 0 else NATURAL,
                 )  # fmt: skip
 
 
@@ -279,7 +332,7 @@ def _fp4_linear_kernel(
     first_out = (tl.program_id(0) % N_TILES) * BLOCK
     pdl_trigger()
     accs = product(
-        x_ptr, rows, is_row, data_ptr, scale_ptr, first_out, 0, BLOCK, K, FORMAT, FORMAT != 0, UNROLL, 1, False
+        x_ptr, rows, is_row, data_ptr, scale_ptr, first_out, 0, BLOCK, K, FORMAT, FORMAT != 0, UNROLL, 1, False, False
     )
     factor = tl.load(out_scale_ptr)
     outs = first_out + tl.arange(0, BLOCK)

@@ -4,7 +4,7 @@ in the narrow form, powers of two in the wide one.
 
 from __future__ import annotations
 
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.tl_utils import INTERPRET, jit, tl
 
 DIRECT_PAIRS = 128  # up to this many (token, choice) pairs programs find their rows without a sort
 SUB = tl.constexpr(8)  # token rows of one product of the narrow form
@@ -18,18 +18,33 @@ def with_item(items, item):
 
 
 @jit
-def shared_rows(tile, num_tokens, FIRST: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Tokens of a tile of the shared expert from its row FIRST on, and which exist: [SIZE]."""
-    token = tile * ROWS + FIRST + tl.arange(0, SIZE)
-    return tl.minimum(token, num_tokens - 1), token < num_tokens
+def another(number):
+    """`number`, which the compiler takes for another: what is made of it is made again, not kept in registers."""
+    if not INTERPRET:
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
+    return number
 
 
 @jit
-def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr):
+def shared_rows(
+    tile, num_tokens, FIRST: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr = False
+):  # fmt: skip
+    """Tokens of a tile of the shared expert from its row FIRST on, and which exist: [SIZE]. Where there is none, the
+    last. PADDED: there are rows for whole tiles.
+    """
+    token = tile * ROWS + FIRST + tl.arange(0, SIZE)
+    if PADDED:
+        return token, tl.full([SIZE], 1, tl.int1)
+    else:
+        return tl.minimum(token, num_tokens - 1), token < num_tokens
+
+
+@jit
+def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr, PADDED: tl.constexpr = False):
     """The same for every sub-tile of the narrow form: tuples of [8]."""
     tokens, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
-        token, has_row = shared_rows(tile, num_tokens, sub * SUB, SUB, ROWS)
+        token, has_row = shared_rows(tile, num_tokens, sub * SUB, SUB, ROWS, PADDED)
         tokens, is_row = with_item(tokens, token), with_item(is_row, has_row)
     return tokens, is_row
 

@@ -27,8 +27,9 @@ from dsv4.ops.moe import (
     pick_moe_config,
     prepare_experts,
 )
+from dsv4.ops.moe_products import in_order
 from dsv4.ops.tl_fp4 import decode_tile, load_words
-from dsv4.ops.tl_utils import KernelInputError, in_product_order, jit, tl
+from dsv4.ops.tl_utils import KernelInputError, jit, tl
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
@@ -36,13 +37,11 @@ LIMIT = 10.0
 DIM, WIDTH, EXPERTS, TOP_K = 256, 128, 5, 2
 # interpreted steps cost the same whatever their size: large blocks, few sub-tiles
 SMALL, LARGE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
-NARROW, WIDE = MoeConfig(8, 8, SMALL, LARGE), MoeConfig(32, 32, LARGE, LARGE, wide=True)
+NARROW, WIDE = MoeConfig(8, 8, SMALL, LARGE, direct=True), MoeConfig(32, 32, LARGE, LARGE, wide=True)
 WIDEST = MoeConfig(128, 64, LARGE, GemmConfig(block=256, unroll=1, pair=True), wide=True, smaller=(96, 64))
-SPLIT = MoeConfig(8, 8, replace(SMALL, split=True), replace(LARGE, split=True))
-# operand order, the shared expert's hidden rounded by its writer, launches that begin early
-ORDERED = MoeConfig(
-    16, 32, replace(SMALL, early=True), replace(LARGE, early=True, ahead=1), ordered=True, shared_block=128, direct=False
-)
+SPLIT = MoeConfig(8, 8, replace(SMALL, split=True), replace(LARGE, split=True), direct=True)
+# operand order, the shared expert's hidden rounded by its writer
+ORDERED = MoeConfig(16, 32, SMALL, LARGE, ordered=True, shared_block=128)
 
 
 def nvfp4(weight):
@@ -148,21 +147,33 @@ def test_every_fp8_code():
 
 
 @jit
-def _order_kernel(x_ptr, out_ptr, C: tl.constexpr):
+def _order_kernel(x_ptr, out_ptr, C: tl.constexpr, ORDER: tl.constexpr):
     places = tl.arange(0, 2)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(out_ptr + places, in_product_order(tl.load(x_ptr + places)))
+    tl.store(out_ptr + places, in_order(tl.load(x_ptr + places), ORDER))
+
+
+def columns_in_order(order):
+    x = torch.arange(256, dtype=torch.int32, device=kernel_device())
+    out = torch.empty_like(x)
+    _order_kernel[(1,)](x, out, C=128, ORDER=order)
+    return out.tolist()
 
 
 def test_product_order_takes_16_of_32_columns_with_bit_1_clear_then_16_with_it_set():
-    x = torch.arange(256, dtype=torch.int32, device=kernel_device())
-    out = torch.empty_like(x)
-    _order_kernel[(1,)](x, out, C=128)
     sets = [
         [col for col in range(first, first + 32) if (col >> 1) % 2 == bit]
         for first in range(0, 256, 32)
         for bit in (0, 1)
     ]
-    assert out.tolist() == [col for cols in sets for col in cols]
+    assert columns_in_order(1) == [col for cols in sets for col in cols]
+    assert columns_in_order(0) == list(range(256))
+
+
+def test_operand_order_has_both_pairs_of_one_mma_then_those_of_the_next():
+    """Of 32 columns a thread has four neighbours of each half; an MMA takes a pair of both."""
+    threads = [first + 4 * thread for first in range(0, 256, 32) for thread in range(4)]
+    pairs = [own + 2 * mma + half for own in threads for mma in range(2) for half in (0, 16)]
+    assert columns_in_order(2) == [col for pair in pairs for col in (pair, pair + 1)]
 
 
 @pytest.mark.parametrize("make", [nvfp4, mxfp4])
@@ -204,6 +215,18 @@ def test_any_division_gives_the_same_bits(monkeypatch):
     assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, rows=16)), expected, "sorted")
     monkeypatch.setattr("dsv4.ops.moe.COUNT_FIRST", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, WIDE), expected, "counted and sorted")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), ("mxfp4", 9)])
+def test_halves_of_down_one_after_the_other(name, tokens, monkeypatch):
+    """Pairs sorted or not, the shared expert's columns cut in two ranges or not."""
+    given = inputs(tokens, seed=44)
+    for ranges in (Ranges(), Ranges(1, 1, 1, 1)):
+        whole = replace(ORDERED, ranges=ranges)
+        pair = replace(whole, down=GemmConfig(block=128, unroll=1, pair=True))
+        expected = launch_moe(*given, *READY[name], LIMIT, whole)
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, pair), expected)
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, replace(pair, direct=True)), expected, "not sorted")
 
 
 def test_the_form_follows_the_number_of_tokens():
@@ -281,7 +304,7 @@ def test_all_tokens_on_two_experts():
     assert_follows_oracle(out, x, experts, weights, LAYERS["nvfp4"])
 
 
-@pytest.mark.parametrize("config", [NARROW, ORDERED, WIDE])
+@pytest.mark.parametrize("config", [ORDERED, WIDE])
 def test_a_row_does_not_depend_on_the_batch(config):
     x, experts, weights = inputs(10, seed=5)
     layer = READY["nvfp4"]
