@@ -100,8 +100,8 @@ def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> Be
 
 
 CASES = [
-    *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 16, 64, 256, 1024, 4096)),
-    *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 64, 1024, 4096)),
+    *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096)),
+    *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 8, 64, 1024, 4096)),
     *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.NVFP4, rows, 4096, 4096) for rows in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.MXFP4, rows, 4096, 4096) for rows in (1, 4096)),

@@ -1,6 +1,6 @@
 """Mixture of experts: clamped SwiGLU experts, the routing weight applied before the down projection.
 
-Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 8 tokens that is
+Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 5 tokens that is
 all: two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
 products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
 those of ops/moe_wide_kernels.py: other instructions, the same bits.
@@ -172,13 +172,15 @@ WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: f
 # token rows of a tile, by pairs for each expert (a tile at most half full costs half); of a tile of a linear, by rows
 _ROWS = {3: 8, 1 << 30: 16}
 _LINEAR_ROWS = {8: 8, 1 << 30: 16}
-# the narrow form, by tokens. One or a few: programs enough to fill the chip. More: with 128 registers four programs of
-# gate and up live on a multiprocessor; down's are short, so each has two blocks of rows
+# the narrow form, by tokens. One or a few: programs enough to fill the chip. Some: with 128 registers four programs of
+# gate and up live on a multiprocessor; down's are short, so each has two blocks of rows. More: the shared expert's
+# weights are decoded for many tokens at once
 _FEW = MoeConfig(8, 8, GemmConfig(split=True), GemmConfig(split=True), direct=True)
+_SOME = MoeConfig(8, 8, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True, max_registers=80), ordered=True)
 _MORE = MoeConfig(
     16, 32, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True), ordered=True, shared_block=128
 )
-_NARROW = {8: _FEW, 1 << 30: _MORE}
+_NARROW = {5: _FEW, 11: _SOME, 1 << 30: _MORE}
 _LINEAR = GemmConfig()
 # the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
 # with many rows two warp groups share a tile of tokens

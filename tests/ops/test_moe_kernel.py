@@ -227,6 +227,8 @@ def test_halves_of_down_one_after_the_other(name, tokens, monkeypatch):
         expected = launch_moe(*given, *READY[name], LIMIT, whole)
         assert_bitwise(launch_moe(*given, *READY[name], LIMIT, pair), expected)
         assert_bitwise(launch_moe(*given, *READY[name], LIMIT, replace(pair, direct=True)), expected, "not sorted")
+        alike = replace(pair, shared_rows=8, shared_block=None)
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, alike), expected, "the shared expert as the others")
 
 
 def test_the_form_follows_the_number_of_tokens():
