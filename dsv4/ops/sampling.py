@@ -134,10 +134,11 @@ def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
     the rounding takes that away.
     """
     num_runs = -(-vocab_size // (4 * NOISE_BLOCK))
-    counters = torch.arange(num_runs * NOISE_BLOCK, device=seeds.device).unsqueeze(0)
+    run_len = min(NOISE_BLOCK, vocab_size)  # a vocabulary that its first words cover needs no more counters
+    counters = torch.arange(num_runs * run_len, device=seeds.device).unsqueeze(0)
     steps = steps.unsqueeze(-1)
     words = philox(seeds.unsqueeze(-1), (counters, steps, torch.zeros_like(steps), torch.zeros_like(steps)))
-    runs = [word.unflatten(-1, (num_runs, NOISE_BLOCK)) for word in words]  # [R, runs, NOISE_BLOCK] each
+    runs = [word.unflatten(-1, (num_runs, run_len)) for word in words]  # [R, runs, run_len] each
     bits = torch.stack(runs, 2).flatten(1)[:, :vocab_size]
     uniform = ((bits >> 8).double() + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform)).float().double()

@@ -218,17 +218,25 @@ def test_any_division_gives_the_same_bits(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), ("mxfp4", 9)])
-def test_halves_of_down_one_after_the_other(name, tokens, monkeypatch):
-    """Pairs sorted or not, the shared expert's columns cut in two ranges or not."""
+def test_halves_of_down_one_after_the_other(name, tokens):
     given = inputs(tokens, seed=44)
-    for ranges in (Ranges(), Ranges(1, 1, 1, 1)):
-        whole = replace(ORDERED, ranges=ranges)
-        pair = replace(whole, down=GemmConfig(block=128, unroll=1, pair=True))
-        expected = launch_moe(*given, *READY[name], LIMIT, whole)
-        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, pair), expected)
-        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, replace(pair, direct=True)), expected, "not sorted")
-        alike = replace(pair, shared_rows=8, shared_block=None)
-        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, alike), expected, "the shared expert as the others")
+    pair = replace(ORDERED, down=GemmConfig(block=128, unroll=1, pair=True))
+    expected = launch_moe(*given, *READY[name], LIMIT, NARROW)
+    assert_bitwise(launch_moe(*given, *READY[name], LIMIT, pair), expected)
+    alike = replace(pair, shared_rows=8, shared_block=None)
+    assert_bitwise(launch_moe(*given, *READY[name], LIMIT, alike), expected, "the shared expert as the others")
+
+
+def test_halves_of_several_column_tiles():
+    """Four of them, two and four ranges: the first half's sums are set aside where its last range ends."""
+    layer = tuple(prepare_experts(experts_of(make, count, 128, 512)) for make, count in ((nvfp4, 2), (fp8, None)))
+    x, _, weights = inputs(2, 128, seed=45)
+    experts = torch.tensor([[0, 1], [1, -1]], device=x.device)
+    for ranges in (Ranges(1, 2, 2, 2), Ranges(1, 2, 1, 4)):
+        config = MoeConfig(8, 8, LARGE, LARGE, ranges)
+        expected = launch_moe(x, experts, weights, *layer, LIMIT, config)
+        pair = replace(config, down=GemmConfig(block=128, unroll=1, pair=True))
+        assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, pair), expected, str(ranges))
 
 
 def test_the_form_follows_the_number_of_tokens():
