@@ -3,13 +3,12 @@
 Kernels (ops/moe_kernels.py, moe_down_kernels.py): gate, up and activation; down and combination. Up to 5 tokens that is
 all: two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
 products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
-those of ops/moe_wide_kernels.py: other instructions, the same bits.
+those of ops/moe_wide_kernels.py: other instructions, the same bits. How work is divided is said in ops/moe_config.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.expert_sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
+from dsv4.ops.moe_config import GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
 from dsv4.ops.moe_down_kernels import _down_kernel
 from dsv4.ops.moe_kernels import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
 from dsv4.ops.moe_rows import DIRECT_PAIRS
@@ -30,7 +30,7 @@ from dsv4.ops.moe_wide_kernels import (
     _wide_gate_up_kernel,
     _wide_linear_kernel,
 )
-from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, check_launch, current_arch, next_power_of_2
+from dsv4.ops.tl_utils import KernelInputError, check_launch, next_power_of_2
 
 
 def expert_ref(x: Tensor, w1: Weight, w2: Weight, w3: Weight, limit: float, weight: Tensor | None) -> Tensor:
@@ -75,150 +75,10 @@ def moe_ref(
     return (ordered_sum(parts, 1) + expert_ref(x, *shared, limit, None).to(acc)).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages. `split`: programs
-    have one range of columns (and one of the two matrices of gate and up), and the last to arrive adds up.
-    `max_registers`: a thread's. `pair` (down): the rows are two halves, each a product of its own: side by side in the
-    wide form, one after the other in the narrow one (halves of 64, not with `split`). Bits depend on none of it.
-    """
-
-    block: int = 64
-    unroll: int = 2
-    num_warps: int = 4
-    num_stages: int = 3
-    split: bool = False
-    max_registers: int | None = None
-    pair: bool = False
-
-    @property
-    def at_once(self) -> int:
-        """Rows of one product."""
-        return self.block // (1 + self.pair)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the wide form can have it: a column tile a step, and what the compiler takes wgmma for."""
-        has_groups = self.num_warps % 4 == 0 and self.at_once % 64 == 0
-        return has_groups and self.unroll == 1 and not self.split
-
-    @property
-    def options(self) -> dict[str, Any]:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
-        if self.max_registers is None:
-            return options
-        # ptxas for Blackwell needs a few more
-        return options | {"maxnreg": self.max_registers} | blackwell_registers(self.max_registers + 16)
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Into how many ranges the columns of a matrix are cut at most, each with a sum of its own: routed experts' and the
-    shared one's, gate and up's and down's. Bits depend on it: it is the same for every number of tokens.
-
-    A shared program reads twice the bytes of a routed one, hence twice the ranges.
-    """
-
-    gate_up: int = 1
-    shared_gate_up: int = 2
-    down: int = 1
-    shared_down: int = 2
-
-    def of(self, wanted: int, cols: int) -> int:
-        """Ranges of equal numbers of column tiles."""
-        tiles = cols // 128
-        return next(count for count in range(min(wanted, tiles), 0, -1) if tiles % count == 0)
-
-
-RANGES = Ranges()
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8 in the
-    narrow form; in the wide one 16 to 128, powers of two or three times one), and the two products. `smaller` (wide):
-    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none.
-
-    Narrow: `ordered`: x and hidden lie in operand order (moe_products.py), where a launch before has written them so.
-    `shared_block`: weight rows of a program of the shared expert in gate and up; 128 of them are rounded there.
-    `direct`: where pairs are few, no launch sorts them: programs look for their rows themselves, and each waits for
-    that. Bits depend on none of it, but on `ranges`.
-    """
-
-    rows: int
-    shared_rows: int
-    gate_up: GemmConfig = GemmConfig()
-    down: GemmConfig = GemmConfig()
-    ranges: Ranges = RANGES
-    wide: bool = False
-    smaller: tuple[int, ...] = ()
-    ordered: bool = False
-    shared_block: int | None = None
-    direct: bool = False
-
-    def __post_init__(self) -> None:
-        if self.wide and not (self.gate_up.is_wide and self.down.is_wide and min(*self.sizes, self.shared_rows) >= 16):
-            raise KernelInputError(f"expected whole warp groups, 64 weight rows and 16 token rows, found {self}")
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Rows of the middle and the small form of a tile of the wide form."""
-        smaller = self.smaller or (max(self.rows // 2, 16),)
-        return (smaller[0] if len(smaller) > 1 else self.rows), smaller[-1]
-
-
-NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
-WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: fewer leave it nothing to overlap
-# token rows of a tile, by pairs for each expert (a tile at most half full costs half); of a tile of a linear, by rows
-_ROWS = {3: 8, 1 << 30: 16}
-_LINEAR_ROWS = {8: 8, 1 << 30: 16}
-# the narrow form, by tokens. One or a few: programs enough to fill the chip. Some: with 128 registers four programs of
-# gate and up live on a multiprocessor; down's are short, so each has two blocks of rows. More: the shared expert's
-# weights are decoded for many tokens at once
-_FEW = MoeConfig(8, 8, GemmConfig(split=True), GemmConfig(split=True), direct=True)
-_SOME = MoeConfig(8, 8, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True, max_registers=80), ordered=True)
-_MORE = MoeConfig(
-    16, 32, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True), ordered=True, shared_block=128
-)
-_NARROW = {5: _FEW, 11: _SOME, 1 << 30: _MORE}
-_LINEAR = GemmConfig()
-# the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
-# with many rows two warp groups share a tile of tokens
-_WIDE_FEW = MoeConfig(
-    32, 32, GemmConfig(unroll=1, max_registers=168), GemmConfig(block=128, unroll=1, max_registers=168, pair=True),
-    wide=True,
-)  # fmt: skip
-_WIDE_MANY = MoeConfig(
-    128, 64, GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4),
-    GemmConfig(block=256, unroll=1, num_warps=8, num_stages=4, pair=True), wide=True, smaller=(96, 64),
-)  # fmt: skip
-_WIDE = {36: _WIDE_FEW, 1 << 30: _WIDE_MANY}
-WIDE_CONFIGS = tuple(_WIDE.values())
-WIDE_LINEAR_ROWS = 128
-WIDE_LINEAR = GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4)
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 _NATURAL, _PRODUCT, _OPERAND = 0, 1, 2  # as in moe_products.py
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
-
-
-def _at_most(table: Mapping[int, Any], size: int) -> Any:
-    return next(entry for bound, entry in sorted(table.items()) if size <= bound)
-
-
-def _is_wide(num_rows: int, num_columns: int) -> bool:
-    """On Hopper (and in the interpreter). That Blackwell's instructions for large and small products agree in their
-    bits is not known, so there one form serves all.
-    """
-    return num_rows > NARROW_ROWS and num_columns >= WIDE_COLUMNS and current_arch() in (0, 90)
-
-
-def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: int) -> MoeConfig:
-    """`num_columns`: the fewest of any matrix."""
-    per_expert = -(-num_tokens * top_k // num_experts)
-    if _is_wide(num_tokens, num_columns):
-        return cast(MoeConfig, _at_most(_WIDE, per_expert))
-    return replace(_at_most(_NARROW, num_tokens), rows=_at_most(_ROWS, per_expert))
 
 
 def moe(
@@ -394,9 +254,8 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    if _is_wide(x.shape[0], x.shape[-1]):
-        return launch_fp4_linear(x, weight, out_dtype, WIDE_LINEAR_ROWS, WIDE_LINEAR, wide=True)
-    return launch_fp4_linear(x, weight, out_dtype, _at_most(_LINEAR_ROWS, x.shape[0]), _LINEAR)
+    rows, config, wide = pick_linear_config(x.shape[0], x.shape[-1])
+    return launch_fp4_linear(x, weight, out_dtype, rows, config, wide)
 
 
 def launch_fp4_linear(

@@ -13,20 +13,8 @@ from dsv4.formats.layouts import shuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.arrivals import arrival_counters
 from dsv4.ops.linear import linear_ref
-from dsv4.ops.moe import (
-    NARROW_ROWS,
-    WIDE_CONFIGS,
-    GemmConfig,
-    MoeConfig,
-    Ranges,
-    fp4_linear,
-    launch_fp4_linear,
-    launch_moe,
-    moe,
-    moe_ref,
-    pick_moe_config,
-    prepare_experts,
-)
+from dsv4.ops.moe import fp4_linear, launch_fp4_linear, launch_moe, moe, moe_ref, prepare_experts
+from dsv4.ops.moe_config import NARROW_ROWS, WIDE_CONFIGS, GemmConfig, MoeConfig, Ranges, pick_moe_config
 from dsv4.ops.moe_products import in_order
 from dsv4.ops.tl_fp4 import decode_tile, load_words
 from dsv4.ops.tl_utils import KernelInputError, jit, tl
