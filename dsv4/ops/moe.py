@@ -20,7 +20,7 @@ from dsv4.ops.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.expert_sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 from dsv4.ops.invariant import accumulator, ordered_sum, silu
 from dsv4.ops.linear import linear_ref
-from dsv4.ops.moe_config import GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
+from dsv4.ops.moe_config import NATURAL, OPERAND, PRODUCT, GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
 from dsv4.ops.moe_down_kernels import _down_kernel
 from dsv4.ops.moe_kernels import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
 from dsv4.ops.moe_rows import DIRECT_PAIRS
@@ -76,7 +76,6 @@ def moe_ref(
 
 
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
-_NATURAL, _PRODUCT, _OPERAND = 0, 1, 2  # as in moe_products.py
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
 
@@ -153,7 +152,7 @@ def launch_moe(
         partials, counters, limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
         BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
         SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
-        ORDER=_OPERAND if config.ordered else _NATURAL, **gate_up.options,
+        ORDER=OPERAND if config.ordered else NATURAL, **gate_up.options,
     )  # fmt: skip
 
     routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
@@ -216,8 +215,8 @@ def _prepare(
     """
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
     num_pairs, num_experts = experts.numel(), w1.shape[0]
-    column_order = _PRODUCT if config.wide else _OPERAND if config.ordered else _NATURAL
-    has_plain = column_order != _NATURAL and w1.format is QuantFormat.NVFP4
+    column_order = PRODUCT if config.wide else OPERAND if config.ordered else NATURAL
+    has_plain = column_order != NATURAL and w1.format is QuantFormat.NVFP4
     bound = max_tiles(num_pairs, num_experts, config.rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
     order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 from dsv4.ops.tl_utils import KernelInputError, blackwell_registers, current_arch
 
+# orders in which the columns of x and hidden may lie in memory: `in_order` in ops/moe_products.py
+NATURAL, PRODUCT, OPERAND = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class GemmConfig:

@@ -16,6 +16,8 @@ from dsv4.ops.moe_rows import (
 )
 from dsv4.ops.tl_utils import jit, pdl_trigger, tl
 
+_SUMMED = tl.constexpr(2048)  # values that the narrow form sums at a time; 4,096 take 126 registers, not 96
+
 
 @jit
 def store_parts(accs, scale, rows, is_row, outs, parts_ptr, D: tl.constexpr):
@@ -155,7 +157,7 @@ def _routed_down(
     )
     combine(
         pair // TOP_K, has_row, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-        shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, 2048,
+        shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, _SUMMED,
     )  # fmt: skip
 
 
@@ -212,7 +214,7 @@ def _down_kernel(
         token, has_row = shared_rows(tile, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
         combine(
             token, has_row, first_out // BLOCK, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-            shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, PARTS, SHARED_PARTS, 1 + PAIR, 2048,
+            shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, PARTS, SHARED_PARTS, 1 + PAIR, _SUMMED,
         )  # fmt: skip
     else:
         program -= num_shared_programs

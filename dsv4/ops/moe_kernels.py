@@ -23,7 +23,7 @@ that start early wait on whatever multiprocessors have room, and are then spread
 from __future__ import annotations
 
 from dsv4.ops.expert_sort import _expert_sort_kernel
-from dsv4.ops.moe_products import NATURAL, fake_quantize_e4m3, in_order, plus_each, product, two_products, zeros
+from dsv4.ops.moe_products import IN_NATURAL, fake_quantize_e4m3, in_order, plus_each, product, two_products, zeros
 from dsv4.ops.moe_rows import (
     SUB,
     another,
@@ -205,7 +205,7 @@ def _rounded_gate_up(
         tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS, True)
         store_hidden(
             gates, ups, tl.load(out1_ptr), tl.load(out3_ptr), tokens, is_row, first + tl.arange(0, 64), hidden_ptr,
-            hidden_ptr, limit, I, False, False, NATURAL,
+            hidden_ptr, limit, I, False, False, IN_NATURAL,
         )  # fmt: skip
     tl.debug_barrier()  # columns that other threads of this program have written
     tokens, is_row = shared_sub_rows(another(tile), num_tokens, ROWS, True)
@@ -285,7 +285,7 @@ def _gate_up_kernel(
                 partials_ptr + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), counters_ptr + work,
                 weights_ptr, shared_hidden_ptr, limit,
                 BLOCK, D, I, SHARED_FORMAT, DIRECT, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, BLOCK == 128,
-                ORDERED_X, ORDER if BLOCK == 128 else NATURAL,
+                ORDERED_X, ORDER if BLOCK == 128 else IN_NATURAL,
             )  # fmt: skip
     else:
         program -= num_shared_work * SHARED_PARTS
@@ -306,7 +306,7 @@ def _gate_up_kernel(
                     offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
                     sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, RANGES, SPLIT,
-                    ORDERED_X, ORDER if FORMAT == 0 else NATURAL,
+                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
                 )  # fmt: skip
             else:
                 _routed_gate_up(
@@ -314,7 +314,7 @@ def _gate_up_kernel(
                     offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
                     sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, RANGES, SPLIT,
-                    ORDERED_X, ORDER if FORMAT == 0 else NATURAL,
+                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
                 )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ why, is said in ops/moe_kernels.py.
 
 from __future__ import annotations
 
+from dsv4.ops.moe_config import NATURAL, OPERAND, PRODUCT
 from dsv4.ops.moe_rows import SUB, with_item
 from dsv4.ops.tl_fp4 import decode_tile, load_words
 from dsv4.ops.tl_utils import abs_bits, e4m3_scale, e8m0_reciprocal, e8m0_to_float, in_product_order, jit, tl
 
-# orders in which the columns of x and hidden lie in memory: `in_order`
-NATURAL, PRODUCT, OPERAND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+IN_NATURAL, IN_PRODUCT, IN_OPERAND = tl.constexpr(NATURAL), tl.constexpr(PRODUCT), tl.constexpr(OPERAND)
 
 
 @jit
@@ -27,9 +27,9 @@ def fake_quantize_e4m3(x):
 @jit
 def in_order(x, ORDER: tl.constexpr):
     """[R, C] with its columns in another order: PRODUCT, OPERAND, or as they are."""
-    if ORDER == PRODUCT:
+    if ORDER == IN_PRODUCT:
         return in_product_order(x)
-    elif ORDER == OPERAND:
+    elif ORDER == IN_OPERAND:
         return _in_operand_order(x)
     else:
         return x

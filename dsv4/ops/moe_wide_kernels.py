@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dsv4.ops.moe_down_kernels import combine, store_parts
 from dsv4.ops.moe_kernels import prepare_row, store_hidden
-from dsv4.ops.moe_products import PRODUCT, fake_quantize_e4m3, plus_each
+from dsv4.ops.moe_products import IN_PRODUCT, fake_quantize_e4m3, plus_each
 from dsv4.ops.moe_rows import plus, sorted_num_rows, tokens_of, wide_routed_rows, wide_shared_rows, with_item
 from dsv4.ops.tl_fp4 import decode_tile, load_words
 from dsv4.ops.tl_utils import INTERPRET, in_product_order, jit, pdl_trigger, tl
@@ -146,7 +146,8 @@ def _routed_gate_up(
     NUM: tl.constexpr = len(pairs)
     store_hidden(
         _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(w1_out_ptr + expert), tl.load(w3_out_ptr + expert), pairs, is_row,
-        first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr, limit, I, True, BLOCK == 128 and FORMAT != 0, PRODUCT,
+        first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr, limit,
+        I, True, BLOCK == 128 and FORMAT != 0, IN_PRODUCT,
     )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def _wide_gate_up_kernel(
         store_hidden(
             _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(shared1_out_ptr), tl.load(shared3_out_ptr), tokens, is_row,
             first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr + num_tokens * TOP_K * I, limit,
-            I, False, BLOCK == 128, PRODUCT,
+            I, False, BLOCK == 128, IN_PRODUCT,
         )  # fmt: skip
     else:
         program -= num_shared_work
@@ -325,7 +326,7 @@ def _wide_down_kernel(
 def _prepare_rows_kernel(x_ptr, prepared_ptr, K: tl.constexpr, GROUPS: tl.constexpr, QUANTISE: tl.constexpr):
     """Rows of x as `_wide_linear_kernel` takes them, one for each program."""
     row = tl.program_id(0).to(tl.int64)
-    prepare_row(x_ptr, prepared_ptr, prepared_ptr, row, K, GROUPS, not QUANTISE, QUANTISE, PRODUCT)
+    prepare_row(x_ptr, prepared_ptr, prepared_ptr, row, K, GROUPS, not QUANTISE, QUANTISE, IN_PRODUCT)
 
 
 @jit(do_not_specialize=("num_rows",))
