@@ -21,8 +21,8 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
-from dsv4.engine.offload import ExpertPool
-from dsv4.engine.offload_load import OffloadExperts, check_offload, choose_placement, load_offloaded
+from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
+from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.runner import Runner, decode_buckets, ops_for
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
@@ -105,7 +105,7 @@ class LLM:
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on.
 
-        pool: holds the experts of `params`, where they are offloaded (`engine.offload.offload`); it brings its ops.
+        pool: holds the experts of `params`, where they are offloaded (engine/offload/pool.py); it brings its ops.
         """
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)

@@ -21,7 +21,7 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.engine.constraint import Constraint
-from dsv4.engine.offload import ExpertPool, TransferStats
+from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.sampler import Undrawable, constraint_failure, draw
 from dsv4.engine.scheduler import Scheduler, StepPlan
 from dsv4.engine.sequence import Sequence

@@ -19,9 +19,9 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
-from dsv4.engine.offload import ExpertPool, LayerExperts
+from dsv4.engine.offload.pool import ExpertPool, LayerExperts
+from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.engine.sampler import rehearse
-from dsv4.engine.weight_trees import map_tensors, tensors_of
 from dsv4.model.branches import Branches
 from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.model.transformer import Transformer

@@ -26,7 +26,7 @@ from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
 class ExpertHome(Protocol):
-    """Takes routed experts one by one, instead of stacks on the device (engine/offload.py). Must copy what it keeps.
+    """Takes routed experts one by one, instead of stacks on the device (engine/offload/). Must copy what it keeps.
 
     Draft blocks count on from the model's last layer.
     """

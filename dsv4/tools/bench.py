@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
-from dsv4.engine.offload import tensors_of
-from dsv4.engine.runner import Runner, RunnerError, capture_graph
+from dsv4.engine.graphs import RunnerError, capture_graph
+from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.runner import Runner
 from dsv4.engine.stats import EngineStats
 from dsv4.llm import LLM
 from dsv4.model.block import block, enter

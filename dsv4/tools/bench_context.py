@@ -20,9 +20,10 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, ConfigError, EngineConfig, ModelConfig
-from dsv4.engine.offload import ExpertPool, LayerExperts, map_tensors, tensors_of, with_experts
-from dsv4.engine.offload_load import choose_placement, load_offloaded
-from dsv4.engine.placement import STAGED_EXPERT_LAYERS, Placement
+from dsv4.engine.offload.load import choose_placement, load_offloaded
+from dsv4.engine.offload.placement import STAGED_EXPERT_LAYERS, Placement
+from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
+from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.engine.runner import ops_for
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind

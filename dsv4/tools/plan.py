@@ -2,7 +2,7 @@
 
 Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
 allocates by). Reserves, not measurements: workspace, CUDA graphs and context, by the formulas of `workspace_bytes`,
-`graph_bytes` and `CONTEXT_BYTES` (engine/placement.py, where slots of offloaded experts are counted too).
+`graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of offloaded experts are counted too).
 
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
-from dsv4.engine.placement import CONTEXT_BYTES, ModelBytes, divide_slots, graph_bytes, workspace_bytes
+from dsv4.engine.offload.placement import CONTEXT_BYTES, ModelBytes, divide_slots, graph_bytes, workspace_bytes
 from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights

@@ -18,7 +18,8 @@ from triton.runtime import driver
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.engine.offload import Placement, offload
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import offload
 from dsv4.engine.precompile import precompile
 from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets
 from dsv4.loader.synth import random_params

@@ -10,14 +10,9 @@ from engine_cases import SMALL
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.engine.offload import (
-    ExpertPool,
-    OffloadError,
-    Placement,
-    offload,
-    placement_by_use,
-    tensors_of,
-)
+from dsv4.engine.offload.placement import OffloadError, Placement, placement_by_use
+from dsv4.engine.offload.pool import ExpertPool, offload
+from dsv4.engine.offload.trees import tensors_of
 from dsv4.loader.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH

@@ -11,9 +11,10 @@ from engine_cases import SMALL, assert_all_free
 
 from dsv4 import llm as llm_module
 from dsv4.config import EngineConfig
-from dsv4.engine import offload_load
-from dsv4.engine.offload import LayerExperts, OffloadError, Placement, _Staging, tensors_of
-from dsv4.engine.placement import CONTEXT_BYTES, GIB, divide_slots
+from dsv4.engine.offload import load as offload_load
+from dsv4.engine.offload.placement import CONTEXT_BYTES, GIB, OffloadError, Placement, divide_slots
+from dsv4.engine.offload.pool import LayerExperts, _Staging
+from dsv4.engine.offload.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.loader.synth import write_checkpoint
 from dsv4.ops import TORCH

@@ -17,7 +17,9 @@ from engine_cases import SMALL
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine import runner as runner_module
-from dsv4.engine.offload import LayerExperts, Placement, offload, tensors_of
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import LayerExperts, offload
+from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.precompile import ALIGNMENT, on_meta, stand_in
 from dsv4.engine.runner import Runner
 from dsv4.loader.synth import random_params

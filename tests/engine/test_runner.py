@@ -11,8 +11,11 @@ from engine_cases import SMALL
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.engine.offload import Placement, offload, tensors_of
-from dsv4.engine.runner import Runner, RunnerError, decode_buckets, ops_for
+from dsv4.engine.graphs import RunnerError
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import offload
+from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.runner import Runner, decode_buckets, ops_for
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params

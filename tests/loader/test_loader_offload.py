@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.config import ModelConfig
-from dsv4.engine.offload import LayerExperts, Placement, tensors_of
-from dsv4.engine.offload_load import load_offloaded
+from dsv4.engine.offload.load import load_offloaded
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import LayerExperts
+from dsv4.engine.offload.trees import tensors_of
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.synth import random_params, write_checkpoint
 from dsv4.loader.weights import expert_by_expert, load_params, plan_load

@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.engine.offload import Placement, offload
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import offload
 from dsv4.loader.synth import random_params
 from dsv4.ops import TORCH
 from dsv4.serve.bench_command import bench_app

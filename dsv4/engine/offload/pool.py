@@ -30,15 +30,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from dsv4.engine.placement import OffloadError, Placement, placement_by_use
-from dsv4.engine.weight_trees import map_tensors, tensors_of
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.ops import OpSet
-
-__all__ = [
-    "ExpertPool", "LayerExperts", "OffloadError", "Placement", "Recorder", "TransferStats", "map_tensors", "offload",
-    "placement_by_use", "tensors_of", "with_experts",
-]  # fmt: skip
 
 PADDED_EXPERT = -1
 NOT_HERE = -1
@@ -46,7 +41,7 @@ PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
 
 
 class Recorder(Protocol):
-    """What captures a call (engine/runner.py). `cut` ends a piece; a replay calls `then` before the next one."""
+    """What captures a call (engine/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
 
     def cut(self, then: Callable[[], None]) -> None: ...
 

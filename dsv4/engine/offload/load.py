@@ -12,8 +12,16 @@ from typing import cast
 import torch
 
 from dsv4.config import EngineConfig, ModelConfig, is_size, shown
-from dsv4.engine.offload import ExpertPool, LayerExperts, Placement
-from dsv4.engine.placement import CONTEXT_BYTES, GIB, ModelBytes, OffloadError, divide_slots, place_experts
+from dsv4.engine.offload.placement import (
+    CONTEXT_BYTES,
+    GIB,
+    ModelBytes,
+    OffloadError,
+    Placement,
+    divide_slots,
+    place_experts,
+)
+from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role
