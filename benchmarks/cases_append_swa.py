@@ -1,4 +1,4 @@
-"""Cases of ops/append_swa.py: rows of 512 values (Flash and Pro alike), a window of 128."""
+"""Cases of ops/rows: rows of 512 values (Flash and Pro alike), a window of 128."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.append_swa import append_swa, store_window, window_rows
+from dsv4.ops.rows import append_swa, store_window, window_rows
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 EPS = 1e-6

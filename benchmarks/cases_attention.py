@@ -1,4 +1,4 @@
-"""Cases of ops/attention.py: Flash (64 heads, 512 picks) and Pro (128 heads, 1024 picks), rows of 512 values.
+"""Cases of ops/attention: Flash (64 heads, 512 picks) and Pro (128 heads, 1024 picks), rows of 512 values.
 
 Decode: one token a request, its window in the ring, picks spread over the whole context. Requests share one pool of
 blocks, 1.2 GB at most, so that a million tokens of context times a batch need no memory of their own.

@@ -1,4 +1,4 @@
-"""Cases of ops/attention_inputs.py: 64 heads of 512, rows of 512, and on CSA layers 64 index heads of 128. Up to the
+"""Cases of ops/attention/inputs.py: 64 heads of 512, rows of 512, and on CSA layers 64 index heads of 128. Up to the
 number of tokens of a draft the rows go into the ring as well.
 """
 
@@ -10,7 +10,7 @@ from benchmarks.cases_append_swa import ENTRY, EPS, decode, ring_of
 from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.attention_inputs import attention_inputs
+from dsv4.ops.attention import attention_inputs
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 HEADS, INDEX_HEADS, INDEX_DIM = 64, 64, 128

@@ -1,4 +1,4 @@
-"""Cases of ops/compress.py. Flash and Pro have the same shapes: CSA 2 x 512 and 2 x 128 columns, HCA 512.
+"""Cases of ops/compress. Flash and Pro have the same shapes: CSA 2 x 512 and 2 x 128 columns, HCA 512.
 
 `closing` puts every request on the last token of a block (for CSA that is every fourth step), `open` on another one.
 The variants are other cuts of the same work (`CompressPlan`); those that the launchers use have no variant in their
@@ -27,7 +27,7 @@ from dsv4.ops.compress import (
     launch_compress,
     launch_compress_pair,
 )
-from dsv4.ops.tl_utils import LaunchConfig
+from dsv4.ops.lib.launch import LaunchConfig
 from dsv4.testing.bench import BenchCase, Work
 
 EPS = 1e-6

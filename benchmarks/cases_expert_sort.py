@@ -1,4 +1,4 @@
-"""Cases of ops/expert_sort.py: Flash (256 experts) and Pro (384), six experts a token, tiles of 16 (decode) and 64
+"""Cases of ops/moe/sort.py: Flash (256 experts) and Pro (384), six experts a token, tiles of 16 (decode) and 64
 rows.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.ops.expert_sort import SORT_CONFIG, SortConfig, launch_expert_sort, max_tiles
+from dsv4.ops.moe import SORT_CONFIG, SortConfig, launch_expert_sort, max_tiles
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 TOP_K = 6

@@ -1,4 +1,4 @@
-"""Cases of ops/hyper.py at the shapes of Flash (hidden 4096) and Pro (7168)."""
+"""Cases of ops/hyper at the shapes of Flash (hidden 4096) and Pro (7168)."""
 
 from __future__ import annotations
 

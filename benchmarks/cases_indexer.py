@@ -1,4 +1,4 @@
-"""Cases of ops/indexer.py: 64 heads of 128, FP4 and FP8 keys, 512 picks; scores alone, and with the selection.
+"""Cases of ops/indexer: 64 heads of 128, FP4 and FP8 keys, 512 picks; scores alone, and with the selection.
 
 Floors: keys are read once a request, queries and weights once; 2 * 64 * 128 operations for every pair of a query and an
 entry it sees.
@@ -13,7 +13,7 @@ from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.indexer import SCORE_CONFIG, ScoreConfig, index_queries, index_scores, launch_index_topk
-from dsv4.ops.topk import TOPK_CONFIG
+from dsv4.ops.select import TOPK_CONFIG
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 HEADS, DIM, RATIO, PER_BLOCK, TOP_K = 64, 128, 4, 32, 512

@@ -1,4 +1,4 @@
-"""Cases of ops/linear.py: the FP8 and bf16 products of a Flash and of a Pro layer, alone and as the bundles a layer
+"""Cases of ops/linear: the FP8 and bf16 products of a Flash and of a Pro layer, alone and as the bundles a layer
 launches, and the vocabulary projection.
 """
 
@@ -11,8 +11,7 @@ import torch
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
-from dsv4.ops.linear import grouped_linear, linear, linears
-from dsv4.ops.linear_bundle import LinearBundle
+from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 ROWS = (1, 16, 64, 256, 4096)

@@ -1,4 +1,4 @@
-"""Cases of ops/moe.py: all of a feed-forward sublayer behind the router, Flash and Pro, and one FP4 linear.
+"""Cases of ops/moe: all of a feed-forward sublayer behind the router, Flash and Pro, and one FP4 linear.
 
 Every token has experts of its own choice, uniformly: the bytes are those of the experts that such a choice meets on
 average. Weights are random bits of the right kind; on "meta" they are empty.

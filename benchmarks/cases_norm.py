@@ -1,4 +1,4 @@
-"""Cases of ops/norm.py at the shapes of Flash (4096) and Pro (7168), and of the query latent (1024, 1536)."""
+"""Cases of ops/norm at the shapes of Flash (4096) and Pro (7168), and of the query latent (1024, 1536)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of ops/rope.py: query heads and attention outputs of Flash (64 x 512) and Pro (128 x 512), index heads (64 x
+"""Cases of ops/rows: query heads and attention outputs of Flash (64 x 512) and Pro (128 x 512), index heads (64 x
 128).
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.ops.rope import head_norm_rope, rope
+from dsv4.ops.rows import head_norm_rope, rope
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 EPS = 1e-6

@@ -1,4 +1,4 @@
-"""Cases of ops/router.py: the dense router of Flash (256 experts of 4096) and Pro (384 of 7168), a hash layer, the
+"""Cases of ops/router: the dense router of Flash (256 experts of 4096) and Pro (384 of 7168), a hash layer, the
 choice.
 """
 

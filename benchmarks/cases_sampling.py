@@ -1,4 +1,4 @@
-"""Cases of ops/sampling.py over the vocabulary of 129,280: greedy, plain draws, each filter, everything at once."""
+"""Cases of ops/sampling over the vocabulary of 129,280: greedy, plain draws, each filter, everything at once."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Cases of ops/topk.py: index top-k (512 and 1024 of up to 262,144 candidates, ascending), and best first."""
+"""Cases of ops/select: index top-k (512 and 1024 of up to 262,144 candidates, ascending), and best first."""
 
 from __future__ import annotations
 
 import torch
 
-from dsv4.ops.topk import TOPK_CONFIG, TopkConfig, launch_topk
+from dsv4.ops.select import TOPK_CONFIG, TopkConfig, launch_topk
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 # the default and what it is compared with

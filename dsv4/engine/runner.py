@@ -29,7 +29,7 @@ from dsv4.engine.precompile import precompile
 from dsv4.engine.sampler import rehearse
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, OpSet
-from dsv4.ops.compile_only import can_compile_in_parallel
+from dsv4.ops.lib.compile_only import can_compile_in_parallel
 from dsv4.ops.triton_set import TRITON
 
 _LOG = logging.getLogger("dsv4.engine")

@@ -14,8 +14,8 @@ from dsv4.model.context import ModelContext
 from dsv4.model.parameters import AttentionParams, CompressorParams
 from dsv4.ops.compress import Compression, CompressorSpec
 from dsv4.ops.hyper import HyperInput
-from dsv4.ops.invariant import accumulator
-from dsv4.ops.linear_bundle import takes_codes
+from dsv4.ops.lib.invariant import accumulator
+from dsv4.ops.linear import takes_codes
 from dsv4.schedule import LayerSpec
 
 

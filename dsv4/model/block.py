@@ -13,7 +13,7 @@ from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
 from dsv4.model.parameters import BlockParams, HyperParams
 from dsv4.ops.hyper import HyperInput, HyperSettings
-from dsv4.ops.linear_bundle import takes_codes
+from dsv4.ops.linear import takes_codes
 from dsv4.schedule import LayerSpec
 
 

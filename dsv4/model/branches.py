@@ -4,13 +4,13 @@ While a graph is captured, `beside` puts its call on a second stream: the graph 
 ends. What makes that safe:
 
 * Order. The call comes after everything captured before it, and whatever follows the block comes after the call. Call
-  and block must not touch what the other writes, nor share counters (ops/arrivals.py): tests run the
+  and block must not touch what the other writes, nor share counters (ops/lib/arrivals.py): tests run the
   call first and last, and look at the counters each takes.
 * Memory. The call, and through it every tensor it was given, is kept until the join, so no later launch gets that
   memory. What the call allocates belongs to the second stream and is used again on that stream alone, in order. A call
   returns nothing.
-* Early starts (tl_utils.py). A launch behind the join depends on two launches. `pdl_wait` covers all that a launch was
-  allowed to overtake, and the others have ended before it begins: kernels that touch nothing but weights before
+* Early starts (ops/lib/pdl.py). A launch behind the join depends on two launches. `pdl_wait` covers all that a launch
+  was allowed to overtake, and the others have ended before it begins: kernels that touch nothing but weights before
   `pdl_wait` are right behind a join too.
 
 Direct calls never fork: their launches are long, and the allocator would have to be told of every tensor.

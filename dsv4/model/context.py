@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.model.branches import Branches
 from dsv4.ops import OpSet
-from dsv4.ops.rope import rope_frequencies
+from dsv4.ops.rows import rope_frequencies
 from dsv4.schedule import AttentionKind, LayerSpec
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import Weight
-from dsv4.ops.linear_bundle import LinearBundle
+from dsv4.ops.linear import LinearBundle
 
 
 @dataclass

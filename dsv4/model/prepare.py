@@ -13,8 +13,7 @@ from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams
 from dsv4.ops import OpSet
-from dsv4.ops.linear import grouped_linear, linears, prepare_grouped
-from dsv4.ops.linear_bundle import LinearBundle, is_kernel_weight
+from dsv4.ops.linear import LinearBundle, grouped_linear, is_kernel_weight, linears, prepare_grouped
 from dsv4.ops.moe import moe, prepare_experts
 
 

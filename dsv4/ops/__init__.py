@@ -1,4 +1,4 @@
-"""Every operation of the model: its contract, its oracle, and (where written) its kernel, one file each.
+"""Every operation of the model, a folder for each family: contract and oracle, launcher, tiles, kernels.
 
 The model never calls an op by name; it is handed an `OpSet`. `TORCH` is the set of oracles: plain torch, any device,
 any float dtype, bitwise independent of how requests are batched or chunked. The set of kernels is
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.tensors import QuantActivation
-from dsv4.ops.append_swa import append_swa_ref, window_rows_ref
-from dsv4.ops.attention import sparse_attention_ref
-from dsv4.ops.attention_inputs import attention_inputs_ref
+from dsv4.ops.attention import attention_inputs_ref, sparse_attention_ref
 from dsv4.ops.compress import compress_pair_ref, compress_ref
 from dsv4.ops.hyper import (
     HyperInput,
@@ -32,8 +30,8 @@ from dsv4.ops.indexer import index_queries_ref, index_topk_ref
 from dsv4.ops.linear import grouped_linear_ref, linear_ref, linears_ref
 from dsv4.ops.moe import moe_ref
 from dsv4.ops.norm import rms_norm_quant_ref, rms_norm_ref
-from dsv4.ops.rope import head_norm_rope_ref, rope_ref
 from dsv4.ops.router import route_ref
+from dsv4.ops.rows import append_swa_ref, head_norm_rope_ref, rope_ref, window_rows_ref
 from dsv4.ops.sampling import sample_ref
 
 

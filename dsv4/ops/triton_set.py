@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4.ops import TORCH
-from dsv4.ops.append_swa import append_swa, window_rows
-from dsv4.ops.attention import sparse_attention
-from dsv4.ops.attention_inputs import attention_inputs
+from dsv4.ops.attention import attention_inputs, sparse_attention
 from dsv4.ops.compress import compress, compress_pair
 from dsv4.ops.hyper import hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
 from dsv4.ops.indexer import index_queries, index_topk
 from dsv4.ops.linear import grouped_linear, linear, linears
 from dsv4.ops.moe import moe
 from dsv4.ops.norm import rms_norm, rms_norm_quant
-from dsv4.ops.rope import head_norm_rope, rope
 from dsv4.ops.router import route
+from dsv4.ops.rows import append_swa, head_norm_rope, rope, window_rows
 from dsv4.ops.sampling import sample
 
 TRITON = replace(

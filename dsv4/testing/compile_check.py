@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from dsv4.ops.compile_only import launches_only_compile
+from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
 
 ARCHITECTURES = (90, 100)

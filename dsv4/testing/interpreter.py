@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that tl_utils looks for
+REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that ops/lib/guard.py looks for
 
 
 class InterpreterError(ValueError):

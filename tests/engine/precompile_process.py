@@ -25,9 +25,9 @@ from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import compile_only, tl_utils
-from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.lib import compile_only, guard
+from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.triton_set import TRITON
 from dsv4.testing.compile_check import OfflineDriver
 
@@ -110,7 +110,7 @@ def launch_without_running(runner, size):
     """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are."""
     is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
     with launches_only_compile() as launched:
-        tl_utils.LAUNCH_DEVICES |= {"cpu"}
+        guard.LAUNCH_DEVICES |= {"cpu"}
         runner._compile(size)
     compile_only._is_meta = is_meta
     return len(launched)

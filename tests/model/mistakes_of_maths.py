@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from planted import Bed
 
-from dsv4.ops.hyper import _mixes, hc_split_ref, sinkhorn_ref
-from dsv4.ops.invariant import rows_matmul, silu, sqrt_softplus
+from dsv4.ops.hyper import hc_split_ref, sinkhorn_ref
+from dsv4.ops.hyper.op import _mixes
+from dsv4.ops.lib.invariant import rows_matmul, silu, sqrt_softplus
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import expert_ref
-from dsv4.ops.rope import rope_frequencies, rope_ref, rope_tables
+from dsv4.ops.rows import rope_frequencies, rope_ref, rope_tables
 
 YARN_MSCALE = 1.2772588722239782  # 0.1 ln 16 + 1, what generic YaRN code multiplies with
 

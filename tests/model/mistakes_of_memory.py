@@ -10,14 +10,15 @@ from planted import CSA, HCA, NUM_TOKENS, Bed
 
 from dsv4.config import HCA_RATIO
 from dsv4.model.mtp import mtp_block
-from dsv4.ops import compress as compress_module
-from dsv4.ops.append_swa import append_swa_ref
 from dsv4.ops.attention import attend_ref
-from dsv4.ops.compress import _pool, _tail_rows, _write_tail, compress_ref
-from dsv4.ops.indexer import _score_tile, index_queries_ref, num_visible
-from dsv4.ops.invariant import KEY_TILE
+from dsv4.ops.compress import compress_ref
+from dsv4.ops.compress import op as compress_module
+from dsv4.ops.compress.op import _pool, _tail_rows, _write_tail
+from dsv4.ops.indexer import index_queries_ref, num_visible
+from dsv4.ops.indexer.op import _score_tile
+from dsv4.ops.lib.invariant import KEY_TILE
 from dsv4.ops.norm import rms_norm_ref
-from dsv4.ops.rope import rope_ref
+from dsv4.ops.rows import append_swa_ref, rope_ref
 
 # ---- compressor ----
 

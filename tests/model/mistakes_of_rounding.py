@@ -16,11 +16,11 @@ from dsv4.formats.e8m0 import E4M3_MAX
 from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.formats.tensors import QuantTensor, dequantize
-from dsv4.ops.hadamard import hadamard_ref
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor, dequantize
 from dsv4.ops.indexer import index_queries_ref
-from dsv4.ops.invariant import rows_matmul
-from dsv4.ops.linear import ACTIVATION_GROUP, linear_ref
+from dsv4.ops.lib.hadamard import hadamard_ref
+from dsv4.ops.lib.invariant import rows_matmul
+from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import expert_ref
 
 

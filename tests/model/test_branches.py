@@ -6,8 +6,6 @@ may overlap must take different counters.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 
-import dsv4.ops
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.loader.synth import random_params
@@ -23,10 +20,11 @@ from dsv4.model.branches import Branches
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH
-from dsv4.ops.arrivals import arrival_counters
+from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.triton_set import TRITON
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.numeric import assert_bitwise
+from dsv4.testing.op_modules import op_modules
 
 CONFIG = ModelConfig.tiny(
     vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_attention_heads=2, o_groups=1,
@@ -35,7 +33,7 @@ CONFIG = ModelConfig.tiny(
 MAY_OVERLAP = (
     "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair",
 )  # fmt: skip
-OP_MODULES = [importlib.import_module(f"dsv4.ops.{info.name}") for info in pkgutil.iter_modules(dsv4.ops.__path__)]
+OP_MODULES = op_modules()
 KERNELS = replace(TORCH, **{name: getattr(TRITON, name) for name in MAY_OVERLAP})
 
 

@@ -11,7 +11,7 @@ from dsv4.cache.handle import CompressorView, PagedView, TailView, WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.compress import Compression, CompressorSpec
-from dsv4.ops.rope import rope_frequencies
+from dsv4.ops.rows import rope_frequencies
 from dsv4.testing.inputs import generator, kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise
 

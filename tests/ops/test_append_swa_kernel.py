@@ -13,10 +13,18 @@ from cache_cases import ENTRY, EPS, INDEX_FP4, SMALL_ENTRY, assert_same_rows, ba
 
 from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.append_swa import append_swa, append_swa_ref, store_window, store_window_ref, window_rows, window_rows_ref
+from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.rope import rope, rope_frequencies
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.rows import (
+    append_swa,
+    append_swa_ref,
+    rope,
+    rope_frequencies,
+    store_window,
+    store_window_ref,
+    window_rows,
+    window_rows_ref,
+)
 from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

@@ -22,11 +22,10 @@ from cache_cases import (
 from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.append_swa import append_swa, store_window, window_rows
-from dsv4.ops.attention_inputs import attention_inputs, attention_inputs_ref
+from dsv4.ops.attention import attention_inputs, attention_inputs_ref
 from dsv4.ops.indexer import index_queries, index_queries_ref
-from dsv4.ops.rope import head_norm_rope, head_norm_rope_ref, rope_frequencies
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.rows import append_swa, head_norm_rope, head_norm_rope_ref, rope_frequencies, store_window, window_rows
 from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
 from dsv4.testing.numeric import assert_bitwise
 

@@ -14,12 +14,11 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops import attention
-from dsv4.ops.attention import PLAN, AttentionPlan, launch_attention, sparse_attention, sparse_attention_ref
-from dsv4.ops.attention_kernels import BY_RUN, BY_TILE, IN_TURN, RUN
-from dsv4.ops.attention_kernels import WHOLE as ONE_RUN
-from dsv4.ops.rope import rope, rope_frequencies
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.attention import PLAN, AttentionPlan, launch, launch_attention, sparse_attention, sparse_attention_ref
+from dsv4.ops.attention.kernel_attend import BY_RUN, BY_TILE, IN_TURN, RUN
+from dsv4.ops.attention.kernel_attend import WHOLE as ONE_RUN
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.rows import rope, rope_frequencies
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
@@ -387,7 +386,7 @@ def test_cuts_agree_where_only_rounding_is_left(monkeypatch):
     def swap_runs(state):
         state[:3] = state[[1, 0, 2]]
 
-    monkeypatch.setattr(attention, "_combine_kernel", Tampered(attention._combine_kernel, swap_runs))
+    monkeypatch.setattr(launch, "_combine_kernel", Tampered(launch._combine_kernel, swap_runs))
     assert not torch.equal(run(case, RUNS, SHORT_RUN)[..., 64:], found[..., 64:]), "another order is other bits"
 
 
@@ -398,7 +397,7 @@ def test_a_lost_run_is_seen(monkeypatch):
         state[1] = -1.0e30 if state.dim() == 2 else 0.0
 
     assert_follows_oracle(case, RUNS, SHORT_RUN)
-    monkeypatch.setattr(attention, "_combine_kernel", Tampered(attention._combine_kernel, lose_last_run))
+    monkeypatch.setattr(launch, "_combine_kernel", Tampered(launch._combine_kernel, lose_last_run))
     with pytest.raises(AssertionError):
         assert_follows_oracle(case, RUNS, SHORT_RUN)
 

@@ -25,7 +25,6 @@ from cache_cases import (
 
 from dsv4.formats.row_store import RowStore, decode_rows
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops import compress as compress_module
 from dsv4.ops.compress import (
     CSA_FEW,
     CSA_MANY,
@@ -39,10 +38,12 @@ from dsv4.ops.compress import (
     launch_compress,
     launch_compress_pair,
 )
+from dsv4.ops.compress import op as compress_module
+from dsv4.ops.lib.guard import KernelInputError, jit, tl
+from dsv4.ops.lib.launch import LaunchConfig
+from dsv4.ops.lib.maths import exp_fp32
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.rope import rope
-from dsv4.ops.tl_math import exp_fp32
-from dsv4.ops.tl_utils import KernelInputError, LaunchConfig, jit, tl
+from dsv4.ops.rows import rope
 from dsv4.testing.inputs import kernel_device, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
@@ -54,7 +55,7 @@ def _exp_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def kernel_exp(x):
-    """The kernels' exponential of a tensor on the CPU; tests/ops/test_tl_math.py holds it to its bound."""
+    """The kernels' exponential of a tensor on the CPU; tests/ops/lib/test_maths.py holds it to its bound."""
     block = 1 << 14
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % block)).to(kernel_device())
     out = torch.empty_like(padded)

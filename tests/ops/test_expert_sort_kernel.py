@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dsv4.ops.expert_sort import SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.moe import SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 from dsv4.testing.inputs import around, generator, kernel_device, strided
 from dsv4.testing.numeric import assert_bitwise
 

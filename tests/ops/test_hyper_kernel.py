@@ -26,10 +26,10 @@ from dsv4.ops.hyper import (
     hc_pre_ref,
     launch_hyper,
 )
-from dsv4.ops.hyper_kernels import FEW_ROWS
-from dsv4.ops.hyper_many_kernels import SUB_ROWS, program_of_many
+from dsv4.ops.hyper.kernel_few import FEW_ROWS
+from dsv4.ops.hyper.kernel_many import SUB_ROWS, program_of_many
+from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.norm import rms_norm, rms_norm_quant
-from dsv4.ops.tl_utils import KernelInputError, jit, tl
 from dsv4.testing.inputs import around, kernel_device, normal, poison, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

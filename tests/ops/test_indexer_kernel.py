@@ -20,7 +20,6 @@ from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.indexer import (
     SCORE_CONFIG,
     ScoreConfig,
-    _score_tile,
     index_queries,
     index_queries_ref,
     index_scores,
@@ -30,10 +29,11 @@ from dsv4.ops.indexer import (
     num_visible,
     row_bytes,
 )
-from dsv4.ops.invariant import KEY_TILE
-from dsv4.ops.rope import rope_frequencies
-from dsv4.ops.tl_utils import KernelInputError
-from dsv4.ops.topk import TOPK_CONFIG, TopkConfig, topk_select_ref
+from dsv4.ops.indexer.op import _score_tile
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.lib.invariant import KEY_TILE
+from dsv4.ops.rows import rope_frequencies
+from dsv4.ops.select import TOPK_CONFIG, TopkConfig, topk_select_ref
 from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

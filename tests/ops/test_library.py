@@ -7,29 +7,27 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import CSA, EPS, HCA, INDEX_FP4, NUM_BLOCKS, SMALL_ENTRY, batch_of, compressor, window
-from test_op_contracts import PAIRS
 
-import dsv4.ops.library as library
+import dsv4.ops.torch_library as library
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
 from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
 from dsv4.formats.layouts import shuffle
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
-from dsv4.ops.append_swa import append_swa, window_rows
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compress import compress
 from dsv4.ops.indexer import index_queries, index_topk
-from dsv4.ops.library_weights import bundle_tensors, shuffled_tensors, weight_tensors
-from dsv4.ops.linear import grouped_linear, linear, linears
-from dsv4.ops.linear_bundle import LinearBundle
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
 from dsv4.ops.moe import fp4_linear, moe, prepare_experts
 from dsv4.ops.norm import rms_norm_quant
-from dsv4.ops.rope import head_norm_rope, rope_frequencies
 from dsv4.ops.router import route
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.rows import append_swa, head_norm_rope, rope_frequencies, window_rows
+from dsv4.ops.torch_library.weights import bundle_tensors, shuffled_tensors, weight_tensors
 from dsv4.testing.inputs import generator, kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise
+from dsv4.testing.op_modules import oracles_and_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = [op._qualname.removeprefix("dsv4::") for op in library.OPS]
@@ -249,7 +247,7 @@ WITHOUT_ORACLE = {"fp4_linear"}  # its oracle is that of another op
 
 
 def test_every_kernel_is_an_op():
-    kernels = {kernel.__name__ for _, kernel in PAIRS.values()} | WITHOUT_ORACLE
+    kernels = {kernel.__name__ for _, kernel in oracles_and_kernels().values()} | WITHOUT_ORACLE
     assert kernels == set(NAMES) == set(ARGUMENTS)
     assert all(hasattr(torch.ops.dsv4, name) for name in NAMES)
 

@@ -12,9 +12,10 @@ import torch
 from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
 from dsv4.formats.layouts import ShuffledTensor, shuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
-from dsv4.ops import linear as linear_ops
-from dsv4.ops.arrivals import arrival_counters
+from dsv4.ops.lib.arrivals import arrival_counters
+from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.linear import (
+    LinearBundle,
     grouped_linear,
     grouped_linear_ref,
     launch_grouped,
@@ -28,9 +29,8 @@ from dsv4.ops.linear import (
     prepare_grouped,
     widened,
 )
-from dsv4.ops.linear_bundle import LinearBundle
+from dsv4.ops.linear import config as linear_config
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import (
     FP32_STEP,
@@ -42,9 +42,9 @@ from dsv4.testing.numeric import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # every tile, and with it both forms
-ROW_TILES = [*linear_ops.LINEAR_TILES.values(), linear_ops.MANY_ROWS]
-GROUPED_ROW_TILES = [*linear_ops.GROUPED_TILES.values(), linear_ops.GROUPED_MANY_ROWS]
-SHUFFLED_ROW_TILES = list(linear_ops.SHUFFLED_TILES.values())
+ROW_TILES = [*linear_config.LINEAR_TILES.values(), linear_config.MANY_ROWS]
+GROUPED_ROW_TILES = [*linear_config.GROUPED_TILES.values(), linear_config.GROUPED_MANY_ROWS]
+SHUFFLED_ROW_TILES = list(linear_config.SHUFFLED_TILES.values())
 
 
 def fp8_weight(num_rows, width, fp32_scale=False, seed=0):
@@ -124,7 +124,7 @@ def test_codes_from_outside_are_the_same_bits(num_tokens):
     assert_bitwise(linear(x, weight, FP32), expected)
     assert linear(codes_of(x), weight).dtype == BF16
     for rows in (0, 1 << 20):
-        tile = replace(linear_ops.LINEAR_TILES[64], quantize_rows=rows)
+        tile = replace(linear_config.LINEAR_TILES[64], quantize_rows=rows)
         bundle = LinearBundle.build([weight])
         assert_bitwise(launch_linears(x, bundle, (FP32,), tile=tile)[0], expected, f"quantised up to {rows} rows")
 
@@ -251,7 +251,7 @@ def test_two_row_tiles_a_program():
     """128 outputs of a shuffled weight at once; where a group has fewer, 64."""
     for rank in (128, 64):
         x, _, ready = few_grouped(17, rank=rank)
-        tile = linear_ops.LinearTile(128, 16, 8, 2, 2)
+        tile = linear_config.LinearTile(128, 16, 8, 2, 2)
         assert_bitwise(launch_shuffled(x, ready, tile), launch_shuffled(x, ready), f"groups of {rank}")
 
 

@@ -11,13 +11,25 @@ from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize, pack_nibbles
 from dsv4.formats.fp8 import fp8_block_quantize
 from dsv4.formats.layouts import shuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
-from dsv4.ops.arrivals import arrival_counters
+from dsv4.ops.lib.arrivals import arrival_counters
+from dsv4.ops.lib.fp4 import decode_tile, load_words
+from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.linear import linear_ref
-from dsv4.ops.moe import fp4_linear, launch_fp4_linear, launch_moe, moe, moe_ref, prepare_experts
-from dsv4.ops.moe_config import NARROW_ROWS, WIDE_CONFIGS, GemmConfig, MoeConfig, Ranges, pick_moe_config
-from dsv4.ops.moe_products import in_order
-from dsv4.ops.tl_fp4 import decode_tile, load_words
-from dsv4.ops.tl_utils import KernelInputError, jit, tl
+from dsv4.ops.moe import (
+    NARROW_ROWS,
+    WIDE_CONFIGS,
+    GemmConfig,
+    MoeConfig,
+    Ranges,
+    fp4_linear,
+    launch_fp4_linear,
+    launch_moe,
+    moe,
+    moe_ref,
+    pick_moe_config,
+    prepare_experts,
+)
+from dsv4.ops.moe.kernel_products import in_order
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
@@ -199,9 +211,9 @@ def test_any_division_gives_the_same_bits(monkeypatch):
     assert_bitwise(launch_moe(*given, *layer, LIMIT, SPLIT), expected, "ranges apart")
     found = launch_moe(*inputs(3, seed=40), *READY["nvfp4"], LIMIT, replace(NARROW, ordered=True))
     assert_bitwise(found, launch_moe(*given, *READY["nvfp4"], LIMIT, NARROW), "hidden alone in operand order")
-    monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 0)
+    monkeypatch.setattr("dsv4.ops.moe.launch.NUM_COUNTERS", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, rows=16)), expected, "sorted")
-    monkeypatch.setattr("dsv4.ops.moe.COUNT_FIRST", 0)
+    monkeypatch.setattr("dsv4.ops.moe.launch.COUNT_FIRST", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, WIDE), expected, "counted and sorted")
 
 
@@ -274,7 +286,8 @@ def test_a_tile_that_is_at_most_half_full_is_a_smaller_one(monkeypatch):
     experts = torch.tensor([[1, -1]], device=x.device).repeat(11, 1)
     experts[3:5, 1] = 3
     expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, NARROW)
-    monkeypatch.setattr("dsv4.ops.moe.NUM_COUNTERS", 20)  # enough for the blocks of tiles, not for those of tokens
+    # enough for the blocks of tiles, not for those of tokens
+    monkeypatch.setattr("dsv4.ops.moe.launch.NUM_COUNTERS", 20)
     for config in (replace(NARROW, rows=16), replace(SPLIT, rows=16)):
         assert_bitwise(launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, config), expected, str(config))
 

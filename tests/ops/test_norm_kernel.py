@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dsv4.formats.fp8 import fp8_quantize
+from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
-from dsv4.ops.tl_utils import KernelInputError
 from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

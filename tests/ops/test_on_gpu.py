@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.ops.norm import rms_norm_quant
-from dsv4.ops.rope import head_norm_rope, rope_frequencies
+from dsv4.ops.rows import head_norm_rope, rope_frequencies
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.inputs import normal, wild
 from dsv4.testing.numeric import assert_bitwise

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from dsv4.config import RopeScaling
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.attention import attend_ref
-from dsv4.ops.hadamard import hadamard_ref
 from dsv4.ops.hyper import hc_split_ref
+from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.linear import linear_ref
-from dsv4.ops.rope import rope_frequencies, rope_tables
+from dsv4.ops.rows import rope_frequencies, rope_tables
 
 FOLDER = Path(__file__).parents[1] / "vectors" / "ops"
 VECTORS = load_file(FOLDER / "ops.safetensors")

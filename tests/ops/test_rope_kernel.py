@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dsv4.config import ModelConfig
+from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.rope import head_norm_rope, head_norm_rope_ref, rope, rope_frequencies, rope_ref
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.rows import head_norm_rope, head_norm_rope_ref, rope, rope_frequencies, rope_ref
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

@@ -6,17 +6,10 @@ import pytest
 import torch
 
 from dsv4.formats.tensors import QuantFormat, QuantTensor
-from dsv4.ops.invariant import rows_matmul, sqrt_softplus
-from dsv4.ops.router import (
-    GATE_CONFIGS,
-    _gate_products,
-    activation_topk,
-    activation_topk_ref,
-    launch_route,
-    route,
-    route_ref,
-)
-from dsv4.ops.tl_utils import KernelInputError
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.lib.invariant import rows_matmul, sqrt_softplus
+from dsv4.ops.router import GATE_CONFIGS, activation_topk, activation_topk_ref, launch_route, route, route_ref
+from dsv4.ops.router.launch import _gate_products
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, strided, transposed
 from dsv4.testing.numeric import ORACLE_FACTOR, assert_bitwise, assert_close_to_oracle
 

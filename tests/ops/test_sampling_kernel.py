@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_sampling import make_batch, random_rows, take
 
+from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.sampling import (
     SampleConfig,
     SamplingBatch,
@@ -18,8 +19,7 @@ from dsv4.ops.sampling import (
     sampled_logprobs,
     sampled_logprobs_ref,
 )
-from dsv4.ops.sampling_kernels import MAX_LISTED, NOISE_BLOCK, gumbel
-from dsv4.ops.tl_utils import KernelInputError, jit, tl
+from dsv4.ops.sampling.kernel_sample import MAX_LISTED, NOISE_BLOCK, gumbel
 from dsv4.testing.inputs import generator, kernel_device, strided, transposed
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

@@ -6,16 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.ops.tl_math import (
-    exp_fp32,
-    exp_negative,
-    log_fp32,
-    log_of_odd,
-    log_positive,
-    ordered_bits,
-    softplus,
-)
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.lib.guard import jit, tl
+from dsv4.ops.lib.maths import exp_fp32, exp_negative, log_fp32, log_of_odd, log_positive, ordered_bits, softplus
 from dsv4.testing.inputs import generator, kernel_device
 from dsv4.testing.numeric import assert_bitwise
 
@@ -93,7 +85,7 @@ def test_orderable_bits():
 
 # ---- fp32 ----
 
-# what the docstrings of dsv4/ops/tl_math.py state, in units of the last place
+# what the docstrings of dsv4/ops/lib/maths.py state, in units of the last place
 EXP_BOUND, LOG_BOUND = 1.1, 3.0
 
 

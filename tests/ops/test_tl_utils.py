@@ -15,25 +15,20 @@ from dsv4.formats.fp4 import e2m1_decode as e2m1_decode_ref
 from dsv4.formats.fp4 import e2m1_encode as e2m1_encode_ref
 from dsv4.formats.fp4 import mxfp4_quantize
 from dsv4.formats.fp8 import fp8_quantize
-from dsv4.ops import tl_utils
-from dsv4.ops.tl_utils import (
-    KernelInputError,
-    LaunchConfig,
+from dsv4.ops.lib import guard
+from dsv4.ops.lib.codecs import (
     abs_bits,
-    check_launch,
-    cos_sin,
     e2m1_decode,
     e2m1_encode,
     e2m1_scale,
     e4m3_scale,
     e8m0_to_float,
-    jit,
-    next_power_of_2,
-    pick_config,
     quantize_e2m1,
     quantize_e4m3,
-    tl,
 )
+from dsv4.ops.lib.guard import KernelInputError, check_launch, jit, tl
+from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2, pick_config
+from dsv4.ops.lib.maths import cos_sin
 from dsv4.testing.inputs import elementwise_block, generator, kernel_device, whole_blocks, wild
 from dsv4.testing.numeric import assert_bitwise
 
@@ -187,7 +182,7 @@ def test_tensors_must_be_where_kernels_run(monkeypatch):
         check_launch(elsewhere)
     with pytest.raises(KernelInputError, match="expected tensors on one device"):
         check_launch(here, elsewhere)
-    monkeypatch.setattr(tl_utils, "LAUNCH_DEVICES", frozenset({"cuda"}))
+    monkeypatch.setattr(guard, "LAUNCH_DEVICES", frozenset({"cuda"}))
     with pytest.raises(KernelInputError, match="found cpu; the TORCH op set runs anywhere"):
         check_launch(torch.empty(1))
 
@@ -205,7 +200,7 @@ def test_without_triton_the_oracles_work_and_a_launch_says_why_not():
         "import torch\n"
         "from dsv4.ops import TORCH\n"
         "from dsv4.ops.triton_set import TRITON\n"
-        "from dsv4.ops.tl_utils import TritonMissingError\n"
+        "from dsv4.ops.lib.guard import TritonMissingError\n"
         "x = torch.ones(2, 128)\n"
         "assert torch.equal(TORCH.rms_norm(x, None, 0.0), x)\n"
         "try:\n    TRITON.rms_norm(x, None, 0.0)\n"
@@ -220,7 +215,7 @@ def test_the_unrepaired_interpreter_is_refused():
     run = run_python(
         "import torch\n"
         "from dsv4.ops.norm import rms_norm\n"
-        "from dsv4.ops.tl_utils import KernelInputError\n"
+        "from dsv4.ops.lib.guard import KernelInputError\n"
         "try:\n    rms_norm(torch.ones(2, 128), None, 0.0)\n"
         "except KernelInputError as error:\n    print(error)\n",
         TRITON_INTERPRET="1",

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.ops.tl_utils import KernelInputError
-from dsv4.ops.topk import TopkConfig, launch_topk, topk_select, topk_select_ref
-from dsv4.ops.topk_long_kernels import LIST
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.select import TopkConfig, launch_topk, topk_select, topk_select_ref
+from dsv4.ops.select.kernel_long import LIST
 from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
 from dsv4.testing.numeric import assert_bitwise
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.ops.tl_utils import jit, tl
+from dsv4.ops.lib.guard import jit, tl
 from dsv4.testing import interpreter
 from dsv4.testing.inputs import elementwise_block, generator, kernel_device, whole_blocks
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle

@@ -1,0 +1,144 @@
+"""What attention reads of the batch itself: queries, window rows and index queries, from their projections.
+
+Kernel: the programs of `head_norm_rope`, `window_rows` (or `store_window`) and `index_queries`, with their tiles, in
+one launch: each is too short to fill a GPU at decode, and none needs another. The same bits as theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView, WindowView
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowKind
+from dsv4.ops.indexer import FEW_QUERIES, index_queries_ref
+from dsv4.ops.indexer.kernel_index import encode_queries
+from dsv4.ops.lib.guard import KernelInputError, check_launch, jit, tl
+from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
+from dsv4.ops.norm import KERNEL_DTYPES
+from dsv4.ops.rows import RowLaunch, head_norm_rope_ref, store_window_ref, window_rows_ref
+from dsv4.ops.rows.kernel_rope import rope_heads
+from dsv4.ops.rows.kernel_window import window_tile
+from dsv4.ops.rows.target import row_shape, rows_per_tile
+
+
+def attention_inputs_ref(
+    q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
+    keys: PagedView | None, batch: TokenBatch, *, appends: bool,
+) -> tuple[Tensor, RowStore, Tensor | None]:  # fmt: skip
+    """Projections q [T, H, d], kv [T, d] and, with index keys, index_q [T, Hi, Di] -> queries [T, H, d], rows [T], and
+    index queries [T, Hi, Di] or None.
+
+    `head_norm_rope`, `window_rows` in the window's format, `index_queries` in that of the keys. `appends`: the rows go
+    into the ring as well, before attention; when that is allowed is said at `store_window`. Nothing else is written.
+    """
+    assert (index_q is None) == (keys is None), "index queries go with index keys"
+    positions = batch.positions
+    if appends:
+        rows = store_window_ref(kv, kv_norm, freqs, eps, window, batch)
+    else:
+        rows = window_rows_ref(kv, kv_norm, positions, freqs, eps, window.rows.format)
+    if index_q is not None and keys is not None:
+        index_q = index_queries_ref(index_q, positions, freqs, keys.rows.format)
+    return head_norm_rope_ref(q, positions, freqs, eps), rows, index_q
+
+
+@jit(do_not_specialize=("num_tokens", "num_row_tiles"))
+def _attention_inputs_kernel(
+    kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
+    ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr, num_row_tiles,
+    q_ptr, q_out_ptr, stride_qt, stride_qh, index_ptr, index_out_ptr, stride_it, stride_ih,
+    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, RING_LEN: tl.constexpr, NUM_HEADS: tl.constexpr, INDEX_KIND: tl.constexpr,
+    INDEX_DIM: tl.constexpr, INDEX_LOG2_DIM: tl.constexpr, NUM_INDEX_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of rows first, since they take longest; then ROWS heads of a token each; then INDEX_HEADS index
+    heads of a token each.
+    """
+    HEAD_TILES: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
+    pdl_wait()
+    pdl_trigger()
+    program = tl.program_id(0)
+    if program < num_row_tiles:
+        window_tile(
+            program, kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
+            ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
+            KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, RING_LEN,
+        )  # fmt: skip
+    elif program < num_row_tiles + num_tokens * HEAD_TILES:
+        program -= num_row_tiles
+        rope_heads(
+            q_ptr, q_out_ptr, positions_ptr, freqs_ptr, (program // HEAD_TILES).to(tl.int64),
+            program % HEAD_TILES * ROWS, NUM_HEADS, stride_qt, stride_qh, 1, eps,
+            DIM, ROPE_DIM, DIM, ROWS, True, False,
+        )  # fmt: skip
+    elif NUM_INDEX_HEADS > 0:
+        INDEX_TILES: tl.constexpr = (NUM_INDEX_HEADS + INDEX_HEADS - 1) // INDEX_HEADS
+        program -= num_row_tiles + num_tokens * HEAD_TILES
+        encode_queries(
+            index_ptr, index_out_ptr, positions_ptr, freqs_ptr, (program // INDEX_TILES).to(tl.int64),
+            program % INDEX_TILES * INDEX_HEADS, NUM_INDEX_HEADS, stride_it, stride_ih,
+            INDEX_KIND, INDEX_DIM, ROPE_DIM, INDEX_LOG2_DIM, INDEX_HEADS,
+        )  # fmt: skip
+
+
+def attention_inputs(
+    q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
+    keys: PagedView | None, batch: TokenBatch, *, appends: bool,
+) -> tuple[Tensor, RowStore, Tensor | None]:  # fmt: skip
+    """See `attention_inputs_ref`. Projections in one of bf16, fp16 and fp32; quantised rows and keys; the results are
+    contiguous. One launch.
+    """
+    rows_format = window.rows.format
+    launch = RowLaunch.build(
+        kv, kv_norm, batch.positions, freqs, eps, rows_format, window if appends else None, batch if appends else None
+    )
+    check_launch(q, kv, index_q)
+    num_tokens = batch.num_tokens
+    if q.dim() != 3 or q.shape[::2] != (num_tokens, rows_format.dim) or q.dtype != kv.dtype:
+        raise KernelInputError(
+            f"expected q [{num_tokens}, H, {rows_format.dim}] in {kv.dtype}, found {q.dtype} {tuple(q.shape)}"
+        )
+    q, q_out = _dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_heads, num_index_heads, index_out = q.shape[1], 0, None
+    index_pointers: tuple[Any, ...] = (q, q_out, 0, 0)  # an unused pointer still needs a tensor
+    index_shape = dict.fromkeys(("INDEX_KIND", "INDEX_DIM", "INDEX_LOG2_DIM"), 0)
+    if index_q is not None:
+        index_shape = _index_shape(index_q, freqs, keys, num_tokens)
+        index_q, index_out = _dense_heads(index_q), torch.empty(index_q.shape, dtype=index_q.dtype, device=q.device)
+        num_index_heads = index_q.shape[1]
+        index_pointers = (index_q, index_out, *index_q.stride()[:2])
+    elif keys is not None:
+        raise KernelInputError("expected index queries where there are index keys, found none")
+    if num_tokens == 0:
+        return q_out, launch.rows, index_out
+    # a token's index heads are shared by several programs where there are few tokens
+    tile_rows, index_heads = launch.shape["ROWS"], 8 if num_tokens <= FEW_QUERIES else 32
+    num_tiles = -(-num_heads // tile_rows) + -(-num_index_heads // index_heads)
+    _attention_inputs_kernel[(launch.num_tiles + num_tokens * num_tiles,)](
+        *launch.arguments, launch.num_tiles, q, q_out, *q.stride()[:2], *index_pointers,
+        **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
+        **rows_per_tile(rows_format.dim)[1], **({"maxnreg": 255} if appends else {}), launch_pdl=True,
+    )  # fmt: skip
+    return q_out, launch.rows, index_out
+
+
+def _dense_heads(q: Tensor) -> Tensor:
+    return q if q.stride(2) == 1 else q.contiguous()
+
+
+def _index_shape(index_q: Tensor, freqs: Tensor, keys: PagedView | None, num_tokens: int) -> dict[str, int]:
+    if keys is None or keys.rows.format.kind is RowKind.ENTRY_FP8:
+        raise KernelInputError(f"expected index keys, found {None if keys is None else keys.rows.format}")
+    shape = row_shape(keys.rows.format, freqs)
+    is_shaped = index_q.dim() == 3 and index_q.shape[::2] == (num_tokens, shape["DIM"])
+    if not is_shaped or index_q.dtype not in KERNEL_DTYPES:
+        raise KernelInputError(
+            f"expected index_q [{num_tokens}, Hi, {shape['DIM']}] in one of {KERNEL_DTYPES}, found {index_q.dtype} "
+            f"{tuple(index_q.shape)}"
+        )
+    return {f"INDEX_{name}": shape[name] for name in ("KIND", "DIM", "LOG2_DIM")}

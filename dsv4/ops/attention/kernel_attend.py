@@ -1,0 +1,382 @@
+"""The kernels of ops/attention: one tile of 64 keys at a time, folded from the first to the last.
+
+A tile has its own highest logit, its own sum and its own product P V, which begins at zero. A run of RUN tiles has the
+left fold of its tiles (`_fold`), and a query that of its runs. So it does not matter to the bits what a program takes:
+a query, which stores the state of every run that ends and folds them when all have (a second set of accumulators would
+not fit the registers); or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at
+a time. The order of tiles is that of the keys: window, oldest first, then entries.
+
+Four things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
+where the result of a product visibly reaches another product, both warpgroups are given all rows, and every product is
+computed twice. The bound of the loop implies their condition: with a branch left in the machine code the next tile's
+rows are loaded before the products, whose fences then wait for them. Rows wait in registers as words
+(kernel_rows.py). And only the first AHEAD groups of a row are fetched a tile ahead; the others are on their way
+while those are decoded and multiplied. Decoded groups lie side by side in matrices of WIDE groups.
+"""
+
+from __future__ import annotations
+
+from dsv4.ops.attention.kernel_rows import (
+    KEYS,
+    count_tiles,
+    decode_groups,
+    load_groups,
+    tile_ids,
+    tile_links,
+    tile_rows,
+)
+from dsv4.ops.lib.guard import jit, tl
+from dsv4.ops.lib.maths import cos_sin
+from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
+from dsv4.ops.rows.kernel_rope import rotate_pairs
+
+HEADS = 64  # of a program: the smallest matrix a Hopper warpgroup multiplies
+RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
+WHOLE, IN_TURN, BY_RUN, BY_TILE = 0, 1, 2, 3  # a program takes a query of one run, of any number, a run, a tile
+_KEYS, _HEADS = tl.constexpr(KEYS), tl.constexpr(HEADS)
+_IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
+_GROUP = tl.constexpr(64)
+_NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@jit
+def _probabilities(logits, exists):
+    """Logits (base 2) [H, KEYS] -> their highest; 2^(l - highest); its sum."""
+    logits = tl.where((exists != 0)[None, :], logits, float("-inf"))
+    highest = tl.maximum(tl.max(logits, axis=1), _NONE)
+    weight = tl.exp2(logits - highest[:, None])  # a NaN stays one
+    return highest, weight, tl.sum(weight, axis=1)
+
+
+@jit
+def _fold(out, shrink, part, share):
+    """out * shrink + part * share, in two roundings everywhere."""
+    return tl.fma(out, tl.broadcast_to(shrink[:, None], out.shape), part * share[:, None])
+
+
+@jit
+def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, INVERSE_ROPE: tl.constexpr):
+    """out / total in bf16, its last 64 columns rotated back if asked for, stored."""
+    cols = tl.arange(0, out.shape[1])
+    out = (out * total[:, None]).to(tl.bfloat16)
+    if INVERSE_ROPE:
+        # rope_ref(out, positions, freqs, inverse=True)
+        pairs = tl.arange(0, out.shape[1] // 2) - (out.shape[1] - _GROUP) // 2
+        cos, sin = cos_sin(position.to(tl.float32) * tl.load(freqs_ptr + pairs, mask=pairs >= 0, other=0.0))
+        rotated = rotate_pairs(out.to(tl.float32), cos, sin * -1.0).to(tl.bfloat16)
+        out = tl.where((cols >= out.shape[1] - _GROUP)[None, :], rotated, out)
+    tl.store(column_ptr + tl.arange(0, out.shape[0])[:, None] * stride_oh + cols[None, :], out, mask=head_mask[:, None])
+
+
+@jit
+def _one_over_total(highest, total, heads, head_mask, sink_ptr):
+    """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them weighs more than 1/2."""
+    sink = tl.load(sink_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    inverse = tl.div_rn(total * 0.0 + 1.0, total + tl.exp2(sink * _LOG2_E - highest))
+    return tl.where(total == 0.0, 0.0, inverse)
+
+
+@jit
+def _store_part(part_ptr, highest_ptr, total_ptr, first_row, highest, total, out):
+    """The state of a tile or a run."""
+    COLS: tl.constexpr = out[0].shape[1]
+    rows = first_row + tl.arange(0, _HEADS)
+    cols = tl.arange(0, COLS)
+    tl.store(highest_ptr + rows, highest)
+    tl.store(total_ptr + rows, total)
+    for matrix in tl.static_range(len(out)):
+        tl.store(part_ptr + rows[:, None] * (len(out) * COLS) + matrix * COLS + cols[None, :], out[matrix])
+
+
+@jit
+def _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
+                  INVERSE_ROPE: tl.constexpr):  # fmt: skip
+    COLS: tl.constexpr = out[0].shape[1]
+    inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+    for matrix in tl.static_range(len(out)):
+        _finish(
+            out[matrix], first_out + matrix * COLS, len(out) * COLS, inverse, head_mask, position, freqs_ptr,
+            INVERSE_ROPE and matrix == len(out) - 1,
+        )  # fmt: skip
+
+
+@jit
+def _fold_state(state, other, is_first):
+    """The left fold of two states (highest, total, out); the first of all is taken as it is."""
+    highest, total, out = state
+    other_highest, other_total, part = other
+    new_highest = tl.maximum(highest, other_highest)
+    shrink = tl.exp2(highest - new_highest)
+    share = tl.exp2(other_highest - new_highest)
+    return (
+        tl.where(is_first, other_highest, new_highest),
+        tl.where(is_first, other_total, total * shrink + other_total * share),
+        tl.where(is_first, part, _fold(out, shrink, part, share)),
+    )
+
+
+@jit
+def _where(exists, state, otherwise):
+    """What is behind the last part changes nothing: not even the sign of a zero."""
+    return (
+        tl.where(exists, state[0], otherwise[0]),
+        tl.where(exists, state[1], otherwise[1]),
+        tl.where(exists[:, None], state[2], otherwise[2]),
+    )
+
+
+@jit
+def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.full([ROWS], _NONE, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+
+
+@jit
+def _load_parts(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_parts, DIM: tl.constexpr,
+                AT_ONCE: tl.constexpr):  # fmt: skip
+    """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
+    parts = ()
+    for step in tl.static_range(AT_ONCE):
+        row = (first_part + start + step) * _HEADS + rows
+        exists = (row * 0 + start + step) < num_parts
+        parts += (
+            (
+                exists,
+                (
+                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
+                    tl.load(total_ptr + row, mask=exists, other=0.0),
+                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
+                ),
+            ),
+        )  # type: ignore[assignment]
+    return parts
+
+
+@jit
+def _fold_runs(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, num_runs, DIM: tl.constexpr,
+               AT_ONCE: tl.constexpr):  # fmt: skip
+    """The left fold of stored runs, for some heads and columns."""
+    state = _no_part(rows.shape[0], cols.shape[0])
+    for start in range(0, num_runs, AT_ONCE):
+        parts = _load_parts(
+            part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_runs, DIM, AT_ONCE
+        )  # fmt: skip
+        for step in tl.static_range(AT_ONCE):
+            exists, part = parts[step]  # type: ignore[var-annotated]
+            state = _where(exists, _fold_state(state, part, start + step == 0), state)
+    return state
+
+
+@jit
+def _same(values):
+    """A maximum of equal values: without it the compiler changes their layout at every tile, for the sake of a store
+    at the last of a run.
+    """
+    return tl.max(tl.broadcast_to(values[:, None], [_HEADS, _KEYS]), axis=1)
+
+
+@jit
+def _empty(MATRICES: tl.constexpr, COLS: tl.constexpr):
+    """The state of no keys: highest, total, out."""
+    out = ()
+    for _ in tl.static_range(MATRICES):
+        out += (tl.zeros([_HEADS, COLS], tl.float32),)  # type: ignore[assignment]
+    return tl.full([_HEADS], _NONE, tl.float32), tl.zeros([_HEADS], tl.float32), out
+
+
+@jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
+def _attend_kernel(
+    q_ptr, stride_qt, stride_qh, out_ptr, num_heads, scale, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
+    chunk_starts_ptr, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr, stride_pt, block_table_ptr,
+    stride_bs, part_ptr, highest_ptr, total_ptr, num_slices,
+    NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
+    WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
+    RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    pdl_wait()
+    pdl_trigger()
+    token = tl.program_id(0) // HEAD_BLOCKS
+    heads = tl.program_id(0) % HEAD_BLOCKS * _HEADS + tl.arange(0, _HEADS)
+    head_mask = heads < num_heads
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    slot = tl.load(slots_ptr + token).to(tl.int32)
+    chunk_start = tl.load(chunk_starts_ptr + token).to(tl.int32)
+    num_tiles = count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    base, start, stop = num_tiles * 0, num_tiles * 0, num_tiles
+    work = num_tiles  # more than zero in the loop
+    if CUT == _BY_TILE:
+        start = tl.program_id(1)
+        stop = start + 1
+        if start >= num_tiles:
+            return
+    if CUT == _BY_RUN:
+        base = tl.program_id(1) * RUN
+        num_tiles = tl.minimum(num_tiles, base + RUN)  # of this run and those before
+        stop = num_tiles - base
+        work = stop
+        if (stop <= 0) & (base > 0):
+            return
+    first = base + start
+    DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
+    MATRICES: tl.constexpr = (NUM_GROUPS + 1) // WIDE
+    COLS: tl.constexpr = WIDE * _GROUP
+    AHEAD_GROUPS: tl.constexpr = NUM_GROUPS + 2 if CUT == _BY_TILE else AHEAD
+    cols = tl.arange(0, COLS)
+
+    ids = tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    q = ()
+    for matrix in tl.static_range(MATRICES):
+        q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + heads[:, None] * stride_qh + matrix * COLS + cols[None, :]
+        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    highest, total, out = _empty(MATRICES, COLS)
+    links = tile_links(
+        first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
+        WINDOW, RING_LEN,
+    )  # fmt: skip
+    words_ptr, scale_word, exists, is_key = tile_rows(
+        first, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
+        ALIGNED,
+    )  # fmt: skip
+    ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
+    if CUT != _BY_TILE:
+        # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
+        tile = first + 1
+        ids = tile_ids(tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+        links = tile_links(
+            tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES,
+            RATIO, WINDOW, RING_LEN,
+        )  # fmt: skip
+        tile = first + 2
+        next_ids = tile_ids(
+            tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
+        )
+    for step in range(start, stop):
+        tile = base + step
+        if CUT != _BY_TILE:
+            # loaded again, so that nothing made of them waits in a register
+            position = tl.load(positions_ptr + token, volatile=True).to(tl.int32)
+            slot = tl.load(slots_ptr + token, volatile=True).to(tl.int32)
+            chunk_start = tl.load(chunk_starts_ptr + token, volatile=True).to(tl.int32)
+        words = ahead + load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
+        keys = ()
+        for matrix in tl.static_range(MATRICES):
+            some = words[matrix * WIDE :]
+            keys += (decode_groups(some, scale_word, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+        weight = tl.zeros([_HEADS, _KEYS], tl.bfloat16)
+        shrink = tl.zeros([_HEADS], tl.float32)
+        share = shrink
+        is_now = is_key
+        if CUT != _BY_TILE:
+            words_ptr, scale_word, exists, is_key = tile_rows(
+                tile + 1, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW,
+                RING_LEN, ALIGNED,
+            )  # fmt: skip
+            ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
+            ids = next_ids
+            links = tile_links(
+                tile + 2, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs,
+                HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
+            )  # fmt: skip
+            next_ids = tile_ids(
+                tile + 3, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
+            )
+        if work > 0:
+            # logit = (q @ k.T) * scale
+            logits = tl.zeros([_HEADS, _KEYS], tl.float32)
+            for matrix in tl.static_range(MATRICES):
+                if work > -1 - matrix:
+                    logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
+            tile_highest, wide_weight, tile_total = _probabilities(logits * scale, is_now)
+            new_highest = tl.maximum(highest, tile_highest)
+            shrink = tl.exp2(highest - new_highest)
+            share = tl.exp2(tile_highest - new_highest)
+            highest = new_highest
+            total = total * shrink + tile_total * share
+            weight = wide_weight.to(tl.bfloat16)
+        folded = ()
+        for matrix in tl.static_range(MATRICES):
+            folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
+        out = folded
+        if CUT == _IN_TURN:  # noqa: SIM102
+            if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
+                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * _HEADS
+                _store_part(part_ptr, highest_ptr, total_ptr, part, _same(highest), _same(total), out)
+                highest, total, out = _empty(MATRICES, COLS)
+
+    first_part = tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)
+    part = first_part * _HEADS
+    first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
+    if CUT == _BY_TILE:
+        _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+        return
+    if CUT == _BY_RUN:  # noqa: SIM102
+        # from the position again, so that the query's number of tiles need not wait in a register
+        if count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW) > RUN:
+            _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+            return
+    if CUT == _IN_TURN:  # noqa: SIM102
+        if num_tiles > RUN:
+            last_run = (num_tiles - 1) // RUN
+            _store_part(part_ptr, highest_ptr, total_ptr, part + last_run * _HEADS, highest, total, out)
+            tl.debug_barrier()  # what other threads stored is there
+            for matrix in tl.static_range(MATRICES):
+                highest, total, folded = _fold_runs(
+                    part_ptr, highest_ptr, total_ptr, first_part,
+                    tl.arange(0, _HEADS), cols + matrix * COLS, last_run + 1, DIM, 8 // WIDE,
+                )  # fmt: skip
+                inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+                _finish(
+                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, freqs_ptr,
+                    INVERSE_ROPE and matrix == MATRICES - 1,
+                )  # fmt: skip
+            return
+    _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr, INVERSE_ROPE)
+
+
+@jit(do_not_specialize=("num_heads", "num_slices"))
+def _combine_kernel(
+    part_ptr, highest_ptr, total_ptr, num_slices, out_ptr, num_heads, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
+    NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
+    WINDOW: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Folds what `_attend_kernel` stored, for ROWS heads and one part of the columns: tiles within a run of RUN, which
+    is AT_ONCE then, and runs. A query of one run that was not cut into tiles is done already.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    token = block // HEAD_BLOCKS
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    heads = block % HEAD_BLOCKS * _HEADS + rows
+    head_mask = heads < num_heads
+    position = tl.load(positions_ptr + token)
+    num_parts = count_tiles(position, tl.load(slots_ptr + token), HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
+    pdl_wait()
+    if CUT == _BY_RUN:
+        num_parts = (num_parts + RUN - 1) // RUN
+        if num_parts <= 1:
+            return
+    num_parts = tl.minimum(num_parts, num_slices)  # it is; a number the compiler knows would undo the batch of loads
+    DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
+    cols = tl.program_id(2) * _GROUP + tl.arange(0, _GROUP)
+    if CUT == _BY_RUN:
+        state = _fold_runs(part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, num_parts, DIM, AT_ONCE)
+    else:
+        state = _no_part(ROWS, _GROUP)
+        for start in range(0, num_parts, AT_ONCE):
+            parts = _load_parts(
+                part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, start, num_parts, DIM, AT_ONCE
+            )  # fmt: skip
+            run = _no_part(ROWS, _GROUP)
+            for step in tl.static_range(AT_ONCE):
+                exists, part = parts[step]  # type: ignore[var-annotated]
+                run = _where(exists, _fold_state(run, part, False), run)
+            state = _fold_state(state, run, start == 0)
+    highest, total, out = state
+    inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+    column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * _HEADS + tl.program_id(1) * ROWS) * DIM
+    if tl.program_id(2) == NUM_GROUPS:
+        _finish(
+            out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, freqs_ptr, INVERSE_ROPE,
+        )  # fmt: skip
+    else:
+        _finish(out, column_ptr + tl.program_id(2) * _GROUP, DIM, inverse, head_mask, position, freqs_ptr, False)

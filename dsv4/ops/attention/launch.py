@@ -1,0 +1,188 @@
+"""Launchers of attention.
+
+Kernels (kernel_attend.py): tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a
+program takes all runs of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles
+stored. All give the same bits, so the choice may depend on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import PagedView, WindowView
+from dsv4.config import BLOCK_TOKENS
+from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import ENTRY_GROUP, RowKind
+from dsv4.ops.attention.config import PLAN, AttentionPlan
+from dsv4.ops.attention.kernel_attend import (
+    BY_RUN,
+    BY_TILE,
+    HEADS,
+    IN_TURN,
+    RUN,
+    WHOLE,
+    _attend_kernel,
+    _combine_kernel,
+)
+from dsv4.ops.attention.kernel_rows import KEYS
+from dsv4.ops.lib.guard import IS_INTERPRETED, KernelInputError, check_launch
+from dsv4.ops.lib.launch import current_arch
+from dsv4.ops.rows.target import RowTarget, row_target
+
+LOG2_E = 1.4426950408889634
+
+
+def sparse_attention(
+    q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
+    batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `sparse_attention_ref`. q in bf16 with contiguous columns; rows and cache in ENTRY_FP8 with whole words of
+    scales; the result is contiguous.
+    """
+    return launch_attention(PLAN, q, rows, window, entries, picks, sink, batch, window_len, freqs)
+
+
+def launch_attention(
+    plan: AttentionPlan, q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None,
+    picks: Tensor | None, sink: Tensor, batch: TokenBatch, window_len: int, freqs: Tensor | None, run_tiles: int = RUN,
+) -> Tensor:  # fmt: skip
+    """`sparse_attention` cut as `plan` says. `run_tiles` changes the order of sums, and so the bits."""
+    check_launch(q, rows.data, window.rows.data, sink, batch.positions, picks, freqs)
+    _check(q, rows, window, entries, picks, sink, batch, freqs)
+    num_tokens, num_heads, dim = q.shape
+    out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or num_heads == 0:
+        return out
+    assert rows.scales is not None
+    ring = _target(window.rows)
+    pages = ring if entries is None else _target(entries.rows)  # an unused pointer still needs a tensor
+    picked = batch.positions.unsqueeze(1) if picks is None or picks.shape[1] == 0 else picks
+    if picked.stride(1) != 1:
+        picked = picked.contiguous()
+    table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
+    positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
+    sink = sink.contiguous()
+    angles = sink if freqs is None else freqs.contiguous()
+    has_entries = entries is not None and (picks is None or picks.shape[1] > 0)
+    ratio = 1 if entries is None else BLOCK_TOKENS // entries.entries_per_block
+    num_entries = 0
+    if has_entries and entries is not None:
+        num_entries = table.shape[1] * entries.entries_per_block if picks is None else picks.shape[1]
+    num_tiles = -(-window_len // KEYS) + -(-num_entries // KEYS)
+    head_blocks = -(-num_heads // HEADS)
+    cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
+    num_runs = -(-num_tiles // run_tiles)
+    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, BY_TILE: num_tiles}[cut]
+    most_tokens = min(plan.range_tokens(head_blocks * num_runs), num_tokens) if cut == IN_TURN else num_tokens
+    num_states = 0 if cut == WHOLE else most_tokens * head_blocks * num_parts
+    states, highest, total = _scratch(num_states, dim, q.device)
+    shape: dict[str, Any] = {
+        "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
+        "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
+        "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None, "RUN": run_tiles, "CUT": cut,
+    }  # fmt: skip
+    chunk_starts = batch.chunk_starts.contiguous()
+    for start in range(0, num_tokens, most_tokens):
+        # every pointer at the first token of a range; the rows of tokens before it lie before it
+        part = slice(start, start + most_tokens)
+        fresh = _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
+        num_programs = min(most_tokens, num_tokens - start) * head_blocks
+        _attend_kernel[(num_programs, 1 if cut == IN_TURN else num_parts)](
+            q[part], q.stride(0), q.stride(1), out[part], num_heads, dim**-0.5 * LOG2_E, sink, angles, positions[part],
+            slots[part], chunk_starts[part], fresh, ring, window.positions, window.positions.stride(0), pages,
+            picked[part], picked.stride(0), table, table.stride(0), states, highest, total, num_parts,
+            **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
+            WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
+            num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
+            launch_pdl=plan.overlap and cut == IN_TURN,
+        )  # fmt: skip
+        if cut in (BY_RUN, BY_TILE):
+            rows_at_once, parts_at_once = (
+                (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
+            )
+            _combine_kernel[(num_programs, HEADS // rows_at_once, dim // ENTRY_GROUP)](
+                states, highest, total, num_parts, out[part], num_heads, sink, angles, positions[part], slots[part],
+                **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
+                num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
+            )  # fmt: skip
+    return out
+
+
+def _matrix_groups(plan: AttentionPlan) -> int:
+    """`plan.wide`, or a whole row on Blackwell: Triton keeps every product of a loop in tensor memory of its own, and
+    with several a tile needs 544 columns where there are 512.
+    """
+    return plan.wide if IS_INTERPRETED or current_arch() < 100 else 8
+
+
+def _check(
+    q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
+    batch: TokenBatch, freqs: Tensor | None,
+) -> None:  # fmt: skip
+    fmt = window.rows.format
+    num_tokens = batch.num_tokens
+    if (
+        q.dtype != torch.bfloat16
+        or q.dim() != 3
+        or q.shape[0] != num_tokens
+        or q.shape[2] != fmt.dim
+        or q.stride(2) != 1
+    ):
+        raise KernelInputError(
+            f"expected q [{num_tokens}, heads, {fmt.dim}] in bf16 with contiguous columns, found {q.dtype} "
+            f"{tuple(q.shape)} with strides {q.stride()}"
+        )
+    if fmt.kind is not RowKind.ENTRY_FP8 or fmt.rope_dim != ENTRY_GROUP:
+        raise KernelInputError(f"expected rows of {RowKind.ENTRY_FP8} with {ENTRY_GROUP} rope dims, found {fmt}")
+    if fmt.scale_bytes != 8:
+        raise KernelInputError(f"expected at most 8 groups a row, found {fmt}")
+    if rows.format != fmt or rows.data.shape[:-1] != (num_tokens,):
+        raise KernelInputError(
+            f"expected {num_tokens} rows of {fmt}, found {tuple(rows.data.shape[:-1])} of {rows.format}"
+        )
+    if entries is not None and entries.rows.format != fmt:
+        raise KernelInputError(f"expected entries of {fmt}, found {entries.rows.format}")
+    if picks is not None and (entries is None or picks.dim() != 2 or picks.shape[0] != num_tokens):
+        raise KernelInputError(f"expected entries and picks [{num_tokens}, k], found picks {tuple(picks.shape)}")
+    if sink.shape != (q.shape[1],):
+        raise KernelInputError(f"expected a sink of shape ({q.shape[1]},), found {tuple(sink.shape)}")
+    if window.positions.dtype != torch.int32 or window.positions.stride(1) != 1:
+        raise KernelInputError(
+            f"expected ring positions in int32 with contiguous rows, found {window.positions.dtype} with strides "
+            f"{window.positions.stride()}"
+        )
+    if freqs is not None and (freqs.dtype != torch.float32 or 2 * freqs.shape[0] != fmt.rope_dim):
+        raise KernelInputError(
+            f"expected fp32 frequencies of {fmt.rope_dim} dims, found {freqs.dtype} {tuple(freqs.shape)}"
+        )
+
+
+def _target(rows: RowStore) -> RowTarget:
+    """Rows [A, B] for the kernel, with the 8 bytes of a row's scales as one word."""
+    target = row_target(rows)
+    scales = rows.scales
+    assert scales is not None
+    if scales.storage_offset() % 8 or scales.stride(0) % 8 or scales.stride(1) % 8:
+        raise KernelInputError(f"expected scales aligned to 8 bytes, found strides {scales.stride()}")
+    words = scales.view(torch.int64)
+    return target._replace(
+        scales=words, scales_stride=words.stride(0), scales_row=words.stride(1),
+        factor=words, factor_stride=0, factor_row=0,
+    )  # fmt: skip
+
+
+def _is_aligned(target: RowTarget) -> bool:
+    """Every row begins at a multiple of 16 bytes."""
+    return not (target.data.storage_offset() % 16 or target.data_stride % 16 or target.data_row % 16)
+
+
+def _scratch(num_states: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What programs store: P V, highest logit and sum, of every head."""
+    part = torch.empty((num_states, HEADS, dim), dtype=torch.float32, device=device)
+    highest, total = torch.empty((2, num_states, HEADS), dtype=torch.float32, device=device).unbind(0)
+    return part, highest, total

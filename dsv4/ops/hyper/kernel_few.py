@@ -1,0 +1,187 @@
+"""Kernels of ops/hyper: how they work, and the one for few tokens.
+
+A launch is (hc_post | expansion | nothing) + hc_pre or hc_head + RMSNorm + FP8 codes. The fp32 matrix fn [24, 4 D] is
+far larger than one token's streams, and one program would need too long to read it, so the columns are split over many
+programs:
+
+1. Program (split, tile) owns SPLIT columns of every stream and TILE tokens. It makes the new streams, rounds and
+   stores them, and leaves 24 partial dots and a partial sum of squares per token in memory.
+2. A token whose partials are complete is finished by one program: sum of the partials, sigmoid, Sinkhorn, collapse,
+   norm.
+
+Few tokens (`hyper_kernel`, here): there is one tile; its programs that arrive last become workers, wait for the few
+still missing and share the tokens. The counter of arrivals only grows, by the number of splits a launch, so that no
+launch has to reset it and a CUDA graph can be replayed.
+
+Many tokens (`hyper_many_kernel`, kernel_many.py): programs of their own finish a few tokens each, a few tiles
+behind step 1, where the streams are still in L2.
+
+Both are made of the same parts: step 1 of kernel_streams.py, step 2 of kernel_weights.py.
+
+Nothing depends on who waits for whom: the partials, the order of their sum and every step after it are fixed by the
+layer's shape. Waiting cannot hang: a program waits for programs with lower numbers or of its own tile, which a GPU
+starts before those of later tiles, and a tile has fewer waiting programs than a GPU has room for. In the interpreter,
+where programs run one after another, the last one does all the work of few tokens.
+
+The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts
+that add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All products are made
+of the same instruction of 16 rows and 16 columns, which come in the same order however many rows there are at a time
+(`in_product_order` of ops/lib/order.py), so that a token's bits do not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dsv4.ops.hyper.kernel_streams import (
+    FROM_EMBEDDING,
+    FROM_STREAMS,
+    FROM_SUBLAYER,
+    MIX_COLS,
+    join_partial,
+    keep_layout,
+    load_before,
+    load_fn,
+    mix_streams,
+    pairs_of_parts,
+    store_streams,
+    sum_of_parts,
+)
+from dsv4.ops.hyper.kernel_weights import (
+    iterate,
+    load_partial,
+    load_rows,
+    load_scales,
+    store_hidden,
+    store_post,
+    token_weights,
+)
+from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_all
+from dsv4.ops.lib.guard import jit, tl
+from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
+
+FEW_ROWS = 16  # rows of the matrix product, and the most tokens of a launch
+
+_FEW_ROWS = tl.constexpr(FEW_ROWS)
+_MIX_COLS = tl.constexpr(MIX_COLS)
+_FROM_STREAMS, _FROM_EMBEDDING = tl.constexpr(FROM_STREAMS), tl.constexpr(FROM_EMBEDDING)
+_FROM_SUBLAYER = tl.constexpr(FROM_SUBLAYER)
+
+
+@jit
+def _joined_parts(x):
+    """fp32 [K, MIX_COLS] -> bf16 [K, 4 MIX_COLS]: its parts and a zero, side by side. One wide matrix per stream passes
+    through shared memory faster than three."""
+    return tl.reshape(pairs_of_parts(x), [x.shape[0], 4 * _MIX_COLS])
+
+
+@jit
+def _pick(values, INDEX: tl.constexpr):
+    """One of values [MIX_COLS] in every lane: a shuffle."""
+    return tl.gather(values, tl.full([_MIX_COLS], INDEX, tl.int32), 0)
+
+
+@jit
+def _sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
+    """One token whose weights are in registers: every lane computes all of it, and each of sixteen stores a value."""
+    (
+        c00, c01, c02, c03,
+        c10, c11, c12, c13,
+        c20, c21, c22, c23,
+        c30, c31, c32, c33,
+    ) = iterate(
+        _pick(values, 8), _pick(values, 9), _pick(values, 10), _pick(values, 11),
+        _pick(values, 12), _pick(values, 13), _pick(values, 14), _pick(values, 15),
+        _pick(values, 16), _pick(values, 17), _pick(values, 18), _pick(values, 19),
+        _pick(values, 20), _pick(values, 21), _pick(values, 22), _pick(values, 23),
+        eps, NUM_ITERS,
+    )  # fmt: skip
+    mixes = tl.arange(0, _MIX_COLS)
+    comb = c00
+    comb = tl.where(mixes == 9, c01, comb)
+    comb = tl.where(mixes == 10, c02, comb)
+    comb = tl.where(mixes == 11, c03, comb)
+    comb = tl.where(mixes == 12, c10, comb)
+    comb = tl.where(mixes == 13, c11, comb)
+    comb = tl.where(mixes == 14, c12, comb)
+    comb = tl.where(mixes == 15, c13, comb)
+    comb = tl.where(mixes == 16, c20, comb)
+    comb = tl.where(mixes == 17, c21, comb)
+    comb = tl.where(mixes == 18, c22, comb)
+    comb = tl.where(mixes == 19, c23, comb)
+    comb = tl.where(mixes == 20, c30, comb)
+    comb = tl.where(mixes == 21, c31, comb)
+    comb = tl.where(mixes == 22, c32, comb)
+    comb = tl.where(mixes == 23, c33, comb)
+    tl.store(comb_ptr + token * 16 + mixes - 8, comb, mask=(mixes >= 8) & (mixes < 24))
+
+
+@jit
+def _partial_dots(
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
+    D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_MIXES: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Step 1: new streams, their partial dots with fn and their partial squares into partials [FEW_ROWS, splits,
+    MIX_COLS]."""
+    cols = split * SPLIT + tl.arange(0, SPLIT)
+    mixes = tl.arange(0, _MIX_COLS)
+    # weights are asked for before the launch that makes the streams has ended
+    fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
+    pdl_trigger()
+    pdl_wait()
+    rows = tl.arange(0, _FEW_ROWS).to(tl.int64)  # of narrower ones ptxas delays some loads
+    row_mask = rows < num_tokens
+    mask = row_mask[:, None] & (cols < D)[None, :]
+    before = load_before(
+        out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, False
+    )  # fmt: skip
+    x0, x1, x2, x3 = mix_streams(before, SOURCE)
+    if SOURCE != _FROM_STREAMS:
+        store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
+    x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
+    parts = tl.dot(x0, _joined_parts(fn0))
+    parts = tl.dot(x1, _joined_parts(fn1), parts)
+    parts = tl.dot(x2, _joined_parts(fn2), parts)
+    parts = tl.dot(x3, _joined_parts(fn3), parts)
+    partial = join_partial(sum_of_parts(parts), x0, x1, x2, x3, NUM_MIXES)
+    place = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
+    tl.store(partial_ptr + place, partial, mask=row_mask[:, None] & (mixes <= NUM_MIXES)[None, :])
+
+
+@jit(do_not_specialize=("num_tokens",))
+def hyper_kernel(
+    out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
+    streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
+    partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, NUM_WORKERS: tl.constexpr,
+    NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+):  # fmt: skip
+    """Up to FEW_ROWS tokens: the programs that arrive last finish them."""
+    split = tl.program_id(0)
+    base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
+    _partial_dots(
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
+        D, SPLIT, NUM_SPLITS, NUM_MIXES, SOURCE,
+    )  # fmt: skip
+    worker, num_workers, complete = arrive_and_share(counter_ptr, num_tokens, NUM_SPLITS, NUM_WORKERS)
+    if worker >= 0:
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = cols < D
+        norm_weight = mask
+        if HAS_NORM:
+            norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
+        wait_for_all(counter_ptr, complete)
+        source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
+        for row in range(worker, num_tokens, num_workers):
+            # plus nothing: where the compiler knows it, ptxas takes 96 registers instead of 126 and asks for less ahead
+            token = tl.program_id(1).to(tl.int64) + row
+            partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)
+            values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
+            if NUM_MIXES > 4:
+                store_post(new_post_ptr, values, token)
+                _sinkhorn(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
+            x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
+            store_hidden(
+                x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
+                D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+            )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Manifold-constrained hyper-connections (mHC): n residual streams mixed around every sublayer.
+
+X [T, n, D] streams; u = X flattened; m = (fn u) * rsqrt(mean(u^2) + eps).
+  pre  = sigmoid(m[0:n] * scale[0] + base[0:n]) + hc_eps      sublayer input y = sum_j pre[j] X[j]
+  post = 2 sigmoid(m[n:2n] * scale[1] + base[n:2n])
+  comb = sinkhorn(m[2n:] * scale[2] + base[2n:])              after it X'[k] = post[k] o + sum_j comb[j, k] X[j]
+comb moves stream j into stream k: the first index is the source, so the mixing matrix is comb transposed.
+
+Ops: `hc_post` and `hc_pre` (and `hc_head`, a pre without post and comb) are the steps; `hc_boundary` is everything
+between one sublayer and the next in one launch, `hc_enter` the same at the first sublayer, `hc_head_norm` at the end. A
+fused op gives the bits of the chain of unfused ones. Rows are independent: a padded row costs time, changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.fp8 import fp8_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.ops.lib.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
+from dsv4.ops.norm import rms_norm_ref
+
+
+@dataclass(frozen=True)
+class HyperSettings:
+    """Constants of a model's hyper-connections; norm_eps is also that of the RMSNorm behind them."""
+
+    num_iters: int
+    hc_eps: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class HyperInput:
+    """What a sublayer starts from: the streams [T, n, D] it will be mixed into, its normed input [T, D] (and that
+    input's FP8 codes, if asked for), and the weights post [T, n] and comb [T, n, n] for mixing, in at least fp32."""
+
+    streams: Tensor
+    hidden: Tensor
+    quant: QuantActivation | None
+    post: Tensor
+    comb: Tensor
+
+
+def hc_expand_ref(hidden: Tensor, num_streams: int) -> Tensor:
+    """hidden [T, D] -> streams [T, n, D]: every stream starts as the embedding."""
+    return hidden.unsqueeze(1).repeat(1, num_streams, 1)
+
+
+def sinkhorn_ref(logits: Tensor, num_iters: int, eps: float) -> Tensor:
+    """logits [T, n, n] -> nearly doubly stochastic comb. One softmax over rows, then columns and rows in turn.
+
+    Ends on columns: num_iters column steps, num_iters - 1 row steps. eps stands in every denominator and once after the
+    softmax.
+    """
+    comb = exp(logits - logits.amax(-1, keepdim=True))
+    comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
+    comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
+    for _ in range(num_iters - 1):
+        comb = comb / (ordered_sum(comb, -1).unsqueeze(-1) + eps)
+        comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
+    return comb
+
+
+def hc_split_ref(
+    mixes: Tensor, base: Tensor, scale: Tensor, num_iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mixes [T, 2n + n*n] -> pre [T, n], post [T, n], comb [T, n, n]."""
+    num_streams = round((mixes.shape[-1] + 1) ** 0.5) - 1  # 2n + n^2 = (n + 1)^2 - 1
+    n = num_streams
+    pre = sigmoid(mixes[:, :n] * scale[0] + base[:n]) + eps
+    post = 2 * sigmoid(mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    logits = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
+    return pre, post, sinkhorn_ref(logits, num_iters, eps)
+
+
+def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    """(fn u) * rsqrt(mean(u^2) + eps): the norm is over all streams together and comes after the product."""
+    wide = streams.to(accumulator(streams))
+    mean_square = ordered_sum(wide.square().sum(-1), -1) / (wide.shape[1] * wide.shape[2])
+    return rows_matmul(wide.flatten(1), fn) * torch.rsqrt(mean_square + norm_eps).unsqueeze(-1)
+
+
+def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    return ordered_sum(pre.unsqueeze(-1) * streams.to(pre.dtype), 1).to(streams.dtype)
+
+
+def hc_pre_ref(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """streams [T, n, D] -> sublayer input y [T, D], post [T, n], comb [T, n, n] (the last two in at least fp32)."""
+    mixes = _mixes(streams, fn, norm_eps)
+    pre, post, comb = hc_split_ref(mixes, base.to(mixes.dtype), scale.to(mixes.dtype), num_iters, hc_eps)
+    return _collapse(streams, pre), post, comb
+
+
+def hc_post_ref(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Sublayer output [T, D] and the streams it was read from -> the new streams [T, n, D], rounded once."""
+    wide = streams.to(post.dtype)
+    mixed = ordered_sum(comb.unsqueeze(-1) * wide.unsqueeze(2), 1)  # [T, source, destination, D] summed over the source
+    return (post.unsqueeze(-1) * out.to(post.dtype).unsqueeze(1) + mixed).to(streams.dtype)
+
+
+def hc_head_ref(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
+    """The final collapse [T, n, D] -> [T, D]: only the pre weights, fn [n, n*D], one scale."""
+    mixes = _mixes(streams, fn, norm_eps)
+    return _collapse(streams, sigmoid(mixes * scale.to(mixes.dtype) + base.to(mixes.dtype)) + hc_eps)
+
+
+def hc_enter_ref(
+    source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+    has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """Into the first sublayer: `hc_pre`, then RMSNorm, then FP8 codes of the rounded result if `has_codes`.
+
+    source: streams [T, n, D], handed on as they are, or an embedding [T, D], which `hc_expand` makes into streams.
+    """
+    streams = hc_expand_ref(source, fn.shape[1] // source.shape[-1]) if source.dim() == 2 else source
+    hidden, post, comb = hc_pre_ref(
+        streams, fn, base, scale, num_iters=settings.num_iters, hc_eps=settings.hc_eps, norm_eps=settings.norm_eps
+    )
+    normed = rms_norm_ref(hidden, norm_weight, settings.norm_eps)
+    quant = QuantActivation(*fp8_quantize(normed, ACTIVATION_GROUP)) if has_codes else None
+    return HyperInput(streams, normed, quant, post, comb)
+
+
+def hc_boundary_ref(
+    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+) -> HyperInput:  # fmt: skip
+    """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base, scale.
+
+    The streams between the two are rounded to their dtype. New tensors throughout.
+    """
+    return hc_enter_ref(hc_post_ref(out, streams, post, comb), fn, base, scale, norm_weight, settings, has_codes)
+
+
+def hc_head_norm_ref(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
+) -> Tensor:
+    """`hc_head`, then the final RMSNorm: [T, n, D] -> [T, D]."""
+    return rms_norm_ref(hc_head_ref(streams, fn, base, scale, hc_eps=hc_eps, norm_eps=norm_eps), norm_weight, norm_eps)

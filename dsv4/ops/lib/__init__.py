@@ -1,0 +1,1 @@
+"""What kernels share: guarded Triton import, launch tables, number formats, maths, counters. Import from its files."""

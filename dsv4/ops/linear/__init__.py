@@ -1,0 +1,21 @@
+"""Linear layers, several on one input in one launch, and the grouped output projection."""
+
+from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
+from dsv4.ops.linear.config import num_splits
+from dsv4.ops.linear.launch import (
+    grouped_linear,
+    launch_grouped,
+    launch_linears,
+    launch_shuffled,
+    linear,
+    linears,
+    prepare_grouped,
+    widened,
+)
+from dsv4.ops.linear.op import grouped_linear_ref, linear_ref, linears_ref
+
+__all__ = [
+    "LinearBundle", "Segment", "grouped_linear", "grouped_linear_ref", "is_kernel_weight", "launch_grouped",
+    "launch_linears", "launch_shuffled", "linear", "linear_ref", "linears", "linears_ref", "num_splits",
+    "prepare_grouped", "takes_codes", "widened",
+]  # fmt: skip

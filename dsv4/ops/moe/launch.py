@@ -1,0 +1,278 @@
+"""Launchers of the experts.
+
+Kernels (kernel_gate_up.py, kernel_down.py): gate, up and activation; down and combination. Up to 5 tokens that is all:
+two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
+products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
+those of kernel_wide.py: other instructions, the same bits. How work is divided is said in config.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.layouts import ShuffledTensor, shuffle
+from dsv4.formats.tensors import QuantFormat, QuantTensor
+from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
+from dsv4.ops.lib.guard import KernelInputError, check_launch
+from dsv4.ops.lib.launch import next_power_of_2
+from dsv4.ops.moe.config import NATURAL, OPERAND, PRODUCT, GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
+from dsv4.ops.moe.kernel_down import _down_kernel
+from dsv4.ops.moe.kernel_gate_up import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
+from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS
+from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
+from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
+from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
+
+_FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
+COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
+QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
+
+
+def moe(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+) -> Tensor:  # fmt: skip
+    """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
+    Weights of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
+    """
+    if not all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared)):
+        return moe_ref(x, experts, weights, routed, shared, limit=limit)
+    num_experts, *sizes = routed[0].shape
+    config = pick_moe_config(x.shape[0], experts.shape[1], num_experts, min(sizes))
+    return launch_moe(x, experts, weights, cast(_Shuffled, routed), cast(_Shuffled, shared), limit, config)
+
+
+def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
+    """w1, w2, w3 (stacked or not) as `moe` takes them; once, at load."""
+    return tuple(shuffle(weight) for weight in weights)
+
+
+def launch_moe(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig
+) -> Tensor:  # fmt: skip
+    """`moe` with the work divided as `config` says."""
+    _check(x, experts, weights, routed, shared)
+    w1, w2, w3 = routed
+    num_tokens, dim = x.shape
+    top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
+        raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
+    x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+    if config.wide:
+        _launch_wide(x, experts, weights, routed, shared, limit, config, out)
+        return out
+    gate_up, down, ranges = config.gate_up, config.down, config.ranges
+    num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
+    is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
+    if is_direct:
+        # what the programs do not read stands for what is not there
+        order, ordered, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, x, num_pairs
+        arrivals = arrival_counters("moe", x.device)
+    else:
+        order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+        num_tiles = len(order.tile_experts)
+    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
+    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    common = {
+        "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
+        "DIRECT": is_direct,
+    }  # fmt: skip
+
+    routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
+    shared_block = gate_up.block if is_direct or config.shared_block is None else config.shared_block
+    is_rounded = max(gate_up.block, shared_block) == 128  # the shared expert's hidden, by gate and up
+    num_work, num_shared_work = num_tiles * (width // gate_up.block), num_shared_tiles * (width // shared_block)
+    is_split = gate_up.split and shared_block == gate_up.block and num_work + num_shared_work <= NUM_COUNTERS
+    partials, counters = hidden, arrivals
+    if is_split:
+        num_sums = num_shared_work * shared_ranges * config.shared_rows + num_work * routed_ranges * config.rows
+        partials = torch.empty(2 * num_sums * gate_up.block, dtype=torch.float32, device=x.device)
+        counters = arrival_counters("moe gate and up", x.device)
+        num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
+    _gate_up_kernel[(num_work + num_shared_work,)](
+        ordered, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
+        partials, counters, limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
+        BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
+        SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
+        ORDER=OPERAND if config.ordered else NATURAL, **gate_up.options,
+    )  # fmt: skip
+
+    routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
+    num_work, num_shared_work = num_tiles * (dim // down.block), num_shared_tiles * (dim // down.at_once)
+    sums = parts
+    if down.split:
+        num_sums = num_pairs * routed_ranges * (routed_ranges > 1) + num_tokens * shared_ranges
+        sums = torch.empty(num_sums, dim, dtype=torch.float32, device=x.device)
+        num_work, num_shared_work = num_work * routed_ranges, num_shared_work * shared_ranges
+    _down_kernel[(num_work + num_shared_work,)](
+        hidden, parts, sums, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts,
+        order.tile_starts, *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles,
+        **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll, RANGES=routed_ranges,
+        SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128, SHARED_QUANTISE=not is_rounded,
+        ORDERED=config.ordered, PAIR=down.pair, **down.options,
+    )  # fmt: skip
+    return out
+
+
+def _launch_wide(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The wide form: out [T, D] of T > 0 tokens."""
+    (w1, w2, w3), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
+    num_experts, width = w1.shape[:2]
+    gate_up, down, ranges = config.gate_up, config.down, config.ranges
+    if dim % down.block:
+        down = replace(down, block=128, pair=False)
+    order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+    num_rows = num_tokens * (top_k + 1)
+    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_tiles = len(order.tile_experts) + num_shared_tiles
+    common = {
+        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "MIDDLE": config.sizes[0],
+        "SMALL": config.sizes[1], "SHARED_ROWS": config.shared_rows,
+    }  # fmt: skip
+    _wide_gate_up_kernel[(num_tiles * (width // gate_up.block),)](
+        ordered, quantised, hidden, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
+        limit, num_tokens, num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
+        RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
+    )  # fmt: skip
+    _wide_down_kernel[(num_tiles * (dim // down.block),)](
+        hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
+        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, **common, **_strides(w2), E=num_experts,
+        BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
+        QUANTISE=gate_up.block != 128, PAIR=down.pair, **down.options,
+    )  # fmt: skip
+
+
+def _prepare(
+    x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig
+) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
+    """The sort, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
+    output. In an order of the columns that is not x's own, x as it is too, where routed experts take it.
+    """
+    (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
+    num_pairs, num_experts = experts.numel(), w1.shape[0]
+    column_order = PRODUCT if config.wide else OPERAND if config.ordered else NATURAL
+    has_plain = column_order != NATURAL and w1.format is QuantFormat.NVFP4
+    bound = max_tiles(num_pairs, num_experts, config.rows)
+    sizes = num_experts, num_experts + 1, num_pairs, bound, bound
+    order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    quantised = torch.empty_like(x)
+    ordered = torch.empty_like(x) if has_plain else x
+    arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int64, device=device)
+    num_chunks = -(-num_pairs // sort.chunk)
+    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
+    chunk_counts, is_counted = order.counts, num_pairs > COUNT_FIRST
+    if is_counted:
+        chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
+        _count_experts_kernel[(num_chunks,)](
+            experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
+        )
+    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
+    _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
+        experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
+        num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
+        TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
+        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
+        PLAIN=has_plain, ORDER=column_order, **sort.options,
+    )  # fmt: skip
+    return order, ordered, quantised, arrivals
+
+
+def _arguments(weight: ShuffledTensor) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.data, weight.scale, weight.out_scale
+
+
+def _strides(weight: ShuffledTensor) -> dict[str, int]:
+    """Words of one matrix of a stack."""
+    return {"DATA_WORDS": weight.data[0].numel(), "SCALE_WORDS": weight.scale[0].numel()}
+
+
+def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
+    rows, config, wide = pick_linear_config(x.shape[0], x.shape[-1])
+    return launch_fp4_linear(x, weight, out_dtype, rows, config, wide)
+
+
+def launch_fp4_linear(
+    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, rows: int, config: GemmConfig, wide: bool = False
+) -> Tensor:
+    """`fp4_linear` with tiles of `rows` rows and the product divided as `config` says."""
+    check_launch(x, weight.data)
+    if weight.format is QuantFormat.FP8_BLOCK or len(weight.shape) != 2 or x.dtype != torch.bfloat16:
+        raise KernelInputError(
+            f"expected bf16 rows and an NVFP4 or MXFP4 weight [N, K], found {x.dtype}, {weight.format} {weight.shape}"
+        )
+    (num_rows, cols), num_outs = x.shape, weight.shape[0]
+    if cols != weight.shape[1] or (weight.format is QuantFormat.MXFP4 and cols % 128):
+        raise KernelInputError(f"expected x [T, {weight.shape[1]}], a multiple of 128 for MXFP4, found {cols} columns")
+    padded_cols = -(-cols // 128) * 128
+    if num_rows * max(padded_cols, num_outs) >= 2**31:
+        raise KernelInputError(f"expected fewer than 2^31 values, found {num_rows} rows of {cols} and {num_outs}")
+    out = torch.empty(num_rows, num_outs, dtype=out_dtype or x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    if wide:
+        if not config.is_wide or config.pair:
+            raise KernelInputError(f"expected whole warp groups and 64 weight rows, found {config}")
+        if -(-num_outs // 64) * 64 % config.block:  # rows are stored in tiles of 64
+            config = replace(config, block=64, num_warps=4)
+        is_quantised = weight.format is QuantFormat.MXFP4
+        prepared = torch.empty(num_rows, padded_cols, dtype=x.dtype, device=x.device)
+        _prepare_rows_kernel[(num_rows,)](
+            x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
+        )
+        _wide_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+            prepared, *_arguments(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
+            ROWS=rows, BLOCK=config.block, **config.options,
+        )  # fmt: skip
+        return out
+    _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+        x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
+        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
+    )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any) -> None:
+    for weight in (*routed, *shared):
+        if not isinstance(weight, ShuffledTensor):
+            raise KernelInputError(f"expected weights from prepare_experts, found {type(weight).__name__}")
+    check_launch(x, experts, weights, *(weight.data for weight in (*routed, *shared)))
+    if x.dim() != 2 or x.dtype != torch.bfloat16:
+        raise KernelInputError(f"expected x [T, D] in bf16, found {x.dtype} {tuple(x.shape)}")
+    dim, width = x.shape[1], routed[0].shape[-2]
+    if dim % 128 or width % 128:
+        raise KernelInputError(f"expected D and I in multiples of 128, found {dim} and {width}")
+    if experts.dim() != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise KernelInputError(
+            f"expected experts and weights [{x.shape[0]}, k], found {tuple(experts.shape)} and {tuple(weights.shape)}"
+        )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise KernelInputError(f"expected int32 or int64 experts, found {experts.dtype}")
+    num_experts = routed[0].shape[0]
+    matrices = ((width, dim), (dim, width), (width, dim))
+    for weight, shape in zip(
+        (*routed, *shared), (*((num_experts, *shape) for shape in matrices), *matrices), strict=True
+    ):
+        if tuple(weight.shape) != shape:
+            raise KernelInputError(f"expected a weight {shape}, found {tuple(weight.shape)}")
+    if len({weight.format for weight in routed}) > 1 or routed[0].format is QuantFormat.FP8_BLOCK:
+        raise KernelInputError(f"expected routed experts in one FP4 format, found {[w.format for w in routed]}")
+    if any(weight.format is not QuantFormat.FP8_BLOCK for weight in shared):
+        raise KernelInputError(f"expected a shared expert in FP8, found {[w.format for w in shared]}")

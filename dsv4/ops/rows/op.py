@@ -1,0 +1,98 @@
+"""Rotary embedding on the last dims of a head, and the window ring.
+
+Rotary embedding: interleaved pairs, fp32 angles, plain or YaRN frequencies. The ring holds one K=V row per token,
+normed, roped, quantised, written at position % ring_len.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import WindowView
+from dsv4.config import RopeScaling
+from dsv4.formats.row_store import RowStore, encode_rows
+from dsv4.formats.rows import RowFormat
+from dsv4.ops.lib.invariant import accumulator
+from dsv4.ops.norm import rms_norm_ref
+from dsv4.ops.rows.history import last_writers
+
+
+def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """fp32 [rope_dim / 2]. YaRN blends f and f / factor over the dims between two rotation counts; no mscale."""
+    freqs = 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    if scaling is None:
+        return freqs
+
+    def dim_of(num_rotations: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return rope_dim * math.log(length / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dim_of(scaling.beta_slow)), rope_dim - 1)
+    span = max(high - low, 0.001)  # low == high would divide by zero
+    ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return freqs / scaling.factor * ramp + freqs * (1 - ramp)
+
+
+def rope_tables(positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [T, rope_dim / 2]. The angle is an fp32 product, as published; its cosine is exact to fp32."""
+    angles = (positions.to(torch.float32)[:, None] * freqs).double()
+    return angles.cos().float(), angles.sin().float()
+
+
+def rope_ref(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the last 2 * len(freqs) dims of x [T, ..., K] at positions [T]; `inverse` rotates back. x's dtype."""
+    rope_dim = 2 * freqs.shape[0]
+    cos, sin = (table.to(accumulator(x)) for table in rope_tables(positions, freqs))
+    if inverse:
+        sin = -sin
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), rope_dim // 2)
+    cos, sin = cos.view(shape), sin.view(shape)
+    pairs = x[..., -rope_dim:].to(cos.dtype).unflatten(-1, (-1, 2))
+    even, odd = pairs[..., 0], pairs[..., 1]
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), -1)
+
+
+def head_norm_rope_ref(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:
+    """Query heads [T, H, d]: RMSNorm of each head without weight, then rope."""
+    return rope_ref(rms_norm_ref(q, None, eps), positions, freqs)
+
+
+def window_rows_ref(
+    kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat
+) -> RowStore:
+    """kv [T, d] (the raw projection) -> this batch's encoded rows [T]: RMSNorm, rope at each position, encode."""
+    return encode_rows(rope_ref(rms_norm_ref(kv, norm_weight, eps), positions, freqs), row_format)
+
+
+def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
+    """Write the rows [T] into the ring, in place. Of tokens that share a ring row the latest wins.
+
+    Padding writes nothing. Comes after attention: a chunk may be longer than the ring, and its first tokens still need
+    the rows it replaces.
+    """
+    writers = last_writers(batch, window.ring_len)
+    slots, positions = batch.slots[writers], batch.positions[writers]
+    ring_rows = positions % window.ring_len
+    window.rows[slots, ring_rows] = rows[(writers,)]
+    window.positions[slots, ring_rows] = positions.to(torch.int32)
+
+
+def store_window_ref(
+    kv: Tensor, norm_weight: Tensor, freqs: Tensor, eps: float, window: WindowView, batch: TokenBatch
+) -> RowStore:
+    """`window_rows` and `append_swa` in one step, before attention: returns the rows [T], and the ring holds them
+    already.
+
+    Only for chunks of at most ring_len - window_len + 1 tokens (one token and the drafts the ring has room for).
+    Attention takes positions from chunk_start on out of the returned rows, and of the ring it reads back to chunk_start
+    - window_len + 1; the last token replaces position chunk_end - 1 - ring_len, which lies before that.
+    """
+    rows = window_rows_ref(kv, norm_weight, batch.positions, freqs, eps, window.rows.format)
+    append_swa_ref(rows, window, batch)
+    return rows
