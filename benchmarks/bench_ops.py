@@ -1,4 +1,4 @@
-"""Times every op of the cases_*.py beside this file on the current GPU, and compares two record files.
+"""Times every op of cases/*.py on the current GPU, and compares two record files.
 
 python benchmarks/bench_ops.py                         all cases, records appended to benchmarks/results/<gpu>.jsonl
 python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file

@@ -96,8 +96,8 @@ def load_cases(modules: Iterable[str]) -> list[BenchCase]:
 
 
 def case_modules() -> list[str]:
-    """`benchmarks/cases_*.py` of this checkout, as module names."""
-    return [f"benchmarks.{file.stem}" for file in sorted((ROOT / "benchmarks").glob("cases_*.py"))]
+    """`benchmarks/cases/*.py` of this checkout, as module names."""
+    return [f"benchmarks.cases.{file.stem}" for file in sorted((ROOT / "benchmarks" / "cases").glob("*.py"))]
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ types, alignment and options from their arguments, and compiles for the given ar
 nothing is written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses
 it.
 
-    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases_*.py
+    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases/*.py
 
 It runs in a process of its own, because TRITON_INTERPRET must not be set; `reports()` starts one.
 """

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from benchmarks.cases_sampling import VOCABULARY
-from benchmarks.cases_topk import VARIANTS
+from benchmarks.cases.sampling import VOCABULARY
+from benchmarks.cases.select import VARIANTS
 from dsv4.ops.select import TOPK_CONFIG
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports

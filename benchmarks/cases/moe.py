@@ -1,4 +1,5 @@
-"""Cases of ops/moe: all of a feed-forward sublayer behind the router, Flash and Pro, and one FP4 linear.
+"""Cases of ops/moe: all of a feed-forward sublayer behind the router, Flash and Pro, and one FP4 linear; the sort of
+(token, choice) pairs in tiles of 16 (decode) and 64 rows.
 
 Every token has experts of its own choice, uniformly: the bytes are those of the experts that such a choice meets on
 average. Weights are random bits of the right kind; on "meta" they are empty.
@@ -10,11 +11,13 @@ import torch
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantFormat
-from dsv4.ops.moe import fp4_linear, moe
+from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, moe
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6)}
 LIMIT = 10.0
+TOP_K = 6
+SORT_CONFIGS = {"": SORT_CONFIG, "-chunk256": SortConfig(256, 512, num_warps=8)}
 
 
 def random_weight(shape: tuple[int, ...], fmt: QuantFormat, device: torch.device) -> ShuffledTensor:
@@ -99,10 +102,25 @@ def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> Be
     return BenchCase("fp4_linear", f"{fmt.value}-{rows}x{num_outs}x{num_cols}", shape, build)
 
 
+def _expert_sort(num_experts: int, tokens: int, tile_rows: int, variant: str = "") -> BenchCase:
+    def build(device: torch.device) -> Work:
+        experts = torch.randint(0, num_experts, (tokens, TOP_K), device=device)
+        num_pairs = tokens * TOP_K
+        written = 4 * (2 * num_experts + 1 + num_pairs + 2 * max_tiles(num_pairs, num_experts, tile_rows))
+        config = SORT_CONFIGS[variant]
+        return Work(lambda: launch_expert_sort(experts, num_experts, tile_rows, None, config), nbytes(experts), written)
+
+    shape: dict[str, int | str] = {"experts": num_experts, "tokens": tokens, "tile_rows": tile_rows, "variant": variant}
+    return BenchCase("expert_sort", f"{num_experts}-{tokens}x{TOP_K}{variant}", shape, build)
+
+
 CASES = [
     *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096)),
     *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 8, 64, 1024, 4096)),
     *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.NVFP4, rows, 4096, 4096) for rows in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.MXFP4, rows, 4096, 4096) for rows in (1, 4096)),
+    *(_expert_sort(num_experts, tokens, 16) for num_experts in (256, 384) for tokens in (1, 16, 64)),
+    *(_expert_sort(num_experts, tokens, 64) for num_experts in (256, 384) for tokens in (256, 4096)),
+    *(_expert_sort(256, tokens, 64, variant) for tokens in (64, 4096) for variant in list(SORT_CONFIGS)[1:]),
 ]

@@ -1,4 +1,6 @@
-"""Cases of ops/rows: rows of 512 values (Flash and Pro alike), a window of 128."""
+"""Cases of ops/rows: rows of 512 values (Flash and Pro alike), a window of 128; query heads and attention outputs of
+Flash (64 x 512) and Pro (128 x 512), index heads (64 x 128).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.rows import append_swa, store_window, window_rows
+from dsv4.ops.rows import append_swa, head_norm_rope, rope, store_window, window_rows
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 EPS = 1e-6
 ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
 WINDOW = 128
 POSITION = 5000
+ROPE_DIM = 64
 
 
 def one_chunk(tokens: int, device: torch.device, start: int = 0, num_blocks: int = 1) -> TokenBatch:
@@ -85,9 +88,28 @@ def _append(tokens: int, is_decode: bool) -> BenchCase:
     return BenchCase("append_swa", name, {"tokens": tokens, "requests": tokens if is_decode else 1}, build)
 
 
+def _rope(op: str, tokens: int, heads: int, head_dim: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        x = torch.randn(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
+        positions = torch.randint(0, 1 << 20, (tokens,), device=device)
+        freqs = torch.rand(ROPE_DIM // 2, device=device)
+
+        def call() -> torch.Tensor:
+            if op == "head_norm_rope":
+                return head_norm_rope(x, positions, freqs, EPS)
+            return rope(x, positions, freqs, inverse=op == "rope_inverse")
+
+        return Work(call, nbytes(x, positions, freqs), nbytes(x))
+
+    return BenchCase(op, f"{tokens}x{heads}x{head_dim}", {"tokens": tokens, "heads": heads, "dim": head_dim}, build)
+
+
 CASES = [
     *(_window_rows(tokens) for tokens in (1, 16, 64, 256, 4096)),
     *(_store_window(tokens) for tokens in (1, 16, 64, 256)),
     *(_append(tokens, True) for tokens in (1, 16, 64, 256, 4096)),
     *(_append(tokens, False) for tokens in (4096,)),
+    *(_rope("head_norm_rope", tokens, heads, 512) for heads in (64, 128) for tokens in (1, 16, 256, 4096)),
+    *(_rope("rope_inverse", tokens, heads, 512) for heads in (64, 128) for tokens in (1, 16, 256, 4096)),
+    *(_rope("rope", tokens, 64, 128) for tokens in (1, 4096)),
 ]

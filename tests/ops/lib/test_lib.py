@@ -188,7 +188,7 @@ def test_tensors_must_be_where_kernels_run(monkeypatch):
 
 
 def run_python(program, **environment):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=root, env={"PATH": "/usr/bin", **environment}, capture_output=True, text=True)
 

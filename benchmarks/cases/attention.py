@@ -4,26 +4,30 @@ Decode: one token a request, its window in the ring, picks spread over the whole
 blocks, 1.2 GB at most, so that a million tokens of context times a batch need no memory of their own.
 Prefill: the last queries of one chunk.
 Operations: 4 x heads x keys x 512 a query.
+
+Inputs: 64 heads of 512, rows of 512, and on CSA layers 64 index heads of 128. Up to the number of tokens of a draft the
+rows go into the ring as well.
 """
 
 from __future__ import annotations
 
 import torch
 
+from benchmarks.cases.rows import ENTRY, EPS, WINDOW, decode, ring_of
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.attention import PLAN, AttentionPlan, launch_attention
-from dsv4.testing.bench import BenchCase, Work
+from dsv4.ops.attention import PLAN, AttentionPlan, attention_inputs, launch_attention
+from dsv4.testing.bench import BenchCase, Work, nbytes
 
-ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
-WINDOW = 128
 CSA, HCA = 4, 128
 K64, M1 = 65536, 1048576
 POOL_ROWS = 1 << 21  # 1.2 GB of entries
 HEADS = {"flash": 64, "pro": 128}
 PICKS = {"flash": 512, "pro": 1024}
+INPUT_HEADS, INDEX_HEADS, INDEX_DIM = 64, 64, 128
+KEYS = RowFormat(RowKind.INDEX_FP4, INDEX_DIM)
 
 
 def random_rows(leading: tuple[int, ...], device: torch.device) -> RowStore:
@@ -98,6 +102,28 @@ def case(model: str, ratio: int, context: int, requests: int, chunk: int = 1, pl
     )  # fmt: skip
 
 
+def _inputs(tokens: int, has_index: bool, appends: bool) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        q = torch.randn(tokens, INPUT_HEADS, ENTRY.dim, device=device, dtype=torch.bfloat16)
+        kv = torch.randn(tokens, ENTRY.dim, device=device, dtype=torch.bfloat16)
+        index_q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
+        weight, freqs = torch.randn(512, device=device, dtype=torch.bfloat16), torch.rand(32, device=device)
+        keys = PagedView(RowStore.allocate((1, 32), KEYS, torch.bfloat16, device))
+        window, batch = ring_of(tokens, device), decode(tokens, device)
+        index = (index_q, keys) if has_index else (None, None)
+        moved = nbytes(q, index_q) if has_index else nbytes(q)
+
+        def call() -> torch.Tensor:
+            return attention_inputs(
+                q, kv, index[0], weight, freqs, EPS, window, index[1], batch, appends=appends
+            )[0]  # fmt: skip
+
+        return Work(call, moved + nbytes(kv, weight) + 24 * tokens, moved + tokens * (1 + appends) * ENTRY.row_bytes)
+
+    name = f"{'csa' if has_index else 'hca'}-{tokens}{'-ring' if appends else ''}"
+    return BenchCase("attention_inputs", name, {"tokens": tokens, "index": int(has_index)}, build)
+
+
 BATCHES = (1, 2, 8, 32, 64, 128, 256)
 CASES = [
     *(case(model, CSA, K64, batch) for model in HEADS for batch in BATCHES),
@@ -108,4 +134,7 @@ CASES = [
     *(case("flash", CSA, M1, batch) for batch in (1, 64)),
     *(case("flash", CSA, K64, 1, chunk) for chunk in (2048, 8192)),
     case("pro", CSA, K64, 1, 8192),
+    _inputs(1, False, True),
+    _inputs(1, True, True),
+    *(_inputs(tokens, has_index, False) for tokens in (16, 64, 256, 4096) for has_index in (False, True)),
 ]

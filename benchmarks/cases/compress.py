@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.cases_append_swa import decode, one_chunk
+from benchmarks.cases.rows import decode, one_chunk
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.formats.row_store import RowStore
