@@ -87,6 +87,37 @@ def test_imports_run_one_way(module):
     assert wrong_imports(module, file.read_text(encoding="utf-8"), file.name == "__init__.py") == []
 
 
+# what each family of ops may import besides itself and lib
+FAMILY_MAY_IMPORT = {
+    "lib": set(),
+    "norm": set(),
+    "select": set(),
+    "linear": set(),
+    "rows": {"norm"},
+    "hyper": {"norm"},
+    "moe": {"linear"},
+    "router": {"select"},
+    "sampling": {"select"},
+    "compress": {"norm", "rows"},
+    "indexer": {"norm", "rows", "select"},
+    "attention": {"norm", "rows", "indexer"},
+}
+
+
+def test_families_of_ops_import_one_way():
+    wrong = []
+    for module, file in MODULES.items():
+        family = module.removeprefix("dsv4.ops.").split(".")[0]
+        if not module.startswith("dsv4.ops.") or family in ("triton_set", "torch_library"):  # these take from all
+            continue
+        allowed = FAMILY_MAY_IMPORT[family] | {family, "lib"}
+        targets = imported_modules(ast.parse(file.read_text(encoding="utf-8")), module, file.name == "__init__.py")
+        for target in targets:
+            if target.startswith("dsv4.ops") and "".join(target.split(".")[2:3]) not in allowed:
+                wrong.append(f"{module} imports {target}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
