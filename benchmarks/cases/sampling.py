@@ -1,48 +1,90 @@
-"""Cases of ops/sampling over the vocabulary of 129,280: greedy, plain draws, each filter, everything at once."""
+"""Cases of ops/sampling over the vocabulary of 129,280: greedy, plain draws, each filter, everything at once, and
+rows that leave a search nothing to hold on to: equal logits, nearly equal ones, two values.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import NamedTuple
 
-from dsv4.ops.sampling import SAMPLE_CONFIG, SampleConfig, SamplingBatch, launch_sample, sampled_logprobs
+import torch
+from torch import Tensor
+
+from dsv4.ops.sampling import (
+    HAS_BIAS,
+    HAS_PENALTIES,
+    SAMPLE_CONFIG,
+    SampleConfig,
+    SamplingRows,
+    SamplingState,
+    launch_sample,
+    resolve_tokens,
+    sampled_logprobs,
+)
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 VOCABULARY = 129280
-# temperature, top_k, top_p, min_p, whether there are penalties
+
+
+class Settings(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    flags: int = 0
+    is_masked: bool = False
+    logits: str = "spread"
+
+
+LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "spread": lambda x: x * 4,
+    "equal": torch.zeros_like,
+    "near": lambda x: x * 1e-3,
+    "two": lambda x: (x > 0).float(),
+}
 SETTINGS = {
-    "greedy": (0.0, 0, 1.0, 0.0, False),
-    "plain": (1.0, 0, 1.0, 0.0, False),
-    "top-p": (1.0, 0, 0.95, 0.0, False),
-    "top-k": (1.0, 50, 1.0, 0.0, False),
-    "all": (0.7, 50, 0.95, 0.01, True),
+    "greedy": Settings(temperature=0.0),
+    "plain": Settings(),
+    "top-p": Settings(top_p=0.95),
+    "top-k": Settings(top_k=50),
+    "all": Settings(0.7, 50, 0.95, 0.01, HAS_PENALTIES | HAS_BIAS, True),
+    "equal": Settings(top_p=0.9, logits="equal"),
+    "near": Settings(top_p=0.9, logits="near"),
+    "two": Settings(top_p=0.9, logits="two"),
+    "equal-k-p": Settings(top_k=100_000, top_p=0.9, logits="equal"),
 }
 VARIANTS = {
     "": SAMPLE_CONFIG,
-    "-warps8": SampleConfig(tile=2048, num_warps=8, max_chunks=64),
-    "-tile4096": SampleConfig(tile=4096, max_chunks=32),
+    "-warps8": SampleConfig(num_warps=8),
+    "-programs4096": SampleConfig(programs=4096),
+    "-chunks32": SampleConfig(max_chunks=32),
 }
 
 
 def _sample(name: str, rows: int, variant: str = "") -> BenchCase:
-    temperature, top_k, top_p, min_p, has_penalties = SETTINGS[name]
+    chosen, config = SETTINGS[name], VARIANTS[variant]
 
     def build(device: torch.device) -> Work:
-        logits = torch.randn(rows, VOCABULARY, device=device) * 4
+        logits = LOGITS[chosen.logits](torch.randn(rows, VOCABULARY, device=device))
+        state = SamplingState.empty(rows, VOCABULARY, device)
+        for field in ("temperature", "top_k", "top_p", "min_p", "flags"):
+            getattr(state, field).fill_(getattr(chosen, field))
+        # every token counted already, and no penalty by frequency: one count more changes no draw of a repeated call
+        state.token_counts.fill_(1)
+        state.repetition_penalty.fill_(1.1)
+        state.presence_penalty.fill_(0.2)
+        slots = torch.arange(rows, device=device)
+        mask = torch.full((rows, -(-VOCABULARY // 32)), -1, dtype=torch.int32, device=device)
+        is_masked = torch.full((rows,), int(chosen.is_masked), dtype=torch.int32, device=device)
+        call_rows = SamplingRows(slots, slots + 100, mask, is_masked)
+        read = [logits]
+        read += [state.token_counts] * bool(chosen.flags & HAS_PENALTIES) + [state.bias] * bool(chosen.flags & HAS_BIAS)
+        read += [mask] * chosen.is_masked
 
-        def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
+        def call() -> tuple[Tensor, Tensor]:
+            return launch_sample(logits, call_rows, state, config), state.last_tokens
 
-        seeds, steps = (torch.arange(rows, device=device) + offset for offset in (7, 100))
-        batch = SamplingBatch(
-            temperature=column(temperature), top_k=column(top_k, torch.int64), top_p=column(top_p), min_p=column(min_p),
-            repetition_penalty=column(1.1), presence_penalty=column(0.2), frequency_penalty=column(0.1),
-            seeds=seeds, steps=steps,
-            prompt_mask=torch.rand(logits.shape, device=device) < 0.01 if has_penalties else None,
-            output_counts=torch.randint(0, 2, logits.shape, device=device).int() if has_penalties else None,
-        )  # fmt: skip
-        masks = [t for t in (batch.prompt_mask, batch.output_counts) if t is not None]
-        config = VARIANTS[variant]
-        return Work(lambda: launch_sample(logits, batch, config), nbytes(logits, *masks), rows * 8)
+        return Work(call, nbytes(*read), rows * 16)
 
     shape: dict[str, int | str] = {"rows": rows, "vocabulary": VOCABULARY, "settings": name, "variant": variant}
     return BenchCase("sample", f"{name}-{rows}{variant}", shape, build)
@@ -58,8 +100,19 @@ def _logprobs(rows: int, num_top: int) -> BenchCase:
     return BenchCase("sampled_logprobs", f"{rows}-top{num_top}", {"rows": rows, "top": num_top}, build)
 
 
+def _resolve(tokens: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        token_ids = torch.full((tokens,), -1, device=device)
+        slots, last_tokens = torch.arange(tokens, device=device), torch.randint(0, VOCABULARY, (tokens,), device=device)
+        read = nbytes(token_ids, slots, last_tokens)
+        return Work(lambda: resolve_tokens(token_ids, slots, last_tokens), read, tokens * 8)
+
+    return BenchCase("resolve_tokens", str(tokens), {"tokens": tokens}, build)
+
+
 CASES = [
     *(_sample(name, rows) for name in SETTINGS for rows in (1, 16, 64, 256)),
-    *(_sample(name, rows, variant) for variant in list(VARIANTS)[1:] for name, rows in (("top-p", 1), ("all", 64))),
+    *(_sample(name, rows, variant) for variant in list(VARIANTS)[1:] for name, rows in (("top-p", 1), ("near", 256))),
     *(_logprobs(rows, num_top) for rows in (1, 64) for num_top in (0, 20)),
+    *(_resolve(tokens) for tokens in (1, 256)),
 ]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
 from dsv4.engine.sequence import Sequence
-from dsv4.ops.sampling import SamplingBatch, token_logprobs
+from dsv4.ops.sampling import (
+    HAS_PENALTIES,
+    IN_PROMPT,
+    NOTHING_ALLOWED,
+    POISONED,
+    SamplingRows,
+    SamplingState,
+    token_logprobs,
+)
 from dsv4.request import TokenLogprobs
 
-_POISONED = -1
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -35,22 +41,24 @@ class Undrawable:
 
 
 def draw(
-    sample: Callable[[Tensor, SamplingBatch], Tensor], logits: Tensor, sequences: SequenceOf[Sequence]
+    sample: Callable[[Tensor, SamplingRows, SamplingState], Tensor], logits: Tensor, sequences: SequenceOf[Sequence]
 ) -> list[Drawn | Undrawable]:
     """logits [R, vocab], one row per sequence -> what each draws, by the op `sample`. Log-probabilities are the model's
     own, before any constraint."""
     masked, stuck = _apply_constraints(logits, sequences)
-    token_ids = sample(masked, _sampling_batch(sequences, logits)).to(logits.device)  # [R]
+    token_ids = sample(masked, *_sampling_state(sequences, logits)).to(logits.device)  # [R]
     # one copy tells both what was drawn and which rows are poisoned
-    drawn_ids = token_ids.masked_fill(logits.isnan().any(-1), _POISONED).tolist()
+    drawn_ids = token_ids.masked_fill(logits.isnan().any(-1), POISONED).tolist()
     logprobs = _logprobs(logits, token_ids, sequences)
     drawn: list[Drawn | Undrawable] = []
     for row, (token_id, sequence) in enumerate(zip(drawn_ids, sequences, strict=True)):
-        if token_id == _POISONED:
+        if token_id == POISONED:
             position = len(sequence.token_ids)
             drawn.append(Undrawable(f"the model gave no numbers (NaN logits) for the token at position {position}"))
         elif row in stuck:
             drawn.append(Undrawable(stuck[row]))
+        elif token_id == NOTHING_ALLOWED:
+            drawn.append(Undrawable("no token has a probability above 0"))
         else:
             drawn.append(Drawn(token_id, logprobs.get(row)))
     return drawn
@@ -95,7 +103,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, sequences: SequenceOf[Sequence]
     num_top = max(sequences[row].params.logprobs or 0 for row in asked)
     rows = torch.tensor(asked, device=logits.device)
     table = token_logprobs(logits[rows])  # [A, vocab]
-    chosen_ids = token_ids[rows]  # [A]
+    chosen_ids = token_ids[rows].clamp(min=0)  # [A]
     chosen = table.gather(-1, chosen_ids.unsqueeze(-1)).squeeze(-1)  # [A]
     order = table.sort(dim=-1, descending=True, stable=True)
     columns = zip(
@@ -109,39 +117,32 @@ def _logprobs(logits: Tensor, token_ids: Tensor, sequences: SequenceOf[Sequence]
     return logprobs
 
 
-def _sampling_batch(sequences: SequenceOf[Sequence], logits: Tensor) -> SamplingBatch:
+def _sampling_state(sequences: SequenceOf[Sequence], logits: Tensor) -> tuple[SamplingRows, SamplingState]:
+    """A slot for every row, filled from what the requests ask for and have drawn."""
     params = [sequence.params for sequence in sequences]
-    device, vocab_size = logits.device, logits.shape[1]
-    reals = _columns([[getattr(p, name) for p in params] for name in _REALS], torch.float32)
-    integers = [[p.top_k for p in params], [p.seed for p in params], [sequence.num_output for sequence in sequences]]
-    top_k, seeds, steps = _columns(integers, torch.int64).to(device).unbind(0)  # [R] each
-    prompt_mask = output_counts = None
-    if any(p.has_penalties for p in params):
-        prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
-        output_counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
-        for row, sequence in enumerate(sequences):
-            prompt_mask[row, sequence.token_ids[: sequence.prompt_len]] = True
-            output = torch.tensor(sequence.output_ids, dtype=torch.int64, device=device)
-            output_counts[row] = torch.bincount(output, minlength=vocab_size)
-    columns = dict(zip(_REALS, reals.to(device).unbind(0), strict=True))  # [R] each
-    return SamplingBatch(
-        **columns, top_k=top_k, seeds=seeds, steps=steps, prompt_mask=prompt_mask, output_counts=output_counts
-    )
+    num_rows, vocab_size = logits.shape
+    state = SamplingState.empty(num_rows, vocab_size, "cpu")
+    for name in _REALS:
+        getattr(state, name).copy_(torch.tensor([getattr(p, name) for p in params]))
+    for name, values in (
+        ("top_k", [p.top_k for p in params]), ("seeds", [p.seed for p in params]),
+        ("prompt_lens", [sequence.prompt_len for sequence in sequences]),
+        ("flags", [HAS_PENALTIES if p.has_penalties else 0 for p in params]),
+    ):  # fmt: skip
+        getattr(state, name).copy_(torch.tensor(values))
+    for row, sequence in enumerate(sequences):
+        if params[row].has_penalties:
+            output = torch.tensor(sequence.output_ids, dtype=torch.int64)
+            state.token_counts[row] = torch.bincount(output, minlength=vocab_size)
+            state.token_counts[row, sequence.token_ids[: sequence.prompt_len]] |= IN_PROMPT
+    on_device = {spec.name: getattr(state, spec.name).to(logits.device) for spec in fields(state)}
+    positions = torch.tensor([len(sequence.token_ids) - 1 for sequence in sequences])
+    slots = torch.arange(num_rows, device=logits.device)
+    return SamplingRows(slots, positions.to(logits.device)), SamplingState(**on_device)
 
 
-def _columns(lists: list[list[Any]], dtype: torch.dtype) -> Tensor:
-    """[C, R]. Every column begins at a multiple of 16 bytes: kernels are compiled apart for pointers that do not."""
-    count = len(lists[0])
-    columns = torch.zeros(len(lists), -(-count // 4) * 4, dtype=dtype)[:, :count]
-    columns.copy_(torch.tensor(lists, dtype=dtype))
-    return columns
-
-
-def rehearse(sample: Callable[[Tensor, SamplingBatch], Tensor], logits: Tensor) -> None:
-    """Draw from every row, without penalties and with some: nothing that `sample` compiles is left for a request."""
-    num_rows, device = logits.shape[0], logits.device
-    ones = dict.fromkeys(_REALS, torch.ones(num_rows, device=device))
-    integers = dict.fromkeys(("top_k", "seeds", "steps"), torch.ones(num_rows, dtype=torch.int64, device=device))
-    sample(logits, SamplingBatch(**ones, **integers))
-    counts = torch.zeros(logits.shape, dtype=torch.int32, device=device)
-    sample(logits, SamplingBatch(**ones, **integers, prompt_mask=counts.bool(), output_counts=counts))
+def rehearse(sample: Callable[[Tensor, SamplingRows, SamplingState], Tensor], logits: Tensor) -> None:
+    """Draw from every row: nothing that `sample` compiles is left for a request."""
+    num_rows, vocab_size = logits.shape
+    slots = torch.arange(num_rows, device=logits.device)
+    sample(logits, SamplingRows(slots, slots), SamplingState.empty(num_rows, vocab_size, logits.device))

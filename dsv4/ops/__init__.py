@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from dsv4.ops.moe import moe_ref
 from dsv4.ops.norm import rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.router import route_ref
 from dsv4.ops.rows import append_swa_ref, head_norm_rope_ref, rope_ref, window_rows_ref
-from dsv4.ops.sampling import sample_ref
+from dsv4.ops.sampling import resolve_tokens_ref, sample_ref, sampled_logprobs_ref
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class OpSet:
     index_queries: Callable[..., Tensor]
     index_topk: Callable[..., Tensor]
     sparse_attention: Callable[..., Tensor]
-    sample: Callable[..., Any]
+    sample: Callable[..., Tensor]
+    sampled_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    resolve_tokens: Callable[..., Tensor]
 
 
 TORCH = OpSet(
@@ -90,4 +91,6 @@ TORCH = OpSet(
     index_topk=index_topk_ref,
     sparse_attention=sparse_attention_ref,
     sample=sample_ref,
+    sampled_logprobs=sampled_logprobs_ref,
+    resolve_tokens=resolve_tokens_ref,
 )

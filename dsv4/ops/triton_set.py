@@ -17,7 +17,7 @@ from dsv4.ops.moe import moe
 from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.ops.router import route
 from dsv4.ops.rows import append_swa, head_norm_rope, rope, window_rows
-from dsv4.ops.sampling import sample
+from dsv4.ops.sampling import resolve_tokens, sample, sampled_logprobs
 
 TRITON = replace(
     TORCH,
@@ -39,6 +39,8 @@ TRITON = replace(
     route=route,
     moe=moe,
     sample=sample,
+    sampled_logprobs=sampled_logprobs,
+    resolve_tokens=resolve_tokens,
     hc_pre=hc_pre,
     hc_post=hc_post,
     hc_head=hc_head,

@@ -30,10 +30,10 @@ def let_it_say(llm, *answers):
     """A request with seed s gives `answers[s]` (text or ids) token by token, then full stops, whatever its logits."""
     scripts = [encode(answer) if isinstance(answer, str) else list(answer) for answer in answers]
 
-    def sample(logits, batch):
+    def sample(logits, rows, state):
         chosen = [
             scripts[seed][step] if step < len(scripts[seed]) else FILLER
-            for seed, step in zip(batch.seeds.tolist(), batch.steps.tolist(), strict=True)
+            for seed, step in zip(state.seeds[rows.slots].tolist(), rows.steps(state).tolist(), strict=True)
         ]
         assert len(chosen) == len(logits)
         return torch.tensor(chosen)

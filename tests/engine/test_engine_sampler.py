@@ -8,18 +8,19 @@ import pytest
 import torch
 from engine_cases import SMALL, encode, let_it_say
 
+from dsv4.ops.sampling import HAS_PENALTIES, IN_PROMPT
 from dsv4.request import SamplingParams
 
 
 @pytest.fixture
 def watched(make_llm):
-    """(llm that says "aab" to seed 0 and "xyz" to seed 1, the sampling batches it made)."""
+    """(llm that says "aab" to seed 0 and "xyz" to seed 1, the rows and slots it drew from)."""
     llm = let_it_say(make_llm(), "aab", "xyz")
     say, seen = llm.model.context.ops.sample, []
 
-    def sample(logits, batch):
-        seen.append(batch)
-        return say(logits, batch)
+    def sample(logits, rows, state):
+        seen.append((rows, state))
+        return say(logits, rows, state)
 
     llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
     return llm, seen
@@ -37,34 +38,32 @@ def test_settings_reach_the_sampler_row_by_row(watched):
     ]
     llm.generate(["pp", "qrr"], params)
     assert len(seen) == 3
-    for step, batch in enumerate(seen):
+    for step, (rows, state) in enumerate(seen):
         for name, values in settings.items():
-            assert getattr(batch, name).tolist() == list(values), name
-        assert batch.seeds.tolist() == [0, 1]
-        assert batch.steps.tolist() == [step, step]
+            assert getattr(state, name)[rows.slots].tolist() == list(values), name
+        assert state.seeds[rows.slots].tolist() == [0, 1]
+        assert rows.steps(state).tolist() == [step, step]
 
 
 def test_penalties_count_prompt_and_answer_apart(watched):
     llm, seen = watched
-    llm.generate(
-        ["pp", "qr"], [SamplingParams(seed=0, max_tokens=4, presence_penalty=1), SamplingParams(seed=1, max_tokens=4)]
-    )
+    params = [SamplingParams(seed=row, max_tokens=4, presence_penalty=1) for row in (0, 1)]
+    llm.generate(["pp", "qr"], params)
     prompts, answers = ["pp", "qr"], ["aab.", "xyz."]
-    for step, batch in enumerate(seen):
+    for step, (rows, state) in enumerate(seen):
+        assert state.flags[rows.slots].tolist() == [HAS_PENALTIES] * 2
         for row in (0, 1):
-            mask = torch.zeros(SMALL.vocab_size, dtype=torch.bool)
-            mask[encode(prompts[row])] = True
             counts = torch.zeros(SMALL.vocab_size, dtype=torch.int32)
+            counts[encode(prompts[row])] = IN_PROMPT
             for token_id in encode(answers[row][:step]):
                 counts[token_id] += 1
-            assert torch.equal(batch.prompt_mask[row], mask)
-            assert torch.equal(batch.output_counts[row], counts)
+            assert torch.equal(state.token_counts[rows.slots[row]], counts)
 
 
-def test_nothing_is_counted_when_nobody_asks(watched):
+def test_nothing_is_counted_for_who_does_not_ask(watched):
     llm, seen = watched
-    llm.generate(["p"], SamplingParams(max_tokens=2))
-    assert [(batch.prompt_mask, batch.output_counts) for batch in seen] == [(None, None)] * 2
+    llm.generate(["p", "q"], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, frequency_penalty=1)])
+    assert [state.flags[rows.slots].tolist() for rows, state in seen] == [[0, HAS_PENALTIES]] * 2
 
 
 def test_the_step_counts_tokens_not_calls(make_llm):

@@ -142,3 +142,12 @@ def test_the_batch_size_does_not_change_the_kernel(compiled, arch):
         (one,) = compiled[f"{op}/{shape.format(1)}", arch]
         (many,) = compiled[f"{op}/{shape.format(4096)}", arch]
         assert (one.registers, one.sum_layouts) == (many.registers, many.sum_layouts)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_neither_settings_nor_rows_change_the_kernels_of_a_draw(compiled, arch):
+    cases = [case for case in CASES if case.startswith("sample/") and not SHAPES[case]["variant"]]
+    found = {
+        (kernel.kernel, kernel.registers, kernel.shared_bytes) for case in cases for kernel in compiled[case, arch]
+    }
+    assert sorted(name for name, *_ in found) == ["_draw_kernel", "_narrow_kernel", "_scan_kernel", "_tie_kernel"]

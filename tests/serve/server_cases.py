@@ -98,9 +98,9 @@ def let_it_say(llm, *answers):
     """A request with seed s says `answers[s]` (text or ids), then ends, as far as its constraint allows."""
     scripts = [TOKENIZER.encode(one, allow_special=True) if isinstance(one, str) else list(one) for one in answers]
 
-    def sample(logits, batch):
-        chosen = []
-        for row, (seed, step) in enumerate(zip(batch.seeds.tolist(), batch.steps.tolist(), strict=True)):
+    def sample(logits, rows, state):
+        chosen, seeds = [], state.seeds[rows.slots].tolist()
+        for row, (seed, step) in enumerate(zip(seeds, rows.steps(state).tolist(), strict=True)):
             script = [*scripts[seed % len(scripts)], SERVED.eos_token_id]
             wanted = script[min(step, len(script) - 1)]
             is_free = bool(torch.isfinite(logits[row, wanted]))

@@ -51,9 +51,9 @@ def make_session(params):
             llm, ChatOptions(thinking=thinking), SamplingParams(max_tokens=max_tokens), seed=0, system=system
         )
 
-        def sample(logits, batch):
+        def sample(logits, rows, state):
             turn = sum(message["role"] == "assistant" for message in session.messages)
-            return torch.tensor([scripts[turn][batch.steps.item()]])
+            return torch.tensor([scripts[turn][rows.steps(state).item()]])
 
         llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
         return session

@@ -10,16 +10,17 @@ from typing import Any
 class SampleConfig:
     """How the work is divided; results do not depend on it."""
 
-    tile: int = 2048
+    max_chunks: int = 64  # of a row
+    programs: int = 2048  # of a launch, about: a launch in which rows have nothing to do costs its programs
     num_warps: int = 4
-    max_chunks: int = 64
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    def chunk_tiles(self, num_rows: int, num_tiles: int) -> int:
+        """How many tiles a chunk has."""
+        wanted = min(max(self.programs // num_rows, 1), self.max_chunks)
+        return -(-num_tiles // wanted)
 
 
 SAMPLE_CONFIG = SampleConfig()
-# left alone, ptxas stops at 96 of its own accord and spills a few bytes
-_DRAW_REGISTERS, _GATHER_REGISTERS = 128, 224
-_LOGPROB_TILE = 2048  # decides the order of a sum: never a function of the batch
+OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
+LOGPROB_TILE = 2048  # decides the order of a sum: never a function of the batch
+RESOLVE_BLOCK = 256

@@ -1,7 +1,13 @@
-"""Choosing the next token: penalties, temperature, top-k, top-p, min-p, then the Gumbel-max trick with counted noise.
+"""Choosing the next token: bias, penalties, mask, temperature, top-k, top-p, min-p, then the Gumbel-max trick with
+counted noise.
 
 The noise of token v at step i of a request is a pure function of (seed, i, v), so a request draws the same tokens
-whatever is batched beside it, on any device. Computed in fp64.
+whatever is batched beside it, on any device.
+
+What a request asks for lies in a slot of `SamplingState`, in tensors that never move: a CUDA graph reads them,
+admission writes a slot, a draw updates its last token and its counts. A call names its rows' slots and positions.
+
+Computed in fp64; ops/sampling/launch.py says how close the kernels come.
 """
 
 from __future__ import annotations
@@ -12,49 +18,136 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.sampling.kernel_sample import NOISE_BLOCK
+from dsv4.ops.sampling.kernel_row import NOISE_BLOCK
 from dsv4.ops.select import topk_select_ref
+
+# what `sample` returns instead of a token
+POISONED = -1  # a logit is NaN; or the row is padding
+NOTHING_ALLOWED = -2  # bias and mask leave no token
+
+HAS_PENALTIES, HAS_BIAS = 1, 2  # bits of `SamplingState.flags`
+IN_PROMPT = 1 << 30  # bit of `SamplingState.token_counts`
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _LARGEST = torch.finfo(torch.float64).max
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """One row per request: temperature, top_p, min_p, the three penalties fp32 [R]; top_k, seeds, steps int64 [R].
+class SamplingState:
+    """What requests ask for and what they have drawn, by slot. S slots, vocabulary V; contiguous, never replaced.
 
-    `steps` counts the tokens a request has generated. `prompt_mask` bool [R, V] and `output_counts` int32 [R, V] are
-    needed by penalties only and None without them.
+    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: fp32 [S]; top_k, seeds,
+    prompt_lens: int64 [S]. `flags` int32 [S]: HAS_PENALTIES, HAS_BIAS. `last_tokens` int64 [S]: the token drawn last.
+    `token_counts` int32 [S, V]: how often a token was drawn, with the bit IN_PROMPT if it stands in the prompt; read
+    and kept only in slots with HAS_PENALTIES. `bias` fp32 [S, V]: added to the logits, -inf forbids a token; read only
+    in slots with HAS_BIAS.
     """
 
     temperature: Tensor
-    top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
+    top_k: Tensor
     seeds: Tensor
-    steps: Tensor
-    prompt_mask: Tensor | None = None
-    output_counts: Tensor | None = None
+    prompt_lens: Tensor
+    flags: Tensor
+    last_tokens: Tensor
+    token_counts: Tensor
+    bias: Tensor
+
+    @classmethod
+    def empty(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> SamplingState:
+        """Slots that draw greedily: temperature 0, everything else off."""
+        columns = {name: torch.zeros(num_slots, device=device) for name in _REALS}
+        columns["top_p"].fill_(1.0)
+        columns["repetition_penalty"].fill_(1.0)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            **columns, top_k=integers(num_slots), seeds=integers(num_slots), prompt_lens=integers(num_slots),
+            flags=integers(num_slots, dtype=torch.int32), last_tokens=integers(num_slots),
+            token_counts=integers(num_slots, vocab_size, dtype=torch.int32),
+            bias=torch.zeros(num_slots, vocab_size, device=device),
+        )  # fmt: skip
 
 
-def sample_ref(logits: Tensor, batch: SamplingBatch) -> Tensor:
+@dataclass(frozen=True)
+class SamplingRows:
+    """Which request each row of logits belongs to. R rows, at most one of a slot.
+
+    `slots` int64 [R], -1 where a row is padding; `positions` int64 [R]: that of the token whose logits the row has, so
+    the token drawn is number positions + 1 - prompt_lens of its request. `mask` int32 [R, ceil(V / 32)], bit v % 32 of
+    word v // 32 set where token v is allowed, read only where `is_masked` int32 [R] is not 0. Both or neither.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    mask: Tensor | None = None
+    is_masked: Tensor | None = None
+
+    def steps(self, state: SamplingState) -> Tensor:
+        """int64 [R]: how many tokens each row's request has drawn before; any number for padding."""
+        return self.positions + 1 - state.prompt_lens[self.slots.clamp(min=0)]
+
+
+def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tensor:
     """logits [R, V] (fp32 or wider) -> token ids int64 [R]. Temperature 0 takes the largest logit, lower id on a tie.
 
-    Filters apply in this order: top-k, top-p within what top-k kept, min-p. Rows do not see each other. NaN and -inf
-    are never chosen while the row holds anything else; +inf wins over every number.
+    In this order: bias, penalties, mask, temperature, top-k, top-p within what top-k kept, min-p, noise. Rows do not
+    see each other. +inf wins over every number. A row with a NaN among its logits gives POISONED, one in which nothing
+    above -inf is left NOTHING_ALLOWED, padding -1.
+
+    Written in place, except by padding: last_tokens[slot], to the token or to 0 where there is none, and with
+    HAS_PENALTIES token_counts[slot, token] + 1.
     """
-    wide = _numbers(apply_penalties(logits.double(), batch))
-    is_greedy = batch.temperature == 0
-    scaled = _numbers(wide / torch.where(is_greedy, 1.0, batch.temperature.double()).unsqueeze(-1))
-    keep = keep_mask(scaled, batch)
-    noise = gumbel_noise(batch.seeds, batch.steps, logits.shape[-1])
-    drawn = topk_select_ref((scaled + noise).masked_fill(~keep, float("-inf")), 1).squeeze(-1)
-    return torch.where(is_greedy, topk_select_ref(wide, 1).squeeze(-1), drawn)
+    slots = rows.slots.clamp(min=0)
+    wide = allowed_logits(logits, rows, state)
+    temperature = state.temperature[slots].double().unsqueeze(-1)
+    is_greedy = temperature == 0
+    scaled = _numbers(wide / torch.where(is_greedy, 1.0, temperature))
+    keep = keep_mask(scaled, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+    noise = gumbel_noise(state.seeds[slots], rows.steps(state), logits.shape[-1])
+    largest = scaled.amax(-1, keepdim=True)
+    noise = noise.masked_fill(largest == _LARGEST, 0.0)  # which cannot tell infinities apart
+    drawn = torch.where(is_greedy, wide, (scaled - largest + noise).masked_fill(~keep, float("-inf")))
+    token_ids = topk_select_ref(drawn, 1).squeeze(-1)
+    token_ids = token_ids.masked_fill((wide == float("-inf")).all(-1), NOTHING_ALLOWED)
+    token_ids = token_ids.masked_fill(logits.isnan().any(-1) | (rows.slots < 0), POISONED)
+    _remember(token_ids, rows.slots, state)
+    return token_ids
+
+
+def allowed_logits(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tensor:
+    """fp64 [R, V] after bias, penalties and mask, without NaN and +inf; -inf where a token may not be drawn."""
+    slots = rows.slots.clamp(min=0)
+    flags = state.flags[slots].unsqueeze(-1)
+    wide = logits.double()
+    wide = torch.where((flags & HAS_BIAS) != 0, wide + state.bias[slots].double(), wide)
+    penalised = apply_penalties(
+        wide, state.token_counts[slots], state.repetition_penalty[slots], state.presence_penalty[slots],
+        state.frequency_penalty[slots],
+    )  # fmt: skip
+    wide = _numbers(torch.where((flags & HAS_PENALTIES) != 0, penalised, wide))
+    if rows.mask is None or rows.is_masked is None:
+        return wide
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    is_allowed = (rows.mask[:, tokens // 32] >> (tokens % 32)) & 1 != 0
+    return wide.masked_fill((rows.is_masked != 0).unsqueeze(-1) & ~is_allowed, float("-inf"))
+
+
+def _remember(token_ids: Tensor, slots: Tensor, state: SamplingState) -> None:
+    is_row = slots >= 0
+    held, drawn = slots[is_row], token_ids[is_row]
+    state.last_tokens[held] = drawn.clamp(min=0)
+    counted = (drawn >= 0) & ((state.flags[held] & HAS_PENALTIES) != 0)
+    state.token_counts[held[counted], drawn[counted]] += 1
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -62,31 +155,38 @@ def _numbers(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=float("-inf"), posinf=_LARGEST, neginf=float("-inf"))
 
 
-def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Repetition (prompt and output), presence and frequency (output only) penalties; none without counts."""
-    if batch.prompt_mask is None or batch.output_counts is None:
-        return logits
-    counts = batch.output_counts.to(logits.dtype)
-    seen = batch.prompt_mask | (counts > 0)
-    factor = batch.repetition_penalty.to(logits.dtype).unsqueeze(-1)
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    penalised = torch.where(seen, repeated, logits)
-    penalised = penalised - batch.frequency_penalty.to(logits.dtype).unsqueeze(-1) * counts
-    return penalised - batch.presence_penalty.to(logits.dtype).unsqueeze(-1) * (counts > 0)
+def apply_penalties(
+    logits: Tensor, token_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Repetition (prompt and output), presence and frequency (output only). logits, token_counts [R, V]; others [R]."""
+    repetition, presence, frequency = (x.to(logits.dtype).unsqueeze(-1) for x in (repetition, presence, frequency))
+    counts = (token_counts & (IN_PROMPT - 1)).to(logits.dtype)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = torch.where(token_counts != 0, repeated, logits)
+    return penalised - frequency * counts - presence * (counts > 0)
 
 
-def keep_mask(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+def keep_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """bool [R, V]: the tokens that may be drawn of logits over temperature, without NaN or +inf; at least the best."""
+    top_k, top_p, min_p = (x.unsqueeze(-1) for x in (top_k, top_p.double(), min_p.double()))
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    top_k = torch.where(batch.top_k == 0, scaled.shape[-1], batch.top_k).unsqueeze(-1)
-    keep = rank < top_k
+    keep = rank < torch.where(top_k == 0, scaled.shape[-1], top_k)
     probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")), -1)
     before = probs.cumsum(-1) - probs  # probability of everything more likely
-    keep = keep & ((before < batch.top_p.double().unsqueeze(-1)) | (batch.top_p.unsqueeze(-1) >= 1))
-    keep = keep & (probs >= batch.min_p.double().unsqueeze(-1) * probs[:, :1])
+    keep = keep & ((before < top_p) | (top_p >= 1))
+    keep = keep & (probs >= min_p * probs[:, :1])
     keep = keep | (rank == 0)
     return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def resolve_tokens_ref(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:
+    """token_ids, slots int64 [T], last_tokens int64 [S] -> int64 [T]: a negative id stands for the slot's last token.
+
+    Padding (slot -1) gives 0.
+    """
+    resolved = torch.where(token_ids < 0, last_tokens[slots.clamp(min=0)], token_ids)
+    return resolved.masked_fill(slots < 0, 0)
 
 
 def token_logprobs(logits: Tensor) -> Tensor:
@@ -95,13 +195,14 @@ def token_logprobs(logits: Tensor) -> Tensor:
 
 
 def sampled_logprobs_ref(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V], chosen ids [R] -> their log-probabilities fp32 [R]; the num_top likeliest ids int64 [R, num_top],
-    best first, lower id on a tie, and their log-probabilities fp32 [R, num_top]. As `token_logprobs`: under the model
-    itself.
+    """logits [R, V], chosen ids [R] -> their log-probabilities fp32 [R], NaN where an id is negative; the num_top
+    likeliest ids int64 [R, min(num_top, V)], best first, lower id on a tie, and their log-probabilities fp32. As
+    `token_logprobs`: under the model itself. A row with a NaN has NaN everywhere, and some ids.
     """
     table = token_logprobs(logits)
     top_ids = topk_select_ref(logits, num_top)
-    return table.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), top_ids, table.gather(-1, top_ids)
+    chosen = table.gather(-1, token_ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return chosen.masked_fill(token_ids < 0, float("nan")), top_ids, table.gather(-1, top_ids)
 
 
 def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:

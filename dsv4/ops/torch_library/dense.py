@@ -252,22 +252,33 @@ def _(
 # ---- sampling ----
 
 
-@define
+@torch.library.custom_op("dsv4::sample", mutates_args=("last_tokens", "token_counts"))
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
-    presence_penalty: Tensor, frequency_penalty: Tensor, seeds: Tensor, steps: Tensor,
-    prompt_mask: Tensor | None = None, output_counts: Tensor | None = None,
+    logits: Tensor, slots: Tensor, positions: Tensor, mask: Tensor | None, is_masked: Tensor | None,
+    temperature: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, presence_penalty: Tensor,
+    frequency_penalty: Tensor, top_k: Tensor, seeds: Tensor, prompt_lens: Tensor, flags: Tensor, last_tokens: Tensor,
+    token_counts: Tensor, bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    batch = sampling.SamplingBatch(
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seeds, steps,
-        prompt_mask, output_counts,
+    state = sampling.SamplingState(
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, top_k, seeds, prompt_lens,
+        flags, last_tokens, token_counts, bias,
     )  # fmt: skip
-    return sampling.sample(logits, batch)
+    return sampling.sample(logits, sampling.SamplingRows(slots, positions, mask, is_masked), state)
 
 
 @sample.register_fake
-def _(logits: Tensor, *settings: Tensor | None) -> Tensor:
+def _(logits: Tensor, *rows_and_state: Tensor | None) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@define
+def resolve_tokens(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:
+    return sampling.resolve_tokens(token_ids, slots, last_tokens)
+
+
+@resolve_tokens.register_fake
+def _(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:
+    return torch.empty_like(token_ids)
 
 
 @define
@@ -285,5 +296,5 @@ def _(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, 
 
 OPS = (
     rms_norm, rms_norm_quant, rope, head_norm_rope, hc_enter, hc_boundary, hc_pre, hc_post, hc_head, hc_head_norm,
-    topk_select, activation_topk, route, expert_sort, sample, sampled_logprobs,
+    topk_select, activation_topk, route, expert_sort, sample, sampled_logprobs, resolve_tokens,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from dsv4.ops.moe import fp4_linear, moe, prepare_experts
 from dsv4.ops.norm import rms_norm_quant
 from dsv4.ops.router import route
 from dsv4.ops.rows import append_swa, head_norm_rope, rope_frequencies, window_rows
+from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, SamplingState
 from dsv4.ops.torch_library.weights import bundle_tensors, shuffled_tensors, weight_tensors
 from dsv4.testing.inputs import generator, kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise
@@ -172,20 +173,14 @@ def attention_arguments(has_entries=True, num_heads=3):
 
 
 def sample_arguments():
-    fills = {
-        "temperature": 0.9,
-        "top_k": 3,
-        "top_p": 0.8,
-        "min_p": 0.1,
-        "repetition": 1.2,
-        "presence": 0.1,
-        "frequency": 0.1,
-    }
     device = kernel_device()
-    columns = [torch.full((2,), value, device=device) for value in fills.values()]
-    counts = integers(2, (2, 20)).int()
-    logits = normal((2, 20), torch.float32)
-    return (logits, *columns, integers(9, (2,)), integers(9, (2,)), counts > 0, counts)
+    state = SamplingState.empty(3, 20, device)
+    fills = {"temperature": 0.9, "top_k": 3, "top_p": 0.8, "min_p": 0.1, "flags": HAS_PENALTIES | HAS_BIAS}
+    for name, value in fills.items():
+        getattr(state, name).fill_(value)
+    slots, positions = torch.tensor([2, -1], device=device), integers(9, (2,))
+    mask, is_masked = torch.full((2, 1), -1, dtype=torch.int32, device=device), integers(2, (2,)).int()
+    return (normal((2, 20), torch.float32), slots, positions, mask, is_masked, *vars(state).values())
 
 
 ARGUMENTS = {
@@ -209,6 +204,7 @@ ARGUMENTS = {
     "route": lambda: (normal((2, 128)), normal((16, 128)), None, integers(16, (9, 3)), integers(9, (2,)), 3, 1.5),
     "expert_sort": lambda: (integers(16, (4, 3)), 16, 2, integers(3, (4,)) - 1),
     "sample": sample_arguments,
+    "resolve_tokens": lambda: (integers(9, (4,)) - 5, integers(4, (4,)) - 1, integers(9, (3,))),
     "sampled_logprobs": lambda: (normal((2, 30), torch.float32), integers(30, (2,)), 3),
     "window_rows": lambda: (normal((3, 128)), normal((128,)), integers(99, (3,)), freqs(), EPS, *ENTRY_FORMAT),
     "append_swa": lambda: (
