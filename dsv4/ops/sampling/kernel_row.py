@@ -8,8 +8,8 @@ found. The launches are the same whatever the settings, and a row that has nothi
 2. `_narrow_kernel` (kernel_search.py), NUM_PASSES times, rows with top-k or top-p: one byte of the last value kept.
    Values are compared as 32 bits whose order is theirs. A pass adds weights (1 for top-k, the probability for top-p) by
    the next byte of all values that share the bytes found so far. The byte in which the sum from above reaches what is
-   wanted is the next. Four bytes for top-k, then four for top-p among what it kept. Bytes that all values of a row share
-   are not searched.
+   wanted is the next. Four bytes for top-k, then four for top-p among what it kept. Bytes that all values of a row
+   share are not searched.
 3. `_tie_kernel` (kernel_search.py), rows where only some of the values equal to the last may stay: how many each chunk
    has. The lower indices stay.
 4. `_draw_kernel` (kernel_draw.py): value + noise of every token kept, the best of a chunk, then of the row. A chunk far
