@@ -1,4 +1,4 @@
-"""Host cost of a decode step before and after the model: `schedule`, `StepBuilder.build`, `commit`, for a full batch.
+"""Host cost of a decode step before and after the model: `schedule`, `build`, `commit` and `settle`, for a full batch.
 
     python benchmarks/bench_scheduler.py [--device cuda]
 
@@ -48,12 +48,13 @@ def bench(num_requests: int, device: str) -> dict[str, float]:
         marks.append(time.perf_counter())
         step = builder.build(plan)
         marks.append(time.perf_counter())
-        for sequence in step.drawing:
-            sequence.append(TOKEN, None)
         if device == "cuda":
             torch.cuda.synchronize()
         marks.append(time.perf_counter())
         scheduler.commit(plan)
+        for sequence in step.drawing:
+            sequence.append(TOKEN, None)
+            scheduler.settle(sequence)
         end = time.perf_counter()
         if len(plan.pieces) == plan.num_tokens == num_requests:
             for name, seconds in zip(times, (marks[1] - marks[0], marks[2] - marks[1], end - marks[3]), strict=True):

@@ -158,13 +158,13 @@ def measure_reproducibility(model: BenchModel, batch_size: int, num_steps: int =
             pieces = [prompt[start : start + length] for prompt in prompts[:count]]
             batch = cache.make_batch(slots, pieces)
             rows = torch.arange(count, device=model.device) * length + length - 1
-            logits = runner.forward(batch, rows)
+            logits = runner.forward(batch, rows).logits
             start += length
         found = [logits[0].clone()]
         for _ in range(num_steps):
             tokens = logits.argmax(-1).clamp_min(1).tolist()
             batch = cache.make_batch(slots, [[token] for token in tokens])
-            logits = runner.forward(batch, torch.arange(count, device=model.device))
+            logits = runner.forward(batch, torch.arange(count, device=model.device)).logits
             found.append(logits[0].clone())
         return torch.stack(found).cpu()
 

@@ -23,6 +23,7 @@ from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.rehearsal import rehearse_requests
 from dsv4.engine.runner import Runner, decode_buckets, ops_for
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
@@ -35,7 +36,7 @@ from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
 from dsv4.ops.triton_set import TRITON
-from dsv4.request import Completion, RequestError, SamplingParams, check_token_ids
+from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.text.tokenizer import Tokenizer
 
@@ -138,6 +139,8 @@ class LLM:
         if uses_graphs:
             with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
                 runner.warm_up()
+                # an engine of its own: nothing of it is counted
+                rehearse_requests(Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool))
         self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
 
     def _make_cache(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> KVCacheManager:
@@ -182,6 +185,14 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
         return _stream(self.engine, self.engine.prepare(self.encode(prompt), _as_params(params, 1)[0]))
+
+    def score(self, text: Prompt | Sequence[Prompt], num_top: int = 0) -> list[tuple[TokenLogprobs | None, ...]]:
+        """How likely each token of a text was after those before it, and the `num_top` likeliest there; None for the
+        first. Bit for bit what generating the same tokens records (`SamplingParams.logprobs`).
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=num_top)
+        scored = self.generate(text, params)
+        return [completion.prompt_logprobs or () for completion in scored]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The ids of a text, without any marker added before or after it; ids as they are."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dsv4.config import shown
@@ -24,24 +24,31 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to continue one prompt. The defaults are the model card's: temperature 1, no filtering.
 
-    max_tokens          new tokens at most
+    max_tokens          new tokens at most; 0, with prompt_logprobs, scores the prompt and writes nothing
+    min_tokens          the text does not end before so many new tokens: not at the end of sequence, a stop id or string
     temperature         0 is greedy: the largest logit, the lower id on a tie
-    top_k               keep the k most likely tokens; 0 keeps all
+    top_k               keep the k most likely tokens; 0 (or -1) keeps all
     top_p               keep the fewest tokens whose probabilities reach top_p; 1 keeps all
     min_p               drop tokens below min_p times the best probability; 0 drops none
     repetition_penalty  divides positive (multiplies negative) logits of tokens seen in prompt or output; 1 is off
     presence_penalty    subtracted once from tokens already generated; 0 is off
     frequency_penalty   subtracted per earlier occurrence in the output; 0 is off
-    seed                the same seed gives the same text whatever else runs beside it
+    logit_bias          by token id, from -100 to 100, added to the logits before anything else; None: none
+    allowed_token_ids   the only tokens that may come, besides the end of sequence where that may; None: all
+    bad_words_ids       sequences of ids that are never completed
+    seed                the same seed gives the same text whatever else runs beside it; any 64-bit integer
     stop                strings that end the text; they are not part of it
     stop_token_ids      ids that end the text besides the model's end of sequence
     ignore_eos          go on past the model's end of sequence
     logprobs            None: none; n: the log-probability of each token, and the n most likely ones beside it
+    prompt_logprobs     the same for each token of the prompt but the first, which nothing predicts
+    cache_salt          prompts share cached prefixes only with prompts of the same salt; None: with those of none
     priority            higher goes first, and takes slots and cache blocks from lower when there are too few
     deadline            seconds from its submission after which the request fails if it is not done; None waits
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -49,43 +56,63 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words_ids"):
             value = getattr(self, name)
+            if name in _OPTIONAL and value is None:
+                continue
             if not isinstance(value, (list, tuple)):
                 raise RequestError(f"{name} must be a list, found {shown(value)}")
             object.__setattr__(self, name, tuple(value))
         _check_integers(self)
         _check_reals(self)
+        _check_tokens(self)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, found {shown(text)}")
-        for token_id in self.stop_token_ids:
-            if not _is_int(token_id) or token_id < 0:
-                raise RequestError(f"stop_token_ids must hold ids >= 0, found {shown(token_id)}")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, found {shown(self.ignore_eos)}")
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise RequestError(f"cache_salt must be a non-empty string, found {shown(self.cache_salt)}")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1 unless prompt_logprobs asks for a score, found 0")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), found {self.min_tokens}")
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether some tokens are likelier, or out of question, all through the answer."""
+        has_bad_tokens = any(len(word) == 1 for word in self.bad_words_ids)
+        return bool(self.logit_bias) or self.allowed_token_ids is not None or has_bad_tokens
+
 
 _INTEGER_RANGE = {
-    "max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 100),
-    "priority": (-10, 10),
+    "max_tokens": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (0, 100), "priority": (-10, 10),
 }  # fmt: skip
-_OPTIONAL = {"logprobs", "deadline"}
+_OPTIONAL = {"logprobs", "prompt_logprobs", "deadline", "allowed_token_ids"}
+_MAX_BIAS = 100
 # name: (lowest, highest, lowest itself allowed)
 _REAL_RANGE = {
     "temperature": (0.0, 100.0, True), "top_p": (0.0, 1.0, False), "min_p": (0.0, 1.0, True),
@@ -96,6 +123,10 @@ _REAL_RANGE = {
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _check_integers(params: SamplingParams) -> None:
@@ -112,15 +143,42 @@ def _check_reals(params: SamplingParams) -> None:
         value = getattr(params, name)
         if name in _OPTIONAL and value is None:
             continue
-        number = _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-        if not number or not low <= value <= high or (value == low and not closed):
+        if not _is_real(value) or not low <= value <= high or (value == low and not closed):
             span = f"from {low:g} to {high:g}" if closed else f"above {low:g} and at most {high:g}"
             raise RequestError(f"{name} must be a number {span}, found {shown(value)}")
 
 
+def _check_tokens(params: SamplingParams) -> None:
+    """Fields that hold token ids. Whether an id is in the vocabulary is for the engine to say."""
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if not _is_int(token_id) or token_id < 0:
+                raise RequestError(f"{name} must hold ids >= 0, found {shown(token_id)}")
+    if params.allowed_token_ids == ():
+        raise RequestError("allowed_token_ids must hold at least one id (None allows all), found ()")
+    words = []
+    for word in params.bad_words_ids:
+        is_word = isinstance(word, (list, tuple)) and len(word) > 0
+        if not is_word or not all(_is_int(token_id) and token_id >= 0 for token_id in word):
+            raise RequestError(f"bad_words_ids must hold non-empty lists of ids >= 0, found {shown(word)}")
+        words.append(tuple(word))
+    object.__setattr__(params, "bad_words_ids", tuple(words))
+    if params.logit_bias is None:
+        return
+    if not isinstance(params.logit_bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, found {shown(params.logit_bias)}")
+    for token_id, bias in params.logit_bias.items():
+        if not _is_int(token_id) or token_id < 0:
+            raise RequestError(f"logit_bias must have ids >= 0 as keys, found {shown(token_id)}")
+        if not _is_real(bias) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            limits = f"from {-_MAX_BIAS} to {_MAX_BIAS}"
+            raise RequestError(f"logit_bias must hold numbers {limits}, found {shown(bias)} for token {token_id}")
+    object.__setattr__(params, "logit_bias", dict(params.logit_bias))
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One generated token: its log-probability under the model, and the most likely tokens there, best first."""
+    """One token: its log-probability under the model, and the most likely tokens there, best first."""
 
     token_id: int
     logprob: float
@@ -129,13 +187,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one prompt. `text` is None where the checkpoint has no tokenizer."""
+    """The result of one prompt. `text` is None where the checkpoint has no tokenizer.
+
+    prompt_logprobs    where asked for, one per prompt token; None for the first
+    num_cached_tokens  tokens of the prompt that came from the prefix cache
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str | None
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
@@ -150,6 +214,20 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> lis
             raise RequestError(f"{name} {place} is {shown(token_id)}; ids are integers from 0 to {vocab_size - 1}")
         checked.append(plain)
     return checked
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """`RequestError` for an id in `params` that the vocabulary does not have."""
+    given = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_ids": [token_id for word in params.bad_words_ids for token_id in word],
+        "logit_bias": params.logit_bias or (),
+    }
+    for name, token_ids in given.items():
+        outside = [token_id for token_id in token_ids if token_id >= vocab_size]
+        if outside:
+            raise RequestError(f"{name} holds {shown(outside[0])}; ids are integers from 0 to {vocab_size - 1}")
 
 
 def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: int) -> list[int]:

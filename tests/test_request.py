@@ -11,23 +11,43 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.request import FinishReason, RequestError, SamplingParams, check_prompt, check_token_ids
+from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt, check_token_ids
 
 HUGE = 10**5000  # cannot be a float, and Python refuses to print it
 NOT_A_NUMBER = [None, "1", "", [], math.nan, math.inf, -math.inf, True, False, HUGE, -HUGE, 1j]
 
 BAD = {
     "max_tokens": [0, -1, 2**31, 1.0, 1.5, *NOT_A_NUMBER],
+    "min_tokens": [-1, 129, 2**31, 1.0, *NOT_A_NUMBER],
     "temperature": [-1, -1e-9, 100.1, *NOT_A_NUMBER],
-    "top_k": [-1, 2**31, 5.0, *NOT_A_NUMBER],
+    "top_k": [-2, 2**31, 5.0, *NOT_A_NUMBER],
     "top_p": [0, 0.0, -0.5, 1.0000001, 2, *NOT_A_NUMBER],
     "min_p": [-0.1, 1.1, *NOT_A_NUMBER],
     "repetition_penalty": [0, 0.0, -1, 101, *NOT_A_NUMBER],
     "presence_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
     "frequency_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
-    "seed": [-1, 2**63, 0.0, *NOT_A_NUMBER],
+    "seed": [-(2**63) - 1, 2**63, 0.0, *NOT_A_NUMBER],
     "stop": [None, 3, [""], ["a", ""], [3], [None], {"a"}, b"a", [b"a"], ""],
     "stop_token_ids": [None, 3, "1", [-1], [1.0], [True], ["1"], [None], {1}],
+    "logit_bias": [
+        3,
+        "1",
+        [],
+        [(1, 2)],
+        {-1: 0},
+        {1.0: 0},
+        {"1": 0},
+        {True: 0},
+        {None: 0},
+        {1: 100.5},
+        {1: -101},
+        {1: True},
+        *({1: value} for value in NOT_A_NUMBER),
+    ],
+    "allowed_token_ids": [3, "1", [], (), [-1], [1.0], [True], ["1"], [None], {1}],
+    "bad_words_ids": [None, 3, "1", [()], [[]], [1], [[-1]], [[1, 1.0]], [[True]], [["1"]], [None], {1}],
+    "prompt_logprobs": [-1, 101, 1.0, True, False, "3", [], math.nan, HUGE],
+    "cache_salt": ["", 3, b"a", [], True],
     "ignore_eos": [None, 0, 1, "true", []],
     "priority": [-11, 11, 0.0, *NOT_A_NUMBER],
     "deadline": [0, 0.0, -1, 1e10, *NOT_A_NUMBER[1:]],
@@ -36,6 +56,7 @@ BAD = {
 
 GOOD = {
     "max_tokens": [1, 2**31 - 1],
+    "min_tokens": [0, 1, 128],
     "temperature": [0, 0.0, 1e-45, 1, 100],
     "top_k": [0, 1, 2**31 - 1],
     "top_p": [1e-9, 0.5, 1, 1.0],
@@ -43,7 +64,12 @@ GOOD = {
     "repetition_penalty": [1e-3, 1, 100.0],
     "presence_penalty": [-100, 0, 100.0],
     "frequency_penalty": [-100.0, 0.5, 100],
-    "seed": [0, 2**63 - 1],
+    "seed": [-(2**63), -1, 0, 2**63 - 1],
+    "logit_bias": [None, {}, {0: -100, 129279: 100.0}, {7: 0.5}],
+    "allowed_token_ids": [None, (0,), (5, 129279)],
+    "bad_words_ids": [(), ((0,),), ((5, 6), (129279,))],
+    "prompt_logprobs": [None, 0, 100],
+    "cache_salt": [None, "tenant"],
     "stop": [(), ("a",), ("\n\n", "End")],
     "stop_token_ids": [(), (0,), (5, 129279)],
     "ignore_eos": [True, False],
@@ -95,7 +121,7 @@ def test_anything_is_accepted_whole_or_refused_by_name(values):
         return
     for name, value in values.items():
         held = getattr(params, name)
-        assert held == (tuple(value) if isinstance(value, list) else value) or held == (value,)
+        assert held == (tuple(value) if isinstance(value, list) else value) or held in ((value,), 0)
 
 
 def test_one_stop_string_and_lists():
@@ -103,6 +129,28 @@ def test_one_stop_string_and_lists():
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3, 4)
     assert hash(params) == hash(SamplingParams(stop=["end"], stop_token_ids=(3, 4)))
+
+
+def test_lists_of_lists_and_mappings_are_copied():
+    bias, words = {3: 1.5}, [[1, 2], [3]]
+    params = SamplingParams(logit_bias=bias, bad_words_ids=words, allowed_token_ids=[1, 3])
+    bias[3] = -1.0
+    words[0].append(9)
+    assert params.logit_bias == {3: 1.5}
+    assert (params.bad_words_ids, params.allowed_token_ids) == (((1, 2), (3,)), (1, 3))
+    assert hash(params) == hash(SamplingParams(logit_bias={}, bad_words_ids=[[1, 2], [3]], allowed_token_ids=(1, 3)))
+
+
+def test_top_k_of_minus_one_keeps_all():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_nothing_is_written_only_where_a_score_is_asked_for():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(RequestError, match="^max_tokens must be at least 1 unless prompt_logprobs"):
+        SamplingParams(max_tokens=0, logprobs=1)
+    with pytest.raises(RequestError, match=r"^min_tokens must be at most max_tokens \(0\), found 1"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
 
 
 def test_params_are_frozen_and_named():
@@ -140,6 +188,17 @@ def test_ids_outside_the_vocabulary():
     for token_id in (-1, 10, 2**70, HUGE, 1.0, "1", None, True, False, [1], math.nan):
         with pytest.raises(RequestError, match=r"^prompt token 2 is .*; ids are integers from 0 to 9$"):
             check_prompt([0, 9, token_id, 3], 10, 100)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [9, 10]}, {"allowed_token_ids": [10]}, {"bad_words_ids": [[1], [2, 10]]},
+               {"logit_bias": {3: 1, 10: -1}}],
+)  # fmt: skip
+def test_ids_in_parameters_outside_the_vocabulary(fields):
+    params = SamplingParams(**fields)
+    check_params(params, 11)
+    with pytest.raises(RequestError, match=rf"^{next(iter(fields))} holds 10; ids are integers from 0 to 9$"):
+        check_params(params, 10)
 
 
 def test_ids_of_other_libraries_become_plain_integers():

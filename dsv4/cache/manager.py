@@ -35,6 +35,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.schema import CacheSchema, blocks_at_position, build_cache_schema
 from dsv4.cache.state import NO_POSITION, StateCache
+from dsv4.cache.transfer import to_device
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.schedule import LayerSpec
 
@@ -58,7 +59,7 @@ class KVCacheManager:
         itemsize = None if plain_dtype is None else plain_dtype.itemsize
         self.config = config
         self.schedule = tuple(schedule)
-        self.engine = engine
+        self.limits = engine
         self.schema: CacheSchema = build_cache_schema(config, schedule, engine, plain_itemsize=itemsize)
         self.device = torch.device(device)
         self._allocator = BlockAllocator(self.schema.num_blocks)
@@ -114,9 +115,9 @@ class KVCacheManager:
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
-        if max_tokens > self.engine.max_context_tokens:
+        if max_tokens > self.limits.max_context_tokens:
             raise RequestTooLong(
-                f"the request may reach {max_tokens} tokens, max_context_tokens is {self.engine.max_context_tokens}"
+                f"the request may reach {max_tokens} tokens, max_context_tokens is {self.limits.max_context_tokens}"
             )
         needed = blocks_at_position(max_tokens)
         if needed > self.schema.num_blocks:
@@ -164,7 +165,7 @@ class KVCacheManager:
                 self._blocks[slot] += fresh[taken : taken + num_blocks]
                 taken += num_blocks
         if cells:
-            update = torch.tensor([cells, fresh]).to(self.device)
+            update = to_device(torch.tensor([cells, fresh]), self.device)
             self._table.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
 
     def make_batch(self, slots: Sequence[int], token_ids_per_request: Sequence[Sequence[int]]) -> TokenBatch:
@@ -189,7 +190,7 @@ class KVCacheManager:
             rows[2] += [slot] * length
             rows[3] += [start] * length
             rows[4] += [start + length] * length
-        on_device = torch.tensor(rows, dtype=torch.int64).to(self.device)  # [5, T]
+        on_device = to_device(torch.tensor(rows, dtype=torch.int64), self.device)  # [5, T]
         token_ids_row, positions, slots_row, chunk_starts, chunk_ends = on_device.unbind(0)
         return TokenBatch(token_ids_row, positions, slots_row, chunk_starts, chunk_ends, self._table)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.engine.engine import Engine, StepResult
-from dsv4.engine.events import ErrorEvent, RequestEvent, RequestStream, TokenEvent
+from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.sequence import RequestAborted
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.engine.stats import EngineStats
@@ -143,6 +143,7 @@ class AsyncEngine:
         except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
             _LOG.exception("a forward call failed; its requests are dropped")
             self.last_error = error
+            results = self.engine.take_results()
         seconds = time.perf_counter()
         self._stats = self.engine.stats()  # first: whoever reads an event may look at them
         if self._on_step is not None:
@@ -165,6 +166,8 @@ class AsyncEngine:
             elif sequence.is_aborted:
                 dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
                 events[stream].append(ErrorEvent(choice, dropped, seconds))
+            elif sequence.finish_reason is not None and sequence.draws_nothing:
+                events[stream].append(EndEvent(choice, sequence.finish_reason, seconds))
             self._forget(sequence)
         for stream, produced in events.items():
             _deliver(stream, produced)

@@ -1,8 +1,11 @@
-"""`Engine`: runs many requests over one model and one cache, a step at a time. Synchronous.
+"""`Engine`: runs many requests over one model and one cache, a step at a time.
 
-A step: the `Scheduler` says which requests feed how many tokens, `StepBuilder` makes that one batch, a runner computes
-the logits of the rows that matter, and each request whose known tokens are all in draws its next one. How requests
-wait, share and lose the cache is the scheduler's business (scheduler.py).
+A step is launched and collected. Launching: the `Scheduler` says which requests feed how many tokens, `StepBuilder`
+makes that one batch, a `Runner` launches the forward call and the draw. Collecting: the host reads what was drawn,
+tells each request, and lets go of those that are done. On a GPU a step is launched before the one before it is
+collected, so the host works while the device does: the token a request has just drawn is fed from the device's memory,
+and an end the host sees one step late costs one row whose result is dropped. No token depends on that: what a row
+computes is a function of its own request. How requests wait, share and lose the cache: scheduler.py.
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
@@ -10,34 +13,31 @@ One cache has one engine: two would promise the same blocks. Not for several thr
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
+from dsv4.cache.transfer import OnTheWay, to_device
+from dsv4.engine.bucket import Forwarded
 from dsv4.engine.constraint import Constraint
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
-from dsv4.engine.sampler import Undrawable, constraint_failure, draw
+from dsv4.engine.runner import Runner
+from dsv4.engine.sampler import Drawn, Undrawable, constraint_failure, make_masks, num_top_for, outcomes
 from dsv4.engine.scheduler import Scheduler, StepPlan
+from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.stats import EngineStats
 from dsv4.engine.step import StepBuilder, StepInput
-from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
-from dsv4.request import RequestError, SamplingParams, check_prompt
+from dsv4.ops.sampling import SamplingRows
+from dsv4.request import RequestError, SamplingParams, check_params, check_prompt
 from dsv4.text.tokenizer import Tokenizer
-
-
-class StepRunner(Protocol):
-    """What computes a forward call."""
-
-    def forward(self, batch: TokenBatch, sample_rows: Tensor) -> Tensor:
-        """Logits [R, vocab] of the batch rows `sample_rows` [R]; valid until the next call."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +49,54 @@ class StepResult:
     text: str
 
 
+@dataclass
+class _Flight:
+    """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
+
+    plan: StepPlan
+    step: StepInput
+    forwarded: Forwarded | None
+    scores: Scores
+    experts: OnTheWay | None
+    drawn: OnTheWay | None = None
+    stuck: dict[int, str] = field(default_factory=dict)
+
+
 class Engine:
     """`add` requests, call `step` until `has_work` is false (or until those that matter are done).
 
-    runner   computes the forward calls; by default directly, without graphs
-    pad_to   rows a call of n tokens is padded to, at least n; by default n
-    experts  the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
-    clock    seconds, for deadlines
-    observe  when set, sees every layer's output of every step (`Transformer.forward`), which then runs directly
+    runner      computes the steps; by default directly, without graphs
+    overlap     launch a step before the one before it is collected; by default on a GPU
+    experts     the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
+    clock       seconds, for deadlines
+    on_experts  when set, is told the experts that each step chose: int64 [layers, tokens, k] on the host
     """
 
     def __init__(
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
-        runner: StepRunner | None = None, pad_to: Callable[[int], int] | None = None,
-        clock: Callable[[], float] = time.monotonic, experts: ExpertPool | None = None,
+        runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
+        experts: ExpertPool | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.engine.max_chunk_tokens
+            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens
         )
-        self.observe: Callable[[int, BlockOutput], None] | None = None
-        self._direct = _EagerRunner(model, cache)
-        self.runner: StepRunner = runner or self._direct
+        self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)
+        self.on_experts: Callable[[Tensor], None] | None = None
+        self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
+        self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
+        self._results: list[StepResult] = []  # collected and not returned
         self._builder = StepBuilder(cache)
-        self._pad_to = pad_to
         self._clock = clock
         self._experts = experts
         self._num_output_tokens = 0
+        self._seconds_waiting = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights) or bool(self._results)
 
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
@@ -104,17 +119,16 @@ class Engine:
             num_expert_hits=moved.num_hits,
             num_expert_misses=moved.num_misses,
             num_expert_bytes=moved.bytes_moved,
+            seconds_waiting=self._seconds_waiting,
         )
 
     def prepare(
         self, prompt: Iterable[int], params: SamplingParams, constraint: Constraint | None = None
     ) -> Sequence:  # fmt: skip
         """A request that could run, not yet queued. `RequestError` if it could never."""
-        config, limits = self.model.config, self.cache.engine
+        config, limits = self.model.config, self.cache.limits
         token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
-        outside = [token_id for token_id in params.stop_token_ids if token_id >= config.vocab_size]
-        if outside:
-            raise RequestError(f"stop_token_ids holds {outside[0]}; ids are integers from 0 to {config.vocab_size - 1}")
+        check_params(params, config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
         sequence = Sequence.start(
@@ -140,26 +154,22 @@ class Engine:
         return sequence
 
     def step(self) -> list[StepResult]:
-        """Run one forward call, draw a token for every request whose known tokens are all in.
+        """Launch the next step, collect the one before it (without overlap: the same one), and say what was drawn.
 
         A request whose logits are no numbers, whose constraint allows no token, whose deadline has passed or for which
-        no block can ever be free fails alone (`Sequence.error`). If the call itself fails, every request in it is
+        no block can ever be free fails alone (`Sequence.error`). If a call itself fails, every request in it is
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
-        plan = self.scheduler.schedule(self._clock())
-        if not plan.pieces:
-            self.scheduler.commit(plan)
-            if self.scheduler.num_waiting:
-                raise NoFreeSlot(
-                    f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine"
-                )
-            return []
-        try:
-            results = self._forward(plan)
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-        self.scheduler.commit(plan)
+        launched = self._launch()
+        while len(self._flights) > (self._depth if launched else 0):
+            self._collect()
+        if launched is not None and launched.drawn is None:
+            self._draw(launched)
+        return self.take_results()
+
+    def take_results(self) -> list[StepResult]:
+        """What was collected and not yet returned: something only where a step raised."""
+        results, self._results = self._results, []
         return results
 
     def abort(self, sequence: Sequence) -> None:
@@ -173,47 +183,102 @@ class Engine:
         if self._experts is not None:
             self._experts.check_integrity()
 
-    # ---- the parts of a step ----
+    # ---- launching ----
 
-    def _forward(self, plan: StepPlan) -> list[StepResult]:
-        pad_to = 0 if self._pad_to is None else self._pad_to(plan.num_tokens)
-        step = self._builder.build(plan, pad_to=pad_to)
-        if self.observe is None:
-            logits = self.runner.forward(step.batch, step.sample_rows)
-        else:
-            logits = self._direct.forward(step.batch, step.sample_rows, self.observe)
-        return self._draw(logits, step) if step.drawing else []
+    def _launch(self) -> _Flight | None:
+        """The next step, on its way. Its draw too, unless a rule must hear of the step before first."""
+        plan = self.scheduler.schedule(self._clock())
+        if not plan.pieces:
+            self.scheduler.commit(plan)
+            if self.scheduler.num_waiting and not self._flights:
+                raise NoFreeSlot(
+                    f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine"
+                )
+            return None
+        try:
+            flight = self._forward(plan)
+        except BaseException:
+            self.scheduler.discard(plan)
+            raise
+        self.scheduler.commit(plan)
+        must_wait = bool(self._flights) and any(sequence.has_rules for sequence in flight.step.drawing)
+        self._flights.append(flight)
+        if not must_wait:
+            self._draw(flight)
+        return flight
 
-    def _draw(self, logits: Tensor, step: StepInput) -> list[StepResult]:
-        """The next token of every request that is ready. Those that are over, or cannot go on, are marked so."""
-        results = []
-        outcomes = draw(self.model.context.ops.sample, logits, step.drawing)
-        for sequence, drawn in zip(step.drawing, outcomes, strict=True):
-            if sequence.is_done:
-                continue  # aborted while the step ran
-            if isinstance(drawn, Undrawable):
-                sequence.error = drawn.reason
-                continue
-            text = sequence.append(drawn.token_id, drawn.logprobs)
-            self._num_output_tokens += 1
-            results.append(StepResult(sequence, drawn.token_id, text))
-            if sequence.finish_reason is None and sequence.constraint is not None:
-                try:
-                    sequence.constraint.accept(drawn.token_id)
-                except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
-                    sequence.error = constraint_failure(error)
-        return results
+    def _forward(self, plan: StepPlan) -> _Flight:
+        step = self._builder.build(plan, pad_to=self.runner.padded(plan.num_tokens))
+        self.runner.slots.take(plan.pieces)
+        forwarded = self.runner.forward(step.batch, step.draw_rows)
+        experts = None
+        if self.on_experts is not None:
+            experts = OnTheWay([torch.stack(forwarded.experts)[:, : step.num_tokens]])
+        return _Flight(plan, step, forwarded, Scores.launch(self.runner, forwarded, plan), experts)
 
+    def _draw(self, flight: _Flight) -> None:
+        """Launch the draw. Whatever its requests drew before is known to them, or does not matter to them."""
+        assert flight.forwarded is not None
+        step, device = flight.step, self.cache.device
+        try:
+            masks = make_masks(step.drawing, self.model.config.vocab_size)
+            rows = SamplingRows(step.draw_slots, step.draw_positions)
+            if masks.bits is not None and masks.is_masked is not None:
+                bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
+                rows = replace(rows, mask=bits, is_masked=is_masked)
+            num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
+            drawn = self.runner.draw(flight.forwarded, rows, num_top) if step.drawing else None
+            flight.drawn = OnTheWay([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
+            flight.stuck = masks.stuck
+            flight.forwarded = None  # its memory may be used again
+        except BaseException:
+            self._flights.remove(flight)
+            self._drop(flight)
+            raise
 
-class _EagerRunner:
-    """The forward call as it is: every layer, then the logits of the rows asked for."""
+    # ---- collecting ----
 
-    def __init__(self, model: Transformer, cache: KVCacheManager) -> None:
-        self._model = model
-        self._cache = cache
+    def _collect(self) -> None:
+        """What the oldest step drew. Requests that are over, or cannot go on, are marked so and leave."""
+        flight = self._flights[0]
+        assert flight.drawn is not None, "a step is drawn before the next one is collected"
+        try:
+            started = time.perf_counter()
+            found = flight.drawn.wait()
+            self._seconds_waiting += time.perf_counter() - started
+            flight.scores.read()
+            if flight.experts is not None and self.on_experts is not None:
+                self.on_experts(flight.experts.wait()[0])
+        except BaseException:  # the device failed: nothing that was launched can be trusted
+            while self._flights:
+                self._drop(self._flights.popleft())
+            raise
+        self._flights.popleft()
+        sequences = flight.step.drawing
+        if sequences:
+            drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck)
+            for sequence, outcome in zip(sequences, drawn, strict=True):
+                sequence.num_unread -= 1
+                if not sequence.is_done:  # or aborted, or over, while the step ran
+                    self._take(sequence, outcome)
+        for piece in flight.plan.pieces:
+            piece.sequence.end_if_read(piece.start + piece.length)
+            self.scheduler.settle(piece.sequence)
 
-    def forward(
-        self, batch: TokenBatch, sample_rows: Tensor, observe: Callable[[int, BlockOutput], None] | None = None
-    ) -> Tensor:
-        streams = self._model.forward(batch, self._cache.handle, observe)
-        return self._model.logits(streams[sample_rows])
+    def _take(self, sequence: Sequence, outcome: Drawn | Undrawable) -> None:
+        if isinstance(outcome, Undrawable):
+            sequence.error = outcome.reason
+            return
+        text = sequence.append(outcome.token_id, outcome.logprobs)
+        self._num_output_tokens += 1
+        self._results.append(StepResult(sequence, outcome.token_id, text))
+        if sequence.finish_reason is None and sequence.constraint is not None:
+            try:
+                sequence.constraint.accept(outcome.token_id)
+            except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
+                sequence.error = constraint_failure(error)
+
+    def _drop(self, flight: _Flight) -> None:
+        """The step failed: its requests are aborted."""
+        for piece in flight.plan.pieces:
+            self.scheduler.abort(piece.sequence)

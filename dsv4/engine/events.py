@@ -40,7 +40,16 @@ class ErrorEvent:
     seconds: float
 
 
-RequestEvent = TokenEvent | ErrorEvent
+@dataclass(frozen=True)
+class EndEvent:
+    """The request `choice` ended without a token: it only scored its prompt."""
+
+    choice: int
+    finish_reason: FinishReason
+    seconds: float
+
+
+RequestEvent = TokenEvent | ErrorEvent | EndEvent
 
 
 class RequestStream:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from dsv4.engine.offload.pool import ExpertPool, Recorder
 
@@ -21,19 +20,29 @@ class RunnerError(RuntimeError):
     """A model that cannot be captured, or a kernel compiled when none should be."""
 
 
-class Replay(Protocol):
-    """A captured call: runs again on whatever its static buffers hold, and returns its static result."""
-
-    def __call__(self) -> Tensor: ...
+Result = TypeVar("Result")  # tensors, in any structure
+Result_co = TypeVar("Result_co", covariant=True)
 
 
-Capture = Callable[[Callable[[], Tensor]], Replay]
+class Replay(Protocol[Result_co]):
+    """A captured call: runs again on whatever its static buffers hold, and returns its static `result`."""
+
+    @property
+    def result(self) -> Result_co: ...
+
+    def __call__(self) -> Result_co: ...
+
+
+class Capture(Protocol):
+    """Makes a `Replay` of a call."""
+
+    def __call__(self, call: Callable[[], Result], /) -> Replay[Result]: ...
 
 
 def capture_graph(
-    call: Callable[[], Tensor], pool: Any = None, experts: ExpertPool | None = None,
+    call: Callable[[], Result], pool: Any = None, experts: ExpertPool | None = None,
     stream: torch.cuda.Stream | None = None,
-) -> Replay:  # fmt: skip
+) -> Replay[Result]:  # fmt: skip
     """`call` as a CUDA graph (in pieces, with offloaded experts) in the memory `pool`. It is run once before.
 
     What one capture has freed in a pool, another finds there only if it captures on the same `stream`.
@@ -95,17 +104,17 @@ class _Rehearsal:
         then()
 
 
-class _CudaReplay:
-    def __init__(self, pieces: list[tuple[torch.cuda.CUDAGraph, Callable[[], None] | None]], result: Tensor) -> None:
+class _CudaReplay(Generic[Result]):
+    def __init__(self, pieces: list[tuple[torch.cuda.CUDAGraph, Callable[[], None] | None]], result: Result) -> None:
         self._pieces = pieces
-        self._result = result
+        self.result = result
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Result:
         for graph, then in self._pieces:
             graph.replay()
             if then is not None:
                 then()
-        return self._result
+        return self.result
 
 
 @contextmanager

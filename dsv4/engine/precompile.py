@@ -21,11 +21,13 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.engine.offload.trees import map_tensors, tensors_of
-from dsv4.engine.sampler import rehearse
+from dsv4.engine.sampler import NUM_TOP
 from dsv4.model.branches import Branches
 from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.model.transformer import Transformer
+from dsv4.ops import OpSet
 from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.sampling import SamplingRows, SamplingState
 
 META = torch.device("meta")
 ALIGNMENT = 16  # bytes; a pointer that has it is compiled for apart
@@ -38,16 +40,28 @@ class StandIn:
     model: Transformer
     handles: tuple[LayerCacheHandle, ...]
     block_table: Tensor
+    state: SamplingState
 
     @torch.no_grad()
     def launch(self, size: int, num_rows: int) -> None:
         """What a forward call of `size` tokens launches, and drawing from the logits of `num_rows`."""
+        ops = self.model.context.ops
         # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
         rows = torch.empty((5, size), dtype=torch.int64, device=META).unbind(0)
-        batch = TokenBatch(rows[0], rows[1], rows[2], rows[3], rows[4], self.block_table)
+        token_ids = ops.resolve_tokens(rows[0], rows[2], self.state.last_tokens)
+        batch = TokenBatch(token_ids, rows[1], rows[2], rows[3], rows[4], self.block_table)
         streams = self.model.forward(batch, self.handles.__getitem__)
         logits = self.model.logits(streams.index_select(0, torch.empty(num_rows, dtype=torch.int64, device=META)))
-        rehearse(self.model.context.ops.sample, logits)
+        rehearse(ops, logits, self.state)
+
+
+def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
+    """Draw from every row, as padding, and ask for log-probabilities: a request has nothing of it left to compile."""
+    num_rows, vocab_size = logits.shape
+    slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
+    token_ids = ops.sample(logits, SamplingRows(slots, slots + 1), state)
+    for num_top in NUM_TOP:
+        ops.sampled_logprobs(logits, token_ids, min(num_top, vocab_size))
 
 
 def precompile(
@@ -98,7 +112,8 @@ def stand_in(
         compressed_freqs=on_meta(context.compressed_freqs),
         branches=Branches(META),
     )
-    return StandIn(copied, tuple(handles), on_meta(cache.block_table))
+    state = SamplingState.empty(cache.schema.num_slots, model.config.vocab_size, META)
+    return StandIn(copied, tuple(handles), on_meta(cache.block_table), state)
 
 
 def on_meta(tree: Any) -> Any:

@@ -1,12 +1,13 @@
-"""`Runner`: one forward call as one function, replayed from a CUDA graph where its number of tokens has one.
+"""`Runner`: a step on the device: the forward call, then the draw; replayed from CUDA graphs where it is small enough.
 
-The function is `_compute`: every layer, then the logits of the rows asked for. On a GPU `warm_up` compiles what it
-launches at every size and captures it once per bucket. A captured call reads its tokens from static buffers, so a
-batch of n tokens is copied into the buffers of the smallest bucket that holds it, the rest padded (slot -1). Which
-kernel runs is decided by the number of tokens alone, never by what they are: the graph of a bucket serves a decode
-step, a few tokens of a prompt and any mixture. Larger batches call the same function directly.
+The forward call is one function, `_compute`: token ids that only the device knows are looked up, every layer, then the
+logits of the rows asked for. On a GPU `warm_up` compiles what a step launches at every size and captures it once per
+bucket (engine/bucket.py). A captured call reads its tokens from static buffers, so a batch of n tokens is copied into
+the buffers of the smallest bucket that holds it, the rest padded (slot -1). Which kernel runs is decided by the number
+of tokens alone, never by what they are: the graph of a bucket serves a decode step, a few tokens of a prompt and any
+mixture. Larger batches call the same function directly.
 
-How a call is captured: engine/graphs.py.
+Nothing here waits for the device. How a call is captured: engine/graphs.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,19 +24,20 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.engine.graphs import Capture, Replay, RunnerError, capture_graph
+from dsv4.engine.bucket import BucketGraph, Draws, Forwarded, padded_from, padding_batch
+from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.precompile import precompile
-from dsv4.engine.sampler import rehearse
+from dsv4.engine.precompile import precompile, rehearse
+from dsv4.engine.slots import SlotStates
+from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, OpSet
 from dsv4.ops.lib.compile_only import can_compile_in_parallel
+from dsv4.ops.sampling import SamplingRows
 from dsv4.ops.triton_set import TRITON
 
 _LOG = logging.getLogger("dsv4.engine")
-PADDED_SLOT = -1
-_FIELDS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
-_SLOTS_ROW = _FIELDS.index("slots")
+SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, so that nothing is compiled for others
 
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
 
@@ -52,7 +54,7 @@ def decode_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 class Runner:
-    """Forward calls of one model on one cache. Not for several threads at once.
+    """Steps of one model on one cache, and `slots`: how each slot draws. Not for several threads at once.
 
     buckets         numbers of tokens that get a graph
     use_graphs      False on a CPU, or to run every call directly
@@ -76,8 +78,9 @@ class Runner:
         self.use_graphs = use_graphs
         self.forbid_compiles = forbid_compiles
         self.num_replays = self.num_direct = 0
-        self._capture = capture or self._capture_cuda
-        self._graphs: dict[int, _BucketGraph] = {}
+        self._capture: Capture = capture or self._capture_cuda
+        self.slots = SlotStates(cache.schema.num_slots, model.config.vocab_size, cache.device)
+        self._graphs: dict[int, BucketGraph] = {}
         self._compiles = _CompileWatch()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -118,30 +121,70 @@ class Runner:
         if self.experts is not None:
             self.experts.stats.reset()
 
-    @torch.no_grad()
-    def forward(self, batch: TokenBatch, sample_rows: Tensor) -> Tensor:
-        """The batch through the model -> fp32 (or wider) logits [R, vocab] of the batch rows `sample_rows` [R].
+    def padded(self, num_tokens: int) -> int:
+        """Rows to give a call of `num_tokens` tokens, at least as many. The rest is padding."""
+        return num_tokens
 
-        The result of a replay lives in the graph's memory: it is valid until the next call.
-        """
-        bucket = self._bucket_for(batch, sample_rows)
+    @torch.no_grad()
+    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        """The batch through the model; logits of the batch rows `draw_rows` [R]."""
+        bucket = self._bucket_for(batch, draw_rows)
         with self._compiles:
             if bucket is None:
                 self.num_direct += 1
-                logits = self._compute(batch, sample_rows)
+                made = self._compute(batch, draw_rows)
             else:
                 self.num_replays += 1
-                logits = self._graphs[bucket].run(batch, sample_rows)
+                made = self._graphs[bucket].forward(batch, draw_rows)
+        self._check_compiles(f"{batch.num_tokens} tokens")
+        return made
+
+    @torch.no_grad()
+    def draw(self, forwarded: Forwarded, rows: SamplingRows, num_top: int | None = None) -> Draws:
+        """A token for each row of the last forward call's logits; log-probabilities with the `num_top` likeliest."""
+        ops, num_top = self.model.context.ops, self._num_top(num_top)
+        with self._compiles:
+            if forwarded.bucket is not None:
+                drawn = forwarded.bucket.draw(rows, num_top)
+            else:
+                token_ids = ops.sample(forwarded.logits, rows, self.slots.state)
+                listed = () if num_top is None else ops.sampled_logprobs(forwarded.logits, token_ids, num_top)
+                drawn = Draws(token_ids, listed)
+        self._check_compiles(f"drawing from {rows.slots.shape[0]} rows")
+        return drawn
+
+    @torch.no_grad()
+    def score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
+        """Log-probabilities of given tokens [SCORED_ROWS] after the batch rows `rows`, as `sampled_logprobs`."""
+        assert rows.shape == token_ids.shape == (SCORED_ROWS,), f"always {SCORED_ROWS} rows"
+        listed = self._num_top(num_top)
+        assert listed is not None
+        with self._compiles:
+            logits = self.model.logits(forwarded.streams.index_select(0, rows))
+            scores = self.model.context.ops.sampled_logprobs(logits, token_ids, listed)
+        self._check_compiles("scores")
+        return scores
+
+    def _num_top(self, num_top: int | None) -> int | None:
+        return None if num_top is None else min(num_top, self.model.config.vocab_size)
+
+    def _check_compiles(self, what: str) -> None:
         if self.forbid_compiles and self._compiles.names:
-            raise RunnerError(f"compiled after warm-up, for {batch.num_tokens} tokens: {', '.join(self.compiled_late)}")
-        return logits
+            raise RunnerError(f"compiled after warm-up, for {what}: {', '.join(self.compiled_late)}")
 
     # ---- the one function ----
 
-    def _compute(self, batch: TokenBatch, sample_rows: Tensor, num_valid: int | None = None) -> Tensor:
-        with _padded_from(self.experts, num_valid):
-            streams = self.model.forward(batch, self.cache.handle)
-            return self.model.logits(streams.index_select(0, sample_rows))
+    def _compute(self, batch: TokenBatch, draw_rows: Tensor, num_valid: int | None = None) -> Forwarded:
+        ops, last_tokens = self.model.context.ops, self.slots.state.last_tokens
+        batch = replace(batch, token_ids=ops.resolve_tokens(batch.token_ids, batch.slots, last_tokens))
+        experts: list[Tensor] = []
+
+        def keep(layer_idx: int, output: BlockOutput) -> None:
+            experts.append(output.experts)
+
+        with padded_from(self.experts, num_valid):
+            streams = self.model.forward(batch, self.cache.handle, keep)
+            return Forwarded(self.model.logits(streams.index_select(0, draw_rows)), streams, tuple(experts))
 
     def _precompile(self, sizes: Sequence[int], progress: Progress) -> None:
         """A help, not a condition: what fails here fails again where it matters, or did not matter."""
@@ -153,10 +196,10 @@ class Runner:
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
     def _compile(self, size: int) -> None:
-        batch, rows = self._padding_batch(size), self._padding_rows(size)
-        logits = self._compute(batch, rows, num_valid=0)
-        if size == 1:
-            rehearse(self.model.context.ops.sample, logits)
+        _, batch = padding_batch(size, self.cache.block_table)
+        rows = self._padding_rows(size)
+        made = self._compute(batch, rows, num_valid=0)
+        rehearse(self.model.context.ops, made.logits, self.slots.state)
         if self.experts is not None and not self.experts.always_fits(size):
             self.experts.stages_always = True
             self._compute(batch, rows, num_valid=0)
@@ -164,80 +207,38 @@ class Runner:
 
     # ---- graphs ----
 
-    def _bucket_for(self, batch: TokenBatch, sample_rows: Tensor) -> int | None:
+    def _bucket_for(self, batch: TokenBatch, draw_rows: Tensor) -> int | None:
         """The smallest captured bucket that holds the call, if there is one."""
         if batch.block_table.data_ptr() != self.cache.block_table.data_ptr():
             return None  # a graph reads the manager's own table
-        needed = max(batch.num_tokens, sample_rows.shape[0])
+        needed = max(batch.num_tokens, draw_rows.shape[0])
         return next((bucket for bucket in self.buckets if bucket >= needed and bucket in self._graphs), None)
 
     def _can_capture(self, bucket: int) -> bool:
         return self.experts is None or self.experts.always_fits(bucket)
 
     def _direct_sizes(self) -> list[int]:
-        largest = self.cache.engine.max_chunk_tokens
+        largest = self.cache.limits.max_chunk_tokens
         sizes = {1, 2, largest, *self.buckets}
         for bit in range(1, largest.bit_length()):
             sizes |= {1 << bit, (1 << bit) + 1, 3 << (bit - 1)}
         return sorted(size for size in sizes if size <= max(largest, *self.buckets, 1))
 
-    def _padding_batch(self, size: int) -> TokenBatch:
-        fields = torch.zeros((len(_FIELDS), size), dtype=torch.int64, device=self.cache.device)
-        fields[_SLOTS_ROW] = PADDED_SLOT
-        return _batch_over(fields, self.cache.block_table)
-
     def _padding_rows(self, size: int) -> Tensor:
         return torch.zeros(min(size, self.cache.schema.num_slots), dtype=torch.int64, device=self.cache.device)
 
     @torch.no_grad()
-    def _make_graph(self, bucket: int) -> _BucketGraph:
-        graph = _BucketGraph(bucket, self.cache.block_table, self.experts)
-        graph.replay = self._capture(lambda: self._compute(graph.batch, graph.sample_rows, graph.num_valid))
+    def _make_graph(self, bucket: int) -> BucketGraph:
+        graph = BucketGraph(
+            bucket, self.cache.block_table, self.slots.state, self.model.context.ops, self.experts
+        )  # fmt: skip
+        graph.capture(self._compute, self._capture)
         return graph
 
-    def _capture_cuda(self, call: Callable[[], Tensor]) -> Replay:
+    def _capture_cuda(self, call: Callable[[], Result]) -> Replay[Result]:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         return capture_graph(call, self._pool, self.experts, self._stream)
-
-
-class _BucketGraph:
-    """The static buffers of one bucket, and the captured call over them."""
-
-    replay: Replay
-
-    def __init__(self, size: int, block_table: Tensor, experts: ExpertPool | None) -> None:
-        device = block_table.device
-        self.size = size
-        self.num_valid = 0
-        self._experts = experts
-        self._fields = torch.zeros((len(_FIELDS), size), dtype=torch.int64, device=device)
-        self._fields[_SLOTS_ROW] = PADDED_SLOT
-        self._padding = self._fields.clone()
-        self.sample_rows = torch.zeros(size, dtype=torch.int64, device=device)
-        self.batch = _batch_over(self._fields, block_table)
-        self._num_filled = 0  # rows of the buffers that do not hold padding
-
-    def run(self, batch: TokenBatch, sample_rows: Tensor) -> Tensor:
-        num_tokens, num_rows = batch.num_tokens, sample_rows.shape[0]
-        if self._num_filled > num_tokens:
-            self._fields[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
-        self._num_filled = self.num_valid = num_tokens
-        targets = [*self._fields[:, :num_tokens].unbind(0), self.sample_rows[:num_rows]]
-        torch._foreach_copy_(targets, [*(getattr(batch, name) for name in _FIELDS), sample_rows])
-        with _padded_from(self._experts, num_tokens):
-            return self.replay()[:num_rows]
-
-
-def _padded_from(experts: ExpertPool | None, num_valid: int | None) -> AbstractContextManager[None]:
-    """Rows from `num_valid` on fetch no experts."""
-    return nullcontext() if experts is None else experts.only(num_valid)
-
-
-def _batch_over(fields: Tensor, block_table: Tensor) -> TokenBatch:
-    """A batch whose tensors are the rows of `fields` [5, T]."""
-    token_ids, positions, slots, chunk_starts, chunk_ends = fields.unbind(0)
-    return TokenBatch(token_ids, positions, slots, chunk_starts, chunk_ends, block_table)
 
 
 class _CompileWatch:

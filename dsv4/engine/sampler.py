@@ -1,28 +1,21 @@
-"""From the logits of each request's last token to its next token and log-probabilities."""
+"""The host's side of a draw: what the rules of its request allow before it, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
 from dsv4.engine.sequence import Sequence
-from dsv4.ops.sampling import (
-    HAS_PENALTIES,
-    IN_PROMPT,
-    NOTHING_ALLOWED,
-    POISONED,
-    SamplingRows,
-    SamplingState,
-    token_logprobs,
-)
+from dsv4.ops.sampling import NOTHING_ALLOWED, POISONED
 from dsv4.request import TokenLogprobs
 
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NUM_TOP = (20, 100)  # likeliest tokens listed beside a log-probability: kernels are compiled for these, no others
+_WORD_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -40,52 +33,56 @@ class Undrawable:
     reason: str
 
 
-def draw(
-    sample: Callable[[Tensor, SamplingRows, SamplingState], Tensor], logits: Tensor, sequences: SequenceOf[Sequence]
-) -> list[Drawn | Undrawable]:
-    """logits [R, vocab], one row per sequence -> what each draws, by the op `sample`. Log-probabilities are the model's
-    own, before any constraint."""
-    masked, stuck = _apply_constraints(logits, sequences)
-    token_ids = sample(masked, *_sampling_state(sequences, logits)).to(logits.device)  # [R]
-    # one copy tells both what was drawn and which rows are poisoned
-    drawn_ids = token_ids.masked_fill(logits.isnan().any(-1), POISONED).tolist()
-    logprobs = _logprobs(logits, token_ids, sequences)
-    drawn: list[Drawn | Undrawable] = []
-    for row, (token_id, sequence) in enumerate(zip(drawn_ids, sequences, strict=True)):
-        if token_id == POISONED:
-            position = len(sequence.token_ids)
-            drawn.append(Undrawable(f"the model gave no numbers (NaN logits) for the token at position {position}"))
-        elif row in stuck:
-            drawn.append(Undrawable(stuck[row]))
-        elif token_id == NOTHING_ALLOWED:
-            drawn.append(Undrawable("no token has a probability above 0"))
-        else:
-            drawn.append(Drawn(token_id, logprobs.get(row)))
-    return drawn
+@dataclass(frozen=True)
+class Masks:
+    """Which tokens the rows of a step may draw; on the host.
+
+    bits       int32 [R, vocab / 32]: a bit for each token that is allowed; only rows of `is_masked` [R] are filled in
+    stuck      by row, why it cannot draw at all
+    """
+
+    bits: Tensor | None = None
+    is_masked: Tensor | None = None
+    stuck: dict[int, str] = field(default_factory=dict)
 
 
-def _apply_constraints(logits: Tensor, sequences: SequenceOf[Sequence]) -> tuple[Tensor, dict[int, str]]:
-    """The logits with every forbidden token at -inf, and the rows that cannot go on with the reason."""
+def make_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> Masks:
+    """What the rules of these requests allow now. All they have drawn so far must be known."""
+    bound = [row for row, sequence in enumerate(sequences) if sequence.has_rules and not sequence.is_done]
+    if not bound:
+        return Masks()
+    num_words = -(-vocab_size // _WORD_BITS)
+    bits = torch.empty(len(sequences), num_words, dtype=torch.int32)
+    is_masked = torch.zeros(len(sequences), dtype=torch.int32)
     stuck: dict[int, str] = {}
-    masked = logits
-    for row, sequence in enumerate(sequences):
-        if sequence.constraint is None:
-            continue
+    for row in bound:
         try:
-            allowed = sequence.constraint.allowed()  # [vocab]
+            allowed = _allowed(sequences[row], vocab_size)
         except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
             stuck[row] = constraint_failure(error)
             continue
-        if allowed.dtype != torch.bool or allowed.shape != logits.shape[1:]:
-            stuck[row] = f"the constraint gave {allowed.dtype} {list(allowed.shape)}, not bool {list(logits.shape[1:])}"
-            continue
-        if not allowed.any():
-            stuck[row] = "the constraint allows no token"
-            continue
-        if masked is logits:
-            masked = logits.clone()
-        masked[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
-    return masked, stuck
+        packed = np.zeros(num_words * _WORD_BITS // 8, dtype=np.uint8)
+        packed[: -(-vocab_size // 8)] = np.packbits(allowed.numpy(), bitorder="little")
+        bits[row] = torch.from_numpy(packed.view(np.int32))
+        is_masked[row] = 1
+    return Masks(bits, is_masked, stuck)
+
+
+def _allowed(sequence: Sequence, vocab_size: int) -> Tensor:
+    """bool [vocab]. `ConstraintError` if that is nothing."""
+    if sequence.constraint is None:
+        allowed = torch.ones(vocab_size, dtype=torch.bool)
+    else:
+        allowed = sequence.constraint.allowed()
+        if allowed.dtype != torch.bool or allowed.shape != (vocab_size,):
+            raise ConstraintError(f"the constraint gave {allowed.dtype} {list(allowed.shape)}, not bool [{vocab_size}]")
+    forbidden = sequence.forbidden_ids()
+    if forbidden:
+        allowed = allowed.clone()
+        allowed[forbidden] = False
+    if not allowed.any():
+        raise ConstraintError("the constraint allows no token")
+    return allowed
 
 
 def constraint_failure(error: Exception) -> str:
@@ -95,54 +92,33 @@ def constraint_failure(error: Exception) -> str:
     return f"the constraint raised {type(error).__name__}: {error}"
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, sequences: SequenceOf[Sequence]) -> dict[int, TokenLogprobs]:
-    """By row, for the requests that asked."""
-    asked = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-    if not asked:
-        return {}
-    num_top = max(sequences[row].params.logprobs or 0 for row in asked)
-    rows = torch.tensor(asked, device=logits.device)
-    table = token_logprobs(logits[rows])  # [A, vocab]
-    chosen_ids = token_ids[rows].clamp(min=0)  # [A]
-    chosen = table.gather(-1, chosen_ids.unsqueeze(-1)).squeeze(-1)  # [A]
-    order = table.sort(dim=-1, descending=True, stable=True)
-    columns = zip(
-        asked, chosen_ids.tolist(), chosen.tolist(), order.indices[:, :num_top].tolist(),
-        order.values[:, :num_top].tolist(), strict=True,
-    )  # fmt: skip
-    logprobs = {}
-    for row, token_id, logprob, top_ids, top in columns:
-        count = sequences[row].params.logprobs or 0
-        logprobs[row] = TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:count], top[:count], strict=True)))
-    return logprobs
+def num_top_for(asked: SequenceOf[int | None]) -> int | None:
+    """How many of the likeliest tokens to list where requests ask for so many; None if nobody asks."""
+    most = max((count for count in asked if count is not None), default=None)
+    return None if most is None else next(count for count in NUM_TOP if count >= most)
 
 
-def _sampling_state(sequences: SequenceOf[Sequence], logits: Tensor) -> tuple[SamplingRows, SamplingState]:
-    """A slot for every row, filled from what the requests ask for and have drawn."""
-    params = [sequence.params for sequence in sequences]
-    num_rows, vocab_size = logits.shape
-    state = SamplingState.empty(num_rows, vocab_size, "cpu")
-    for name in _REALS:
-        getattr(state, name).copy_(torch.tensor([getattr(p, name) for p in params]))
-    for name, values in (
-        ("top_k", [p.top_k for p in params]), ("seeds", [p.seed for p in params]),
-        ("prompt_lens", [sequence.prompt_len for sequence in sequences]),
-        ("flags", [HAS_PENALTIES if p.has_penalties else 0 for p in params]),
-    ):  # fmt: skip
-        getattr(state, name).copy_(torch.tensor(values))
-    for row, sequence in enumerate(sequences):
-        if params[row].has_penalties:
-            output = torch.tensor(sequence.output_ids, dtype=torch.int64)
-            state.token_counts[row] = torch.bincount(output, minlength=vocab_size)
-            state.token_counts[row, sequence.token_ids[: sequence.prompt_len]] |= IN_PROMPT
-    on_device = {spec.name: getattr(state, spec.name).to(logits.device) for spec in fields(state)}
-    positions = torch.tensor([len(sequence.token_ids) - 1 for sequence in sequences])
-    slots = torch.arange(num_rows, device=logits.device)
-    return SamplingRows(slots, positions.to(logits.device)), SamplingState(**on_device)
+def outcomes(
+    token_ids: list[int], logprobs: SequenceOf[Tensor], sequences: SequenceOf[Sequence], stuck: dict[int, str]
+) -> list[Drawn | Undrawable]:
+    """What the rows of a step drew; `logprobs` are the op's three tensors, or none."""
+    drawn: list[Drawn | Undrawable] = []
+    for row, (token_id, sequence) in enumerate(zip(token_ids, sequences, strict=True)):
+        if row in stuck:
+            drawn.append(Undrawable(stuck[row]))
+        elif token_id == POISONED:
+            position = len(sequence.token_ids)
+            drawn.append(Undrawable(f"the model gave no numbers (NaN logits) for the token at position {position}"))
+        elif token_id == NOTHING_ALLOWED:
+            drawn.append(Undrawable("the request's biases and rules together allow no token"))
+        else:
+            count = sequence.params.logprobs
+            drawn.append(Drawn(token_id, None if count is None else token_logprobs(token_id, row, logprobs, count)))
+    return drawn
 
 
-def rehearse(sample: Callable[[Tensor, SamplingRows, SamplingState], Tensor], logits: Tensor) -> None:
-    """Draw from every row: nothing that `sample` compiles is left for a request."""
-    num_rows, vocab_size = logits.shape
-    slots = torch.arange(num_rows, device=logits.device)
-    sample(logits, SamplingRows(slots, slots), SamplingState.empty(num_rows, vocab_size, logits.device))
+def token_logprobs(token_id: int, row: int, logprobs: SequenceOf[Tensor], count: int) -> TokenLogprobs:
+    """Row `row` of the three tensors of `sampled_logprobs`, with the `count` likeliest tokens."""
+    chosen, top_ids, top = logprobs
+    likeliest = zip(top_ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
+    return TokenLogprobs(token_id, chosen[row].item(), tuple(likeliest))

@@ -18,6 +18,9 @@ for all of them and one spare block for each request ahead of it, so that it is 
 behind it a request keeps what it holds and waits. The best-ranked request therefore always moves, and every request is
 the best-ranked one sooner or later: nobody starves. A waiting request of strictly higher priority preempts likewise.
 
+A plan is made before the tokens of the step before it are known: the next one of a request is counted
+(`Sequence.num_unread`) and fed all the same. What it was, and whether it was the last, `settle` hears later.
+
 The cache's books (`CacheBooks`) are changed here and by `prepare_forward`, nowhere else.
 """
 
@@ -83,12 +86,12 @@ class _Draft:
 
 
 class Scheduler:
-    """`add` requests, then `schedule`, run the plan, `commit` it, until `has_work` is false.
+    """`add` requests, then `schedule`, launch the plan, `commit` it, `settle` what it ended, until `has_work` is false.
 
     max_batched_tokens  of one forward call, all requests together
     aging_steps         steps of waiting that outweigh one level of priority
 
-    A request leaves when `commit` finds it done, by `abort`, or in `schedule` when it can never go on. Not for several
+    A request leaves when `settle` finds it done, by `abort`, or in `schedule` when it can never go on. Not for several
     threads at once.
     """
 
@@ -140,8 +143,12 @@ class Scheduler:
         assert self._plan is None, "the last plan is neither committed nor discarded"
         self._expire(now)
         draft = _Draft(self.max_batched_tokens, self._cache.num_free_blocks)
-        decoding = [sequence for sequence in self._running if sequence.num_pending == 1]
-        prefilling = [sequence for sequence in self._running if sequence.num_pending > 1]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self._running:
+            num_pending = sequence.num_pending
+            if num_pending:
+                (decoding if num_pending == 1 else prefilling).append(sequence)
         for sequence in decoding:
             if draft.num_tokens and not _starts_block(sequence.num_processed) and sequence.slot is not None:
                 draft.num_tokens -= 1  # as `_feed` would, without its arithmetic: most of a full decode batch
@@ -159,7 +166,7 @@ class Scheduler:
         return self._plan
 
     def commit(self, plan: StepPlan) -> None:
-        """The plan's forward call was made: its tokens are in the cache. Requests that are done now leave."""
+        """The plan's forward call is launched: whatever is launched after it finds its tokens in the cache."""
         assert plan is self._plan, "commit takes the plan that was made last"
         self._plan = None
         self.num_steps += bool(plan.pieces)
@@ -171,12 +178,16 @@ class Scheduler:
                 self.num_prompt_tokens += max(0, min(end, sequence.prompt_len) - max(piece.start, sequence.num_read))
                 self.num_recomputed_tokens += max(0, min(end, sequence.num_read) - piece.start)
             sequence.num_processed = end
+            sequence.num_unread += piece.draws
             if end > sequence.num_read:
                 sequence.num_read = end
-            if sequence.is_done:
-                self._leave(sequence)
-                self.num_finished += sequence.finish_reason is not None and sequence.error is None
-                self.num_failed += sequence.error is not None
+
+    def settle(self, sequence: Sequence) -> None:
+        """What the request drew is known. If that was its end, or it failed, it leaves."""
+        if sequence.is_done and self._is_here(sequence):
+            self._leave(sequence)
+            self.num_finished += sequence.finish_reason is not None and sequence.error is None
+            self.num_failed += sequence.error is not None
 
     def discard(self, plan: StepPlan) -> None:
         """The plan's forward call failed: some layers may have moved on and others not, so its requests are aborted."""
@@ -206,7 +217,8 @@ class Scheduler:
         for slot, sequence in zip(slots, self._running, strict=True):
             position, processed = self._cache.position(slot), sequence.num_processed
             require_integrity(position == processed, f"slot {slot} stands at {position}, its request at {processed}")
-            require_integrity(sequence.num_pending > 0, f"the request in slot {slot} has nothing to feed")
+            is_moving = sequence.num_pending > 0 or sequence.num_unread > 0 or sequence.draws_nothing
+            require_integrity(is_moving, f"the request in slot {slot} has nothing to feed")
         held, taken = sum(map(_blocks_held, self._running)), self._num_blocks - self._cache.num_free_blocks
         require_integrity(held <= taken, f"running requests hold {held} blocks, the cache says {taken}")
         require_integrity(
@@ -261,6 +273,8 @@ class Scheduler:
                 return
             if draft.first_short is not None and _rank(head) > draft.first_short:
                 return
+            if head.num_unread:
+                return  # preempted a moment ago: what it drew last must be known before it is fed again
             victims = self._victims(draft, head)
             if victims is None:
                 return
@@ -347,7 +361,7 @@ def _slot(sequence: Sequence) -> int:
 
 
 def _piece(sequence: Sequence, length: int) -> Piece:
-    draws = length == sequence.num_pending
+    draws = length == sequence.num_pending and not sequence.draws_nothing
     return Piece(sequence, _slot(sequence), sequence.num_processed, length, draws)
 
 

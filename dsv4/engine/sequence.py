@@ -31,11 +31,15 @@ class DeadlinePassed(RequestFailed):
 class Sequence:
     """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
 
+    Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
+    from the device's own memory, before the host knows which one it is.
+
     A request that loses its slot (preemption) starts again from `num_processed` 0 with everything it knows, so it draws
-    no token twice; `num_read` is how far it ever was. `rank` is its place in the scheduler's order, smaller first.
+    no token twice; `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is
+    its place in the scheduler's order, smaller first.
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
-    draw and told what was drawn.
+    draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
     """
 
     params: SamplingParams
@@ -45,7 +49,9 @@ class Sequence:
     eos_token_id: int
     slot: int | None = None
     num_processed: int = 0
+    num_unread: int = 0
     num_read: int = 0
+    num_scored: int = 0
     num_preemptions: int = 0
     rank: tuple[int, int] | None = None
     finish_reason: FinishReason | None = None
@@ -55,6 +61,7 @@ class Sequence:
     constraint: Constraint | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _stop: StopBuffer | None = None
 
@@ -71,14 +78,25 @@ class Sequence:
             max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
             eos_token_id=eos_token_id,
             constraint=constraint,
+            prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing predicts the first token
             _detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
             _stop=StopBuffer(params.stop) if tokenizer is not None else None,
         )
 
     @property
+    def num_known(self) -> int:
+        """Tokens it has, those still under way included."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
     def num_pending(self) -> int:
-        """Tokens known but not yet in the cache: the rest of the prompt, or the token drawn last."""
-        return len(self.token_ids) - self.num_processed
+        """Tokens not yet in the cache: the rest of the prompt, or the one drawn last; 0 once the last one is drawn."""
+        return 0 if self.num_unread and self.num_known >= self.max_len else self.num_known - self.num_processed
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Its prompt is scored, and nothing more."""
+        return self.max_len == self.prompt_len
 
     @property
     def is_done(self) -> bool:
@@ -91,6 +109,28 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether what it may draw next depends on what it has drawn, so that the host must say it before each draw."""
+        params = self.params
+        return (
+            self.constraint is not None
+            or len(self.token_ids) - self.prompt_len < params.min_tokens
+            or any(len(word) > 1 for word in params.bad_words_ids)
+        )
+
+    def forbidden_ids(self) -> list[int]:
+        """Tokens that may not come next: ends, before `min_tokens`; what would complete a bad word of several."""
+        params, token_ids = self.params, self.token_ids
+        found = [
+            word[-1] for word in params.bad_words_ids if len(word) > 1 and token_ids[1 - len(word) :] == list(word[:-1])
+        ]
+        if self.num_output < params.min_tokens:
+            found += params.stop_token_ids
+            if not params.ignore_eos:
+                found.append(self.eos_token_id)
+        return found
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
         """Take the next token; returns the text that became certain. Sets `finish_reason` when this was the last."""
@@ -106,11 +146,19 @@ class Sequence:
         text = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
         return self._emit(text, is_last=self.finish_reason is not None)
 
+    def end_if_read(self, num_processed: int) -> None:
+        """A request that draws nothing is over when its prompt has been read."""
+        if self.draws_nothing and num_processed == self.prompt_len and not self.is_done:
+            self.finish_reason = FinishReason.LENGTH
+
     def _emit(self, text: str, is_last: bool) -> str:
         if self._detokenizer is None or self._stop is None:
             return ""
         if is_last:
             text += self._detokenizer.flush()
+        if self.num_output < self.params.min_tokens:
+            self.text += text  # no stop string counts yet
+            return text
         out = self._stop.push(text)
         if self._stop.stopped:
             self.finish_reason = FinishReason.STOP
@@ -137,4 +185,5 @@ class Sequence:
             text=self.text if self._detokenizer is not None else None,
             finish_reason=self.finish_reason,
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
         )

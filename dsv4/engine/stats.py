@@ -14,6 +14,8 @@ class EngineStats:
 
     With offloaded experts, a forward call counts each expert a layer chose once: a hit if the device had it, a miss if
     it came from the host. `num_expert_bytes` also holds what was copied ahead of a choice. All 0 without.
+
+    `seconds_waiting` is how long the host has waited for the device's results.
     """
 
     num_waiting: int
@@ -32,3 +34,4 @@ class EngineStats:
     num_expert_hits: int = 0
     num_expert_misses: int = 0
     num_expert_bytes: int = 0
+    seconds_waiting: float = 0.0

@@ -1,4 +1,4 @@
-"""`dsv4 bench`: `model` measures a whole model on any device, `ops` single ops on a GPU. Registered by `cli`.
+"""`dsv4 bench`: `model` measures a whole model on any device, `serve` a load of requests, `ops` single ops on a GPU.
 
 The cases and the timer of `ops` belong to a checkout, not to the installed package (nothing in the package imports
 `dsv4.testing`), so that one runs `benchmarks/bench_ops.py` in a process of its own.
@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +18,9 @@ from rich.console import Console
 from dsv4.config import ConfigError
 from dsv4.serve.load import DeviceOption
 from dsv4.tools.sizes import EXPERT_FORMATS
+
+if TYPE_CHECKING:
+    from dsv4.tools.bench_serve import EngineTarget, Load
 
 bench_app = typer.Typer(no_args_is_help=True)
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_ops.py"
@@ -127,6 +130,79 @@ def bench_model_command(
         print_report(report, Console(width=max(Console().width, 100)))  # the widest table
     if plot is not None:
         plot_report(report, plot)
+
+
+@bench_app.command("serve")
+def bench_serve_command(
+    target: Annotated[
+        str | None, typer.Argument(help="flash, pro, tiny (random weights) or a checkpoint. Default: the miniature.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server instead: any that speaks OpenAI's completions.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests in all.", min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(help="Requests always under way, without --rate.", min=1)] = 8,
+    rate: Annotated[float | None, typer.Option(help="Arrivals a second instead, at random (Poisson).")] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output: Annotated[int, typer.Option(help="Tokens each request generates.", min=1)] = 32,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the draws.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
+    experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
+    device: DeviceOption = "cpu",
+    model: Annotated[str | None, typer.Option(help="With --url: the model's name. Default: its first.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --url: sent as a bearer token.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
+) -> None:
+    """Serve a load of requests and measure what callers wait for: first token, between tokens, tokens a second.
+
+    Examples:
+
+    dsv4 bench serve --requests 16 --concurrency 4
+
+    dsv4 bench serve --url http://127.0.0.1:8000 --rate 2 --prompt 512 --output 64 --plot waits.png
+    """
+    from dsv4.tools.bench_serve import Load, Target, UrlTarget, measure_load
+    from dsv4.tools.bench_serve_text import plot_waits, print_serve_report, progress
+
+    load = Load(
+        requests=requests, concurrency=concurrency, rate=rate, prompt_tokens=prompt, output_tokens=output,
+        temperature=temperature, top_p=top_p, seed=seed,
+    )  # fmt: skip
+    if url is not None:
+        if target is not None or schedule is not None:
+            raise ConfigError("--url measures a server; it takes no model of this machine")
+        served: Target = UrlTarget(url, model, api_key)
+    else:
+        served = _engine_target(target, load, schedule, experts, device)
+    with progress(load.requests) as on_done:
+        report, timelines = measure_load(served, load, on_done)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        print_serve_report(report, Console())
+    if plot is not None:
+        plot_waits(report, timelines, plot)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _engine_target(target: str | None, load: Load, schedule: str | None, experts: str, device: str) -> EngineTarget:
+    from dsv4.config import EngineConfig
+    from dsv4.llm import LLM
+    from dsv4.tools.bench_context import build_model
+    from dsv4.tools.bench_serve import EngineTarget
+
+    chosen = next((name for name in EXPERT_FORMATS if name == experts), None)
+    if chosen is None:
+        raise ConfigError(f"--experts must be one of {', '.join(EXPERT_FORMATS)}, found {experts!r}")
+    kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
+    made = build_model(target, schedule=kinds, experts=chosen, device=device)
+    limits = EngineConfig(
+        max_context_tokens=load.prompt_tokens + load.output_tokens,
+        max_concurrent_requests=load.requests if load.rate is not None else min(load.concurrency, load.requests),
+    )
+    llm = LLM.from_params(made.config, made.params, engine=limits, pool=made.pool)
+    return EngineTarget(llm.engine, f"{target or 'the miniature'} on {device}")
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class ChatSession:
         history = [*self.messages, {"role": "user", "content": text}]
         assert self.llm.tokenizer is not None
         prompt = self.llm.tokenizer.encode_segments(render_segments(history, self.options))
-        room = self.llm.cache.engine.max_context_tokens - len(prompt)
+        room = self.llm.cache.limits.max_context_tokens - len(prompt)
         if room < 1:
             raise RequestError(f"the conversation has {len(prompt)} tokens and no room for an answer: /reset it")
         seed = self.seed if self.seed is not None else secrets.randbits(63)

@@ -188,7 +188,7 @@ def _count_experts(llm: LLM) -> ExpertCounter:
     from dsv4.tools.experts import ExpertCounter  # here: it loads torch
 
     counter = ExpertCounter(llm.config)
-    llm.engine.observe = counter
+    llm.engine.on_experts = counter
     return counter
 
 

@@ -150,7 +150,7 @@ class JobMaker:
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""
-        context = self._engine.cache.engine.max_context_tokens
+        context = self._engine.cache.limits.max_context_tokens
         room, cap = max(context - prompt_len, 1), self._config.max_output_tokens
         if asked is None:
             return min(value for value in (default, cap, room) if value is not None)

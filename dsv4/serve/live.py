@@ -10,8 +10,8 @@ from torch import Tensor
 from dsv4.cache.schema import CacheSchema
 from dsv4.engine.engine import Engine
 from dsv4.engine.stats import EngineStats
-from dsv4.model.block import BlockOutput
 from dsv4.serve.responses import CacheKind, Live
+from dsv4.tools.experts import expert_counts
 
 _WATCH_SECONDS = 5.0
 _DECAY = 0.9  # of a step's counts, per step: the view shows about the last ten steps
@@ -30,12 +30,11 @@ class LiveView:
     def on_step(self, stats: EngineStats) -> None:
         """Start or stop counting experts, as somebody looks or not."""
         is_watched = time.monotonic() < self._watched_until
-        self._engine.observe = self._count if is_watched else None
+        self._engine.on_experts = self._count if is_watched else None
         self._counts *= _DECAY
 
-    def _count(self, layer_idx: int, output: BlockOutput) -> None:
-        chosen: Tensor = output.experts.flatten().cpu()  # [T * k]
-        self._counts[layer_idx] += torch.bincount(chosen, minlength=self._num_experts)
+    def _count(self, chosen: Tensor) -> None:
+        self._counts += expert_counts(chosen, self._num_experts)
 
     def snapshot(self, model: str, stats: EngineStats) -> Live:
         """Now. Asking keeps the experts counted for the next seconds."""

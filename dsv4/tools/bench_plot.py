@@ -18,18 +18,24 @@ def plot_report(report: Report, path: Path) -> None:
     records = report.of("decode")
     if not records:
         raise PlotError("there are no decode records to plot; run the section `decode`")
+    figure = figure_of(f"{report.model} on {report.origin['device']}")
+    by_context, by_batch = figure.subplots(1, 2)
+    _lines(by_context, records, "context", "batch", "ms", "context (tokens)", "ms a step")
+    _lines(by_batch, records, "batch", "context", "tokens_per_second", "batch (requests)", "tokens a second")
+    figure.savefig(path, dpi=150)
+
+
+def figure_of(title: str) -> Any:
+    """An empty figure, twice as wide as high."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotError("plots need matplotlib: pip install 'dsv4[plot]'") from None
+        raise PlotError("plots need matplotlib, which is not installed: pip install matplotlib") from None
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    by_context, by_batch = figure.subplots(1, 2)
-    _lines(by_context, records, "context", "batch", "ms", "context (tokens)", "ms a step")
-    _lines(by_batch, records, "batch", "context", "tokens_per_second", "batch (requests)", "tokens a second")
-    figure.suptitle(f"{report.model} on {report.origin['device']}")
-    figure.savefig(path, dpi=150)
+    figure.suptitle(title)
+    return figure
 
 
 def _lines(axes: Any, records: Sequence[Record], x: str, line: str, y: str, x_label: str, y_label: str) -> None:

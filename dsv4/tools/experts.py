@@ -1,4 +1,4 @@
-"""Which experts a model used: an observer of `Engine.observe` or `Transformer.forward` that counts choices by layer."""
+"""Which experts a model used: choices counted by layer, as `Engine.on_experts` tells them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.model.block import BlockOutput
 from dsv4.schedule import LayerSpec, build_schedule
 
 
@@ -30,24 +29,26 @@ class LayerExperts:
         return tuple(count / max(total, 1) for count in self.counts)
 
 
-class ExpertCounter:
-    """`engine.observe = ExpertCounter(config)`, then run, then `layers()`.
+def expert_counts(chosen: Tensor, num_experts: int) -> Tensor:
+    """chosen int64 [layers, T, k] -> how often each expert was: int64 [layers, experts]."""
+    return torch.stack([torch.bincount(layer.flatten(), minlength=num_experts) for layer in chosen])
 
-    Every processed token counts, the prompt's too. Choices stay on the device until they are asked for.
+
+class ExpertCounter:
+    """`engine.on_experts = ExpertCounter(config)`, then run, then `layers()`.
+
+    Every processed token counts, the prompt's too.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._schedule = build_schedule(config)
-        self._num_experts = config.n_routed_experts
-        self._counts: list[Tensor | None] = [None] * len(self._schedule)
+        self._counts = torch.zeros(len(self._schedule), config.n_routed_experts, dtype=torch.int64)
 
-    def __call__(self, layer_idx: int, output: BlockOutput) -> None:
-        found = torch.bincount(output.experts.flatten(), minlength=self._num_experts)
-        known = self._counts[layer_idx]
-        self._counts[layer_idx] = found if known is None else known + found
+    def __call__(self, chosen: Tensor) -> None:
+        self._counts += expert_counts(chosen, self._counts.shape[1])
 
     def layers(self) -> list[LayerExperts]:
         return [
-            LayerExperts(layer, tuple([0] * self._num_experts if counts is None else counts.tolist()))
-            for layer, counts in zip(self._schedule, self._counts, strict=True)
+            LayerExperts(layer, tuple(counts))
+            for layer, counts in zip(self._schedule, self._counts.tolist(), strict=True)
         ]

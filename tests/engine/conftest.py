@@ -7,6 +7,7 @@ import torch
 from engine_cases import ONE_LAYER, SMALL, assert_all_free
 
 from dsv4.config import EngineConfig
+from dsv4.engine.engine import Engine
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.text.byte_tokenizer import byte_tokenizer
@@ -28,9 +29,20 @@ def tokenizer():
     return Tokenizer(byte_tokenizer(SMALL.vocab_size), "the byte tokenizer")
 
 
+def pytest_generate_tests(metafunc):
+    if "make_llm" in metafunc.fixturenames:
+        ways = [False, True] if getattr(metafunc.module, "RUNS_BOTH_WAYS", False) else [False]
+        names = ["in turn", "overlapped"][: len(ways)]
+        metafunc.parametrize("make_llm", ways, ids=names, indirect=True)
+
+
 @pytest.fixture
-def make_llm(models, tokenizer):
-    """`make_llm(model, with_tokenizer, **limits)`. When the test is over, every cache must be free again."""
+def make_llm(models, tokenizer, request):
+    """`make_llm(model, with_tokenizer, **limits)`. When the test is over, every cache must be free again.
+
+    In a module with `RUNS_BOTH_WAYS` its tests run in turn and overlapped: each step launched before the one before it
+    is collected, as on a GPU.
+    """
     made = []
 
     def make(model="one layer", with_tokenizer=True, **limits):
@@ -39,9 +51,12 @@ def make_llm(models, tokenizer):
             config, params, numerics=numerics, tokenizer=tokenizer if with_tokenizer else None,
             engine=EngineConfig(**{"max_context_tokens": 512, "max_concurrent_requests": 4, **limits}),
         )  # fmt: skip
+        llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, overlap=request.param)
         made.append(llm)
         return llm
 
     yield make
     for llm in made:
+        while llm.engine.has_work:
+            llm.engine.step()
         assert_all_free(llm)

@@ -31,12 +31,16 @@ def let_it_say(llm, *answers):
     scripts = [encode(answer) if isinstance(answer, str) else list(answer) for answer in answers]
 
     def sample(logits, rows, state):
+        steps = rows.positions + 1 - state.prompt_lens[rows.slots]
         chosen = [
             scripts[seed][step] if step < len(scripts[seed]) else FILLER
-            for seed, step in zip(state.seeds[rows.slots].tolist(), rows.steps(state).tolist(), strict=True)
+            for seed, step in zip(state.seeds[rows.slots].tolist(), steps.tolist(), strict=True)
         ]
         assert len(chosen) == len(logits)
-        return torch.tensor(chosen)
+        token_ids = torch.tensor(chosen)
+        state.last_tokens[rows.slots] = token_ids
+        state.token_counts[rows.slots, token_ids] += 1
+        return token_ids
 
     llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
     return llm

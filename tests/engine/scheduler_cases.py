@@ -74,12 +74,20 @@ def run_step(scheduler, now=0.0):
     scheduler.check_integrity()
     plan = scheduler.schedule(now)
     scheduler._cache.apply(plan)
-    for piece in plan.pieces:
-        if piece.draws:
-            piece.sequence.append(3, None)
     scheduler.commit(plan)
+    collect(scheduler, plan)
     scheduler.check_integrity()
     return [(piece.sequence, piece.start, piece.length) for piece in plan.pieces]
+
+
+def collect(scheduler, plan):
+    """Every request of the plan that draws gets token 3."""
+    for piece in plan.pieces:
+        if piece.draws and piece.sequence.num_unread:
+            piece.sequence.num_unread -= 1
+            if not piece.sequence.is_done:
+                piece.sequence.append(3, None)
+        scheduler.settle(piece.sequence)
 
 
 def pieces_of(step):

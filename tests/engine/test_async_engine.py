@@ -10,7 +10,7 @@ import torch
 from engine_cases import assert_all_free
 
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
-from dsv4.engine.events import ErrorEvent
+from dsv4.engine.events import EndEvent, ErrorEvent
 from dsv4.engine.sequence import RequestAborted, RequestFailed
 from dsv4.request import SamplingParams
 
@@ -306,3 +306,20 @@ def test_random_arrivals_and_departures(make_llm, started):
     for result, ids in zip(results, expected, strict=True):
         assert result is None or result == ([ids], [None])
     assert_all_free(llm)
+
+
+def test_a_prompt_that_is_only_scored_ends_without_a_token(make_llm):
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    engine.start()
+
+    async def ask():
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        async with engine.submit([llm.engine.prepare([5, 6, 7], params) for _ in range(2)]) as stream:
+            return [event async for event in stream], stream.sequences
+
+    events, sequences = asyncio.run(ask())
+    assert engine.stop(timeout=10)
+    assert [type(event) for event in events] == [EndEvent, EndEvent]
+    assert sorted(event.choice for event in events) == [0, 1]
+    assert [len(sequence.prompt_logprobs) for sequence in sequences] == [3, 3]

@@ -9,6 +9,8 @@ from engine_cases import FILLER, SMALL, encode, let_it_say
 
 from dsv4.request import FinishReason, RequestError, SamplingParams
 
+RUNS_BOTH_WAYS = True
+
 EOS = SMALL.eos_token_id
 
 

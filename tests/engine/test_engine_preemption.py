@@ -10,8 +10,11 @@ from engine_cases import SMALL, assert_all_free
 
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.engine import Engine
+from dsv4.engine.runner import Runner
 from dsv4.request import SamplingParams
 from dsv4.serve.metrics import Metrics
+
+RUNS_BOTH_WAYS = True
 
 LENGTHS = (3, 129, 2, 126, 20)
 PARAMS = [
@@ -72,7 +75,8 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     num_output, text = sequence.num_output, sequence.text
     urgent = llm.engine.add(PROMPTS[0], replace(PARAMS[0], priority=1))
     llm.engine.step()
-    assert (sequence.slot, sequence.num_preemptions, sequence.num_output) == (None, 1, num_output)
+    assert (sequence.slot, sequence.num_preemptions) == (None, 1)
+    assert num_output <= sequence.num_output <= num_output + 1, "no more than a token that was under way"
     while llm.engine.has_work:
         llm.engine.step()
     assert urgent.completion() == alone[0]
@@ -81,6 +85,12 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     stats = llm.engine.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
+
+
+def padding_runner(llm, padded):
+    runner = Runner(llm.model, llm.cache, buckets=(), use_graphs=False)
+    runner.padded = padded
+    return runner
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_blocks": 3, "max_chunk_tokens": 60}])
@@ -97,7 +107,7 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
         sizes.append(num_tokens)
         return num_tokens + 1 + num_tokens % 3
 
-    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, pad_to=bucket)
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=padding_runner(llm, bucket))
     assert llm.generate(PROMPTS, PARAMS) == alone
     assert len(sizes) == llm.engine.stats().num_steps
     monkeypatch.undo()
@@ -110,7 +120,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     embed[0] = float("nan")
     monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
     monkeypatch.setattr("dsv4.engine.step.PADDED_SLOT", 0)
-    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, pad_to=lambda num_tokens: num_tokens + 2)
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=padding_runner(llm, lambda num: num + 2))
     sequence = llm.engine.add(PROMPTS[0], PARAMS[0])
     while llm.engine.has_work:
         llm.engine.step()
@@ -122,12 +132,13 @@ def test_a_runner_of_ones_own(make_llm, alone):
     llm = make_llm("official", max_chunk_tokens=60)
     asked = []
 
-    class Watching:
-        def forward(self, batch, sample_rows):
-            asked.append((batch.num_tokens, sample_rows.tolist()))
-            return llm.model.logits(llm.model.forward(batch, llm.cache.handle)[sample_rows])
+    class Watching(Runner):
+        def forward(self, batch, draw_rows):
+            asked.append((batch.num_tokens, draw_rows.tolist()))
+            return super().forward(batch, draw_rows)
 
-    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=Watching())
+    runner = Watching(llm.model, llm.cache, buckets=(), use_graphs=False)
+    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=runner)
     assert llm.generate([PROMPTS[1]], PARAMS[1]) == [alone[1]]
     assert asked == [(60, []), (60, []), (9, [8]), *[(1, [0])] * 4]
     assert_all_free(llm)

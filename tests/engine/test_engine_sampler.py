@@ -11,6 +11,8 @@ from engine_cases import SMALL, encode, let_it_say
 from dsv4.ops.sampling import HAS_PENALTIES, IN_PROMPT
 from dsv4.request import SamplingParams
 
+RUNS_BOTH_WAYS = True
+
 
 @pytest.fixture
 def watched(make_llm):
@@ -19,7 +21,7 @@ def watched(make_llm):
     say, seen = llm.model.context.ops.sample, []
 
     def sample(logits, rows, state):
-        seen.append((rows, state))
+        seen.append((rows, replace(state, token_counts=state.token_counts.clone())))
         return say(logits, rows, state)
 
     llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))

@@ -217,7 +217,7 @@ def test_limits_beyond_the_model(models):
     config, params, _ = models["one layer"]
     with pytest.raises(ConfigError, match="max_context_tokens must be at most .* 1024, found 2048"):
         LLM.from_params(config, params, numerics="exact", engine=EngineConfig(max_context_tokens=2048))
-    limits = LLM.from_params(config, params, numerics="exact").cache.engine
+    limits = LLM.from_params(config, params, numerics="exact").cache.limits
     assert limits.max_context_tokens == ONE_LAYER.max_position_embeddings, "the default follows a short model"
 
 

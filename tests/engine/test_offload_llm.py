@@ -84,9 +84,10 @@ def test_looking_inside(folder, resident):
     for one, other in zip(llm.trace(ids[:9]), resident.trace(ids[:9]), strict=True):
         assert torch.equal(one.streams, other.streams)
     seen = []
-    llm.engine.observe = lambda layer_idx, output: seen.append(layer_idx)
+    llm.engine.on_experts = lambda chosen: seen.append(tuple(chosen.shape))
     llm.generate([PROMPTS[0]], PARAMS[:1])
-    assert len(seen) % CONFIG.num_hidden_layers == 0
+    assert {shape[::2] for shape in seen} == {(CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok)}
+    assert sum(shape[1] for shape in seen) == len(PROMPTS[0]) + PARAMS[0].max_tokens - 1
     assert [layer.following is not None for layer in llm.pool.layers] == [True, True, False, False]
     assert len({layer.kind for layer in llm.pool.layers}) == 2
     llm.engine.check_integrity()

@@ -11,6 +11,7 @@ from engine_cases import SMALL
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
+from dsv4.engine.engine import Engine
 from dsv4.engine.graphs import RunnerError
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
@@ -23,6 +24,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH
 from dsv4.ops.moe import moe
 from dsv4.ops.triton_set import TRITON
+from dsv4.request import SamplingParams
 
 PROMPTS = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
 
@@ -37,6 +39,25 @@ def make_cache(model, num_slots=8, device="cpu"):
     return KVCacheManager(SMALL, model.schedule, limits, device=device, plain_dtype=None)
 
 
+class FakeReplay:
+    """Runs the call again, and leaves what it gives where the first call left it, as a graph does."""
+
+    def __init__(self, call):
+        self._call = call
+        self.result = call()
+
+    def __call__(self):
+        for static, made in zip(_tensors(self.result), _tensors(self._call()), strict=True):
+            static.copy_(made)
+        return self.result
+
+
+def _tensors(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for part in result if part is not None for tensor in _tensors(part)]
+
+
 class FakeGraph:
     """A capture that runs the call again at every replay, over the same static buffers."""
 
@@ -45,7 +66,7 @@ class FakeGraph:
 
     def __call__(self, call):
         self.num_captures += 1
-        return call
+        return FakeReplay(call)
 
 
 def make_runner(model, cache, buckets=(1, 2, 4, 8), **options):
@@ -65,7 +86,7 @@ def generate(runner, cache, prompts, num_steps, tokens_per_step=1):
     pieces, steps = prompts, []
     for _ in range(num_steps):
         batch = cache.make_batch(slots, pieces)
-        logits = runner.forward(batch, last_rows(pieces, cache.device)).clone()
+        logits = runner.forward(batch, last_rows(pieces, cache.device)).logits.clone()
         steps.append(logits.cpu())
         pieces = [[int(token)] * tokens_per_step for token in logits.argmax(-1)]
     for slot in slots:
@@ -136,9 +157,11 @@ def test_warm_up_leaves_the_cache_alone(params):
     runner = Runner(model, cache, buckets=(2, 1), use_graphs=True, capture=FakeGraph())
     runner.warm_up(lambda what, done, total: seen.append((what, done, total)))
     assert seen == [("capturing", 1, 2), ("capturing", 2, 2)]
+    assert runner.slots.state.last_tokens.eq(0).all()
     assert runner.captured == (1, 2)
-    for replay in runner._graphs.values():
-        replay.replay()
+    for graph in runner._graphs.values():
+        graph._forward()
+        graph._draw()
     assert bool((cache.handle(1).entries.rows.data == 7).all())
     assert cache.handle(0).window.positions.max() == -1
 
@@ -159,9 +182,63 @@ def test_rows_in_any_order(params):
     runner = make_runner(model, cache)
     slots = [cache.admit(20) for _ in range(3)]
     batch = cache.make_batch(slots, [[4], [5], [6]])
-    in_order = runner.forward(batch, torch.arange(3)).clone()
-    assert torch.equal(runner.forward(batch, torch.tensor([2, 0])), in_order[[2, 0]])
-    assert runner.forward(batch, torch.zeros(0, dtype=torch.int64)).shape == (0, SMALL.vocab_size)
+    in_order = runner.forward(batch, torch.arange(3)).logits.clone()
+    assert torch.equal(runner.forward(batch, torch.tensor([2, 0])).logits, in_order[[2, 0]])
+    assert runner.forward(batch, torch.zeros(0, dtype=torch.int64)).logits.shape == (0, SMALL.vocab_size)
+
+
+def serve(params, requests, overlap=False, **options):
+    """Completions of requests that run together, the steps in (fake) graphs if there are buckets."""
+    model = Transformer(SMALL, params, torch.bfloat16)
+    cache = make_cache(model)
+    runner = make_runner(model, cache, **options)
+    engine = Engine(model, cache, None, runner=runner, overlap=overlap)
+    sequences = [engine.prepare(prompt, asked, rule() if rule else None) for prompt, asked, rule in requests]
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    return [sequence.completion() for sequence in sequences], runner
+
+
+class Even:
+    """Allows even tokens."""
+
+    def allowed(self):
+        return torch.arange(SMALL.vocab_size) % 2 == 0
+
+    def accept(self, token_id):
+        assert token_id % 2 == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_of_every_kind_in_graphs(params, overlap):
+    """Draws, masks, log-probabilities and scores over static buffers, beside padding, as without graphs."""
+    kinds = [
+        ({"temperature": 0.0}, None),
+        ({"seed": 4, "top_p": 0.8, "logprobs": 4}, None),
+        ({"seed": 5, "logprobs": 60, "frequency_penalty": 0.7}, Even),
+        ({"seed": 6, "min_tokens": 3, "logit_bias": {1: 50.0}}, None),
+        ({"seed": 7, "prompt_logprobs": 2}, None),
+    ]
+    requests = [
+        (prompt, SamplingParams(max_tokens=5 + place, ignore_eos=place != 3, **kind), rule)
+        for place, (prompt, (kind, rule)) in enumerate(zip(PROMPTS, kinds, strict=True))
+    ]
+    expected = [serve(params, [request], buckets=())[0][0] for request in requests]
+    found, runner = serve(params, requests, overlap)
+    assert found == expected
+    assert runner.num_replays >= 8
+    assert set(found[2].token_ids) <= set(range(0, SMALL.vocab_size, 2))
+
+
+def test_a_mask_of_the_step_before_is_not_read(params):
+    """A bound request ends, and the next one in its row is free."""
+    bound = (PROMPTS[0], SamplingParams(max_tokens=2, seed=1, ignore_eos=True), Even)
+    free = (PROMPTS[1], SamplingParams(max_tokens=8, seed=2, ignore_eos=True), None)
+    expected = serve(params, [free], buckets=())[0][0]
+    assert serve(params, [bound, free], buckets=(2,))[0][1] == expected
 
 
 @pytest.mark.parametrize("placement", [Placement(1, 3), Placement(0, 2), Placement(4, 0)])
@@ -192,14 +269,14 @@ class PiecewiseCapture:
         then()
 
     def __call__(self, call):
-        def replay():
+        def recorded():
             self.pool.recorder = self
             try:
                 return call()
             finally:
                 self.pool.recorder = None
 
-        return replay
+        return FakeReplay(recorded)
 
 
 def test_offloaded_experts_in_pieces(params):
@@ -210,6 +287,7 @@ def test_offloaded_experts_in_pieces(params):
     capture.pool = pool
     runner = Runner(model, cache, buckets=(1, 2, 4), use_graphs=True, experts=pool, capture=capture)
     runner.warm_up()
+    capture.num_cuts = 0
     assert torch.equal(generate(runner, cache, PROMPTS[:3], 6), direct(params, PROMPTS[:3], 6))
     assert capture.num_cuts == 5 * SMALL.num_hidden_layers
     pool.check_integrity()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import Books, make_sequence, pieces_of, run_step, scheduler_of
+from scheduler_cases import Books, collect, make_sequence, pieces_of, run_step, scheduler_of
 
 from dsv4.cache.errors import IntegrityError, RequestNeverFits
 from dsv4.cache.schema import blocks_at_position
@@ -161,10 +161,8 @@ def test_aborting_at_any_moment_frees_everything(when):
         plan = scheduler.schedule()
         books.apply(plan)
         scheduler.abort(second)
-        for piece in plan.pieces:
-            if not piece.sequence.is_done:
-                piece.sequence.append(3, None)
         scheduler.commit(plan)
+        collect(scheduler, plan)
     elif when != "waiting":
         for _ in range({"running": 1, "preempted": 3, "done": 3}[when]):
             run_step(scheduler)

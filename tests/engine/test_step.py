@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.engine.scheduler import Piece, StepPlan
-from dsv4.engine.step import StepBuilder
+from dsv4.engine.step import LAST_DRAWN, StepBuilder
 from dsv4.request import SamplingParams
 
 
@@ -34,10 +34,36 @@ def test_rows(planned, pad_to):
     assert step.batch.chunk_starts.tolist() == [0] * 7 + [5, *padding]
     assert step.batch.chunk_ends.tolist() == [7] * 7 + [6, *padding]
     assert step.batch.block_table is llm.cache.block_table
-    assert step.sample_rows.tolist() == [7]
-    assert step.drawing == (plan.pieces[1].sequence,)
-    for tensor in (step.batch.token_ids, step.batch.positions, step.batch.slots, step.sample_rows):
+    assert step.draw_rows.tolist() == [7]
+    assert step.draw_slots.tolist() == [plan.pieces[1].slot]
+    assert step.draw_positions.tolist() == [5]
+    assert (step.drawing, step.num_tokens) == ((plan.pieces[1].sequence,), 8)
+    for tensor in (step.batch.token_ids, step.batch.positions, step.batch.slots, step.draw_rows, step.draw_slots):
         assert tensor.dtype == torch.int64
+
+
+def test_a_token_still_under_way_is_looked_up_by_its_slot(planned):
+    """The host knows six tokens of the second request, the device has drawn a seventh."""
+    llm, plan = planned
+    piece = plan.pieces[1]
+    llm.cache.prepare_forward([piece.slot], [5], [1])
+    piece.sequence.num_unread = 1
+    step = StepBuilder(llm.cache).build(StepPlan((Piece(piece.sequence, piece.slot, 6, 1, True),), ()))
+    assert (step.batch.token_ids.tolist(), step.batch.positions.tolist()) == ([LAST_DRAWN], [6])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_columns_of_the_draw_are_aligned(make_llm, num_tokens):
+    """A kernel is compiled apart for a pointer that is no multiple of 16 bytes."""
+    llm = make_llm()
+    slots = [llm.cache.admit(9) for _ in range(3)]
+    pieces = [Piece(llm.engine.prepare([5] * 4, SamplingParams()), slot, 0, num_tokens, True) for slot in slots]
+    step = StepBuilder(llm.cache).build(StepPlan(tuple(pieces), ()))
+    start = step.batch.token_ids.data_ptr()
+    for column in (step.draw_rows, step.draw_slots, step.draw_positions):
+        assert (column.data_ptr() - start) % 16 == 0
+    for slot in slots:
+        llm.cache.release(slot)
 
 
 def test_blocks_are_there_before_the_call(planned):
@@ -50,7 +76,7 @@ def test_blocks_are_there_before_the_call(planned):
 def test_nobody_draws_while_prompts_are_read(planned):
     llm, plan = planned
     step = StepBuilder(llm.cache).build(StepPlan(plan.pieces[:1], ()))
-    assert (step.sample_rows.shape, step.sample_rows.dtype, step.drawing) == ((0,), torch.int64, ())
+    assert (step.draw_rows.shape, step.draw_rows.dtype, step.drawing) == ((0,), torch.int64, ())
 
 
 @pytest.mark.gpu
@@ -71,5 +97,5 @@ def test_staging_is_not_overwritten_while_it_is_copied(models):
     for start, step in enumerate(steps):
         assert step.batch.token_ids.tolist() == [2 + start] + [0] * (start % 7)
         assert step.batch.positions.tolist()[0] == start
-        assert step.sample_rows.tolist() == [0]
+        assert step.draw_rows.tolist() == [0]
     llm.cache.release(slot)

@@ -62,7 +62,7 @@ def run_case(runner, set_a, case):
     try:
         for length in set_a.chunks(case):
             batch = cache.make_batch([slot], [remaining[:length]])
-            rows.append(runner.forward(batch, torch.arange(length, device="cuda")).cpu())
+            rows.append(runner.forward(batch, torch.arange(length, device="cuda")).logits.cpu())
             del remaining[:length]
     finally:
         cache.release(slot)

@@ -117,10 +117,10 @@ def test_the_live_view(two_layer_params):
     assert by_block == 2 * schema.bytes_per_block
     assert by_block + by_request == schema.request_bytes(2 * 128)
     server.wait_until_free()
-    assert server.llm.engine.observe is not None, "still watched"
+    assert server.llm.engine.on_experts is not None, "still watched"
     server.app.state.server.live._watched_until = 0
     server.chat()
-    assert server.llm.engine.observe is None, "nobody looks: nothing is counted"
+    assert server.llm.engine.on_experts is None, "nobody looks: nothing is counted"
     server.stop()
 
 

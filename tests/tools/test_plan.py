@@ -115,9 +115,9 @@ def test_reserves_by_hand():
     engine = EngineConfig(max_context_tokens=8192, max_concurrent_requests=5, max_chunk_tokens=16, max_draft_tokens=3)
     # 256 wide, 4 streams, 4 heads of 128: attention 2 * (1024 + 384 + 512) + 64 = 3904, experts 3 * 2 * 640 = 3840
     per_token = 4096 + 1536 + 1024 + 3904
-    assert workspace_bytes(TINY, engine) == 20 * per_token + 4 * 20 * 2048 + 8 * 20 * 512
+    assert workspace_bytes(TINY, engine) == 20 * per_token + 4 * 20 * 2048 + 8 * 25 * 512
     long = replace(engine, max_context_tokens=131_073)  # two runs of attention for each token
-    assert workspace_bytes(TINY, long) == 20 * per_token + 4 * 20 * 32_769 + 4 * 64 * 128 * 40 + 8 * 20 * 512
+    assert workspace_bytes(TINY, long) == 20 * per_token + 4 * 20 * 32_769 + 4 * 64 * 128 * 40 + 8 * 25 * 512
     assert workspace_bytes(FLASH, replace(long, max_chunk_tokens=8192)) - workspace_bytes(
         FLASH, replace(long, max_chunk_tokens=8192, max_context_tokens=131_072)
     ) == 4 * 256 + PLAN.max_states * 4 * 64 * 512  # fmt: skip

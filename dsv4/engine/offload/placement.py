@@ -124,7 +124,8 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
     queries, picked entries) and experts (gate, up and activation of the chosen and the shared one, and their outputs).
     Then index scores of up to `INDEX_SCORE_ROWS` queries over the longest context (FP32), states of attention over long
-    contexts (FP32), and FP32 logits twice for each token that is sampled.
+    contexts (FP32), and FP32 logits twice for each token that is sampled. For each request, the counts and biases of
+    all tokens that its draws may need.
     """
     sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
     num_tokens = max(engine.max_chunk_tokens, sampled)
@@ -140,7 +141,8 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     num_states = num_tokens * -(-config.num_attention_heads // 64) * num_runs if num_runs > 1 else 0
     states = 4 * 64 * config.head_dim * min(num_states, ATTENTION_STATES)
     logits = 2 * 4 * sampled * config.vocab_size
-    return num_tokens * (streams + max(attention, experts)) + scores + states + logits
+    draws = 2 * 4 * engine.max_concurrent_requests * config.vocab_size
+    return num_tokens * (streams + max(attention, experts)) + scores + states + logits + draws
 
 
 def graph_bytes(num_layers: int, engine: EngineConfig) -> int:

@@ -1,0 +1,133 @@
+"""`BucketGraph`: the captured step of up to so many tokens: the forward call, the draw, and the log-probabilities.
+
+Three graphs, since not every step needs all: a step that reads prompts may draw nothing, and the draw may have to wait
+for the host (a rule's mask) while the forward call runs. Each reads static buffers and the results of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.engine.graphs import Capture, Replay
+from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.sampler import NUM_TOP
+from dsv4.engine.step import PADDED_SLOT
+from dsv4.ops import OpSet
+from dsv4.ops.sampling import SamplingRows, SamplingState
+
+_FIELDS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
+_SLOTS_ROW = _FIELDS.index("slots")
+WORD_BITS = 32
+
+
+class Forwarded(NamedTuple):
+    """What a forward call leaves on the device. That of a replay is overwritten by the next replay.
+
+    logits   fp32 (or wider) [R, vocab]: of the rows asked for
+    streams  [T, n, D]: after the last layer
+    experts  [T, k] for every layer
+    bucket   the graph that made it, or None
+    """
+
+    logits: Tensor
+    streams: Tensor
+    experts: tuple[Tensor, ...]
+    bucket: BucketGraph | None = None
+
+
+class Draws(NamedTuple):
+    """Token ids int64 [R], and what `sampled_logprobs` gives of them where somebody asked."""
+
+    token_ids: Tensor
+    logprobs: tuple[Tensor, ...] = ()
+
+
+Compute = Callable[[TokenBatch, Tensor, int | None], Forwarded]  # batch, rows to draw from, rows that are no padding
+
+
+class BucketGraph:
+    """The static buffers of one bucket, and the captured calls over them."""
+
+    def __init__(
+        self, size: int, block_table: Tensor, state: SamplingState, ops: OpSet, experts: ExpertPool | None = None
+    ) -> None:
+        device, vocab_size = block_table.device, state.bias.shape[1]
+        self._num_valid = 0
+        self._experts = experts
+        self._state, self._ops = state, ops
+        self._num_top = min(NUM_TOP[0], vocab_size)
+        self._fields, self.batch = padding_batch(size, block_table)
+        self._padding = self._fields.clone()
+        self._num_filled = 0  # rows of the buffers that do not hold padding
+        self._draw_rows = torch.zeros(size, dtype=torch.int64, device=device)
+        self._rows = padding_rows(size, vocab_size, device)
+
+    def capture(self, compute: Compute, capture: Capture) -> None:
+        """Capture `compute` over the buffers, and drawing from what it gives."""
+        self._forward: Replay[Forwarded] = capture(lambda: compute(self.batch, self._draw_rows, self._num_valid))
+        logits = self._forward.result.logits
+        self._draw: Replay[Tensor] = capture(lambda: self._ops.sample(logits, self._rows, self._state))
+        token_ids = self._draw.result
+        self._logprobs: Replay[tuple[Tensor, ...]] = capture(
+            lambda: self._ops.sampled_logprobs(logits, token_ids, self._num_top)
+        )
+
+    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        num_tokens, num_rows = batch.num_tokens, draw_rows.shape[0]
+        if self._num_filled > num_tokens:
+            self._fields[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
+        self._num_filled = self._num_valid = num_tokens
+        targets = [*self._fields[:, :num_tokens].unbind(0), self._draw_rows[:num_rows]]
+        torch._foreach_copy_(targets, [*(getattr(batch, name) for name in _FIELDS), draw_rows])
+        with padded_from(self._experts, num_tokens):
+            made = self._forward()
+        experts = tuple(chosen[:num_tokens] for chosen in made.experts)
+        return Forwarded(made.logits[:num_rows], made.streams[:num_tokens], experts, self)
+
+    def draw(self, rows: SamplingRows, num_top: int | None) -> Draws:
+        """From the logits of the last forward call."""
+        num_rows = rows.slots.shape[0]
+        ours = self._rows
+        ours.slots.fill_(PADDED_SLOT)
+        torch._foreach_copy_([ours.slots[:num_rows], ours.positions[:num_rows]], [rows.slots, rows.positions])
+        assert ours.mask is not None and ours.is_masked is not None
+        if rows.mask is None or rows.is_masked is None:
+            ours.is_masked.zero_()
+        else:
+            torch._foreach_copy_([ours.mask[:num_rows], ours.is_masked[:num_rows]], [rows.mask, rows.is_masked])
+        token_ids = self._draw()[:num_rows]
+        if num_top is None:
+            return Draws(token_ids)
+        if num_top == self._num_top:
+            return Draws(token_ids, tuple(part[:num_rows] for part in self._logprobs()))
+        logits = self._forward.result.logits[:num_rows]
+        return Draws(token_ids, self._ops.sampled_logprobs(logits, token_ids, num_top))
+
+
+def padding_batch(size: int, block_table: Tensor) -> tuple[Tensor, TokenBatch]:
+    """The fields [5, T] of a batch of padding, and the batch over them."""
+    fields = torch.zeros((len(_FIELDS), size), dtype=torch.int64, device=block_table.device)
+    fields[_SLOTS_ROW] = PADDED_SLOT
+    token_ids, positions, slots, chunk_starts, chunk_ends = fields.unbind(0)
+    return fields, TokenBatch(token_ids, positions, slots, chunk_starts, chunk_ends, block_table)
+
+
+def padding_rows(size: int, vocab_size: int, device: torch.device) -> SamplingRows:
+    """Rows that draw nothing."""
+    return SamplingRows(
+        slots=torch.full((size,), PADDED_SLOT, dtype=torch.int64, device=device),
+        positions=torch.zeros(size, dtype=torch.int64, device=device),
+        mask=torch.zeros((size, -(-vocab_size // WORD_BITS)), dtype=torch.int32, device=device),
+        is_masked=torch.zeros(size, dtype=torch.int32, device=device),
+    )
+
+
+def padded_from(experts: ExpertPool | None, num_valid: int | None) -> AbstractContextManager[None]:
+    """Rows from `num_valid` on fetch no experts."""
+    return nullcontext() if experts is None else experts.only(num_valid)
