@@ -20,8 +20,9 @@ class OnTheWay:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copied: torch.cuda.Event | None = None
-        # a copy to the host that does not block lands in pinned memory
-        self._tensors = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+        # a copy to the host that does not block lands in pinned memory; on a CPU it is a copy all the same, since the
+        # next step may write where this one did
+        self._tensors = tuple(tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors)
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         if on_gpu:
             self._copied = torch.cuda.Event()
