@@ -9,7 +9,7 @@ caller may pass is checked in `messages.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -146,19 +146,24 @@ def render_segments(messages: Any, options: ChatOptions) -> list[Segment]:
     return prompt.segments
 
 
-@dataclass
 class _Prompt:
-    """Collects segments; neighbours of the same kind are joined."""
+    """Collects segments; neighbours of the same kind are joined, in linear time however many there are."""
 
-    segments: list[Segment] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._runs: list[tuple[bool, list[str]]] = []  # pieces of one kind, side by side
 
     def add(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             if not segment.text:
                 continue
-            if self.segments and self.segments[-1].is_markup == segment.is_markup:
-                segment = Segment(self.segments.pop().text + segment.text, segment.is_markup)
-            self.segments.append(segment)
+            if self._runs and self._runs[-1][0] == segment.is_markup:
+                self._runs[-1][1].append(segment.text)
+            else:
+                self._runs.append((segment.is_markup, [segment.text]))
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [Segment("".join(pieces), is_markup) for is_markup, pieces in self._runs]
 
     def markup(self, text: str) -> None:
         self.add([Segment(text, True)])

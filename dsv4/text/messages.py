@@ -286,18 +286,21 @@ def attach_options(turns: Sequence[Turn], tools: tuple[str, ...], response_forma
 
 def merge_user_turns(turns: Sequence[Turn]) -> list[Turn]:
     """Join adjacent user turns into one. A turn that asks for a task ends there: user text after it starts anew."""
-    merged: list[Turn] = []
+    groups: list[list[Turn]] = []  # the turns that become one; joined at the end, so that long runs cost linear time
     for turn in turns:
-        previous = merged[-1] if merged else None
+        first = groups[-1][0] if groups else None
         is_result = turn.role == "user" and turn.blocks[0].is_tool_result
-        if turn.role != "user" or previous is None or previous.role != "user" or (previous.task and not is_result):
-            merged.append(turn)
+        if turn.role != "user" or first is None or first.role != "user" or (first.task and not is_result):
+            groups.append([turn])
             continue
         if turn.task is not None:
             where = f"message {turn.message_idx}: task"
             raise ChatError(f"{where}: the message joins the user turn before it, which cannot take a task")
-        merged[-1] = replace(previous, blocks=previous.blocks + turn.blocks)
-    return merged
+        groups[-1].append(turn)
+    return [
+        group[0] if len(group) == 1 else replace(group[0], blocks=tuple(b for turn in group for b in turn.blocks))
+        for group in groups
+    ]
 
 
 def order_tool_results(turns: Sequence[Turn]) -> list[Turn]:
