@@ -27,8 +27,8 @@ class EngineBusy(RuntimeError):
     """The queue is full; try again later."""
 
 
-class EngineStopped(RuntimeError):
-    """The engine takes no more requests: it is shutting down, or has."""
+class EngineStopped(RequestAborted):
+    """The engine takes no more requests, or did not finish this one: it is shutting down, or has."""
 
 
 class AsyncEngine:
@@ -50,6 +50,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._is_draining = False
         self._owners: dict[RequestSequence, tuple[RequestStream, int]] = {}
+        self._streams: set[RequestStream] = set()  # with a request that has not ended; guarded by _changed
         self._num_open = 0  # submitted and not ended; guarded by _changed
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
@@ -68,8 +69,13 @@ class AsyncEngine:
         return self._num_open
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def is_accepting(self) -> bool:
-        return self._thread.is_alive() and not self._is_draining
+        return self.is_alive and not self._is_draining
 
     def start(self) -> None:
         """Start the thread; once."""
@@ -85,31 +91,40 @@ class AsyncEngine:
                 raise EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
             stream = RequestStream(sequences, self._cancel)
             self._num_open += len(sequences)
+            self._streams.add(stream)
             self._commands.append(lambda: self._add(stream))
             self._changed.notify()
         return stream
 
-    def stop(self, timeout: float | None = None) -> bool:
+    def stop(self, timeout: float | None = None, *, join_timeout: float | None = None) -> bool:
         """Take no more requests, finish those there are, end the thread. After `timeout` seconds what still runs is
-        dropped. Blocks; returns whether everything was finished."""
-        with self._changed:
-            self._is_draining = True
-            self._changed.notify()
-        if not self._thread.is_alive():
+        dropped; the step that runs then is waited for, `join_timeout` seconds at most (None: as long as it takes).
+        Blocks; returns whether everything was finished."""
+        self.drain()
+        if not self.is_alive:
             return True
         self._thread.join(timeout)
-        if not self._thread.is_alive():
+        if not self.is_alive:
             return True
-        with self._changed:
-            self._commands.append(self._drop_all)
-            self._changed.notify()
-        self._thread.join()
+        self.drop_all()
+        self._thread.join(join_timeout)
         return False
 
     def drain(self) -> None:
         """Take no more requests from now on; does not wait."""
         with self._changed:
             self._is_draining = True
+            self._changed.notify()
+
+    def drop_all(self) -> None:
+        """End every request there is with `EngineStopped`: readers are told at once, what the requests hold is free
+        after the step that runs. Does not wait."""
+        error = EngineStopped("the engine was stopped before this request was finished")
+        event = ErrorEvent(0, error, time.perf_counter())
+        with self._changed:
+            for stream in self._streams:
+                _call(stream, lambda stream=stream: stream.end(event))  # type: ignore[misc]
+            self._commands.append(self._drop_all)
             self._changed.notify()
 
     def _cancel(self, stream: RequestStream) -> None:
@@ -194,15 +209,22 @@ class AsyncEngine:
             self._drop(stream)
 
     def _forget(self, sequence: RequestSequence) -> None:
-        del self._owners[sequence]
+        stream, _ = self._owners.pop(sequence)
         with self._changed:
             self._num_open -= 1
+            if not any(one in self._owners for one in stream.sequences):
+                self._streams.discard(stream)
 
 
 def _deliver(stream: RequestStream, events: list[RequestEvent]) -> None:
-    """Hand events to the stream's own loop. A loop that is closed has no reader left."""
+    """Hand events to the stream's own loop."""
+    _call(stream, lambda: stream.push(events))
+
+
+def _call(stream: RequestStream, action: Callable[[], None]) -> None:
+    """Run something in the stream's own loop. A loop that is closed has no reader left."""
     if not stream.loop.is_closed():
         try:
-            stream.loop.call_soon_threadsafe(stream.push, events)
+            stream.loop.call_soon_threadsafe(action)
         except RuntimeError:
             return

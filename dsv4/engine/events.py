@@ -67,10 +67,19 @@ class RequestStream:
         self._num_open = len(self.sequences)
 
     def push(self, events: Sequence[RequestEvent]) -> None:
-        """Called in the loop's own thread with what a step produced."""
+        """Called in the loop's own thread with what a step produced. A stream that was ended takes nothing more."""
+        if self.is_over:
+            return
         self._ready.extend(events)
         self._num_open -= sum(isinstance(event, ErrorEvent) or event.finish_reason is not None for event in events)
         self._wake.set()
+
+    def end(self, event: ErrorEvent) -> None:
+        """Called in the loop's own thread: end every request of the group with this error, whatever still runs."""
+        if not self.is_over:
+            self._ready.append(event)
+            self._num_open = 0
+            self._wake.set()
 
     @property
     def is_over(self) -> bool:

@@ -6,14 +6,18 @@ from typing import Any
 
 
 class ApiError(ValueError):
-    """A request that is answered with a status other than 200. `param` names the field, `code` is for programs."""
+    """A request that is answered with a status other than 200. `param` names the field, `code` is for programs;
+    `closes`: the connection cannot be used after it."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, closes: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
+        self.closes = closes
 
     @property
     def body(self) -> dict[str, Any]:

@@ -1,22 +1,26 @@
-"""`Gate`: what every HTTP request passes before it is read: host, key, size. Plain ASGI, so that it buffers nothing."""
+"""`Gate`: what every HTTP request passes before it is read: host, key, size. Plain ASGI, so that it buffers nothing.
+
+It also gives each request its id: the client's `X-Request-Id`, or a new one; every answer carries it.
+"""
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from dsv4.serve.errors import ApiError
 from dsv4.serve.metrics import Metrics
-from dsv4.serve.settings import ServerConfig
+from dsv4.serve.settings import ServerConfig, is_loopback_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_MAX_ID_LEN = 128
 _GUARDED = ("/v1/", "/live")
 _ROUTES = (
     "/v1/chat/completions",
@@ -24,6 +28,7 @@ _ROUTES = (
     "/v1/models",
     "/live",
     "/health",
+    "/ready",
     "/metrics",
     "/openapi.json",
     "/",
@@ -44,29 +49,31 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.lower(), []).append(value)
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                route = _route(scope["path"])
-                self._metrics.responses.labels(route=route, status=str(message["status"])).inc()
+                self._metrics.responded(_route(scope["path"]), message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
         try:
-            self._check(scope)
+            self._check(scope, headers)
         except ApiError as error:
             await send_error(counted, error)
             return
         await self._app(scope, self._limited(receive), counted)
 
-    def _check(self, scope: Scope) -> None:
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.lower(), []).append(value)
-        if self._config.is_loopback:
-            # A page of another site can point its own name at this address; its requests still carry that name.
-            host = (headers.get(b"host") or [b""])[0].decode("latin-1").lower()
-            name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-            if name not in _LOCAL_HOSTS:
-                raise ApiError(403, f"host: this server answers to {', '.join(_LOCAL_HOSTS)} only", code="wrong_host")
+    def _check(self, scope: Scope, headers: Mapping[bytes, list[bytes]]) -> None:
+        self._check_host((headers.get(b"host") or [b""])[0].decode("latin-1").lower())
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy may believe one and this server the other: what follows could be somebody else's request.
+            message = "content-length: not allowed beside transfer-encoding"
+            raise ApiError(400, message, code="ambiguous_length", closes=True)
         if self._key is not None and scope["path"].startswith(_GUARDED):
             given = headers.get(b"authorization") or []
             token = given[0][7:] if len(given) == 1 and given[0][:7].lower() == b"bearer " else b""
@@ -79,7 +86,20 @@ class Gate:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body may have {self._config.max_body_bytes} bytes at most", code="body_too_large")
+        message = f"the body may have {self._config.max_body_bytes} bytes at most"
+        return ApiError(413, message, code="body_too_large", closes=True)  # what remains of it will not be read
+
+    def _check_host(self, host: str) -> None:
+        """A page of another site can point its own name at this address; its requests still carry that name."""
+        allowed = self._config.allowed_hosts
+        if "*" in allowed or not (allowed or self._config.is_loopback):
+            return
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if is_loopback_name(name.strip("[]")) or name in map(str.lower, (self._config.host, *allowed)):
+            return
+        known = ", ".join(("localhost", *allowed))
+        message = f"host: this server answers to {known}; --allowed-host adds a name, found {name[:80]!r}"
+        raise ApiError(403, message, code="wrong_host")
 
     def _limited(self, receive: Receive) -> Receive:
         """`receive` that counts, for bodies that do not say how long they are."""
@@ -97,6 +117,13 @@ class Gate:
         return counted
 
 
+def _request_id(headers: Mapping[bytes, list[bytes]]) -> str:
+    """The client's own if it can stand in a header and in a line of a log."""
+    given = (headers.get(b"x-request-id") or [b""])[0].decode("latin-1")
+    is_usable = 0 < len(given) <= _MAX_ID_LEN and given.isascii() and given.isprintable() and " " not in given
+    return given if is_usable else secrets.token_hex(12)
+
+
 def _route(path: str) -> str:
     """The route's own name: paths come from outside, and each would be a metric of its own."""
     return path if path in _ROUTES else "/v1/models/{name}" if path.startswith("/v1/models/") else "other"
@@ -108,7 +135,7 @@ async def send_error(send: Send, error: ApiError) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.status == 413:
-        headers.append((b"connection", b"close"))  # what remains of the body will not be read
+    if error.closes:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -143,10 +143,23 @@ class JobMaker:
         for prompt in prompts:
             limit = self._max_tokens(len(prompt), max_tokens, default_tokens)
             for _ in range(count):
-                params = _sampling(request, limit, (seed + len(sequences)) % 2**63, logprobs)
+                params = self._sampling(request, limit, (seed + len(sequences)) % 2**63, logprobs)
                 constraint = None if grammar is None else grammar.constraint()
                 sequences.append(_refusing(self._engine.prepare, prompt, params, constraint))
         return tuple(sequences)
+
+    def _sampling(self, request: SamplingFields, max_tokens: int, seed: int, logprobs: int | None) -> SamplingParams:
+        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+        given = {
+            name: getattr(request, name)
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+                "frequency_penalty", "ignore_eos",
+            )
+            if getattr(request, name) is not None
+        }  # fmt: skip
+        defaults: dict[str, Any] = dict(self._config.sampling_defaults)
+        return SamplingParams(max_tokens=max_tokens, seed=seed, stop=stop, logprobs=logprobs, **{**defaults, **given})
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""
@@ -176,19 +189,6 @@ def _param_of(error: ValueError) -> str | None:
     if isinstance(error, ChatError) and str(error).startswith("message "):
         return "messages"
     return leading_field(str(error))
-
-
-def _sampling(request: SamplingFields, max_tokens: int, seed: int, logprobs: int | None) -> SamplingParams:
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    given = {
-        name: getattr(request, name)
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "ignore_eos",
-        )
-        if getattr(request, name) is not None
-    }  # fmt: skip
-    return SamplingParams(max_tokens=max_tokens, seed=seed, stop=stop, logprobs=logprobs, **given)
 
 
 def _prompts(request: CompletionRequest) -> list[Any]:

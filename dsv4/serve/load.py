@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,36 +12,89 @@ import typer
 from rich.console import Console
 
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint
-from dsv4.request import RequestError
+from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
+from dsv4.request import RequestError, SamplingParams
+from dsv4.serve.defaults import describe, read_sampling_defaults
+from dsv4.serve.memory import check_gpu_memory, check_host_memory, naming_host_memory
+from dsv4.tools.targets import PRESETS
 
 if TYPE_CHECKING:
     from dsv4.llm import LLM
 
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
+_ONE_THREAD_BELOW = 2048  # hidden_size
 DEFAULT_CONTEXT = 16384
 MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+_THREADS_HELP = (
+    "Threads of a CPU's forward calls. Default: 1 for models with hidden_size below "
+    f"{_ONE_THREAD_BELOW}, whose products are too small to share; else one per core, or OMP_NUM_THREADS."
+)
 _OFFLOAD_HELP = (
     "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
     "layer to keep there, e.g. 64. Default: all on the GPU."
 )
 
+
+def complete_model(incomplete: str) -> list[str]:
+    """For shell completion: shipped checkpoints, and folders that hold one."""
+    folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    here = [f"{file.parent}" for file in folder.glob("*/config.json")] if folder.is_dir() else []
+    return [name for name in (*shipped_names(), *sorted(here)) if name.startswith(incomplete)]
+
+
 # options that several commands have
-ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP)]
-NumericsOption = Annotated[str, typer.Option(help="official (as published) or exact (nothing quantised).")]
-DtypeOption = Annotated[str | None, typer.Option(help="For exact: float64, float32 or bfloat16.")]
+ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
+NumericsOption = Annotated[
+    str, typer.Option(help="official: every rounding of the published code. exact: weights dequantised, no other.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="What --numerics exact computes in: float64, float32 (its default) or bfloat16.")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
+ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 is greedy. Default: generation_config.json's, else 1.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Keep the fewest tokens reaching this probability. Default: generation_config.json's, else 1."),
+]
 
 
 def find_model(model: Path | None, console: Console) -> Path:
-    """The folder `--model` means; if it was left out, a note says what runs instead."""
+    """The folder a model's name means; if it was left out, a note says what runs instead."""
+    if model is not None and str(model).lower() in PRESETS and not model.exists():
+        raise RequestError(
+            f"{str(model)!r} is a preset: an architecture, without weights. `dsv4 plan {model}` plans its memory, "
+            f"`dsv4 synth FOLDER --preset {model}` writes a random checkpoint of it; shipped checkpoints: "
+            f"{', '.join(shipped_names())}"
+        )
     folder = find_checkpoint(model)
     if model is None:
-        note = f"dsv4: note: no --model, so the shipped {folder.name}: a miniature that continues text, answers nothing"
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(
+            f"no --model, so the shipped {folder.name}: a miniature that continues text, answers nothing", console
+        )
     return folder
+
+
+def print_note(text: str, console: Console) -> None:
+    console.print(f"dsv4: note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_tokenizer(folder: Path, purpose: str) -> None:
+    """A tokenizer that is missing is said before the weights are read."""
+    if not (folder / "tokenizer.json").is_file():
+        raise RequestError(f"{folder} has no tokenizer.json; {purpose} speaks text and needs one")
+
+
+def sampling_defaults(folder: Path, console: Console, *, is_used: bool = True) -> dict[str, float]:
+    """What generation_config.json gives; a note says so where that changes anything."""
+    defaults = read_sampling_defaults(folder) if is_used else {}
+    if SamplingParams(**defaults) != SamplingParams():  # type: ignore[arg-type]
+        print_note(f"defaults of generation_config.json: {describe(defaults)}", console)
+    return defaults
 
 
 def engine_limits(config: ModelConfig, *, context: int | None, requests: int, chunk: int | None = None) -> EngineConfig:
@@ -71,16 +125,41 @@ def parse_offload(text: str | None) -> str | int | None:
     return int(text)
 
 
+def choose_threads(config: ModelConfig, asked: int | None) -> int | None:
+    """How many threads a forward call on a CPU takes; None leaves it to torch.
+
+    The choice depends on the model alone, never on a measurement: on some machines a product's bits depend on the
+    number of threads. Where OMP_NUM_THREADS is set, somebody has chosen already.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise RequestError(f"--threads must be at least 1, found {asked}")
+        return asked
+    return 1 if config.hidden_size < _ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ else None
+
+
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
-    offload_experts: str | int | None = None,
+    offload_experts: str | int | None = None, threads: int | None = None,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
+    config = ModelConfig.from_pretrained(model)
+    num_threads = choose_threads(config, threads)
+    if device == "cpu":
+        check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
+
     import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
 
     from dsv4.llm import LLM
 
-    with warnings.catch_warnings(record=True) as notes:
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    if device.startswith("cuda") and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        check_gpu_memory(
+            model, config, limits, free, numerics=numerics, dtype=dtype, keeps_experts=offload_experts is None
+        )
+    with warnings.catch_warnings(record=True) as notes, naming_host_memory(limits):
         warnings.simplefilter("always")
         llm = LLM(
             model, device=device, numerics="exact" if numerics == "exact" else "official",
@@ -97,5 +176,5 @@ def load_llm(
     elif offload_experts is not None:
         texts.append("all experts fit on the device: none is offloaded")
     for text in texts:
-        console.print(f"dsv4: note: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_note(text, console)
     return llm

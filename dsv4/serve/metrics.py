@@ -15,93 +15,150 @@ from dsv4.engine.events import TokenEvent
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _DELIVERY = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
+_WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288, 1048576)
+_LABEL = "model_name"
 
 
 class Metrics:
-    """What is counted as requests go by; what the engine knows is read when the metrics are."""
+    """What is counted as requests go by; what the engine knows is read when the metrics are.
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    Names and labels are vLLM's where it has such a metric, with `dsv4_` for `vllm:` (docs/serving.md has the table).
+    """
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.first_token = Histogram(
-            "dsv4_time_to_first_token_seconds", "From the arrival of a request to its first token.",
-            buckets=_FIRST_TOKEN, registry=self.registry,
+        self._model = model_name
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From the arrival of a request to its first token.", _FIRST_TOKEN
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request, by the engine's clock.", _INTER_TOKEN
+        )
+        self.whole_request = self._histogram(
+            "e2e_request_latency_seconds", "From the arrival of a request to its last token.", _WHOLE
+        )
+        self.prompt_len = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS)
+        self.output_len = self._histogram("request_generation_tokens", "Tokens a finished request wrote.", _TOKENS)
+        self.delivery = self._histogram(
+            "delivery_seconds", "The server's own share per token: from the end of a step to the socket.", _DELIVERY
+        )
+        self._success = Counter(
+            "dsv4_request_success", "Requests that came to their end, by reason.", (_LABEL, "finished_reason"),
+            registry=self.registry,
         )  # fmt: skip
-        self.inter_token = Histogram(
-            "dsv4_inter_token_seconds", "Between two tokens of a request, by the engine's clock.",
-            buckets=_INTER_TOKEN, registry=self.registry,
-        )  # fmt: skip
-        self.delivery = Histogram(
-            "dsv4_delivery_seconds", "The server's own share per token: from the end of a step to the socket.",
-            buckets=_DELIVERY, registry=self.registry,
-        )  # fmt: skip
-        self.responses = Counter(
-            "dsv4_http_responses", "Answers by route and status.", ("route", "status"), registry=self.registry
+        self._responses = Counter(
+            "dsv4_http_responses", "Answers by route and status.", (_LABEL, "route", "status"), registry=self.registry
         )
         self.disconnects = Counter(
             "dsv4_disconnects", "Clients that went, or took nothing for too long, before their answer was complete.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.registry.register(_EngineCollector(engine))
+            (_LABEL,), registry=self.registry,
+        ).labels(model_name)  # fmt: skip
+        self.registry.register(_EngineCollector(engine, model_name))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"dsv4_{name}", text, (_LABEL,), buckets=buckets, registry=self.registry)
+        return made.labels(self._model)
+
+    def responded(self, route: str, status: int) -> None:
+        self._responses.labels(self._model, route, str(status)).inc()
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine = engine
+        self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         gauges = (
-            ("dsv4_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
-            ("dsv4_requests_running", "Requests in the batch.", stats.num_running),
-            ("dsv4_slots", "Requests that can be in the batch.", stats.num_slots),
-            ("dsv4_cache_blocks_used", "Cache blocks (128 tokens of every layer) that requests hold.",
+            ("num_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
+            ("num_requests_running", "Requests in the batch.", stats.num_running),
+            ("slots", "Requests that can be in the batch.", stats.num_slots),
+            ("kv_cache_usage_perc", "Share of the cache blocks that requests hold, from 0 to 1.",
+             stats.num_blocks_used / stats.num_blocks),
+            ("cache_blocks_used", "Cache blocks (128 tokens of every layer) that requests hold.",
              stats.num_blocks_used),
-            ("dsv4_cache_blocks", "Cache blocks there are.", stats.num_blocks),
+            ("cache_blocks", "Cache blocks there are.", stats.num_blocks),
         )  # fmt: skip
         for name, text, value in gauges:
-            yield GaugeMetricFamily(name, text, value=value)
+            gauge = GaugeMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
+            gauge.add_metric((self._model,), value)
+            yield gauge
         counters = (
-            ("dsv4_steps", "Forward calls.", stats.num_steps),
-            ("dsv4_prompt_tokens", "Prompt tokens read.", stats.num_prompt_tokens),
-            ("dsv4_generated_tokens", "Tokens written.", stats.num_output_tokens),
-            ("dsv4_requests_finished", "Requests that came to their end.", stats.num_finished),
-            ("dsv4_requests_aborted", "Requests dropped: cancelled, or in a forward call that failed.",
+            ("steps", "Forward calls.", stats.num_steps),
+            ("prompt_tokens", "Prompt tokens read.", stats.num_prompt_tokens),
+            ("generation_tokens", "Tokens written.", stats.num_output_tokens),
+            ("requests_finished", "Requests that came to their end.", stats.num_finished),
+            ("requests_aborted", "Requests dropped: cancelled, or in a forward call that failed.",
              stats.num_aborted),
-            ("dsv4_requests_failed", "Requests that failed alone: no numbers, a constraint without a token, too late.",
+            ("requests_failed", "Requests that failed alone: no numbers, a constraint without a token, too late.",
              stats.num_failed),
-            ("dsv4_preemptions", "Times a request gave its cache blocks to another and started again later.",
+            ("num_preemptions", "Times a request gave its cache blocks to another and started again later.",
              stats.num_preemptions),
-            ("dsv4_recomputed_tokens", "Tokens that went through the model again after a preemption.",
+            ("recomputed_tokens", "Tokens that went through the model again after a preemption.",
              stats.num_recomputed_tokens),
-            ("dsv4_expert_hits", "Experts a layer chose that were on the device; counted with --offload-experts.",
+            ("expert_hits", "Experts a layer chose that were on the device; counted with --offload-experts.",
              stats.num_expert_hits),
-            ("dsv4_expert_misses", "Experts a layer chose that came from host memory.", stats.num_expert_misses),
-            ("dsv4_expert_bytes_moved", "Bytes of experts copied from host memory to the device.",
+            ("expert_misses", "Experts a layer chose that came from host memory.", stats.num_expert_misses),
+            ("expert_bytes_moved", "Bytes of experts copied from host memory to the device.",
              stats.num_expert_bytes),
         )  # fmt: skip
         for name, text, value in counters:
-            yield CounterMetricFamily(name, text, value=value)
+            counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
+            counter.add_metric((self._model,), value)
+            yield counter
 
 
 class RequestTimer:
-    """Feeds the histograms with one job's tokens."""
+    """Feeds the histograms with one job's tokens, and keeps what its line in the log needs."""
 
     def __init__(self, metrics: Metrics, num_choices: int, start: float) -> None:
         """`start` is `time.perf_counter()` at the request's arrival."""
         self._metrics = metrics
-        self._start = start
+        self.start = start
+        self._first: float | None = None
+        self._num_tokens = [0] * num_choices
         self._last: list[float | None] = [None] * num_choices
+        self.finish_reasons: set[str] = set()
 
-    def token(self, event: TokenEvent) -> None:
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the arrival to the first token; None without one."""
+        return None if self._first is None else self._first - self.start
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after each choice's first; None if there are none."""
+        later = sum(max(number - 1, 0) for number in self._num_tokens)
+        last = max((seconds for seconds in self._last if seconds is not None), default=None)
+        if not later or last is None or self._first is None or last <= self._first:
+            return None
+        return later / (last - self._first)
+
+    def token(self, event: TokenEvent, prompt_len: int) -> None:
+        """A token came out of the engine, for a request whose prompt has `prompt_len` tokens."""
         last = self._last[event.choice]
         if last is None:
-            self._metrics.first_token.observe(event.seconds - self._start)
+            self._metrics.first_token.observe(event.seconds - self.start)
         else:
             self._metrics.inter_token.observe(event.seconds - last)
+        if self._first is None:
+            self._first = event.seconds
         self._last[event.choice] = event.seconds
+        self._num_tokens[event.choice] += 1
+        if event.finish_reason is not None:
+            self.finish_reasons.add(str(event.finish_reason))
+            self._metrics.finished(str(event.finish_reason))
+            self._metrics.whole_request.observe(event.seconds - self.start)
+            self._metrics.prompt_len.observe(prompt_len)
+            self._metrics.output_len.observe(self._num_tokens[event.choice])
 
     def sent(self, event: TokenEvent) -> None:
         """Everything this token made certain has been handed to the socket."""

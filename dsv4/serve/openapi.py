@@ -60,7 +60,8 @@ def _paths() -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     page = {"description": "The chat page.", "content": {"text/html": {"schema": {"type": "string"}}}}
     metrics = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    health = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down.")}}
+    health = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "The engine has failed.")}}
+    ready = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down, or failed.")}}
     return {
         "/v1/chat/completions": {"post": _posting("Answer a conversation", ChatRequest, ChatCompletion, posting)},
         "/v1/completions": {"post": _posting("Continue a text", CompletionRequest, TextCompletion, posting)},
@@ -69,7 +70,8 @@ def _paths() -> dict[str, Any]:
             "get": {"summary": "The model", "parameters": [name], "responses": _answers(ModelCard, (401, 403, 404))}
         },
         "/live": {"get": {"summary": "The engine now", "responses": _answers(Live, (401, 403))}},
-        "/health": {"get": {"summary": "Whether requests are taken", **health}},
+        "/health": {"get": {"summary": "Whether the process can go on", **health}},
+        "/ready": {"get": {"summary": "Whether requests are taken", **ready}},
         "/metrics": {"get": {"summary": "Metrics", "responses": {"200": metrics, **_errors((403,))}}},
         "/": {"get": {"summary": "A page to talk to", "responses": {"200": page, **_errors((403,))}}},
     }

@@ -132,7 +132,7 @@ class ModelList(Answer):
 
 
 class Health(Answer):
-    status: Literal["ok", "stopping"]
+    status: Literal["ok", "stopping", "failed"]
 
 
 class ErrorDetail(Answer):

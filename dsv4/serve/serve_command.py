@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.serve.load import (
@@ -17,13 +18,17 @@ from dsv4.serve.load import (
     ModelOption,
     NumericsOption,
     OffloadOption,
+    ThreadsOption,
     check_numerics,
+    check_tokenizer,
     engine_limits,
     find_model,
     load_llm,
     parse_offload,
+    print_note,
+    sampling_defaults,
 )
-from dsv4.serve.settings import ServerConfig
+from dsv4.serve.settings import ServerConfig, TlsFiles
 from dsv4.text.chat import effort_profile
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
@@ -34,6 +39,15 @@ def serve_command(
     name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: the folder's.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name in the Host header to answer to, e.g. a reverse proxy's; * for any."),
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate: speak HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="DSV4_SSL_KEYFILE_PASSWORD", help="The key's password.", show_envvar=True)
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="DSV4_API_KEY", help="Required of every request to /v1.", show_envvar=True)
     ] = None,
@@ -46,11 +60,17 @@ def serve_command(
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one forward call.")] = 2048,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer may ask for.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait before others are refused.")] = 256,
+    max_connections: Annotated[int, typer.Option(help="Connections at once; others are refused.")] = 1024,
     drain_seconds: Annotated[float, typer.Option(help="How long a shutdown waits for what runs.")] = 60.0,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     offload_experts: OffloadOption = None,
+    threads: ThreadsOption = None,
+    generation_config: Annotated[
+        bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
+    ] = True,
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 
@@ -62,9 +82,11 @@ def serve_command(
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
-        raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install 'dsv4[serve]'")
+        raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install -e '.[serve]' in a checkout")
     check_numerics(numerics, dtype)
     offload = parse_offload(offload_experts)
+    if api_key is None and os.environ.get("DSV4_API_KEY") == "":
+        raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
     console = Console(stderr=True)
     folder = find_model(model, console)
     config = ModelConfig.from_pretrained(folder)
@@ -72,23 +94,53 @@ def serve_command(
         name=name if name is not None else folder.resolve().name,
         host=host,
         port=port,
+        allowed_hosts=tuple(allowed_host or ()),
+        tls=_tls_files(ssl_certfile, ssl_keyfile, ssl_keyfile_password),
         api_key=api_key,
         default_thinking=thinking,
         effort_profile=effort_profile(config),
+        sampling_defaults=sampling_defaults(folder, console, is_used=generation_config),
         max_output_tokens=max_tokens,
         max_waiting=max_waiting,
+        max_connections=max_connections,
         drain_seconds=drain_seconds,
+        log_format=log_format,
     )
+    check_tokenizer(folder, "a server")
     limits = engine_limits(config, context=context, requests=requests, chunk=chunk)
+
+    from dsv4.serve.life import take_address  # here: it loads the web framework
+
+    listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload,
+        offload_experts=offload, threads=threads,
     )  # fmt: skip
     if not settings.is_loopback and api_key is None:
-        note = f"dsv4: note: {host} can be reached from other machines and no --api-key is set"
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(f"{host} can be reached from other machines and no --api-key is set", console)
 
-    from dsv4.serve.server import serve  # here: it loads torch and the web framework
+    from dsv4.serve.server import serve  # here: it loads torch
 
-    console.print(f"serving [bold]{escape(settings.name)}[/bold] at http://{host}:{port}", highlight=False)
-    serve(llm, settings)
+    raise typer.Exit(serve(llm, settings, listener))
+
+
+def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None) -> TlsFiles | None:
+    """Checked as uvicorn will use them: a wrong file or password should not cost the loading of a model."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    import ssl
+
+    try:
+        # without a password OpenSSL would ask the terminal for one
+        given = password or ""
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, lambda: given)
+    except FileNotFoundError as error:
+        missing = next(file for file in (certfile, keyfile) if file is not None and not file.exists())
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: {missing} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: not a PEM certificate and its key: {error}") from error
+    return TlsFiles(
+        certfile=str(certfile), keyfile=None if keyfile is None else str(keyfile), keyfile_password=password
+    )

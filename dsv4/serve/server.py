@@ -1,6 +1,6 @@
 """The HTTP server: `create_app` over an `LLM`, and `serve`, which runs it until told to stop.
 
-OpenAI's interface at /v1, a page at /, /health, /metrics, /live (the engine at this moment) and /openapi.json.
+OpenAI's interface at /v1, a page at /, /health, /ready, /metrics, /live (the engine at this moment), /openapi.json.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import logging
 import re
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,10 +18,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib import resources
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
@@ -30,18 +31,22 @@ from dsv4.serve.body import parse_json, validate
 from dsv4.serve.errors import ApiError, error_body
 from dsv4.serve.gate import Gate
 from dsv4.serve.jobs import Job, JobMaker
+from dsv4.serve.life import make_uvicorn, run_process
 from dsv4.serve.live import LiveView
 from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.openapi import openapi_document
 from dsv4.serve.protocol import ChatRequest, CompletionRequest
+from dsv4.serve.request_log import log_request, log_throughput
 from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
 from dsv4.serve.settings import ServerConfig
-from dsv4.serve.streaming import ClientGone, EventStream, collect
+from dsv4.serve.streaming import DISCONNECTED, ClientGone, EventStream, collect
 
 # The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
 # loop waiting 5 ms for every token it passes on.
 _SWITCH_SECONDS = 0.0005
 _CLIENT_CLOSED = 499
+_STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
+_LOG = logging.getLogger("dsv4.serve")
 
 
 class Server:
@@ -54,7 +59,7 @@ class Server:
         self.tokenizer = llm.tokenizer
         self.live = LiveView(llm.engine)
         self.engine = AsyncEngine(llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step)
-        self.metrics = Metrics(self.engine)
+        self.metrics = Metrics(self.engine, config.name)
         self.jobs = JobMaker(llm.engine, llm.tokenizer, config)
         self._created = int(time.time())
 
@@ -84,7 +89,12 @@ class Server:
         return await request.body()
 
     def _prepare_chat(self, body: bytes) -> tuple[ChatRequest, Job]:
-        asked = validate(ChatRequest, parse_json(body, max_depth=self.config.max_json_depth))
+        fields = parse_json(body, max_depth=self.config.max_json_depth)
+        messages = fields.get("messages")
+        if isinstance(messages, list) and len(messages) > self.config.max_messages:
+            message = f"messages: at most {self.config.max_messages} in one conversation, found {len(messages)}"
+            raise ApiError(400, message, code="too_many_messages", param="messages")
+        asked = validate(ChatRequest, fields)
         return asked, self.jobs.chat(asked)
 
     def _prepare_completion(self, body: bytes) -> tuple[CompletionRequest, Job]:
@@ -99,18 +109,25 @@ class Server:
             stream = self.engine.submit(job.sequences)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
-        except EngineStopped as error:
-            raise ApiError(503, str(error), code="shutting_down") from None
+        except EngineStopped:
+            message = "the server is shutting down and takes no more requests"
+            raise ApiError(503, message, code="shutting_down", closes=True) from None
+        ended = partial(log_request, request.scope["state"]["request_id"], request.url.path, job, timer)
         if asked.stream:
             return EventStream(
-                stream, assembler, self.metrics, timer,
+                stream, assembler, self.metrics, timer, on_end=ended,
                 includes_usage=asked.includes_usage, stall_seconds=self.config.stall_seconds,
             )  # fmt: skip
         try:
             chunks = await collect(request, stream, assembler, timer)
         except ClientGone:
             self.metrics.disconnects.inc()
+            ended(DISCONNECTED)
             return Response(status_code=_CLIENT_CLOSED)
+        except ApiError as error:
+            ended(error.code)
+            raise
+        ended(None)
         return _json(assembler.whole(chunks))
 
     # ---- looking ----
@@ -129,9 +146,16 @@ class Server:
         return ModelCard(id=self.config.name, object="model", created=self._created, owned_by="dsv4")
 
     async def health(self, request: Request) -> Response:
+        """Liveness: whether this process can go on. A server that finishes what runs is alive."""
+        if not self.engine.is_alive:
+            return _json(Health(status="failed"), status=503)
+        return _json(Health(status="ok" if self.engine.is_accepting else "stopping"))
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: whether requests are taken."""
         if self.engine.is_accepting:
             return _json(Health(status="ok"))
-        return _json(Health(status="stopping"), status=503)
+        return _json(Health(status="stopping" if self.engine.is_alive else "failed"), status=503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -151,13 +175,17 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.engine.start()
+        report = asyncio.create_task(log_throughput(server.engine))
         yield
-        await asyncio.to_thread(server.engine.stop, config.drain_seconds)
+        report.cancel()
+        server.engine.drop_all()  # whoever runs the app has waited for what runs
+        await asyncio.to_thread(server.engine.stop, 0.0, join_timeout=_STEP_SECONDS)
 
     app = FastAPI(title="dsv4", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(Gate, config=config, metrics=server.metrics)
     app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_any_error)
     app.add_route("/v1/chat/completions", server.chat, methods=["POST"])
@@ -166,6 +194,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_route("/live", server.show_live, methods=["GET"])
     app.add_route("/health", server.health, methods=["GET"])
+    app.add_route("/ready", server.ready, methods=["GET"])
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
     document = openapi_document(has_key=config.api_key is not None)
@@ -206,8 +235,17 @@ async def _page(request: Request, *, headers: dict[str, str]) -> Response:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"retry-after": "1"} if error.status == 503 else None
+    headers = {"retry-after": "1"} if error.status == 503 else {}
+    if error.closes:
+        headers["connection"] = "close"
     return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client went before its request had arrived whole; there is nobody to answer."""
+    if not request.scope["state"].get("is_refused"):
+        _LOG.info("%s %s: the client left while sending", request.scope["state"]["request_id"], request.url.path)
+    return Response(status_code=_CLIENT_CLOSED)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -224,18 +262,8 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 # ---- running ----
 
 
-def make_uvicorn(app: FastAPI, config: ServerConfig, *, log_level: str = "info") -> uvicorn.Server:
-    """A uvicorn server for the app that waits for what runs when it is told to stop."""
-    settings = uvicorn.Config(
-        app, host=config.host, port=config.port, log_level=log_level, access_log=False, server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
-        h11_max_incomplete_event_size=65536,
-        http="h11", ws="none", lifespan="on",
-    )  # fmt: skip
-    return uvicorn.Server(settings)
-
-
-def serve(llm: LLM, config: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what runs. A second signal does not wait."""
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
+    """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
+    not wait. Returns the exit status."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    make_uvicorn(create_app(llm, config), config).run()
+    return run_process(make_uvicorn(create_app(llm, config), config), listener)

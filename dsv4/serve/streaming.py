@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dsv4.engine.async_engine import EngineStopped
 from dsv4.engine.events import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.sequence import RequestAborted, RequestFailed
 from dsv4.serve.errors import ApiError, error_body
@@ -31,6 +32,9 @@ class ClientGone(Exception):
     """Nobody is there to answer."""
 
 
+DISCONNECTED, STALLED = "disconnected", "stalled"  # what ends an answer besides an error's code
+
+
 async def collect(
     request: Request, stream: RequestStream, assembler: Assembler, timer: RequestTimer
 ) -> list[Any]:  # fmt: skip
@@ -43,13 +47,16 @@ async def collect(
                     raise ClientGone
                 if isinstance(event, ErrorEvent):
                     raise to_api_error(event.error)
-                timer.token(event)
+                timer.token(event, stream.sequences[event.choice].prompt_len)
                 chunks += assembler.take(event)
     return chunks
 
 
 def to_api_error(error: Exception) -> ApiError:
     """A request that ended without a result, as an answer."""
+    if isinstance(error, EngineStopped):
+        message = "the server is shutting down and could not finish this request; send it again"
+        return ApiError(503, message, code="shutting_down")
     if isinstance(error, RequestFailed):
         return ApiError(500, f"the request could not be continued: {error}", code="request_failed")
     assert isinstance(error, RequestAborted), error
@@ -57,13 +64,17 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 class EventStream(Response):
-    """Chunks as server-sent events, ended by `[DONE]`; a job that fails ends with an error object instead."""
+    """Chunks as server-sent events, ended by `[DONE]`; a job that fails ends with an error object instead.
+
+    on_end  told at the end what kept the client from getting everything: `DISCONNECTED`, `STALLED`, an error's code, or
+            None
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self, stream: RequestStream, assembler: Assembler, metrics: Metrics, timer: RequestTimer,
-        *, includes_usage: bool, stall_seconds: float,
+        *, includes_usage: bool, stall_seconds: float, on_end: Callable[[str | None], None] = lambda problem: None,
     ) -> None:  # fmt: skip
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -73,37 +84,42 @@ class EventStream(Response):
         self._timer = timer
         self._includes_usage = includes_usage
         self._stall_seconds = stall_seconds
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._stream as stream:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            with _watching(receive, stream) as gone:
-                try:
-                    is_complete = await self._write(send, gone)
-                except TimeoutError:  # connected, but taking nothing
-                    is_complete = False
-                if not is_complete:
-                    self._metrics.disconnects.inc()
+        problem: str | None = DISCONNECTED
+        try:
+            async with self._stream as stream:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                with _watching(receive, stream) as gone:
+                    try:
+                        problem = await self._write(send, gone)
+                    except TimeoutError:  # connected, but taking nothing
+                        problem = STALLED
+        finally:
+            if problem in (DISCONNECTED, STALLED):
+                self._metrics.disconnects.inc()
+            self._on_end(problem)
 
-    async def _write(self, send: Send, gone: asyncio.Event) -> bool:
-        """Whether the client got everything."""
+    async def _write(self, send: Send, gone: asyncio.Event) -> str | None:
+        """What kept the client from getting everything; None if nothing did."""
         await self._send(send, [_line(chunk.to_json()) for chunk in self._assembler.opening()])
         async for event in self._stream:
             if gone.is_set():
-                return False
+                return DISCONNECTED
             if isinstance(event, ErrorEvent):
                 failed = to_api_error(event.error)
                 body = error_body(failed.status, failed.message, code=failed.code)
                 await self._send(send, [_line(json.dumps(body))], is_last=True)
-                return True
-            self._timer.token(event)
+                return failed.code
+            self._timer.token(event, self._stream.sequences[event.choice].prompt_len)
             chunks = self._assembler.take(event)
             if chunks:
                 await self._send(send, [_line(chunk.to_json()) for chunk in chunks])
                 self._timer.sent(event)
         ending = [_line(self._assembler.usage_chunk().to_json())] if self._includes_usage else []
         await self._send(send, [*ending, _line("[DONE]")], is_last=True)
-        return not gone.is_set()
+        return DISCONNECTED if gone.is_set() else None
 
     async def _send(self, send: Send, lines: list[bytes], *, is_last: bool = False) -> None:
         if lines:

@@ -151,6 +151,6 @@ def test_metrics_tell_preemptions(make_llm):
     llm.engine.add([5], SamplingParams(max_tokens=1, priority=1))
     while llm.engine.has_work:
         llm.engine.step()
-    text = Metrics(AsyncEngine(llm.engine)).text().decode()
-    assert "dsv4_preemptions_total 1.0" in text
-    assert "dsv4_recomputed_tokens_total 3.0" in text
+    text = Metrics(AsyncEngine(llm.engine), "m").text().decode()
+    assert 'dsv4_num_preemptions_total{model_name="m"} 1.0' in text
+    assert 'dsv4_recomputed_tokens_total{model_name="m"} 3.0' in text

@@ -11,7 +11,8 @@ import torch
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
-from dsv4.serve.server import create_app, make_uvicorn
+from dsv4.serve.life import address_url, make_uvicorn, take_address
+from dsv4.serve.server import create_app
 from dsv4.serve.settings import ServerConfig
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
@@ -81,16 +82,15 @@ def start_server(llm, **settings):
     """A server on a free port, once it answers."""
     config = ServerConfig(**{"name": NAME, "port": 0, "drain_seconds": 20.0, **settings})
     app = create_app(llm, config)
-    server = make_uvicorn(app, config, log_level="error")
-    thread = threading.Thread(target=server.run, daemon=True)
+    server, listener = make_uvicorn(app, config, log_level="ERROR"), take_address(config)
+    url = address_url(config, listener)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     return LiveServer(llm, app, server, thread, url, httpx.Client(base_url=url, timeout=60))
 
 

@@ -41,8 +41,9 @@ def start(served_params):
 
 
 def metrics_of(server):
+    """Without the label that names the model, which every metric has."""
     return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
+        (sample.name, *sorted(pair for pair in sample.labels.items() if pair != ("model_name", NAME))): sample.value
         for family in text_string_to_metric_families(server.get("/metrics").text)
         for sample in family.samples
     }
@@ -65,18 +66,18 @@ def test_health_and_metrics(live):
     def grown(name, *labels):
         return after[(name, *labels)] - before.get((name, *labels), 0)
 
-    assert grown("dsv4_generated_tokens_total") == 6
+    assert grown("dsv4_generation_tokens_total") == 6
     assert grown("dsv4_prompt_tokens_total") > 0
     assert grown("dsv4_steps_total") == 6
     assert grown("dsv4_requests_finished_total") == 1
     assert grown("dsv4_time_to_first_token_seconds_count") == 1
-    assert grown("dsv4_inter_token_seconds_count") == 5
+    assert grown("dsv4_inter_token_latency_seconds_count") == 5
     assert 1 <= grown("dsv4_delivery_seconds_count") <= 6
     assert grown("dsv4_http_responses_total", ("route", CHAT), ("status", "200")) == 1
-    assert after[("dsv4_requests_running",)] == after[("dsv4_requests_waiting",)] == 0
+    assert after[("dsv4_num_requests_running",)] == after[("dsv4_num_requests_waiting",)] == 0
     assert after[("dsv4_cache_blocks_used",)] == 0
     assert after[("dsv4_cache_blocks",)] == live.llm.cache.schema.num_blocks
-    assert after[("dsv4_preemptions_total",)] == 0
+    assert after[("dsv4_num_preemptions_total",)] == 0
 
 
 def test_unknown_addresses_do_not_make_metrics(live):
@@ -127,7 +128,7 @@ def test_the_live_view(two_layer_params):
 def test_the_openapi_document(live):
     document = live.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/live", "/health", "/metrics", "/",
+        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/live", "/health", "/ready", "/metrics", "/",
     }  # fmt: skip
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
 
@@ -219,7 +220,7 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
     """Connected, but its socket is full: after the stall its request ends, long before its last token."""
     llm = make_llm(served_params)
     engine = AsyncEngine(llm.engine)
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, NAME)
     engine.start()
 
     async def run():
