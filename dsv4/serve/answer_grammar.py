@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsv4.serve.grammar import GrammarError
+from dsv4.serve.schema_refs import find_empty_reference
 from dsv4.text.protocol import PROTOCOL
 
 # Enough for any indentation; without a bound a model can fill its whole answer with spaces.
@@ -40,6 +41,10 @@ def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
     """Lark text of an answer. `special` gives a marker's grammar symbol. `GrammarError` for what cannot be enforced."""
     if rules.calls == "must" and not rules.functions:
         raise GrammarError("a tool must be called, and there is none")
+    for schema in (rules.schema, *(parameters for _, parameters in rules.functions)):
+        reference = find_empty_reference(schema)
+        if reference is not None:
+            raise GrammarError(f"the schema's $ref {reference[:80]!r} refers to itself and to nothing else")
     dsml = special(PROTOCOL.dsml)
     plain = f"& ~/(?s:.*){PROTOCOL.dsml}(?s:.*)/"
     lines = []

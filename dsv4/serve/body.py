@@ -23,6 +23,8 @@ def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, f"the body is nested deeper than {max_depth} levels", code="too_deep") from None
     except ValueError as error:
+        if "integer string conversion" in str(error):  # Python's own limit, whose message speaks to programmers
+            raise ApiError(400, "the body holds an integer of thousands of digits", code="invalid_json") from None
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, found {type(value).__name__}", code="invalid_json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +21,16 @@ from dsv4.serve.load import (
     ModelOption,
     NumericsOption,
     OffloadOption,
+    TemperatureOption,
+    ThreadsOption,
+    TopPOption,
     check_numerics,
+    check_tokenizer,
     engine_limits,
     find_model,
     load_llm,
     parse_offload,
+    with_defaults,
 )
 from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
@@ -32,11 +38,14 @@ from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCal
 if TYPE_CHECKING:
     from dsv4.serve.chat_session import ChatSession
 
-HELP = """\
+BLOCK = '"""'
+HELP = f"""\
 /help         this text
 /reset        forget the conversation
 /save FILE    write the conversation as JSON (`dsv4 render FILE` shows its prompt)
-/quit         leave (so does Ctrl-D); Ctrl-C ends an answer"""
+/quit         leave (so does Ctrl-D); Ctrl-C ends an answer
+{BLOCK}           begins a message of several lines, and ends it
+\\             at the end of a line: the message goes on in the next line"""
 
 
 def chat_command(
@@ -47,8 +56,8 @@ def chat_command(
         str | None, typer.Option(help="Reasoning effort, as the checkpoint knows; needs --thinking.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens of one answer at most.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens reaching this probability.")] = 1.0,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same answers. Default: a new one each.")
     ] = None,
@@ -59,8 +68,9 @@ def chat_command(
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     offload_experts: OffloadOption = None,
+    threads: ThreadsOption = None,
 ) -> None:
-    """Talk to a model. Type /help for the commands; lines from a pipe are answered one by one.
+    """Talk to a model in the terminal. Type /help for the commands; lines from a pipe are answered one by one.
 
     \b
     Examples:
@@ -74,11 +84,14 @@ def chat_command(
     folder = find_model(model, notes)
     config = ModelConfig.from_pretrained(folder)
     options = ChatOptions(thinking=thinking, reasoning_effort=effort, profile=effort_profile(config))
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    check_tokenizer(folder, "a chat")
+    params = with_defaults(
+        SamplingParams(max_tokens=max_tokens), {"temperature": temperature, "top_p": top_p}, folder, notes
+    )
     limits = engine_limits(config, context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
-        offload_experts=offload,
+        offload_experts=offload, threads=threads,
     )  # fmt: skip
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch
@@ -88,7 +101,8 @@ def chat_command(
     if is_terminal:
         _enable_line_editing()
         notes.print("[dim]/help for the commands, Ctrl-D to leave[/dim]")
-    run_chat(session, _reader("> " if is_terminal else ""), Console(highlight=False), notes)
+    prompts = ("> ", "... ") if is_terminal else ("", "")
+    run_chat(session, partial(read_message, *prompts), Console(highlight=False), notes)
 
 
 def _enable_line_editing() -> None:
@@ -97,25 +111,40 @@ def _enable_line_editing() -> None:
         importlib.import_module("readline")
 
 
-def _reader(prompt: str) -> Callable[[], str | None]:
-    def read() -> str | None:
-        try:
-            return input(prompt)
-        except EOFError:
-            return None
+def read_message(prompt: str, more_prompt: str, read_line: Callable[[str], str] = input) -> str | None:
+    """The next message, None at the end of the input.
 
-    return read
+    A line that ends with a backslash goes on in the next. Lines between two lines of three quotes are one message, as
+    they stand; the quotes may share a line with its first and last words.
+    """
+    lines: list[str] = []
+    try:
+        first = read_line(prompt)
+        if first.lstrip().startswith(BLOCK):
+            lines.append(first.lstrip()[len(BLOCK) :])
+            while not lines[-1].rstrip().endswith(BLOCK):
+                lines.append(read_line(more_prompt))
+            lines[-1] = lines[-1].rstrip()[: -len(BLOCK)]
+            return "\n".join(lines).strip("\n")
+        lines.append(first)
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(read_line(more_prompt))
+    except EOFError:
+        if not lines:
+            return None
+    return "\n".join(lines)
 
 
 def run_chat(session: ChatSession, read: Callable[[], str | None], out: Console, notes: Console) -> None:
-    """Read lines until there are none; answer them or obey them."""
-    while (line := read()) is not None:
-        text = line.strip()
+    """Read messages until there are none; answer them or obey them."""
+    while (message := read()) is not None:
+        text = message.strip()
         if not text:
             continue
         if text in ("/quit", "/exit"):
             return
-        if text.startswith("/"):
+        if text.startswith("/") and "\n" not in text:
             _obey(session, text, notes)
         else:
             _answer(session, text, out, notes)

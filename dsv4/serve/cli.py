@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
+from dsv4 import __version__
 from dsv4.serve.bench_command import bench_app
 from dsv4.serve.chat_command import chat_command
 from dsv4.serve.eval_command import eval_command
@@ -19,22 +21,50 @@ from dsv4.serve.synth_command import synth_command
 
 app = typer.Typer(
     name="dsv4",
-    help="DeepSeek-V4 inference people can trust.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "chat": chat_command,
+    "eval": eval_command,
+    "generate": generate_command,
+    "info": info_command,
+    "plan": plan_command,
+    "render": render_command,
+    "serve": serve_command,
+    "synth": synth_command,
+}
+
+
+def _summary(command: Callable[..., None]) -> str:
+    """The first sentence of a command's text, whole: the library would cut it at the width of the terminal."""
+    return (command.__doc__ or "").split("\n")[0]
+
+
 app.add_typer(bench_app, name="bench")
-app.command("chat")(chat_command)
-app.command("eval")(eval_command)
-app.command("generate")(generate_command)
-app.command("info")(info_command)
-app.command("plan")(plan_command)
-app.command("render")(render_command)
-app.command("serve")(serve_command)
-app.command("synth")(synth_command)
+for _name, _command in _COMMANDS.items():
+    app.command(_name, short_help=_summary(_command))(_command)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def dsv4(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """DeepSeek-V4 inference people can trust.
+
+    A model is named the same way everywhere: a checkpoint folder, or the name of a shipped one (flash-mini,
+    flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published architectures.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,6 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     return given
 
 
-def describe(defaults: dict[str, float]) -> str:
+def describe(defaults: Mapping[str, float]) -> str:
     """`temperature 0.6, top_p 0.95`, for people."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

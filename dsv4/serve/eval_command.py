@@ -32,7 +32,12 @@ def eval_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this PNG (needs matplotlib).")] = None,
 ) -> None:
-    """Perplexity of a text under every numerics mode, indexer recall and router agreement.
+    """Measure what the numerics do to a model: perplexity of a text, same experts, same picks of the indexer.
+
+    The text is cut into contexts and runs through the model three times: exact (weights dequantised, fp32), official
+    (every rounding of the published code), and official with FP8 index keys. Printed: perplexity of each, and by layer
+    how often official chose the same experts and index entries as exact. Then prefill against token-by-token decode.
+    It computes on the CPU unless told otherwise and says nothing about the quality of answers.
 
     Without --text, on Shakespeare and King James text that was held out when the shipped models were trained.
 
@@ -87,7 +92,8 @@ def print_evaluation(result: Evaluation, console: Console) -> None:
     for heading in ("layer", "attention", "same experts", "indexer recall"):
         layers.add_column(heading, justify="right" if heading != "attention" else "left")
     for layer in result.layers:
-        recall = "" if layer.index_recall is None else f"{100 * layer.index_recall:.2f} %"
+        never = "chose nothing" if layer.attention == "csa" else ""  # every entry there was could be picked
+        recall = never if layer.index_recall is None else f"{100 * layer.index_recall:.2f} %"
         layers.add_row(str(layer.layer_idx), layer.attention, f"{100 * layer.router:.2f} %", recall)
     console.print(layers)
 

@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,11 +25,15 @@ from dsv4.serve.load import (
     ModelOption,
     NumericsOption,
     OffloadOption,
+    TemperatureOption,
+    ThreadsOption,
+    TopPOption,
     check_numerics,
     engine_limits,
     find_model,
     load_llm,
     parse_offload,
+    with_defaults,
 )
 
 if TYPE_CHECKING:
@@ -39,15 +44,18 @@ FEW_EXPERTS = 16
 
 
 def generate_command(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
     model: ModelOption = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file, as it stands.")] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens reaching this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Divides logits of tokens seen; 1 is off.")] = 1.0,
+    temperature: TemperatureOption = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
+    top_p: TopPOption = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the best one's probability.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Divides logits of tokens seen; 1 is off.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of sequence.")] = False,
@@ -60,6 +68,7 @@ def generate_command(
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     offload_experts: OffloadOption = None,
+    threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Also show which experts each layer used.")] = False,
 ) -> None:
@@ -71,26 +80,32 @@ def generate_command(
     Examples:
       dsv4 generate "To be, or not" --temperature 0.7 --stats
       dsv4 generate --model ./checkpoint "Once upon a time" --seed 7
+      echo "Call me" | dsv4 generate -
+      dsv4 generate --model ./checkpoint --file chapter.txt --max-tokens 200
       dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
       dsv4 generate --model ./checkpoint "Once upon a time" --device cuda --offload-experts auto
     """
-    if (prompt is None) == (ids is None):
-        raise RequestError("give the prompt as text, or as --ids, not both and not neither")
+    source = _source(prompt, file, ids)
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs needs --json")
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
-    )  # fmt: skip
-    source = prompt if prompt is not None else _parse_ids(ids or "")
+        max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs
+    )
+    options = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    replace(params, **given)  # type: ignore[arg-type]  # mistakes are told before the checkpoint is looked at
     check_numerics(numerics, dtype)
     offload = parse_offload(offload_experts)
     console = Console(stderr=True)
     folder = find_model(model, console)
+    params = with_defaults(params, options, folder, console)
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload,
+        offload_experts=offload, threads=threads,
     )  # fmt: skip
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json
@@ -166,6 +181,21 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], N
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _source(prompt: str | None, file: Path | None, ids: str | None) -> Prompt:
+    """The one prompt that was given: as an argument, from stdin, from a file, or as ids."""
+    if sum(one is not None for one in (prompt, file, ids)) != 1:
+        raise RequestError("give one prompt: as text (- for stdin), as --file, or as --ids")
+    if ids is not None:
+        return _parse_ids(ids)
+    if prompt is not None and prompt != "-":
+        return prompt
+    data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file or 'stdin'} is not UTF-8 text: {error}") from None
 
 
 def _parse_ids(text: str) -> list[int]:

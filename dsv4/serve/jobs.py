@@ -74,25 +74,47 @@ class JobMaker:
             message = f"messages: the last one must be a user, tool or developer message to answer, found {last}"
             raise ApiError(400, message, code="invalid_value", param="messages")
         is_open = segments[-1].text.endswith(PROTOCOL.think_open)
+        self._check_length(sum(len(segment.text) for segment in segments), "messages")
         prompt = _refusing(self._tokenizer.encode_segments, segments)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         max_tokens = request.max_completion_tokens or request.max_tokens
         grammar = self._grammar(request, thinking=is_open)
+        self._check_prompt(prompt, "messages")
         sequences = self._prepare([prompt], request, logprobs, max_tokens, None, grammar)
         return Job(sequences, len(prompt), is_open)
 
     def completion(self, request: CompletionRequest) -> Job:
         """`ApiError` for prompts or options that cannot be served."""
         self._check_model(request)
-        prompts = [
-            _refusing(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-            for prompt in _prompts(request)
-        ]
+        given = _prompts(request)
+        if len(given) > self._config.max_choices:
+            message = f"prompt: at most {self._config.max_choices} prompts in one request, found {len(given)}; send"
+            raise ApiError(400, f"{message} the others in another", code="invalid_value", param="prompt")
+        for prompt in given:
+            self._check_length(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+        prompts = [_refusing(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt for prompt in given]
+        for prompt in prompts:
+            self._check_prompt(prompt, "prompt")
         default = _DEFAULT_COMPLETION_TOKENS
         sequences = self._prepare(prompts, request, request.logprobs, request.max_tokens, default, None)
         return Job(sequences, sum(map(len, prompts)))
 
     # ---- parts ----
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        """Refuse what must be too long before it is cut into tokens, which takes seconds for millions of characters."""
+        least = self._tokenizer.least_tokens(num_characters)
+        if least >= self._engine.cache.engine.max_context_tokens:
+            raise self._too_long(f"{least} tokens or more", param)
+
+    def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
+        if len(prompt) >= self._engine.cache.engine.max_context_tokens:
+            raise self._too_long(f"{len(prompt)} tokens", param)
+
+    def _too_long(self, found: str, param: str) -> ApiError:
+        context = self._engine.cache.engine.max_context_tokens
+        message = f"{param}: {found}; this model's maximum context length is {context} (--context), answer included"
+        return ApiError(400, message, code="context_length_exceeded", param=param)
 
     def _check_model(self, request: SamplingFields) -> None:
         if request.model != self._config.name:
@@ -171,7 +193,10 @@ class JobMaker:
             message = f"max_tokens: this server allows {cap}, found {asked}"
             raise ApiError(400, message, code="invalid_value", param="max_tokens")
         if asked > room:
-            message = f"max_tokens: {prompt_len} prompt tokens leave room for {room} of {context}, found {asked}"
+            message = (
+                f"max_tokens: {prompt_len} prompt tokens leave room for {room} of this model's maximum context length "
+                f"of {context} (--context), found {asked}"
+            )
             raise ApiError(400, message, code="context_length_exceeded", param="max_tokens")
         return asked
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
-from dsv4.serve.defaults import describe, read_sampling_defaults
+from dsv4.serve.defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.serve.memory import check_gpu_memory, check_host_memory, naming_host_memory
 from dsv4.tools.targets import PRESETS
 
@@ -89,12 +89,17 @@ def check_tokenizer(folder: Path, purpose: str) -> None:
         raise RequestError(f"{folder} has no tokenizer.json; {purpose} speaks text and needs one")
 
 
-def sampling_defaults(folder: Path, console: Console, *, is_used: bool = True) -> dict[str, float]:
-    """What generation_config.json gives; a note says so where that changes anything."""
-    defaults = read_sampling_defaults(folder) if is_used else {}
-    if SamplingParams(**defaults) != SamplingParams():  # type: ignore[arg-type]
-        print_note(f"defaults of generation_config.json: {describe(defaults)}", console)
-    return defaults
+def with_defaults(
+    params: SamplingParams, options: dict[str, float | None], folder: Path, console: Console
+) -> SamplingParams:
+    """`params` with the options that were given, and the checkpoint's defaults for those that were not. A note says
+    what the checkpoint changes."""
+    given = {name: value for name, value in options.items() if value is not None}
+    defaults = {name: value for name, value in read_sampling_defaults(folder).items() if name not in given}
+    changed = {name: value for name, value in defaults.items() if value != getattr(params, name)}
+    if changed:
+        print_note(f"{FILE_NAME} gives {describe(changed)}", console)
+    return replace(params, **given, **defaults)  # type: ignore[arg-type]
 
 
 def engine_limits(config: ModelConfig, *, context: int | None, requests: int, chunk: int | None = None) -> EngineConfig:

@@ -18,7 +18,7 @@ DEFAULT_CONTEXT = 8192
 
 
 def plan_command(
-    target: Annotated[str, typer.Argument(help="flash, pro, tiny, a checkpoint folder or a config.json.")],
+    target: Annotated[str, typer.Argument(help="flash, pro, tiny, a shipped checkpoint, a folder or a config.json.")],
     gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, ... or a number of GiB. Default: all.")] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs; experts and requests are divided among them.")] = 1,
     context: Annotated[int | None, typer.Option(help="Tokens a request may reach. Default: 8192.")] = None,

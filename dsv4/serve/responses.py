@@ -124,6 +124,7 @@ class ModelCard(Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    default_sampling_params: dict[str, float] | None = None
 
 
 class ModelList(Answer):

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError, ModelConfig
+from dsv4.serve.defaults import read_sampling_defaults
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
@@ -26,7 +27,6 @@ from dsv4.serve.load import (
     load_llm,
     parse_offload,
     print_note,
-    sampling_defaults,
 )
 from dsv4.serve.settings import ServerConfig, TlsFiles
 from dsv4.text.chat import effort_profile
@@ -99,7 +99,7 @@ def serve_command(
         api_key=api_key,
         default_thinking=thinking,
         effort_profile=effort_profile(config),
-        sampling_defaults=sampling_defaults(folder, console, is_used=generation_config),
+        sampling_defaults=read_sampling_defaults(folder) if generation_config else {},
         max_output_tokens=max_tokens,
         max_waiting=max_waiting,
         max_connections=max_connections,

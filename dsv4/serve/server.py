@@ -13,10 +13,11 @@ import re
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import resources
+from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -28,25 +29,29 @@ from dsv4.llm import LLM
 from dsv4.request import RequestError
 from dsv4.serve.assemble import ChatAssembler, TextAssembler
 from dsv4.serve.body import parse_json, validate
+from dsv4.serve.defaults import FILE_NAME, describe
 from dsv4.serve.errors import ApiError, error_body
 from dsv4.serve.gate import Gate
 from dsv4.serve.jobs import Job, JobMaker
 from dsv4.serve.life import make_uvicorn, run_process
 from dsv4.serve.live import LiveView
+from dsv4.serve.memory import give_back_memory
 from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.openapi import openapi_document
 from dsv4.serve.protocol import ChatRequest, CompletionRequest
 from dsv4.serve.request_log import log_request, log_throughput
 from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
-from dsv4.serve.settings import ServerConfig
+from dsv4.serve.settings import MIB, ServerConfig
 from dsv4.serve.streaming import DISCONNECTED, ClientGone, EventStream, collect
 
 # The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
 # loop waiting 5 ms for every token it passes on.
 _SWITCH_SECONDS = 0.0005
 _CLIENT_CLOSED = 499
+_LARGE_BODY_BYTES = MIB
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _LOG = logging.getLogger("dsv4.serve")
+Prepared = TypeVar("Prepared")
 
 
 class Server:
@@ -68,7 +73,7 @@ class Server:
     async def chat(self, request: Request) -> Response:
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await asyncio.to_thread(self._prepare_chat, body)
+        asked, job = await self._prepared(self._prepare_chat, body)
         assembler = ChatAssembler(job, self.config.name, self.tokenizer)
         timer = RequestTimer(self.metrics, len(job.sequences), start)
         return await self._answer(request, job, assembler, asked, timer)
@@ -76,7 +81,7 @@ class Server:
     async def completion(self, request: Request) -> Response:
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await asyncio.to_thread(self._prepare_completion, body)
+        asked, job = await self._prepared(self._prepare_completion, body)
         assembler = TextAssembler(job, self.config.name, self.tokenizer)
         timer = RequestTimer(self.metrics, len(job.sequences), start)
         return await self._answer(request, job, assembler, asked, timer)
@@ -87,6 +92,14 @@ class Server:
             # Also what keeps other sites' pages out: a browser does not send this type across sites unasked.
             raise ApiError(415, "content-type: expected application/json", code="unsupported_media_type")
         return await request.body()
+
+    async def _prepared(self, prepare: Callable[[bytes], Prepared], body: bytes) -> Prepared:
+        """Check and encode beside the loop that streams. What a large body took goes back to the system."""
+        try:
+            return await asyncio.to_thread(prepare, body)
+        finally:
+            if len(body) > _LARGE_BODY_BYTES:
+                await asyncio.to_thread(give_back_memory)
 
     def _prepare_chat(self, body: bytes) -> tuple[ChatRequest, Job]:
         fields = parse_json(body, max_depth=self.config.max_json_depth)
@@ -143,7 +156,10 @@ class Server:
         return _json(self._card())
 
     def _card(self) -> ModelCard:
-        return ModelCard(id=self.config.name, object="model", created=self._created, owned_by="dsv4")
+        return ModelCard(
+            id=self.config.name, object="model", created=self._created, owned_by="dsv4",
+            default_sampling_params=dict(self.config.sampling_defaults),
+        )  # fmt: skip
 
     async def health(self, request: Request) -> Response:
         """Liveness: whether this process can go on. A server that finishes what runs is alive."""
@@ -266,4 +282,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
     """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
     not wait. Returns the exit status."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    return run_process(make_uvicorn(create_app(llm, config), config), listener)
+    server = make_uvicorn(create_app(llm, config), config)
+    if config.sampling_defaults:
+        _LOG.info("requests that do not say otherwise: %s (%s)", describe(config.sampling_defaults), FILE_NAME)
+    return run_process(server, listener)

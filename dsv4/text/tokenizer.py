@@ -47,6 +47,8 @@ class Tokenizer:
         self._plain = self._build(_without_added_tokens(definition))
         self._added_ids = {token.content: idx for idx, token in self._full.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
+        self._keeps_length = not definition.get("normalizer")
+        self._longest: int | None = None
 
     def _build(self, definition: dict[str, Any]) -> tokenizers.Tokenizer:
         try:
@@ -92,6 +94,15 @@ class Tokenizer:
         encoder = self._full if allow_special else self._plain
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         return ids
+
+    def least_tokens(self, num_characters: int) -> int:
+        """Tokens that a text of so many characters has at least, without encoding it: no token is longer than the
+        longest. 0 where the tokenizer rewrites text before it cuts it."""
+        if not self._keeps_length:
+            return 0
+        if self._longest is None:
+            self._longest = max(map(len, self._full.get_vocab(with_added_tokens=True)), default=1)
+        return num_characters // self._longest
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Ids of a rendered prompt: markers in markup are special tokens, everything else is ordinary text.

@@ -206,7 +206,8 @@ def _agreement(config: ModelConfig, exact: Trace, official: Trace) -> list[Layer
             seen = (torch.arange(len(picks), device=picks.device) + 1) // layer.ratio
             choosing = seen > config.index_topk
             for rows in choosing.nonzero().squeeze(-1).split(64):  # [64, k, k] at a time
-                recalls.append(shared_share(picks[rows], other_picks[rows]))
+                if len(rows):  # nothing splits into one piece of nothing
+                    recalls.append(shared_share(picks[rows], other_picks[rows]))
         assert layer.router is RouterKind.DENSE or float(torch.cat(routers).min()) == 1.0, "a hash table is a table"
         recall = float(torch.cat(recalls).mean()) if recalls else None
         layers.append(LayerAgreement(layer.layer_idx, layer.attention.value, float(torch.cat(routers).mean()), recall))

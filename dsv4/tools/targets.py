@@ -1,4 +1,4 @@
-"""What a command line means by a model: a preset's name, a checkpoint folder, or a config.json. No torch."""
+"""What a command line means by a model: a preset, a shipped checkpoint, a folder, or a config.json. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.config import ConfigError, ModelConfig
+from dsv4.loader.shipped import find_checkpoint, shipped_names
 from dsv4.tools.sizes import ExpertFormat
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
@@ -28,13 +29,16 @@ class Target:
 
 
 def resolve_target(text: str) -> Target:
-    """`flash`, `pro`, `tiny`, a folder with a config.json, or such a file."""
+    """`flash`, `pro`, `tiny`, a shipped checkpoint, a folder with a config.json, or such a file."""
     preset = PRESETS.get(text.lower())
     if preset is not None:
         return Target(text.lower(), preset(), "mxfp4")
-    path = Path(text)
+    path = find_checkpoint(text)
     if not path.exists():
-        raise ConfigError(f"{text!r} is neither a preset ({', '.join(PRESETS)}) nor an existing folder or config.json")
+        raise ConfigError(
+            f"{text!r} is neither a preset ({', '.join(PRESETS)}), a shipped checkpoint ({', '.join(shipped_names())}) "
+            "nor an existing folder or config.json"
+        )
     config = ModelConfig.from_pretrained(path)
     return Target(path.resolve().name if path.is_dir() else str(path), config, _announced_experts(path))
 

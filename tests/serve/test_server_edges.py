@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import ssl
+import subprocess
 import time
 
+import httpx
 import pytest
 from server_cases import chat_body, make_llm, start_server
+
+from dsv4.serve.errors import ApiError
+from dsv4.serve.gate import Gate
+from dsv4.serve.settings import ServerConfig, TlsFiles
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
@@ -164,4 +171,98 @@ def test_a_long_conversation_is_refused_before_it_is_rendered(served_params):
     assert (error["param"], error["code"]) == ("messages", "too_many_messages")
     assert server.post(CHAT, {**body, "messages": body["messages"][:100]}).status_code == 200
     server.wait_until_free()
+    server.stop()
+
+
+def test_a_large_body_gives_its_memory_back(served_params, monkeypatch):
+    given_back = []
+    monkeypatch.setattr("dsv4.serve.server.give_back_memory", lambda: given_back.append(1))
+    server = start_server(make_llm(served_params))
+    began = time.monotonic()
+    for _ in range(3):
+        error = server.chat("hello world " * 400_000).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "tokens or more; this model's maximum context length is 2048 (--context)" in error["message"]
+    assert time.monotonic() - began < 5, "five million characters are not cut into tokens to be refused"
+    assert len(given_back) == 3
+    server.chat()
+    assert len(given_back) == 3
+    server.wait_until_free()
+    server.stop()
+
+
+# ---- names, ids, defaults ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "good", "bad"),
+    [
+        ({}, ["localhost", "127.0.0.1:99", "127.0.0.2", "[::1]:80"], ["api.example.org", "127.0.0.1.example.org"]),
+        ({"host": "127.0.0.2"}, ["127.0.0.2", "127.0.0.2:8000", "localhost"], ["api.example.org"]),
+        ({"allowed_hosts": ("API.example.org",)}, ["api.example.org", "api.example.org:443"], ["example.org"]),
+        ({"allowed_hosts": ("*",)}, ["anything.example"], []),
+        ({"host": "0.0.0.0"}, ["anything.example"], []),
+        ({"host": "0.0.0.0", "allowed_hosts": ("api.example.org",)}, ["api.example.org", "127.0.0.1"], ["example.org"]),
+    ],
+)  # fmt: skip
+def test_host_names(served_params, settings, good, bad):
+    gate = Gate(None, ServerConfig(name="x", **settings), None)
+    for host in good:
+        gate._check_host(host)
+    for host in bad:
+        with pytest.raises(ApiError, match="--allowed-host"):
+            gate._check_host(host)
+
+
+def test_request_ids(live):
+    assert live.get("/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+    made = {
+        live.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 129)
+    }
+    assert len(made) == 3
+    assert all(len(one) == 24 and one.isalnum() for one in made)
+    assert live.post(CHAT, {}).headers["x-request-id"], "errors have one too"
+    assert live.get("/nowhere").headers["x-request-id"]
+
+
+def test_defaults_of_the_checkpoint(served_params):
+    server = start_server(make_llm(served_params), sampling_defaults={"temperature": 0.0, "top_k": 7})
+    card = server.get("/v1/models").json()["data"][0]
+    assert card["default_sampling_params"] == {"temperature": 0.0, "top_k": 7}
+    greedy = [server.chat(seed=seed).json()["choices"][0]["message"]["content"] for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+    drawn = [
+        server.chat(seed=seed, temperature=1.0, top_k=0).json()["choices"][0]["message"]["content"] for seed in (1, 2)
+    ]
+    assert drawn[0] != drawn[1]
+    server.wait_until_free()
+    server.stop()
+
+
+def test_readiness_and_liveness(served_params):
+    server = start_server(make_llm(served_params))
+    assert (server.get("/health").status_code, server.get("/ready").status_code) == (200, 200)
+    server.engine.drain()
+    assert server.get("/ready").json() == {"status": "stopping"}
+    assert server.engine.stop(5)
+    for path in ("/ready", "/health"):
+        response = server.get(path)
+        assert (response.status_code, response.json()) == (503, {"status": "failed"})
+    server.stop()
+
+
+def test_https(served_params, tmp_path):
+    """With a certificate made for the occasion; needs the program openssl."""
+    files = [tmp_path / "key.pem", tmp_path / "cert.pem"]
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files[0], "-out", files[1],
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], capture_output=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    server = start_server(make_llm(served_params), tls=TlsFiles(certfile=str(files[1]), keyfile=str(files[0])))
+    assert server.url.startswith("https://127.0.0.1:")
+    context = ssl.create_default_context(cafile=files[1])
+    assert httpx.get(f"{server.url}/health", verify=context).json() == {"status": "ok"}
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{server.url.replace('https', 'http')}/health")
     server.stop()
