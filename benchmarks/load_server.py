@@ -1,11 +1,13 @@
-"""Load on `dsv4 serve`: many streams at once, clients that go, requests that are nonsense. CPU; needs extra `serve`.
+"""A storm on `dsv4 serve`: many clients, some of them badly behaved, and a restart in the middle. CPU; extra `serve`.
 
-    python benchmarks/load_server.py --streams 64 --seconds 60
+    python benchmarks/load_server.py                                   # a minute, a random model of two layers
+    python benchmarks/load_server.py --seconds 600 --restarts 1 --model flash-mini --out benchmarks/results/storm
 
-A random two-layer model is written, served by a process of its own, and asked the same few questions over and over.
-Every stream that is read to its end must equal the same question asked alone; when the load is over, every slot and
-block must be free. Printed: tokens/s, the server's own share per token (from the end of a step to the socket) as
-median and p99, and what happened to the clients. Exit status 1 if anything was wrong.
+A process of its own serves the model; clients (`storm_clients.py`) ask the same few questions over and over, leave,
+dawdle, send half of something or nonsense. Every answer that comes whole must equal the same question asked alone; at
+the end every slot and block must be free; memory, descriptors and threads must have stayed what they were; the log must
+hold no traceback and about a line a request. Printed: what became of the clients, tokens/s, the server's own share per
+token. With --out also a JSON record and, where matplotlib is there, a plot. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -16,18 +18,25 @@ import json
 import os
 import platform
 import random
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+sys.path.insert(0, str(Path(__file__).parent))
+from storm_clients import Storm
+
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
+from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
 from dsv4.text.byte_tokenizer import byte_tokenizer
@@ -42,76 +51,166 @@ CONFIG = ModelConfig.tiny(
 )  # fmt: skip
 CONTEXT = 1024
 NUM_KINDS = 12
-CHANCE_TO_LEAVE = 0.1
-NONSENSE_EVERY = 100  # requests
-NONSENSE = [b"{", b"\xff\xfe", b"[]", b'{"model": "model"}', b'{"model": "model", "messages": [{"role": "x"}]}']
-CHAT = "/v1/chat/completions"
+DRAIN_SECONDS = 20.0
+MOST_GROWTH_BYTES = 64 * 2**20  # of the memory, from the first half of a server's life to its last tenth
+LOG_BYTES_PER_REQUEST = 400
 
 
-def question(kind: int) -> dict[str, object]:
+def question(kind: int, model: str) -> dict[str, Any]:
     """One of the few requests; short, medium and long prompts and answers."""
     chance = random.Random(kind)
-    text = "".join(chance.choice("abcdefgh ") for _ in range(chance.choice([4, 40, 300])))
+    text = "".join(chance.choice("abcdefgh ") for _ in range(chance.choice([4, 40, 200])))
     return {
-        "model": "model", "messages": [{"role": "user", "content": text}], "seed": kind, "ignore_eos": True,
-        "max_tokens": chance.choice([10, 30, 60]), "stream": True,
+        "model": model, "messages": [{"role": "user", "content": text}], "seed": kind, "ignore_eos": True,
+        "max_tokens": chance.choice([4, 10, 20]),
     }  # fmt: skip
 
 
-def solo_answers(folder: Path) -> list[str]:
+def solo_answers(folder: Path, numerics: str) -> list[str]:
     """Every question asked alone, without a server."""
-    llm = LLM(folder, numerics="exact", engine=EngineConfig(max_context_tokens=CONTEXT, max_concurrent_requests=1))
+    limits = EngineConfig(max_context_tokens=CONTEXT, max_concurrent_requests=1)
+    llm = LLM(folder, numerics="exact" if numerics == "exact" else "official", engine=limits)
     assert llm.tokenizer is not None
     answers = []
     for kind in range(NUM_KINDS):
-        body = question(kind)
-        params = SamplingParams(max_tokens=body["max_tokens"], seed=kind, ignore_eos=True)  # type: ignore[arg-type]
+        body = question(kind, "model")
+        params = SamplingParams(max_tokens=body["max_tokens"], seed=kind, ignore_eos=True)
         prompt = encode_chat(llm.tokenizer, body["messages"], ChatOptions())
         answers.append(parse_completion(llm.generate([prompt], params)[0].text or "", thinking=False).content)
     return answers
 
 
-class Load:
-    """The clients, and what became of them."""
+# ---- the server ----
 
-    def __init__(self, url: str, expected: list[str], seconds: float) -> None:
-        self.client = httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None))
-        self.expected = expected
-        self.end = time.monotonic() + seconds
-        self.outcomes: Counter[str] = Counter()
-        self.num_asked = 0
 
-    async def run(self, num_streams: int) -> None:
-        async with self.client:
-            await asyncio.gather(*(self._one(random.Random(place)) for place in range(num_streams)))
+@dataclass
+class Sample:
+    """A server's process at one moment."""
 
-    async def _one(self, chance: random.Random) -> None:
-        while time.monotonic() < self.end:
-            self.num_asked += 1
-            if self.num_asked % NONSENSE_EVERY == 1:
-                body, headers = chance.choice(NONSENSE), {"content-type": "application/json"}
-                response = await self.client.post(CHAT, content=body, headers=headers)
-                self.outcomes["refused" if response.status_code == 400 else "WRONG STATUS"] += 1
-            else:
-                self.outcomes[await self._stream(chance)] += 1
+    seconds: float
+    process: int
+    memory_bytes: int
+    descriptors: int
+    threads: int
+    log_bytes: int
 
-    async def _stream(self, chance: random.Random) -> str:
-        kind = chance.randrange(NUM_KINDS)
-        leaves_after = chance.randrange(20) if chance.random() < CHANCE_TO_LEAVE else None
-        text, num_events = "", 0
-        async with self.client.stream("POST", CHAT, json=question(kind)) as response:
-            if response.status_code != 200:
-                return "WRONG STATUS"
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return "complete" if text == self.expected[kind] else "DIFFERENT FROM SOLO"
-                if line:
-                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                    text += choice["delta"].get("content", "")
-                    num_events += 1
-                if leaves_after is not None and num_events > leaves_after:
-                    return "left"
-        return "CUT OFF"
+
+class Process:
+    """`dsv4 serve` on one address, started as often as needed, and looked at while it runs."""
+
+    def __init__(self, folder: Path, log: Path, options: list[str]) -> None:
+        self._command = [
+            sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--name", "model", "--context", str(CONTEXT),
+            "--drain-seconds", str(DRAIN_SECONDS), *options,
+        ]  # fmt: skip
+        self._log = log
+        self._port = 0
+        self._began = time.monotonic()
+        self._is_up = False
+        self.number = 0
+        self.samples: list[Sample] = []
+        self.exit_codes: list[int] = []
+
+    def start(self) -> str:
+        """Start it, wait until it answers; returns its address."""
+        already = self._log.stat().st_size if self._log.exists() else 0
+        with self._log.open("ab") as file:
+            self.process = subprocess.Popen([*self._command, "--port", str(self._port)], stderr=file)
+        self.number += 1
+        while "running on http" not in (text := self._log.read_text()[already:]):
+            if self.process.poll() is not None:
+                sys.exit(f"the server did not start:\n{text}")
+            time.sleep(0.05)
+        url = text.partition("running on ")[2].split()[0]
+        self._port = int(url.rpartition(":")[2])
+        self._is_up = True
+        return url
+
+    def stop(self) -> None:
+        self._is_up = False
+        self.process.send_signal(signal.SIGTERM)
+        self.exit_codes.append(self.process.wait(120))
+
+    def look(self) -> None:
+        """Take a sample, if the server is up."""
+        if not self._is_up:
+            return
+        folder = Path(f"/proc/{self.process.pid}")
+        try:
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            descriptors = len(list((folder / "fd").iterdir()))
+            memory = int(status["VmRSS"].split()[0]) * 1024
+        except (OSError, KeyError):  # it ended just now
+            return
+        now, log_bytes = round(time.monotonic() - self._began, 1), self._log.stat().st_size
+        self.samples.append(Sample(now, self.number, memory, descriptors, int(status["Threads"]), log_bytes))
+
+
+async def storm(process: Process, clients: Storm, options: argparse.Namespace) -> None:
+    """Clients, a look at the server now and then, and restarts at even distances."""
+
+    async def look() -> None:
+        while True:
+            await asyncio.to_thread(process.look)
+            await asyncio.sleep(max(options.seconds / 240, 0.5))
+
+    async def restart() -> None:
+        for _ in range(options.restarts):
+            await asyncio.sleep(options.seconds / (options.restarts + 1))
+            clients.is_restarting = True
+            await asyncio.to_thread(process.stop)
+            await asyncio.to_thread(process.start)
+            await asyncio.sleep(1.0)
+            clients.is_restarting = False
+
+    looking, restarting = asyncio.create_task(look()), asyncio.create_task(restart())
+    await clients.run(options.workers)
+    await restarting
+    looking.cancel()
+
+
+def wait_until_free(url: str, seconds: float = 60.0) -> dict[str, Any] | None:
+    """The live view once the engine holds nothing; None if it never does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        view: dict[str, Any] = httpx.get(f"{url}/live", timeout=30).json()
+        if view["running"] == view["waiting"] == view["blocks_used"] == 0:
+            return view
+        time.sleep(0.1)
+    return None
+
+
+# ---- judging ----
+
+
+def growth(samples: list[Sample], field: str) -> list[float]:
+    """Per life of the server: the median of its last tenth less the largest value of its first half."""
+    found = []
+    for number in sorted({one.process for one in samples}):
+        values = [getattr(one, field) for one in samples if one.process == number]
+        if len(values) >= 40:  # below that it has hardly started
+            found.append(statistics.median(values[-(len(values) // 10) :]) - max(values[: len(values) // 2]))
+    return found
+
+
+def judge(process: Process, clients: Storm, log: str, is_free: bool) -> list[str]:
+    """What was wrong; empty if nothing was."""
+    wrong = [f"a client: {text}" for text in sorted(set(clients.wrong))]
+    if not clients.outcomes["complete"]:
+        wrong.append("no answer was complete")
+    if not is_free:
+        wrong.append("the engine still holds something")
+    if any(process.exit_codes):
+        wrong.append(f"exit codes {process.exit_codes}")
+    if "Traceback" in log:
+        wrong.append("a traceback in the log")
+    num_requests = sum(clients.outcomes.values())
+    if len(log) > LOG_BYTES_PER_REQUEST * num_requests + 20_000:
+        wrong.append(f"{len(log)} bytes of log for {num_requests} requests")
+    for field, most in (("memory_bytes", MOST_GROWTH_BYTES), ("descriptors", 8), ("threads", 1)):
+        if any(one > most for one in growth(process.samples, field)):
+            wrong.append(f"{field} grew: {growth(process.samples, field)}")
+    return wrong
 
 
 def quantile(text: str, name: str, share: float) -> float:
@@ -130,72 +229,128 @@ def quantile(text: str, name: str, share: float) -> float:
     return low
 
 
-def start_server(folder: Path, num_slots: int) -> tuple[subprocess.Popen[bytes], str]:
-    log = folder.parent / "server.log"
-    command = [sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--port", "0", "--numerics", "exact"]
-    command += ["--requests", str(num_slots), "--context", str(CONTEXT), "--max-waiting", "1024"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file)
-    while "running on http" not in (text := log.read_text()):
-        if process.poll() is not None:
-            sys.exit(f"the server did not start:\n{text}")
-        time.sleep(0.05)
-    return process, text.partition("running on ")[2].split()[0]
+LATENCIES = {
+    "the server's own time per token": "dsv4_delivery_seconds",
+    "between two tokens of a stream": "dsv4_inter_token_latency_seconds",
+    "to the first token": "dsv4_time_to_first_token_seconds",
+}
 
 
-def wait_until_free(url: str, seconds: float = 30.0) -> bool:
-    """Whether the engine comes to hold nothing."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        view = httpx.get(f"{url}/live", timeout=30).json()
-        if view["running"] == view["waiting"] == view["blocks_used"] == 0:
-            return True
-        time.sleep(0.1)
-    return False
+def make_record(
+    options: argparse.Namespace, process: Process, clients: Storm, seconds: float, metrics: str, view: dict[str, Any],
+    wrong: list[str], log: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything there is to know about the run. Latencies and tokens are of the last server."""
+    return {
+        "what": "storm on dsv4 serve", "model": options.model or "random, two layers", "numerics": options.numerics,
+        "workers": options.workers, "slots": options.slots, "seconds": round(seconds, 1), "restarts": options.restarts,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(), "load_average": os.getloadavg()[0],
+        "outcomes": dict(sorted(clients.outcomes.items())), "wrong": wrong, "exit_codes": process.exit_codes,
+        "last_server": {"steps": view["steps"], "output_tokens": view["output_tokens"]},
+        "milliseconds": {
+            title: {str(share): round(1000 * quantile(metrics, name, share), 2) for share in (0.5, 0.99)}
+            for title, name in LATENCIES.items()
+        },
+        "log_bytes": len(log), "log_lines": log.count("\n"),
+        "growth": {field: growth(process.samples, field) for field in ("memory_bytes", "descriptors", "threads")},
+    }  # fmt: skip
+
+
+def plot(samples: list[Sample], file: Path) -> None:
+    """Memory, descriptors, threads and log over time, a colour for each life of the server."""
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(4, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    titles = {
+        "memory_bytes": "memory, MiB",
+        "descriptors": "descriptors",
+        "threads": "threads",
+        "log_bytes": "log, KiB",
+    }
+    scale = {"memory_bytes": 2**20, "log_bytes": 2**10}
+    for axes, (field, title) in zip(rows, titles.items(), strict=True):
+        for number in sorted({one.process for one in samples}):
+            mine = [one for one in samples if one.process == number]
+            axes.plot([one.seconds for one in mine], [getattr(one, field) / scale.get(field, 1) for one in mine])
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+    rows[-1].set_xlabel("seconds")
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+# ---- running ----
+
+
+def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], Process]:
+    """The whole storm; its record, and the process with its samples."""
+    if options.model is None:
+        folder = workspace / "model"
+        extra = {"tokenizer.json": json.dumps(byte_tokenizer(CONFIG.vocab_size))}
+        write_checkpoint(folder, CONFIG, seed=0, extra_files=extra)
+    else:
+        folder = find_checkpoint(options.model)
+    expected = solo_answers(folder, options.numerics)
+    settings = ["--requests", str(options.slots), "--max-waiting", "1024", "--numerics", options.numerics]
+    log_file = workspace / "server.log"
+    process = Process(folder, log_file, settings)
+    url = process.start()
+    try:
+        questions = [question(kind, "model") for kind in range(NUM_KINDS)]
+        clients = Storm(url, questions, expected, options.seconds)
+        began = time.monotonic()
+        asyncio.run(storm(process, clients, options))
+        seconds = time.monotonic() - began
+        view = wait_until_free(url)
+        metrics = httpx.get(f"{url}/metrics").text
+        last_view = view or httpx.get(f"{url}/live", timeout=30).json()
+        process.stop()
+    finally:
+        process.process.kill()
+    log = log_file.read_text()
+    wrong = judge(process, clients, log, is_free=view is not None)
+    return make_record(options, process, clients, seconds, metrics, last_view, wrong, log), process
+
+
+def report(record: dict[str, Any]) -> None:
+    names = ("workers", "slots", "seconds", "restarts", "model", "numerics", "machine")
+    print(", ".join(f"{name} {record[name]}" for name in names))
+    print(f"clients: {record['outcomes']}")
+    rate = record["last_server"]["output_tokens"] / record["seconds"]
+    print(f"the last server: {record['last_server']}; {rate:.0f} tokens/s of the whole time")
+    for title, values in record["milliseconds"].items():
+        print(f"{title}: median {values['0.5']} ms, p99 {values['0.99']} ms")
+    print(f"log: {record['log_lines']} lines, {record['log_bytes']} bytes; growth {record['growth']}")
+    print(f"exit codes {record['exit_codes']}; wrong: {record['wrong'] or 'nothing'}")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--slots", type=int, default=64, help="requests in the batch at most")
+    parser.add_argument("--restarts", type=int, default=0, help="times the server is stopped and started meanwhile")
+    parser.add_argument("--model", help="a checkpoint folder or a shipped one; default: random, two layers")
+    parser.add_argument("--numerics", default="exact", choices=["exact", "official"])
+    parser.add_argument("--out", type=Path, help="write FILE.json and, with matplotlib, FILE.png")
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--slots", type=int, default=64, help="requests in the batch at most")
-    options = parser.parse_args()
+    options = parse()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        extra = {"tokenizer.json": json.dumps(byte_tokenizer(CONFIG.vocab_size))}
-        write_checkpoint(folder, CONFIG, seed=0, extra_files=extra)
-        expected = solo_answers(folder)
-        process, url = start_server(folder, options.slots)
+        record, process = run(options, Path(name))
+    report(record)
+    if options.out is not None:
+        step = max(len(process.samples) // 120, 1)
+        samples = [asdict(one) for one in process.samples[::step]]
+        options.out.with_suffix(".json").write_text(json.dumps({**record, "samples": samples}) + "\n")
         try:
-            load = Load(url, expected, options.seconds)
-            began = time.monotonic()
-            asyncio.run(load.run(options.streams))
-            seconds = time.monotonic() - began
-            is_free = wait_until_free(url)
-            metrics, view = httpx.get(f"{url}/metrics").text, httpx.get(f"{url}/live").json()
-        finally:
-            process.terminate()
-            code = process.wait(120)
-    report(options, load, seconds, metrics, view)
-    print(f"everything freed: {is_free}; the server's exit status: {code}")
-    is_wrong = any(outcome.isupper() for outcome in load.outcomes) or not is_free or not load.outcomes["complete"]
-    sys.exit(1 if is_wrong else 0)
-
-
-def report(
-    options: argparse.Namespace, load: Load, seconds: float, metrics: str, view: dict[str, float]
-) -> None:  # fmt: skip
-    print(f"{options.streams} streams, {seconds:.0f} s, {options.slots} slots, two-layer random model, exact numerics")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}")
-    print(f"clients: {dict(sorted(load.outcomes.items()))}")
-    print(f"{view['output_tokens']} tokens in {view['steps']} steps: {view['output_tokens'] / seconds:.0f} tokens/s")
-    for name, title in (
-        ("dsv4_delivery_seconds", "the server's own time per token"),
-        ("dsv4_inter_token_seconds", "between two tokens of a stream"),
-        ("dsv4_time_to_first_token_seconds", "to the first token"),
-    ):
-        middle, high = (1000 * quantile(metrics, name, share) for share in (0.5, 0.99))
-        print(f"{title}: median {middle:.2f} ms, p99 {high:.2f} ms")
+            plot(process.samples, options.out.with_suffix(".png"))
+        except ImportError:
+            print("matplotlib is not there: no plot")
+    sys.exit(1 if record["wrong"] else 0)
 
 
 if __name__ == "__main__":
