@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo serve-demo test lint types unit-test browser-test format gpu-test bench clean help
+.PHONY: demo serve-demo test lint types unit-test browser-test slow-test format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test      lint, format check, types and every CPU test"
 	@echo "make lint | types | unit-test | format    one part of it"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
+	@echo "make slow-test       the tests that take long: a storm on a server"
 	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
 	@echo "make gpu-test  the op tests on this GPU and the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make bench     every benchmark, with the current interpreter ($(GPU_PYTHON))"
@@ -67,6 +68,10 @@ unit-test: $(DEV)
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"
 	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/serve
+
+slow-test: $(DEV)
+	@echo "==> pytest (slow)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

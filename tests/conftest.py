@@ -21,5 +21,5 @@ settings.load_profile("fixed")
 def pytest_report_header():
     """Tests that cannot be collected here are named, not left out in silence."""
     if importlib.util.find_spec("fastapi") is None:
-        return "left out: the tests of the server, whose libraries (pip install 'dsv4[serve,dev]') are not installed"
+        return "left out: the tests of the server, whose libraries (pip install -e '.[serve,dev]') are not installed"
     return None

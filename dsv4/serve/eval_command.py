@@ -17,7 +17,7 @@ from dsv4.serve.load import ModelOption, find_model
 if TYPE_CHECKING:
     from dsv4.tools.evaluate import Evaluation
 
-MISSING_MATPLOTLIB = "--plot needs matplotlib; install it with: pip install 'dsv4[plot]'"
+MISSING_MATPLOTLIB = "--plot needs matplotlib; install it with: pip install matplotlib"
 
 
 def eval_command(

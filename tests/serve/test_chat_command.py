@@ -17,7 +17,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.request import RequestError, SamplingParams
-from dsv4.serve.chat_command import run_chat
+from dsv4.serve.chat_command import read_message, run_chat
 from dsv4.serve.chat_session import ChatSession
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions, encode_messages
@@ -171,3 +171,41 @@ def test_lines_from_a_pipe(checkpoint, tmp_path):
     answers = "".join(message["content"] + "\n" for message in saved if message["role"] == "assistant")
     assert [message["role"] for message in saved] == ["user", "assistant"] * 2
     assert ran.stdout.decode("utf-8") == answers
+
+
+@pytest.mark.parametrize(
+    ("lines", "messages"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (["one\\", "two\\", "", "three"], ["one\ntwo\n", "three"]),
+        (['"""', "def f():", "    return 1", '"""', "next"], ["def f():\n    return 1", "next"]),
+        (['"""one', "", 'two"""', "next"], ["one\n\ntwo", "next"]),
+        (['"""one line"""'], ["one line"]),
+        (['"""cut', "off"], ["cut\noff"]),
+        (["last\\"], ["last"]),
+        ([], []),
+    ],
+)
+def test_messages_of_several_lines(lines, messages):
+    rest, prompts = iter(lines), []
+
+    def read_line(prompt):
+        prompts.append(prompt)
+        line = next(rest, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    found = []
+    while (message := read_message("> ", "... ", read_line)) is not None:
+        found.append(message)
+    assert found == messages
+    if lines == ["one", "two"]:
+        assert prompts == ["> "] * 3
+
+
+def test_a_message_of_several_lines_is_no_command(make_session):
+    session = make_session("fine")
+    messages = iter(["/reset\nthe clock", None])
+    run_chat(session, lambda: next(messages), Console(file=io.StringIO()), Console(file=io.StringIO()))
+    assert session.messages[0] == {"role": "user", "content": "/reset\nthe clock"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4 import LLM, SamplingParams
+from dsv4 import LLM, SamplingParams, __version__
 from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.serve.load import complete_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("eval", "generate", "info", "plan", "render", "synth")
@@ -233,3 +235,73 @@ def test_help_names_every_command(dsv4):
     out = dsv4("--help").out
     for command in COMMANDS:
         assert f"  {command} " in out
+
+
+def test_help_has_whole_sentences(dsv4):
+    out = dsv4("--help").out
+    assert "..." not in out.replace("COMMAND [ARGS]...", "")
+    assert "perplexity of a text,\n            same experts" in out
+
+
+def test_version(dsv4):
+    ran = dsv4("--version")
+    assert (ran.code, ran.out) == (0, f"dsv4 {__version__}\n")
+
+
+def test_completion_of_models(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    assert complete_model("") == ["flash-mini", "flash-mini-nvfp4", "small"]
+    assert complete_model("flash-mini-") == ["flash-mini-nvfp4"]
+    assert complete_model(f"{checkpoint.parent}/") == [str(checkpoint)]
+    assert complete_model("nowhere/") == []
+
+
+def test_shell_completion():
+    """As a shell asks for it."""
+    program = "from dsv4.serve.cli import app; app(prog_name='dsv4')"
+    asked = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": "dsv4 gen", "COMP_CWORD": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert ran.stdout.split() == ["generate"], ran.stderr
+
+
+# ---- one way to name a model ----
+
+
+@pytest.mark.parametrize("command", [["generate", "x", "--model"], ["info"], ["chat", "--model"], ["eval", "--model"]])
+def test_a_preset_has_no_weights(dsv4, command):
+    ran = dsv4(*command, "flash")
+    assert ran.code == 2
+    for word in ("'flash' is a preset", "dsv4 plan flash", "dsv4 synth FOLDER --preset flash", "flash-mini-nvfp4"):
+        assert word in ran.err
+
+
+def test_shipped_names_where_no_weights_are_needed(dsv4, tmp_path):
+    assert dsv4("plan", "flash-mini", "--json").code == 0
+    assert dsv4("synth", tmp_path / "new", "--preset", "flash-mini", "--layers", 1).code == 0
+    assert ModelConfig.from_pretrained(tmp_path / "new").num_hidden_layers == 1
+
+
+# ---- where prompts come from ----
+
+
+def test_prompts_from_a_file_and_from_stdin(dsv4, checkpoint, tmp_path, monkeypatch):
+    options = ("--model", checkpoint, "--max-tokens", 3, "--json")
+    expected = json.loads(dsv4("generate", "Zoë\n", *options).out)["token_ids"]
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("Zoë\n".encode())
+    assert json.loads(dsv4("generate", "--file", file, *options).out)["token_ids"] == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Zoë\n".encode())))
+    assert json.loads(dsv4("generate", "-", *options).out)["token_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["x", "--file", "FILE"], "give one prompt"), (["--file", "FILE", "--ids", "1"], "give one prompt"),
+     (["--file", "FILE"], "is not UTF-8 text"), (["--file", "nowhere.txt"], "nowhere.txt")],
+)  # fmt: skip
+def test_prompts_that_cannot_be_read(dsv4, checkpoint, tmp_path, arguments, message):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff")
+    ran = dsv4("generate", "--model", checkpoint, *(file if word == "FILE" else word for word in arguments))
+    assert (ran.code, message in ran.err) == (2, True), ran.err

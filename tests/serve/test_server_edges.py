@@ -109,7 +109,7 @@ def test_a_refused_request_cannot_hold_its_connection_with_a_body(hasty):
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         data = read_all(connection)
     assert data.startswith(b"HTTP/1.1 401")
-    assert b"408" not in data, "one answer to one request"
+    assert data.count(b"HTTP/1.1") == 1, "one answer to one request"
     assert time.monotonic() - began < 3
 
 
@@ -256,7 +256,8 @@ def test_https(served_params, tmp_path):
     files = [tmp_path / "key.pem", tmp_path / "cert.pem"]
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files[0], "-out", files[1],
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], capture_output=True, check=False,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        capture_output=True, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     server = start_server(make_llm(served_params), tls=TlsFiles(certfile=str(files[1]), keyfile=str(files[0])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -470,3 +471,20 @@ def test_any_json_gives_a_prompt_or_a_chat_error(messages, thinking, tools, resp
         return
     assert prompt.startswith(BOS)
     assert prompt.encode()
+
+
+@pytest.mark.parametrize("roles", [("user",), ("assistant",)])
+def test_long_conversations_take_linear_time(roles):
+    """Eight times the messages take about eight times as long, not 64 times."""
+
+    def seconds(number):
+        messages = [{"role": "user", "content": "x"}]
+        messages += [{"role": role, "content": "x"} for _ in range(number // len(roles)) for role in roles]
+        best = float("inf")
+        for _ in range(3):
+            began = time.process_time()
+            encode_messages(messages)
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert seconds(8_000) < 24 * seconds(1_000)

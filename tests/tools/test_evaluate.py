@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4 import LLM
@@ -147,3 +149,13 @@ def test_needle_runs_with_and_without_entries(checkpoint):
 def test_unknown_shipped_checkpoint():
     with pytest.raises(CheckpointError, match="no shipped checkpoint 'nothing'; there are: "):
         shipped_checkpoint("nothing")
+
+
+def test_an_indexer_that_never_chose_has_no_recall(checkpoint, ids):
+    """A text so short that every entry could be picked: nothing, not NaN."""
+    short = evaluate(checkpoint, ids[:12], decode_tokens=0)
+    assert [layer.index_recall for layer in short.layers] == [None, None, None]
+    console = Console(file=io.StringIO(), width=100)
+    command.print_evaluation(short, console)
+    assert "nan" not in console.file.getvalue()
+    assert "chose nothing" in console.file.getvalue()
