@@ -65,7 +65,8 @@ def test_every_option_of_the_command_that_is_named_exists():
 
     from dsv4.serve.cli import app
 
-    options = {name for option in get_command(app).commands["serve"].params for name in option.opts}
+    params = get_command(app).commands["serve"].params
+    options = {name for option in params for name in (*option.opts, *option.secondary_opts)}
     named = set(re.findall(r"`(--[a-z-]+)`", DOCUMENT.read_text(encoding="utf-8")))
     assert named
     assert named <= options

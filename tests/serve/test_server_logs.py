@@ -98,16 +98,14 @@ def test_throughput_is_told_while_something_runs(served_params, lines):
         await asyncio.sleep(0.2)
         assert lines() == [], "nothing runs, nothing is said"
         stream = engine.submit([llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True))])
-        while not lines():
+        while not any("1 running, 0 waiting" in text for text, _ in lines()):
             await asyncio.sleep(0.02)
         stream.cancel()
         report.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 20))
     engine.stop(10)
-    text, fields = lines()[0]
-    assert "1 running, 0 waiting" in text
-    assert fields["output_tokens_per_second"] >= 0
+    assert any(fields["output_tokens_per_second"] > 0 for _, fields in lines())
 
 
 def exported(live):
