@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -260,6 +262,40 @@ def test_stopping_does_not_wait_for_ever(started):
     _, errors = asyncio.run(run())
     assert isinstance(errors[0], RequestAborted)
     assert_all_free(llm)
+
+
+def test_stopping_tells_readers_while_a_step_runs(started, monkeypatch):
+    """A forward call may take long: nobody waits for its end to hear that there will be no answer."""
+    llm, engine = started()
+    step, is_stuck, may_go_on = llm.engine.step, threading.Event(), threading.Event()
+
+    def slow_step():
+        is_stuck.set()
+        may_go_on.wait(20)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+
+    async def run():
+        streams = [engine.submit([llm.engine.prepare([5], SamplingParams(max_tokens=9))]) for _ in range(2)]
+        await asyncio.to_thread(is_stuck.wait, 20)
+        assert await asyncio.to_thread(partial(engine.stop, 0.05, join_timeout=0.05)) is False
+        answers = [await asyncio.wait_for(read(stream), 5) for stream in streams]
+        assert engine.is_alive, "still in its forward call"
+        may_go_on.set()
+        return answers
+
+    for ids, errors in asyncio.run(run()):
+        assert ids == [[]]
+        assert isinstance(errors[0], EngineStopped)
+    assert engine.stop(timeout=10)
+    assert_all_free(llm)
+    with pytest.raises(EngineStopped):
+        asyncio.run(_submit(engine, llm))
+
+
+async def _submit(engine, llm):
+    engine.submit([llm.engine.prepare([5], SamplingParams(max_tokens=9))])
 
 
 def test_a_loop_that_is_gone_holds_up_nobody(started):
