@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
 
 # what each part may import besides itself and the base
-BASE = {"config", "config_json", "schedule", "request"}
+BASE = {"config", "config_json", "schedule", "request", "__version__"}
 BELOW_ENGINE = ("loader", "model", "ops", "cache", "formats")
 MAY_IMPORT = {
     "formats": set(),

@@ -175,7 +175,7 @@ def test_a_broken_tokenizer(dsv4, damaged, content):
         (["--device", "cuda:77"], ["device", "cuda:77"]),
         (["--context", "0"], ["max_context_tokens"]),
         (["--context", "99999999"], ["max_context_tokens", "16384"]),
-        (["--ids", "1,2"], ["as text, or as --ids"]),
+        (["--ids", "1,2"], ["give one prompt"]),
     ],
 )
 def test_options_of_generate(dsv4, checkpoint, options, words):
@@ -185,7 +185,7 @@ def test_options_of_generate(dsv4, checkpoint, options, words):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([], ["as text, or as --ids"]),
+        ([], ["give one prompt"]),
         ([""], ["the prompt is empty"]),
         (["--ids", ""], ["--ids"]),
         (["--ids", "1,,2"], ["--ids", "1,,2"]),
