@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,6 +41,7 @@ from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
+from dsv4.testing.bench import current_commit
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions
 from dsv4.text.parse import parse_completion
@@ -245,7 +248,8 @@ def make_record(
         "what": "storm on dsv4 serve", "model": options.model or "random, two layers", "numerics": options.numerics,
         "workers": options.workers, "slots": options.slots, "seconds": round(seconds, 1), "restarts": options.restarts,
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
-        "python": platform.python_version(), "load_average": os.getloadavg()[0],
+        "python": platform.python_version(), "torch": torch.__version__, "uvicorn": uvicorn.__version__,
+        "commit": current_commit(), "load_average": os.getloadavg()[0],
         "outcomes": dict(sorted(clients.outcomes.items())), "wrong": wrong, "exit_codes": process.exit_codes,
         "last_server": {"steps": view["steps"], "output_tokens": view["output_tokens"]},
         "milliseconds": {

@@ -200,12 +200,13 @@ def provenance(commit: str | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit or _commit(),
+        "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _commit() -> str:
+def currentcurrent_commit() -> str:
+    """The checkout's, with a + where files differ from it."""
     commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     is_dirty = commit != "unknown" and _output(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"]) != ""
     return commit + ("+" if is_dirty else "")
