@@ -20,6 +20,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.engine.cpu_threads import set_threads
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
@@ -63,6 +64,7 @@ class LLM:
     progress  show a progress bar while loading
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
+    On a CPU, loading a small model sets torch to one thread (`engine/cpu_threads.py`), unless OMP_NUM_THREADS is set.
     Requests of `generate` and of open streams share one engine and one cache. Not for several threads at once.
     """
 
@@ -123,6 +125,8 @@ class LLM:
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
+        if params.embed.device.type == "cpu":
+            set_threads(config)
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
-_ONE_THREAD_BELOW = 2048  # hidden_size
 DEFAULT_CONTEXT = 16384
 MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
 _THREADS_HELP = (
-    "Threads of a CPU's forward calls. Default: 1 for models with hidden_size below "
-    f"{_ONE_THREAD_BELOW}, whose products are too small to share; else one per core, or OMP_NUM_THREADS."
+    "Threads of a CPU's forward calls. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), "
+    "else one per core. Results may depend on it in the last bits."
 )
 _OFFLOAD_HELP = (
     "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
@@ -130,26 +128,14 @@ def parse_offload(text: str | None) -> str | int | None:
     return int(text)
 
 
-def choose_threads(config: ModelConfig, asked: int | None) -> int | None:
-    """How many threads a forward call on a CPU takes; None leaves it to torch.
-
-    The choice depends on the model alone, never on a measurement: on some machines a product's bits depend on the
-    number of threads. Where OMP_NUM_THREADS is set, somebody has chosen already.
-    """
-    if asked is not None:
-        if asked < 1:
-            raise RequestError(f"--threads must be at least 1, found {asked}")
-        return asked
-    return 1 if config.hidden_size < _ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ else None
-
-
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
     offload_experts: str | int | None = None, threads: int | None = None,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     config = ModelConfig.from_pretrained(model)
-    num_threads = choose_threads(config, threads)
+    if threads is not None and threads < 1:
+        raise RequestError(f"--threads must be at least 1, found {threads}")
     if device == "cpu":
         check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
 
@@ -157,8 +143,6 @@ def load_llm(
 
     from dsv4.llm import LLM
 
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     if device.startswith("cuda") and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         check_gpu_memory(
@@ -171,6 +155,8 @@ def load_llm(
             dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
             progress=True,
         )  # fmt: skip
+    if threads is not None:
+        torch.set_num_threads(threads)
     texts = [str(note.message) for note in notes]
     if llm.pool is not None:
         placement = llm.pool.placement

@@ -205,7 +205,7 @@ def provenance(commit: str | None = None) -> dict[str, str]:
     }
 
 
-def currentcurrent_commit() -> str:
+def current_commit() -> str:
     """The checkout's, with a + where files differ from it."""
     commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     is_dirty = commit != "unknown" and _output(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"]) != ""

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from dsv4.config import ConfigError, ModelConfig
+from dsv4.engine.cpu_threads import choose_threads
 from dsv4.serve.defaults import read_sampling_defaults
-from dsv4.serve.load import choose_threads
 
 
 @pytest.fixture
@@ -69,5 +69,4 @@ def test_threads(monkeypatch, hidden_size, environment, threads):
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     config = ModelConfig.flash() if hidden_size == 4096 else ModelConfig.tiny()
     assert config.hidden_size == hidden_size
-    assert choose_threads(config, None) == threads
-    assert choose_threads(config, 3) == 3
+    assert choose_threads(config) == threads

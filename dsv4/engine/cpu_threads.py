@@ -1,0 +1,30 @@
+"""How many threads a forward call takes on a CPU.
+
+torch's own choice, one per core, is wrong for small models: their products are too small to share, and threads that
+wait for one another spin. It also makes results depend on the machine: libraries sum in another order on more threads.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dsv4.config import ModelConfig
+
+ONE_THREAD_BELOW = 2048  # hidden_size; measured in docs/log.md
+
+
+def choose_threads(config: ModelConfig) -> int | None:
+    """1 for a small model; None leaves it to torch. Where OMP_NUM_THREADS is set, somebody has chosen already.
+
+    The model alone decides, never a measurement: the same call must give the same bits at any time.
+    """
+    return 1 if config.hidden_size < ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ else None
+
+
+def set_threads(config: ModelConfig) -> None:
+    """Apply the choice, to the whole process: torch has one setting for all its threads."""
+    number = choose_threads(config)
+    if number is not None:
+        torch.set_num_threads(number)
