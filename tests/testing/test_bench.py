@@ -150,7 +150,7 @@ def test_the_script_selects_cases():
 
 
 def test_provenance_names_the_commit():
-    commit = bench._commit()
+    commit = bench.current_commit()
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=bench.ROOT, capture_output=True, text=True).stdout.strip()
     assert commit.rstrip("+") == (head or "unknown")
     assert bench._output(["no-such-program"]) == "unknown"
