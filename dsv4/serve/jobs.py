@@ -104,15 +104,15 @@ class JobMaker:
     def _check_length(self, num_characters: int, param: str) -> None:
         """Refuse what must be too long before it is cut into tokens, which takes seconds for millions of characters."""
         least = self._tokenizer.least_tokens(num_characters)
-        if least >= self._engine.cache.engine.max_context_tokens:
+        if least >= self._engine.cache.limits.max_context_tokens:
             raise self._too_long(f"{least} tokens or more", param)
 
     def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
-        if len(prompt) >= self._engine.cache.engine.max_context_tokens:
+        if len(prompt) >= self._engine.cache.limits.max_context_tokens:
             raise self._too_long(f"{len(prompt)} tokens", param)
 
     def _too_long(self, found: str, param: str) -> ApiError:
-        context = self._engine.cache.engine.max_context_tokens
+        context = self._engine.cache.limits.max_context_tokens
         message = f"{param}: {found}; this model's maximum context length is {context} (--context), answer included"
         return ApiError(400, message, code="context_length_exceeded", param=param)
 

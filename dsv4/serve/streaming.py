@@ -47,6 +47,7 @@ async def collect(
                     raise ClientGone
                 if isinstance(event, ErrorEvent):
                     raise to_api_error(event.error)
+                assert isinstance(event, TokenEvent), "no route asks for a score alone yet"
                 timer.token(event, stream.sequences[event.choice].prompt_len)
                 chunks += assembler.take(event)
     return chunks
@@ -112,6 +113,7 @@ class EventStream(Response):
                 body = error_body(failed.status, failed.message, code=failed.code)
                 await self._send(send, [_line(json.dumps(body))], is_last=True)
                 return failed.code
+            assert isinstance(event, TokenEvent), "no route asks for a score alone yet"
             self._timer.token(event, self._stream.sequences[event.choice].prompt_len)
             chunks = self._assembler.take(event)
             if chunks:
