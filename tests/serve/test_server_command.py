@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -33,13 +35,14 @@ def start(checkpoint, tmp_path):
     """`start(options)`: a running `dsv4 serve`, its address and its log."""
     running = []
 
-    def run(*options):
+    def run(*options, descriptors=None):
+        limit = None if descriptors is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, (descriptors,) * 2)
         log = tmp_path / f"log{len(running)}"
         with log.open("w") as file:
             command = [sys.executable, "-m", "dsv4", "serve", "--model", str(checkpoint), "--port", "0"]
             process = subprocess.Popen(
                 [*command, "--context", "4096", *options], cwd=ROOT, stderr=file,
-                env={**os.environ, "DSV4_API_KEY": "k"},
+                env={**os.environ, "DSV4_API_KEY": "k"}, preexec_fn=limit,
             )  # fmt: skip
         running.append(process)
         deadline = time.monotonic() + 60
@@ -137,6 +140,34 @@ def test_what_cannot_be_finished_is_told_so(start, how):
     assert "2 requests are dropped" in text
     assert "Traceback" not in text
     assert len(text.splitlines()) < 12
+
+
+def test_more_connections_than_descriptors(start):
+    """Half-sent requests take every descriptor there is: the server says so in a few lines, and others get through."""
+    running, url, log = start(descriptors=100)
+    port = int(url.rpartition(":")[2])
+    halves = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(150)]
+    for half in halves:
+        with contextlib.suppress(OSError):  # some were told that there is no room
+            half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+    time.sleep(2)
+    assert running.poll() is None
+    for half in halves:
+        half.close()
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(20) == 0
+    text = log.read_text()
+    assert "this process may open 100 files" in text
+    assert "further ones are refused" in text
+    assert "Traceback" not in text
+    assert len(text.splitlines()) < 30
 
 
 # ---- before anything slow ----
