@@ -74,6 +74,11 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the thread has ended without being told to."""
+        return not self.is_alive and not self._is_draining
+
+    @property
     def is_accepting(self) -> bool:
         return self.is_alive and not self._is_draining
 

@@ -163,7 +163,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """Liveness: whether this process can go on. A server that finishes what runs is alive."""
-        if not self.engine.is_alive:
+        if self.engine.has_failed:
             return _json(Health(status="failed"), status=503)
         return _json(Health(status="ok" if self.engine.is_accepting else "stopping"))
 
@@ -171,7 +171,7 @@ class Server:
         """Readiness: whether requests are taken."""
         if self.engine.is_accepting:
             return _json(Health(status="ok"))
-        return _json(Health(status="stopping" if self.engine.is_alive else "failed"), status=503)
+        return _json(Health(status="failed" if self.engine.has_failed else "stopping"), status=503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
