@@ -11,6 +11,7 @@ import torch
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
+from dsv4.ops.sampling import allowed_logits
 from dsv4.serve.life import address_url, make_uvicorn, take_address
 from dsv4.serve.server import create_app
 from dsv4.serve.settings import ServerConfig
@@ -100,12 +101,15 @@ def let_it_say(llm, *answers):
 
     def sample(logits, rows, state):
         chosen, seeds = [], state.seeds[rows.slots].tolist()
+        logits = allowed_logits(logits, rows, state)
         for row, (seed, step) in enumerate(zip(seeds, rows.steps(state).tolist(), strict=True)):
             script = [*scripts[seed % len(scripts)], SERVED.eos_token_id]
             wanted = script[min(step, len(script) - 1)]
             is_free = bool(torch.isfinite(logits[row, wanted]))
             chosen.append(wanted if is_free else int(logits[row].argmax()))
-        return torch.tensor(chosen)
+        token_ids = torch.tensor(chosen)
+        state.last_tokens[rows.slots] = token_ids
+        return token_ids
 
     llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
     return llm
