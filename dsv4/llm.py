@@ -25,7 +25,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rehearsal import rehearse_requests
-from dsv4.engine.runner import Runner, decode_buckets, ops_for
+from dsv4.engine.runner import Runner, decode_buckets
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
 from dsv4.loader.checkpoint import Checkpoint
@@ -35,8 +35,7 @@ from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import OpSet
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import Backend, backend_for
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.text.tokenizer import Tokenizer
@@ -56,7 +55,8 @@ class LLM:
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
-    ops       the op set; by default the kernels on a GPU in `official` numerics, the oracles elsewhere
+    backend   `TORCH`, `TRITON` or one made of them (ops/backend.py); by default the kernels on a GPU in `official`
+              numerics, the oracles elsewhere
     offload_experts
               for a model larger than the GPU: routed experts live in host memory and are copied to the GPU when a layer
               chooses them. "auto" (or True) keeps as many on the GPU as fit, by the arithmetic of `dsv4 plan`, all of
@@ -70,7 +70,7 @@ class LLM:
 
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
-        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, ops: OpSet | None = None,
+        dtype: torch.dtype | None = None, engine: EngineConfig | None = None, backend: Backend | None = None,
         offload_experts: OffloadExperts = None, progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
@@ -83,7 +83,7 @@ class LLM:
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         checkpoint = Checkpoint.open(folder)
-        chosen_ops, pool = ops or ops_for(chosen_device, numerics), None
+        chosen_backend, pool = backend or backend_for(chosen_device, numerics), None
         placement = choose_placement(
             offload_experts, checkpoint, config, limits, _cache_bytes(config, limits, exact_dtype),
             device=chosen_device, dequantize_to=exact_dtype,
@@ -95,33 +95,33 @@ class LLM:
                 )
             else:
                 params, pool = load_offloaded(
-                    checkpoint, config, placement, chosen_ops, device=chosen_device, dequantize_to=exact_dtype,
+                    checkpoint, config, placement, chosen_backend, device=chosen_device, dequantize_to=exact_dtype,
                     progress=progress,
                 )  # fmt: skip
-        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_ops, pool)
+        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool)
 
     @classmethod
     def from_params(
         cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
-        ops: OpSet | None = None, pool: ExpertPool | None = None,
+        backend: Backend | None = None, pool: ExpertPool | None = None,
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on.
 
-        pool: holds the experts of `params`, where they are offloaded (engine/offload/pool.py); it brings its ops.
+        pool: holds the experts of `params`, where they are offloaded (engine/offload/pool.py); it brings its backend.
         """
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)
         limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
         if pool is not None:
-            ops = pool.inner
-        chosen_ops = ops or ops_for(params.embed.device, numerics)
-        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_ops, pool)
+            backend = pool.inner
+        chosen_backend = backend or backend_for(params.embed.device, numerics)
+        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool)
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
-        limits: EngineConfig, tokenizer: Tokenizer | None, ops: OpSet, pool: ExpertPool | None,
+        limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
@@ -131,13 +131,13 @@ class LLM:
         self.numerics = numerics
         self.tokenizer = tokenizer
         self.pool = pool
-        params = prepare_params(params, ops)
-        self.model = Transformer(config, params, dtype, ops=ops if pool is None else pool.ops)
+        params = prepare_params(params, backend)
+        self.model = Transformer(config, params, dtype, backend=backend if pool is None else pool.backend)
         # the MTP block's rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule)
-        uses_graphs = ops is TRITON and params.embed.device.type == "cuda"
+        uses_graphs = backend.can_capture(params.embed.device)
         buckets = decode_buckets(limits.max_concurrent_requests)
         runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool)
         if uses_graphs:

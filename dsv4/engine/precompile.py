@@ -107,7 +107,7 @@ def stand_in(
     copied.schedule = tuple(model.schedule[layer_idx] for layer_idx in kept)
     copied.context = replace(
         context,
-        ops=context.ops if experts is None else experts.inner,
+        backend=context.backend if experts is None else experts.inner,
         window_freqs=on_meta(context.window_freqs),
         compressed_freqs=on_meta(context.compressed_freqs),
         branches=Branches(META),

@@ -31,20 +31,13 @@ from dsv4.engine.precompile import precompile, rehearse
 from dsv4.engine.slots import SlotStates
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH, OpSet
 from dsv4.ops.lib.compile_only import can_compile_in_parallel
 from dsv4.ops.sampling import SamplingRows
-from dsv4.ops.triton_set import TRITON
 
 _LOG = logging.getLogger("dsv4.engine")
 SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, so that nothing is compiled for others
 
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
-
-
-def ops_for(device: torch.device, numerics: str) -> OpSet:
-    """The kernels on a GPU in `official` numerics; the oracles everywhere else."""
-    return TRITON if device.type == "cuda" and numerics == "official" else TORCH
 
 
 def decode_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -188,7 +181,7 @@ class Runner:
 
     def _precompile(self, sizes: Sequence[int], progress: Progress) -> None:
         """A help, not a condition: what fails here fails again where it matters, or did not matter."""
-        if self.model.context.ops is TORCH or not can_compile_in_parallel():
+        if not self.model.context.backend.has_kernels or not can_compile_in_parallel():
             return
         try:
             precompile(self.model, self.cache, sizes, self.experts, partial(progress, "compiling"))

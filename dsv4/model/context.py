@@ -9,33 +9,37 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.branches import Branches
-from dsv4.ops import OpSet
+from dsv4.ops import Backend, OpSet
 from dsv4.ops.rows import rope_frequencies
 from dsv4.schedule import AttentionKind, LayerSpec
 
 
 @dataclass(frozen=True)
 class ModelContext:
-    """The config, the op set, the activation dtype, the two rope tables' frequencies (fp32), and branches."""
+    """The config, the backend, the activation dtype, the two rope tables' frequencies (fp32), and branches."""
 
     config: ModelConfig
-    ops: OpSet
+    backend: Backend
     dtype: torch.dtype
     window_freqs: Tensor
     compressed_freqs: Tensor
     branches: Branches
 
     @classmethod
-    def build(cls, config: ModelConfig, ops: OpSet, dtype: torch.dtype, device: torch.device) -> ModelContext:
+    def build(cls, config: ModelConfig, backend: Backend, dtype: torch.dtype, device: torch.device) -> ModelContext:
         rope_dim = config.qk_rope_head_dim
         return cls(
             config=config,
-            ops=ops,
+            backend=backend,
             dtype=dtype,
             window_freqs=rope_frequencies(rope_dim, config.rope_theta, None).to(device),
             compressed_freqs=rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device),
             branches=Branches(device),
         )
+
+    @property
+    def ops(self) -> OpSet:
+        return self.backend.ops
 
     def freqs(self, layer: LayerSpec) -> Tensor:
         """A layer has one frequency table for everything in it; only layers that compress use YaRN."""

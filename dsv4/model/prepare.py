@@ -1,4 +1,4 @@
-"""Weights laid out as an op set wants them: done once, after loading, in place.
+"""Weights laid out as a backend wants them: done once, after loading, in place.
 
 The kernels take experts shuffled for their MMA (formats/layouts.py) and weights that share an input end to end
 (`LinearBundle`). The oracles take weights as they were loaded; nothing is prepared for them.
@@ -6,42 +6,46 @@ The kernels take experts shuffled for their MMA (formats/layouts.py) and weights
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams
-from dsv4.ops import OpSet
-from dsv4.ops.linear import LinearBundle, grouped_linear, is_kernel_weight, linears, prepare_grouped
-from dsv4.ops.moe import moe, prepare_experts
+from dsv4.ops.backend import Backend, WeightLayout
+from dsv4.ops.linear import LinearBundle, is_kernel_weight
 
 
-def prepare_params(params: ModelParams, ops: OpSet) -> ModelParams:
+def prepare_params(params: ModelParams, backend: Backend) -> ModelParams:
     """Layer by layer, since there may be no room for a second copy; what is prepared already stays as it is."""
     for place, block in enumerate(params.layers):
-        params.layers[place] = _prepare_block(block, ops)
+        params.layers[place] = _prepare_block(block, backend.layout)
     for place, draft in enumerate(params.mtp):
-        params.mtp[place] = replace(draft, block=_prepare_block(draft.block, ops))
+        params.mtp[place] = replace(draft, block=_prepare_block(draft.block, backend.layout))
     return params
 
 
-def _prepare_block(block: BlockParams, ops: OpSet) -> BlockParams:
+def _prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
     attn, ffn = block.attn, block.ffn
-    if ops.linears is linears:
-        attn = _bundle(attn)
-    if ops.grouped_linear is grouped_linear and not isinstance(attn.wo_a, ShuffledTensor):
-        attn = replace(attn, wo_a=prepare_grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
-    if ops.moe is moe:
-        ffn = replace(ffn, experts=_prepare_experts(ffn.experts), shared=_prepare_experts(ffn.shared))
+    if layout.bundle is not None:
+        attn = _bundle(attn, layout.bundle)
+    if layout.grouped is not None and not isinstance(attn.wo_a, ShuffledTensor):
+        attn = replace(attn, wo_a=layout.grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
+    if layout.experts is not None:
+        ffn = replace(
+            ffn,
+            experts=_prepare_experts(ffn.experts, layout.experts),
+            shared=_prepare_experts(ffn.shared, layout.experts),
+        )
     return replace(block, attn=attn, ffn=ffn)
 
 
-def _bundle(attn: AttentionParams) -> AttentionParams:
+def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBundle]) -> AttentionParams:
     """With bundles, their views in place of the weights they were made of, so that nothing is held twice."""
     if attn.input_bundle is not None or not all(map(is_kernel_weight, (*attn.on_input, *attn.on_latent))):
         return attn
-    on_input, on_latent = LinearBundle.build(attn.on_input), LinearBundle.build(attn.on_latent)
+    on_input, on_latent = build(attn.on_input), build(attn.on_latent)
     wq_a, wkv, *of_compressors = on_input.weights
     wq_b, *index_wq_b = on_latent.weights
     compressor, indexer = attn.compressor, attn.indexer
@@ -56,8 +60,8 @@ def _bundle(attn: AttentionParams) -> AttentionParams:
     )  # fmt: skip
 
 
-def _prepare_experts(experts: ExpertParams) -> ExpertParams:
+def _prepare_experts(experts: ExpertParams, prepare: Callable[..., tuple[ShuffledTensor, ...]]) -> ExpertParams:
     matrices = experts.matrices
     if not isinstance(matrices, tuple) or not all(isinstance(weight, QuantTensor) for weight in matrices):
         return experts  # prepared, offloaded, or plain
-    return ExpertParams(*cast(tuple[Weight, Weight, Weight], prepare_experts(matrices)))
+    return ExpertParams(*cast(tuple[Weight, Weight, Weight], prepare(matrices)))

@@ -14,7 +14,7 @@ from dsv4.model.block import BlockOutput, block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.mtp import mtp_block
 from dsv4.model.parameters import HeadParams, ModelParams
-from dsv4.ops import TORCH, OpSet
+from dsv4.ops import TORCH, Backend
 from dsv4.ops.hyper import HyperInput
 from dsv4.schedule import build_schedule
 
@@ -26,11 +26,13 @@ class Transformer:
     published (`official`) function; plain weights, plain rows and any float dtype the `exact` one.
     """
 
-    def __init__(self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, ops: OpSet = TORCH) -> None:
+    def __init__(
+        self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, backend: Backend = TORCH
+    ) -> None:
         self.config = config
         self.params = params
         self.schedule = build_schedule(config, with_mtp=bool(params.mtp))
-        self.context = ModelContext.build(config, ops, dtype, params.embed.device)
+        self.context = ModelContext.build(config, backend, dtype, params.embed.device)
 
     def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
         """One main layer on given streams [T, n, D]."""

@@ -24,7 +24,6 @@ from dsv4.engine.offload.load import choose_placement, load_offloaded
 from dsv4.engine.offload.placement import STAGED_EXPERT_LAYERS, Placement
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
 from dsv4.engine.offload.trees import map_tensors, tensors_of
-from dsv4.engine.runner import ops_for
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
@@ -38,7 +37,7 @@ from dsv4.loader.weights import load_params
 from dsv4.model.parameters import ExpertParams, ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import OpSet
+from dsv4.ops import Backend, backend_for
 from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB
 from dsv4.tools.plan import plan
@@ -58,11 +57,11 @@ class BenchModel:
     params: ModelParams
     experts: ExpertFormat
     device: torch.device
-    ops: OpSet
+    backend: Backend
     pool: ExpertPool | None = None
 
     def transformer(self) -> Transformer:
-        return Transformer(self.config, self.params, torch.bfloat16, ops=self.ops)
+        return Transformer(self.config, self.params, torch.bfloat16, backend=self.backend)
 
 
 def cut_config(
@@ -97,7 +96,7 @@ def build_model(
 ) -> BenchModel:  # fmt: skip
     """A preset with random weights, or a checkpoint (whole: its layers cannot be cut)."""
     where = torch.device(device)
-    ops = ops_for(where, "official")
+    backend = backend_for(where, "official")
     if target is None or target.lower() not in PRESETS:
         if layers is not None or schedule is not None:
             raise ConfigError("layers and schedule need a preset; a checkpoint runs as it is")
@@ -105,12 +104,12 @@ def build_model(
         config = ModelConfig.from_pretrained(folder)
         params = load_params(Checkpoint.open(folder), config, device=where)
         resolved = resolve_target(str(folder))
-        return BenchModel(resolved.name, config, prepare_params(params, ops), resolved.experts, where, ops)
+        return BenchModel(resolved.name, config, prepare_params(params, backend), resolved.experts, where, backend)
     config = cut_config(PRESETS[target.lower()](), layers, schedule, hash_layers)
     _check_memory(count_weights(config, experts, with_draft=False).total_bytes, where)
     params = random_params(config, experts=experts, seed=seed, device=where, with_mtp=False)
     name = f"{target.lower()}-{config.num_hidden_layers}"
-    return BenchModel(name, config, prepare_params(params, ops), experts, where, ops)
+    return BenchModel(name, config, prepare_params(params, backend), experts, where, backend)
 
 
 def build_offloaded(
@@ -137,15 +136,15 @@ def build_offloaded(
             store.put(tensor, random_weight(tensor, recipe, where))
         elif tensor.name.startswith("layers.0.ffn.experts.0."):
             templates[tensor.base[-2:]] = random_weight(tensor, recipe, where)
-    ops = ops_for(where, "official")
+    backend = backend_for(where, "official")
     one = ExpertParams(*(_stack_of_one(templates[part]) for part in ("w1", "w2", "w3")))
     blocks = store.build(0)
     first = replace(blocks.layers[0], ffn=replace(blocks.layers[0].ffn, experts=one))
-    like = prepare_params(replace(blocks, layers=[first, *blocks.layers[1:]]), ops)
+    like = prepare_params(replace(blocks, layers=[first, *blocks.layers[1:]]), backend)
     single = map_tensors(like.layers[0].ffn.experts.matrices, lambda part: part[0], ())
     if placement is None:
         placement = _planned_placement(config, experts, where, context)
-    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, ops, device=where)
+    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, backend, device=where)
     generator = torch.Generator(device=where).manual_seed(seed)
     moved = []
     for block in like.layers:
@@ -153,23 +152,23 @@ def build_offloaded(
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
     name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
-    return BenchModel(name, config, replace(like, layers=moved), experts, where, pool.ops, pool)
+    return BenchModel(name, config, replace(like, layers=moved), experts, where, pool.backend, pool)
 
 
 def _load_offloaded(folder: Path, device: torch.device, placement: Placement | None, context: int) -> BenchModel:
     """A checkpoint as `LLM` loads it, except that experts are pooled even where all of them fit."""
     config, checkpoint = ModelConfig.from_pretrained(folder), Checkpoint.open(folder)
     engine = _one_request(min(context, config.max_position_embeddings))
-    ops = ops_for(device, "official")
+    backend = backend_for(device, "official")
     if placement is None:
         cache_bytes = build_cache_schema(config, build_schedule(config), engine, plain_itemsize=None).total_bytes
         placement = choose_placement("auto", checkpoint, config, engine, cache_bytes, device=device)
     if placement is None:
         placement = Placement(config.n_routed_experts, 0)
-    params, pool = load_offloaded(checkpoint, config, placement, ops, device=device)
+    params, pool = load_offloaded(checkpoint, config, placement, backend, device=device)
     resolved = resolve_target(str(folder))
     name = f"{resolved.name} (offloaded experts)"
-    return BenchModel(name, config, prepare_params(params, ops), resolved.experts, device, pool.ops, pool)
+    return BenchModel(name, config, prepare_params(params, backend), resolved.experts, device, pool.backend, pool)
 
 
 def _one_request(context: int) -> EngineConfig:

@@ -42,7 +42,7 @@ def let_it_say(llm, *answers):
         state.token_counts[rows.slots, token_ids] += 1
         return token_ids
 
-    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    llm.model.context = replace(llm.model.context, backend=llm.model.context.backend.with_ops(sample=sample))
     return llm
 
 

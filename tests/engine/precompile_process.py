@@ -25,10 +25,10 @@ from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
+from dsv4.ops import TRITON
 from dsv4.ops.lib import compile_only, guard
 from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.ops.triton_set import TRITON
 from dsv4.testing.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
@@ -74,7 +74,7 @@ def offline():
     """Two passes over a model, and a third over one with a norm that does not begin at a multiple of 16 bytes."""
     use_offline_driver()
     params = prepare_params(random_params(TWO_LAYERS), TRITON)
-    model = Transformer(TWO_LAYERS, params, torch.bfloat16, ops=TRITON)
+    model = Transformer(TWO_LAYERS, params, torch.bfloat16, backend=TRITON)
     cache = make_cache(model, "cpu")
     watch, seen = _CompileWatch(), []
     with watch:
@@ -146,7 +146,7 @@ def make_runner(placement, device):
     params, pool = prepare_params(random_params(SMALL, device=device), TRITON), None
     if placement is not None:
         params, pool = offload(params, placement, TRITON, top_k=SMALL.num_experts_per_tok, device=device)
-    model = Transformer(SMALL, params, torch.bfloat16, ops=TRITON if pool is None else pool.ops)
+    model = Transformer(SMALL, params, torch.bfloat16, backend=TRITON if pool is None else pool.backend)
     use_graphs = device == "cuda"
     return Runner(model, make_cache(model, device), buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool)
 

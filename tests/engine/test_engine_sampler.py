@@ -24,7 +24,7 @@ def watched(make_llm):
         seen.append((rows, replace(state, token_counts=state.token_counts.clone())))
         return say(logits, rows, state)
 
-    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    llm.model.context = replace(llm.model.context, backend=llm.model.context.backend.with_ops(sample=sample))
     return llm, seen
 
 

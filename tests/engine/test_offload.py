@@ -56,7 +56,7 @@ def run(model, chunks):
 
 def offloaded(params, placement):
     moved, pool = offload(params, placement, TORCH, top_k=TOP_K, device="cpu")
-    return Transformer(CONFIG, moved, torch.bfloat16, ops=pool.ops), pool
+    return Transformer(CONFIG, moved, torch.bfloat16, backend=pool.backend), pool
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -86,7 +86,7 @@ def test_every_format(params):
 def test_resident_stacks_pass_through(nvfp4):
     """The draft blocks, and a model that is not offloaded at all."""
     pool = ExpertPool(Placement(2, 4), 8, TOP_K, TORCH, device="cpu")
-    resident = Transformer(CONFIG, nvfp4, torch.bfloat16, ops=pool.ops)
+    resident = Transformer(CONFIG, nvfp4, torch.bfloat16, backend=pool.backend)
     assert torch.equal(run(resident, [40]), run(Transformer(CONFIG, nvfp4, torch.bfloat16), [40]))
 
 

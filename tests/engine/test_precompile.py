@@ -24,8 +24,7 @@ from dsv4.engine.precompile import ALIGNMENT, on_meta, stand_in
 from dsv4.engine.runner import Runner
 from dsv4.loader.synth import random_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import TORCH, TRITON
 
 ROOT = Path(__file__).parents[2]
 # swa, csa, hca, csa, csa; the first is routed by a table, and the csa layers are alike
@@ -97,7 +96,7 @@ def test_a_layer_that_differs_is_kept(params, change):
 
 def test_offloaded_experts_become_stacks(params):
     moved, pool = offload(params, Placement(1, 2), TORCH, top_k=FIVE_LAYERS.num_experts_per_tok, device="cpu")
-    model, cache = make_model(moved, ops=pool.ops)
+    model, cache = make_model(moved, backend=pool.backend)
     slots = stand_in(model, cache, pool)
     everything = stand_in(model, cache, pool, num_stacked=pool.num_experts)
     like = params.layers[0].ffn.experts.w1
@@ -105,7 +104,7 @@ def test_offloaded_experts_become_stacks(params):
         weight = made.model.params.layers[0].ffn.experts.w1
         assert weight.shape == (count, *like.shape[1:])
         assert {len(part) for part in tensors_of(weight) if part.dim() > 1} == {count}
-        assert made.model.context.ops is TORCH
+        assert made.model.context.backend is TORCH
     assert not isinstance(slots.model.params.layers[0].ffn.experts, LayerExperts)
 
 
@@ -118,7 +117,7 @@ def test_a_pass_that_fails_is_only_a_note(params, monkeypatch, caplog):
 
     monkeypatch.setattr(runner_module, "can_compile_in_parallel", lambda: True)
     monkeypatch.setattr(runner_module, "precompile", fail)
-    model, cache = make_model(params, ops=TRITON)
+    model, cache = make_model(params, backend=TRITON)
     with caplog.at_level(logging.WARNING, logger="dsv4.engine"):
         Runner(model, cache, buckets=(1,), use_graphs=False)._precompile([1], lambda what, done, total: None)
     assert "one by one: RuntimeError: no such thing on meta" in caplog.text

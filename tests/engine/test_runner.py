@@ -16,14 +16,12 @@ from dsv4.engine.graphs import RunnerError
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import tensors_of
-from dsv4.engine.runner import Runner, decode_buckets, ops_for
+from dsv4.engine.runner import Runner, decode_buckets
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH
-from dsv4.ops.moe import moe
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import TORCH, TRITON, backend_for
 from dsv4.request import SamplingParams
 
 PROMPTS = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
@@ -245,7 +243,7 @@ def test_a_mask_of_the_step_before_is_not_read(params):
 def test_offloaded_experts(params, placement):
     """Buckets whose experts may not fit are not captured, and the bits are those of the resident model."""
     moved, pool = offload(params, placement, TORCH, top_k=SMALL.num_experts_per_tok, device="cpu")
-    model = Transformer(SMALL, moved, torch.bfloat16, ops=pool.ops)
+    model = Transformer(SMALL, moved, torch.bfloat16, backend=pool.backend)
     cache = make_cache(model)
     runner = make_runner(model, cache, experts=pool)
     assert set(runner.captured) == {bucket for bucket in (1, 2, 4, 8) if pool.always_fits(bucket)}
@@ -281,7 +279,7 @@ class PiecewiseCapture:
 
 def test_offloaded_experts_in_pieces(params):
     moved, pool = offload(params, Placement(1, 3), TORCH, top_k=SMALL.num_experts_per_tok, device="cpu")
-    model = Transformer(SMALL, moved, torch.bfloat16, ops=pool.ops)
+    model = Transformer(SMALL, moved, torch.bfloat16, backend=pool.backend)
     cache = make_cache(model)
     capture = PiecewiseCapture()
     capture.pool = pool
@@ -301,14 +299,14 @@ def test_a_kernel_compiled_late_is_named(params):
     def route(*arguments, **options):
         hook = importlib.import_module("triton").knobs.runtime.jit_post_compile_hook
         hook(key="k", repr="_late_kernel[num_warps=4](x)", fn=None, compile={}, is_manual_warmup=False)
-        return TORCH.route(*arguments, **options)
+        return TORCH.ops.route(*arguments, **options)
 
     runner = Runner(model, cache, buckets=(1,), use_graphs=False, forbid_compiles=True)
     runner.warm_up()
     batch = cache.make_batch([cache.admit(5)], [[4]])
     rows = torch.zeros(1, dtype=torch.int64)
     runner.forward(batch, rows)
-    model.context = replace(model.context, ops=replace(TORCH, route=route))
+    model.context = replace(model.context, backend=TORCH.with_ops(route=route))
     with pytest.raises(RunnerError, match="after warm-up, for 1 tokens: _late_kernel"):
         runner.forward(batch, rows)
     assert importlib.import_module("triton").knobs.runtime.jit_post_compile_hook is None
@@ -320,21 +318,20 @@ def test_weights_are_prepared_once():
     before = params.layers[1].ffn.experts.w2
     assert prepare_params(params, TORCH) is params
     assert params.layers[1].ffn.experts.w2 is before
-    kernels = replace(TORCH, moe=moe)
-    prepare_params(params, kernels)
+    prepare_params(params, TRITON)
     shuffled = params.layers[1].ffn.experts.w2
     assert isinstance(shuffled, ShuffledTensor)
     assert shuffled.shape == before.shape
     back = unshuffle(shuffled)
     assert torch.equal(back.data, before.data)
     assert isinstance(params.mtp[0].block.ffn.shared.w1, ShuffledTensor)
-    prepare_params(params, kernels)
+    prepare_params(params, TRITON)
     assert params.layers[1].ffn.experts.w2 is shuffled
 
 
 def test_shuffled_experts_are_offloaded_whole():
     """A slot stack of shuffled weights says its own shape, and holds each expert's own bytes."""
-    params = prepare_params(random_params(SMALL, experts="nvfp4"), replace(TORCH, moe=moe))
+    params = prepare_params(random_params(SMALL, experts="nvfp4"), TRITON)
     stacks = params.layers[0].ffn.experts.matrices
     _, pool = offload(params, Placement(1, 2), TORCH, top_k=2, device="cpu")
     layer = pool.layers[0]
@@ -359,10 +356,10 @@ def test_graphs_need_a_gpu(params):
         Runner(model, make_cache(model), buckets=(1,), use_graphs=True)
 
 
-def test_the_op_set_of_a_device():
-    assert ops_for(torch.device("cpu"), "official") is TORCH
-    assert ops_for(torch.device("cuda"), "official") is TRITON
-    assert ops_for(torch.device("cuda"), "exact") is TORCH
+def test_the_backend_of_a_device():
+    assert backend_for(torch.device("cpu"), "official") is TORCH
+    assert backend_for(torch.device("cuda"), "official") is TRITON
+    assert backend_for(torch.device("cuda"), "exact") is TORCH
 
 
 # ---- on a GPU ----
@@ -378,7 +375,7 @@ def test_graphs_give_the_bits_of_direct_calls(is_offloaded):
         used, pool = params, None
         if is_offloaded:
             used, pool = offload(params, Placement(1, 3), TRITON, top_k=SMALL.num_experts_per_tok, device="cuda")
-        model = Transformer(SMALL, used, torch.bfloat16, ops=TRITON if pool is None else pool.ops)
+        model = Transformer(SMALL, used, torch.bfloat16, backend=TRITON if pool is None else pool.backend)
         cache = make_cache(model, device="cuda")
         runner = Runner(
             model, cache, buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool, forbid_compiles=True

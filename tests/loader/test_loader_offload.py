@@ -20,8 +20,7 @@ from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.synth import random_params, write_checkpoint
 from dsv4.loader.weights import expert_by_expert, load_params, plan_load
 from dsv4.model.prepare import prepare_params
-from dsv4.ops import TORCH
-from dsv4.ops.moe import moe
+from dsv4.ops import TORCH, TRITON
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig.tiny(
@@ -29,7 +28,6 @@ CONFIG = ModelConfig.tiny(
     num_attention_heads=2, head_dim=128, q_lora_rank=128, o_lora_rank=64, n_routed_experts=8,
     moe_intermediate_size=128, index_n_heads=2,
 )  # fmt: skip
-KERNELS = replace(TORCH, moe=moe)
 PLACEMENT = Placement(3, 2)
 
 
@@ -48,18 +46,18 @@ def held(layer, expert_idx):
     return [host[where] if where is not None else device[slot] for device, host in layer._parts]
 
 
-@pytest.mark.parametrize("ops", [TORCH, KERNELS], ids=["as stored", "shuffled"])
+@pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["as stored", "shuffled"])
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4", "fp8", "bf16"])
-def test_every_expert_is_at_home_bit_for_bit(tmp_path, experts, ops):
+def test_every_expert_is_at_home_bit_for_bit(tmp_path, experts, backend):
     """Against stacks loaded whole and prepared whole; every other parameter is the same too."""
-    if ops is KERNELS and experts == "fp8":
+    if backend is TRITON and experts == "fp8":
         pytest.skip("the kernels take no FP32 block scales")
     folder = write_checkpoint(tmp_path / "model", CONFIG, experts=experts, shard_bytes=150_000)
-    params, pool = load_offloaded(Checkpoint.open(folder), CONFIG, PLACEMENT, ops, device=CPU)
+    params, pool = load_offloaded(Checkpoint.open(folder), CONFIG, PLACEMENT, backend, device=CPU)
     whole = random_params(CONFIG, experts=experts)
     for one, other in zip(flatten(params.layers[1].attn), flatten(whole.layers[1].attn), strict=True):
         assert same_bits(one[1], other[1]) if isinstance(one[1], torch.Tensor) else one == other
-    prepare_params(whole, ops)
+    prepare_params(whole, backend)
     for layer_idx, (block, expected) in enumerate(zip(blocks_of(params), blocks_of(whole), strict=True)):
         layer = block.ffn.experts
         assert isinstance(layer, LayerExperts)
@@ -144,10 +142,10 @@ class LiveBytes(TorchDispatchMode):
             self.now -= self._users.pop(storage)[0]
 
 
-def load_counted(folder, config, ops, placement=PLACEMENT):
+def load_counted(folder, config, backend, placement=PLACEMENT):
     """Loaded, with what it keeps and the most it took beyond that, in bytes of the device and the host together."""
     with LiveBytes() as live:
-        params, pool = load_offloaded(Checkpoint.open(folder), config, placement, ops, device=CPU)
+        params, pool = load_offloaded(Checkpoint.open(folder), config, placement, backend, device=CPU)
         others = [replace(block, ffn=replace(block.ffn, experts=None)) for block in blocks_of(params)]
         rest = nbytes(params.embed, params.lm_head, params.head, others)
         rest += sum(nbytes(replace(draft, block=None)) for draft in params.mtp)
@@ -174,7 +172,7 @@ def test_a_new_layout_takes_one_expert_whatever_their_number(tmp_path):
     extras = []
     for config in (CONFIG, larger):
         folder = write_checkpoint(tmp_path / str(config.n_routed_experts), config)
-        extras.append(load_counted(folder, config, KERNELS)[1])
+        extras.append(load_counted(folder, config, TRITON)[1])
     assert 0 < extras[0] == extras[1]
 
 

@@ -39,7 +39,7 @@ class Bed:
         def planted(*args, **kwargs):
             return wrong(right, *args, **kwargs)
 
-        self.context(ops=replace(self.llm.model.context.ops, **{name: planted}))
+        self.context(backend=self.llm.model.context.backend.with_ops(**{name: planted}))
 
     def function(self, right: Callable, wrong: Callable) -> None:
         """Replace a function by `wrong(right, ...)` wherever dsv4 holds it: in modules and in the op set."""
@@ -52,9 +52,9 @@ class Bed:
         assert places, right
         for module, name in places:
             self.patch.setattr(module, name, planted)
-        ops = self.llm.model.context.ops
-        held = [spec.name for spec in fields(ops) if getattr(ops, spec.name) is right]
-        self.context(ops=replace(ops, **dict.fromkeys(held, planted)))
+        backend = self.llm.model.context.backend
+        held = [spec.name for spec in fields(backend.ops) if getattr(backend.ops, spec.name) is right]
+        self.context(backend=backend.with_ops(**dict.fromkeys(held, planted)))
 
     def context(self, **changes: object) -> None:
         """Change what all blocks share: the config, the op set, the rope frequencies."""

@@ -19,9 +19,8 @@ from dsv4.loader.synth import random_params
 from dsv4.model.branches import Branches
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH
+from dsv4.ops import TORCH, TRITON
 from dsv4.ops.lib.arrivals import arrival_counters
-from dsv4.ops.triton_set import TRITON
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.numeric import assert_bitwise
 from dsv4.testing.op_modules import op_modules
@@ -34,7 +33,7 @@ MAY_OVERLAP = (
     "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair",
 )  # fmt: skip
 OP_MODULES = op_modules()
-KERNELS = replace(TORCH, **{name: getattr(TRITON, name) for name in MAY_OVERLAP})
+KERNELS = replace(TORCH, layout=TRITON.layout).with_ops(**{name: getattr(TRITON.ops, name) for name in MAY_OVERLAP})
 
 
 class Last(Branches):
@@ -56,10 +55,10 @@ class Last(Branches):
         self.at = None
 
 
-def run(ops, branches, chunks, drafts=0):
+def run(backend, branches, chunks, drafts=0):
     """Logits after each call and the rows of the rings. `chunks`: for each call the tokens of each of two requests."""
-    params = prepare_params(random_params(CONFIG, seed=3, device=kernel_device(), with_mtp=False), ops)
-    model = Transformer(CONFIG, params, torch.bfloat16, ops=ops)
+    params = prepare_params(random_params(CONFIG, seed=3, device=kernel_device(), with_mtp=False), backend)
+    model = Transformer(CONFIG, params, torch.bfloat16, backend=backend)
     if branches is not None:
         model.context = replace(model.context, branches=branches)
     limits = EngineConfig(
@@ -114,13 +113,13 @@ def test_short_chunks_are_appended_with_their_rows():
 
     def append(rows, window, batch):
         sizes.append(batch.num_tokens)
-        TORCH.append_swa(rows, window, batch)
+        TORCH.ops.append_swa(rows, window, batch)
 
-    ops, count = replace(TORCH, append_swa=append), len(CONFIG.compress_ratios)
-    found = run(ops, None, chunks, drafts=2)
+    backend, count = TORCH.with_ops(append_swa=append), len(CONFIG.compress_ratios)
+    found = run(backend, None, chunks, drafts=2)
     assert sizes == [9] * count + [4] * count, "four tokens, of which three may be one chunk"
     sizes.clear()
-    assert_bitwise(found[0], run(ops, None, chunks)[0])
+    assert_bitwise(found[0], run(backend, None, chunks)[0])
     assert sizes == [9] * count + [3] * count + [2] * count + [4] * count
 
 

@@ -6,8 +6,6 @@ few rows tell nothing: 4,200 rows of set A's model do.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,8 +16,7 @@ from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import TORCH, TRITON
 
 pytestmark = pytest.mark.gpu
 NUM_TEXTS, NUM_TOKENS = 6, 700
@@ -38,12 +35,12 @@ def with_noise(seed):
         return (wide + PRODUCT_NOISE * wide.abs().amax(-1, keepdim=True) * noise).to(out.dtype)
 
     def linear(x, weight, out_dtype=None):
-        return off(TORCH.linear(x, weight, out_dtype), weight)
+        return off(TORCH.ops.linear(x, weight, out_dtype), weight)
 
     def linears(x, weights, out_dtypes, codes=None):
-        return tuple(map(off, TORCH.linears(x, weights, out_dtypes, codes), weights))
+        return tuple(map(off, TORCH.ops.linears(x, weights, out_dtypes, codes), weights))
 
-    return replace(TORCH, linear=linear, linears=linears)
+    return TORCH.with_ops(linear=linear, linears=linears)
 
 
 def with_wrong_experts():
@@ -52,22 +49,22 @@ def with_wrong_experts():
     def moe(x, experts, weights, routed, shared, *, limit):
         experts = experts.clone()
         experts[::50, 0] = (experts[::50, 0] + 1) % routed[0].shape[0]
-        return TORCH.moe(x, experts, weights, routed, shared, limit=limit)
+        return TORCH.ops.moe(x, experts, weights, routed, shared, limit=limit)
 
-    return replace(TORCH, moe=moe)
+    return TORCH.with_ops(moe=moe)
 
 
 @pytest.fixture(scope="module")
 def logits_with(set_a):
-    """`logits_with(ops)`: logits of all rows of the texts, fp64 [4200, vocab]."""
+    """`logits_with(backend)`: logits of all rows of the texts, fp64 [4200, vocab]."""
     config = ModelConfig.from_pretrained(set_a.model_path)
     draws = torch.Generator().manual_seed(1)
     texts = torch.randint(0, config.vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=draws).tolist()
     limits = EngineConfig(max_context_tokens=1024, max_concurrent_requests=1, max_chunk_tokens=1024)
 
-    def run(ops):
-        params = prepare_params(load_params(Checkpoint.open(set_a.model_path), config, device="cuda"), ops)
-        model = Transformer(config, params, torch.bfloat16, ops=ops)
+    def run(backend):
+        params = prepare_params(load_params(Checkpoint.open(set_a.model_path), config, device="cuda"), backend)
+        model = Transformer(config, params, torch.bfloat16, backend=backend)
         rows = []
         for text in texts:
             cache = KVCacheManager(config, model.schedule, limits, device="cuda", plain_dtype=None)
@@ -81,9 +78,9 @@ def logits_with(set_a):
 def test_kernels_are_no_farther_from_the_oracles_than_noise_is(logits_with):
     expected = logits_with(TORCH)
 
-    def distance(ops):
+    def distance(backend):
         """Share of rows that keep the oracles' first token, mean cosine distance."""
-        logits = logits_with(ops)
+        logits = logits_with(backend)
         kept = (logits.argmax(-1) == expected.argmax(-1)).double().mean()
         return float(kept), float((1 - torch.nn.functional.cosine_similarity(logits, expected, dim=-1)).mean())
 

@@ -22,7 +22,7 @@ CASE_IDS = ("p300", "d126_134", "mtp_p150")
 
 @pytest.fixture(scope="module", params=["exact", "official"])
 def llm(request, set_a):
-    return LLM(set_a.model_path, device="cuda", numerics=request.param, ops=TORCH)
+    return LLM(set_a.model_path, device="cuda", numerics=request.param, backend=TORCH)
 
 
 @pytest.mark.parametrize("case_id", CASE_IDS)
@@ -51,7 +51,7 @@ def test_single_blocks(llm, set_a):
 
 def test_chunking_is_bitwise_the_same(set_a):
     """In `official` numerics; in `exact` a tie of index scores falls by the length of the row (see index_topk_ref)."""
-    llm = LLM(set_a.model_path, device="cuda", ops=TORCH)
+    llm = LLM(set_a.model_path, device="cuda", backend=TORCH)
     token_ids = set_a.cases["sequences"]["t300"][:140]
     one_go = llm.logits(token_ids)
     assert torch.equal(llm.logits(token_ids, [1, 3, 60, 64, 12]), one_go)

@@ -16,7 +16,7 @@ from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import TRITON
 from dsv4.testing.vectors import (
     ROW_ABS,
     ROW_ABS_NOISE,
@@ -34,7 +34,7 @@ MAX_TOKENS = 1024
 def model(set_a):
     config = ModelConfig.from_pretrained(set_a.model_path)
     params = load_params(Checkpoint.open(set_a.model_path), config, device="cuda")
-    return Transformer(config, prepare_params(params, TRITON), torch.bfloat16, ops=TRITON)
+    return Transformer(config, prepare_params(params, TRITON), torch.bfloat16, backend=TRITON)
 
 
 def make_cache(model):

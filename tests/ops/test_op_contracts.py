@@ -1,14 +1,14 @@
-"""What holds for every op: kernel and oracle share a signature, and both op sets are complete."""
+"""What holds for every op: oracle, kernel and, where model or engine call it, Protocol share a signature."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
-from dsv4.ops import TORCH
-from dsv4.ops.triton_set import TRITON
+from dsv4.ops import TORCH, TRITON, OpSet
 from dsv4.testing.op_modules import oracles_and_kernels
 
 PAIRS = oracles_and_kernels()
@@ -35,8 +35,12 @@ def test_a_kernel_is_documented(name):
     assert kernel.__doc__
 
 
-def test_kernels_are_in_the_set_of_kernels():
-    in_oracles = {getattr(TORCH, field.name): field.name for field in fields(TORCH)}
-    for oracle, kernel in PAIRS.values():
-        if oracle in in_oracles:
-            assert getattr(TRITON, in_oracles[oracle]) is kernel
+@pytest.mark.parametrize("op", [field.name for field in fields(OpSet)])
+def test_a_protocol_has_the_signature_of_oracle_and_kernel(op):
+    """And both backends hold the op under its own name."""
+    called = inspect.signature(get_type_hints(OpSet)[op].__call__)
+    without_self = called.replace(parameters=list(called.parameters.values())[1:])
+    oracle, kernel = getattr(TORCH.ops, op), getattr(TRITON.ops, op)
+    assert inspect.signature(oracle) == inspect.signature(kernel) == without_self
+    assert (oracle.__name__, kernel.__name__) == (f"{op}_ref", op)
+    assert (oracle, kernel) in PAIRS.values()

@@ -111,5 +111,5 @@ def let_it_say(llm, *answers):
         state.last_tokens[rows.slots] = token_ids
         return token_ids
 
-    llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+    llm.model.context = replace(llm.model.context, backend=llm.model.context.backend.with_ops(sample=sample))
     return llm

@@ -55,7 +55,7 @@ def make_session(params):
             turn = sum(message["role"] == "assistant" for message in session.messages)
             return torch.tensor([scripts[turn][rows.steps(state).item()]])
 
-        llm.model.context = replace(llm.model.context, ops=replace(llm.model.context.ops, sample=sample))
+        llm.model.context = replace(llm.model.context, backend=llm.model.context.backend.with_ops(sample=sample))
         return session
 
     return make

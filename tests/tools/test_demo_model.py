@@ -171,7 +171,7 @@ def test_an_engine_that_keeps_only_the_newest_hca_entry_loses_the_refrain(exact)
     prompts = needle.shipped_refrains(2, 768, COPIES, min_distance=320)
     mistaken = LLM.from_params(
         exact.config, exact.model.params, numerics="exact", dtype=exact.model.context.dtype, engine=exact.cache.limits,
-        tokenizer=exact.tokenizer, ops=replace(exact.model.context.ops, sparse_attention=newest_only),
+        tokenizer=exact.tokenizer, backend=exact.model.context.backend.with_ops(sparse_attention=newest_only),
     )  # fmt: skip
     assert needle.accuracy(needle.hide_entries(exact, (AttentionKind.CSA,)), prompts) == 1.0
     assert needle.accuracy(mistaken, prompts) == 0.0

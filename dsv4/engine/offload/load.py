@@ -29,8 +29,7 @@ from dsv4.loader.progress import Progress
 from dsv4.loader.resolve import LoadPlan, Source
 from dsv4.loader.weights import load_params, plan_load
 from dsv4.model.parameters import ExpertParams, ModelParams
-from dsv4.ops import OpSet
-from dsv4.ops.moe import moe, prepare_experts
+from dsv4.ops import Backend
 
 OffloadExperts = bool | str | int | None  # None or False: no; True or "auto": as many as must; a number: slots a layer
 CPU_BYTES = 139 * GIB  # a CPU has no memory of its own to fill: placed as on an H200
@@ -58,20 +57,21 @@ class _Home:
             self._pool.adopt(self._layers[layer_idx], is_next=layer_idx < num_main)
 
     def _prepare(self, weights: ExpertParams) -> tuple[Weight, ...]:
-        """As the op set's `moe` takes them: as model/prepare.py does for whole stacks."""
+        """As the backend's `moe` takes them: as model/prepare.py does for whole stacks."""
         matrices = weights.w1, weights.w2, weights.w3
-        if self._pool.inner.moe is not moe or not all(isinstance(weight, QuantTensor) for weight in matrices):
+        prepare = self._pool.inner.layout.experts
+        if prepare is None or not all(isinstance(weight, QuantTensor) for weight in matrices):
             return matrices
         on_device = tuple(cast(QuantTensor, weight).to(self._pool.device) for weight in matrices)
-        return cast(tuple[Weight, ...], prepare_experts(cast(tuple[QuantTensor, QuantTensor, QuantTensor], on_device)))
+        return cast(tuple[Weight, ...], prepare(cast(tuple[QuantTensor, QuantTensor, QuantTensor], on_device)))
 
 
 def load_offloaded(
-    checkpoint: Checkpoint, config: ModelConfig, placement: Placement, ops: OpSet, *, device: torch.device,
+    checkpoint: Checkpoint, config: ModelConfig, placement: Placement, backend: Backend, *, device: torch.device,
     dequantize_to: torch.dtype | None = None, progress: Progress = False,
 ) -> tuple[ModelParams, ExpertPool]:  # fmt: skip
     """As `load_params`, with the routed experts of every block, draft blocks too, in a pool; they come prepared."""
-    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, ops, device=device)
+    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, backend, device=device)
     home = _Home(pool)
     params = load_params(
         checkpoint, config, device=device, dequantize_to=dequantize_to, home=home, progress=progress

@@ -33,7 +33,7 @@ from torch import Tensor
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
-from dsv4.ops import OpSet
+from dsv4.ops import Backend
 
 PADDED_EXPERT = -1
 NOT_HERE = -1
@@ -258,7 +258,7 @@ class ExpertPool:
     """
 
     def __init__(
-        self, placement: Placement, num_experts: int, top_k: int, inner: OpSet, *, device: torch.device | str,
+        self, placement: Placement, num_experts: int, top_k: int, inner: Backend, *, device: torch.device | str,
         num_staging: int = 2,
     ) -> None:  # fmt: skip
         placement.check(num_experts, top_k)
@@ -278,9 +278,9 @@ class ExpertPool:
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
 
     @property
-    def ops(self) -> OpSet:
-        """The given ops with `moe` replaced."""
-        return replace(self.inner, moe=self.moe)
+    def backend(self) -> Backend:
+        """The given one with `moe` exchanged."""
+        return self.inner.with_ops(moe=self.moe)
 
     def always_fits(self, num_tokens: int) -> bool:
         """Whether no choice of `num_tokens` tokens can need more experts than there are cached slots."""
@@ -314,18 +314,18 @@ class ExpertPool:
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
         if not isinstance(routed, LayerExperts):
-            return self.inner.moe(x, experts, weights, routed, shared, limit=limit)
+            return self.inner.ops.moe(x, experts, weights, routed, shared, limit=limit)
         if self.recorder is not None:
             boundary = routed.boundary(*experts.shape)
             boundary.experts.copy_(experts, non_blocking=True)
             self.recorder.cut(boundary.cross)
-            return self.inner.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+            return self.inner.ops.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
         chosen = experts.cpu()
         slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
         if slots is None:
             return self._staged_moe(x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
         self.wait_for_copies()
-        return self.inner.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+        return self.inner.ops.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
 
     def _staged_moe(
         self, x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor, routed: LayerExperts, shared: Any,
@@ -347,7 +347,7 @@ class ExpertPool:
             coming = self._staging_for(following)
             ahead = self._stage(coming, following, range(self.num_experts), in_use=place if coming is staging else None)
             coming.staged[ahead] = following
-        out = self.inner.moe(x, experts, weights, staging.stacks[place], shared, limit=limit)
+        out = self.inner.ops.moe(x, experts, weights, staging.stacks[place], shared, limit=limit)
         if self._is_cuda:
             staging.free_events[place] = torch.cuda.current_stream().record_event()
         return out
@@ -415,14 +415,14 @@ class ExpertPool:
 
 
 def offload(
-    params: ModelParams, placement: Placement, ops: OpSet, *, top_k: int, device: torch.device | str
+    params: ModelParams, placement: Placement, backend: Backend, *, top_k: int, device: torch.device | str
 ) -> tuple[ModelParams, ExpertPool]:
     """Main layers' experts of `params` (stacks anywhere, e.g. in host memory) into a pool; everything else as it is.
 
     The stacks of `params` are copied layer by layer and may be dropped afterwards. Draft blocks stay resident.
     """
     num_experts = len(tensors_of(params.layers[0].ffn.experts.matrices)[0])
-    pool = ExpertPool(placement, num_experts, top_k, ops, device=device)
+    pool = ExpertPool(placement, num_experts, top_k, backend, device=device)
     layers = []
     for block in params.layers:
         stacks = block.ffn.experts.matrices

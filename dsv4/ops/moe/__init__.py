@@ -2,11 +2,11 @@
 
 from dsv4.ops.moe.config import NARROW_ROWS, WIDE_CONFIGS, GemmConfig, MoeConfig, Ranges, pick_moe_config
 from dsv4.ops.moe.launch import fp4_linear, launch_fp4_linear, launch_moe, moe, prepare_experts
-from dsv4.ops.moe.op import expert_ref, moe_ref
+from dsv4.ops.moe.op import Matrices, expert_ref, moe_ref
 from dsv4.ops.moe.sort import SORT_CONFIG, SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 
 __all__ = [
-    "NARROW_ROWS", "SORT_CONFIG", "WIDE_CONFIGS", "GemmConfig", "MoeConfig", "Ranges", "SortConfig", "expert_ref",
-    "expert_sort", "expert_sort_ref", "fp4_linear", "launch_expert_sort", "launch_fp4_linear", "launch_moe",
-    "max_tiles", "moe", "moe_ref", "pick_moe_config", "prepare_experts",
+    "NARROW_ROWS", "SORT_CONFIG", "WIDE_CONFIGS", "GemmConfig", "Matrices", "MoeConfig", "Ranges", "SortConfig",
+    "expert_ref", "expert_sort", "expert_sort_ref", "fp4_linear", "launch_expert_sort", "launch_fp4_linear",
+    "launch_moe", "max_tiles", "moe", "moe_ref", "pick_moe_config", "prepare_experts",
 ]  # fmt: skip

@@ -199,11 +199,11 @@ def test_without_triton_the_oracles_work_and_a_launch_says_why_not():
         "sys.modules['triton'] = None\n"
         "import torch\n"
         "from dsv4.ops import TORCH\n"
-        "from dsv4.ops.triton_set import TRITON\n"
+        "from dsv4.ops import TRITON\n"
         "from dsv4.ops.lib.guard import TritonMissingError\n"
         "x = torch.ones(2, 128)\n"
-        "assert torch.equal(TORCH.rms_norm(x, None, 0.0), x)\n"
-        "try:\n    TRITON.rms_norm(x, None, 0.0)\n"
+        "assert torch.equal(TORCH.ops.rms_norm(x, None, 0.0), x)\n"
+        "try:\n    TRITON.ops.rms_norm(x, None, 0.0)\n"
         "except TritonMissingError as error:\n    print(error)\n"
     )
     assert run.stdout == "_rms_norm_kernel needs Triton, which is not installed here; use the TORCH op set\n", (

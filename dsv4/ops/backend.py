@@ -1,0 +1,164 @@
+"""`Backend`: a way to run the model: its ops, the layout they want weights in, and what an engine may do with them.
+
+`TORCH` is the oracles: plain torch, any device, any float dtype, bitwise independent of how requests are batched or
+chunked. `TRITON` is the kernels, what a GPU runs; it imports without Triton, only a launch needs it.
+
+Ask a backend what it can do; never compare ops. `backend.with_ops(moe=other)` runs another `moe` on the same weights,
+in the same graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from dsv4.formats.layouts import ShuffledTensor
+from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.ops.attention import attention_inputs, attention_inputs_ref, sparse_attention, sparse_attention_ref
+from dsv4.ops.compress import compress, compress_pair, compress_pair_ref, compress_ref
+from dsv4.ops.contracts import OpSet
+from dsv4.ops.hyper import (
+    hc_boundary,
+    hc_boundary_ref,
+    hc_enter,
+    hc_enter_ref,
+    hc_head_norm,
+    hc_head_norm_ref,
+    hc_post,
+    hc_post_ref,
+)
+from dsv4.ops.indexer import index_topk, index_topk_ref
+from dsv4.ops.linear import (
+    LinearBundle,
+    grouped_linear,
+    grouped_linear_ref,
+    linear,
+    linear_ref,
+    linears,
+    linears_ref,
+    prepare_grouped,
+)
+from dsv4.ops.moe import moe, moe_ref, prepare_experts
+from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
+from dsv4.ops.router import route, route_ref
+from dsv4.ops.rows import append_swa, append_swa_ref
+from dsv4.ops.sampling import (
+    resolve_tokens,
+    resolve_tokens_ref,
+    sample,
+    sample_ref,
+    sampled_logprobs,
+    sampled_logprobs_ref,
+)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How weights are laid out for some ops, once, at load; None leaves them as they were loaded.
+
+    bundle   weights that share an input -> one launch
+    grouped  the grouped output projection, and its number of groups
+    experts  w1, w2, w3 of one expert or of a stack, quantised
+    """
+
+    bundle: Callable[[Sequence[Weight]], LinearBundle] | None = None
+    grouped: Callable[[Weight, int], Weight | ShuffledTensor] | None = None
+    experts: Callable[[tuple[QuantTensor, QuantTensor, QuantTensor]], tuple[ShuffledTensor, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the model.
+
+    name           as people write it
+    ops            what model and engine call
+    layout         how weights are laid out for them; oracles take every layout
+    graph_devices  types of the devices on which a call can be captured
+    has_kernels    whether there is something to compile before the first call
+    """
+
+    name: str
+    ops: OpSet
+    layout: WeightLayout
+    graph_devices: frozenset[str]
+    has_kernels: bool
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether a forward call on this device can become a graph."""
+        return device.type in self.graph_devices
+
+    def with_ops(self, **ops: Any) -> Backend:
+        """The same with some ops exchanged. Weights are laid out and calls captured as before, so an op given here
+        takes the weights that the one it replaces took, and can be captured if that one could."""
+        known = [field.name for field in fields(OpSet)]
+        unknown = sorted(set(ops) - set(known))
+        if unknown:
+            raise ValueError(f"no such op: {', '.join(unknown)}; the ops of a backend are {', '.join(known)}")
+        return replace(self, ops=replace(self.ops, **ops))
+
+
+TORCH = Backend(
+    name="torch",
+    ops=OpSet(
+        rms_norm=rms_norm_ref,
+        rms_norm_quant=rms_norm_quant_ref,
+        hc_enter=hc_enter_ref,
+        hc_boundary=hc_boundary_ref,
+        hc_post=hc_post_ref,
+        hc_head_norm=hc_head_norm_ref,
+        linear=linear_ref,
+        linears=linears_ref,
+        grouped_linear=grouped_linear_ref,
+        route=route_ref,
+        moe=moe_ref,
+        attention_inputs=attention_inputs_ref,
+        append_swa=append_swa_ref,
+        compress=compress_ref,
+        compress_pair=compress_pair_ref,
+        index_topk=index_topk_ref,
+        sparse_attention=sparse_attention_ref,
+        sample=sample_ref,
+        sampled_logprobs=sampled_logprobs_ref,
+        resolve_tokens=resolve_tokens_ref,
+    ),
+    layout=WeightLayout(),
+    graph_devices=frozenset(),
+    has_kernels=False,
+)
+
+TRITON = Backend(
+    name="triton",
+    ops=OpSet(
+        rms_norm=rms_norm,
+        rms_norm_quant=rms_norm_quant,
+        hc_enter=hc_enter,
+        hc_boundary=hc_boundary,
+        hc_post=hc_post,
+        hc_head_norm=hc_head_norm,
+        linear=linear,
+        linears=linears,
+        grouped_linear=grouped_linear,
+        route=route,
+        moe=moe,
+        attention_inputs=attention_inputs,
+        append_swa=append_swa,
+        compress=compress,
+        compress_pair=compress_pair,
+        index_topk=index_topk,
+        sparse_attention=sparse_attention,
+        sample=sample,
+        sampled_logprobs=sampled_logprobs,
+        resolve_tokens=resolve_tokens,
+    ),
+    layout=WeightLayout(bundle=LinearBundle.build, grouped=prepare_grouped, experts=prepare_experts),
+    graph_devices=frozenset({"cuda"}),
+    has_kernels=True,
+)
+
+
+def backend_for(device: torch.device, numerics: str) -> Backend:
+    """The kernels on a GPU in `official` numerics; the oracles everywhere else."""
+    return TRITON if device.type == "cuda" and numerics == "official" else TORCH
