@@ -1,6 +1,6 @@
 """Nothing of an op is forgotten: every field of `OpSet`, and every op that only others use, has a tested contract, a
-test of its kernel, a benchmark case, and with it a compile check. The registries look for modules themselves; this looks
-at what they found.
+test of its kernel, a benchmark case, and with it a compile check. The registries look for modules themselves; this
+looks at what they found.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ one launch: each is too short to fill a GPU at decode, and none needs another. T
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,17 +47,25 @@ def attention_inputs_ref(
     return head_norm_rope_ref(q, positions, freqs, eps), rows, index_q
 
 
+class HeadArguments(NamedTuple):
+    """Heads [T, H, dim] with contiguous columns, and where their results go, which are dense."""
+
+    data: Any
+    out: Any
+    token_stride: int
+    head_stride: int
+
+
 @jit(do_not_specialize=("num_tokens", "num_row_tiles"))
 def _attention_inputs_kernel(
     kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
-    ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr, num_row_tiles,
-    q_ptr, q_out_ptr, stride_qt, stride_qh, index_ptr, index_out_ptr, stride_it, stride_ih,
+    ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr, num_row_tiles, q, index_q,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, RING_LEN: tl.constexpr, NUM_HEADS: tl.constexpr, INDEX_KIND: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_LOG2_DIM: tl.constexpr, NUM_INDEX_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of rows first, since they take longest; then ROWS heads of a token each; then INDEX_HEADS index
-    heads of a token each.
+    heads of a token each. `q`, `index_q`: `HeadArguments`.
     """
     HEAD_TILES: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
     pdl_wait()
@@ -72,16 +80,16 @@ def _attention_inputs_kernel(
     elif program < num_row_tiles + num_tokens * HEAD_TILES:
         program -= num_row_tiles
         rope_heads(
-            q_ptr, q_out_ptr, positions_ptr, freqs_ptr, (program // HEAD_TILES).to(tl.int64),
-            program % HEAD_TILES * ROWS, NUM_HEADS, stride_qt, stride_qh, 1, eps,
+            q.data, q.out, positions_ptr, freqs_ptr, (program // HEAD_TILES).to(tl.int64),
+            program % HEAD_TILES * ROWS, NUM_HEADS, q.token_stride, q.head_stride, 1, eps,
             DIM, ROPE_DIM, DIM, ROWS, True, False,
         )  # fmt: skip
     elif NUM_INDEX_HEADS > 0:
         INDEX_TILES: tl.constexpr = (NUM_INDEX_HEADS + INDEX_HEADS - 1) // INDEX_HEADS
         program -= num_row_tiles + num_tokens * HEAD_TILES
         encode_queries(
-            index_ptr, index_out_ptr, positions_ptr, freqs_ptr, (program // INDEX_TILES).to(tl.int64),
-            program % INDEX_TILES * INDEX_HEADS, NUM_INDEX_HEADS, stride_it, stride_ih,
+            index_q.data, index_q.out, positions_ptr, freqs_ptr, (program // INDEX_TILES).to(tl.int64),
+            program % INDEX_TILES * INDEX_HEADS, NUM_INDEX_HEADS, index_q.token_stride, index_q.head_stride,
             INDEX_KIND, INDEX_DIM, ROPE_DIM, INDEX_LOG2_DIM, INDEX_HEADS,
         )  # fmt: skip
 
@@ -105,13 +113,13 @@ def attention_inputs(
         )
     q, q_out = _dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_heads, num_index_heads, index_out = q.shape[1], 0, None
-    index_pointers: tuple[Any, ...] = (q, q_out, 0, 0)  # an unused pointer still needs a tensor
+    index_arguments = HeadArguments(q, q_out, 0, 0)  # an unused pointer still needs a tensor
     index_shape = dict.fromkeys(("INDEX_KIND", "INDEX_DIM", "INDEX_LOG2_DIM"), 0)
     if index_q is not None:
         index_shape = _index_shape(index_q, freqs, keys, num_tokens)
         index_q, index_out = _dense_heads(index_q), torch.empty(index_q.shape, dtype=index_q.dtype, device=q.device)
         num_index_heads = index_q.shape[1]
-        index_pointers = (index_q, index_out, *index_q.stride()[:2])
+        index_arguments = HeadArguments(index_q, index_out, *index_q.stride()[:2])
     elif keys is not None:
         raise KernelInputError("expected index queries where there are index keys, found none")
     if num_tokens == 0:
@@ -120,7 +128,7 @@ def attention_inputs(
     tile_rows, index_heads = launch.shape["ROWS"], 8 if num_tokens <= FEW_QUERIES else 32
     num_tiles = -(-num_heads // tile_rows) + -(-num_index_heads // index_heads)
     _attention_inputs_kernel[(launch.num_tiles + num_tokens * num_tiles,)](
-        *launch.arguments, launch.num_tiles, q, q_out, *q.stride()[:2], *index_pointers,
+        *launch.arguments, launch.num_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
         **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
         **rows_per_tile(rows_format.dim)[1], **({"maxnreg": 255} if appends else {}), launch_pdl=True,
     )  # fmt: skip

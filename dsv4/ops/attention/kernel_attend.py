@@ -16,6 +16,8 @@ while those are decoded and multiplied. Decoded groups lie side by side in matri
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.attention.kernel_rows import (
     KEYS,
     count_tiles,
@@ -38,6 +40,37 @@ _IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.co
 _GROUP = tl.constexpr(64)
 _NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class QueryArguments(NamedTuple):
+    """Queries [T, H, d] with contiguous columns."""
+
+    data: Any
+    token_stride: int
+    head_stride: int
+
+
+class TableArguments(NamedTuple):
+    """The sink of every head, and rope frequencies."""
+
+    sink: Any
+    freqs: Any
+
+
+class TokenArguments(NamedTuple):
+    """Of a `TokenBatch`."""
+
+    positions: Any
+    slots: Any
+    chunk_starts: Any
+
+
+class StateArguments(NamedTuple):
+    """States that programs store, [N, HEADS] each: P V (of d columns), highest logit, sum."""
+
+    part: Any
+    highest: Any
+    total: Any
 
 
 @jit
@@ -78,15 +111,15 @@ def _one_over_total(highest, total, heads, head_mask, sink_ptr):
 
 
 @jit
-def _store_part(part_ptr, highest_ptr, total_ptr, first_row, highest, total, out):
+def _store_part(states, first_row, highest, total, out):
     """The state of a tile or a run."""
     COLS: tl.constexpr = out[0].shape[1]
     rows = first_row + tl.arange(0, _HEADS)
     cols = tl.arange(0, COLS)
-    tl.store(highest_ptr + rows, highest)
-    tl.store(total_ptr + rows, total)
+    tl.store(states.highest + rows, highest)
+    tl.store(states.total + rows, total)
     for matrix in tl.static_range(len(out)):
-        tl.store(part_ptr + rows[:, None] * (len(out) * COLS) + matrix * COLS + cols[None, :], out[matrix])
+        tl.store(states.part + rows[:, None] * (len(out) * COLS) + matrix * COLS + cols[None, :], out[matrix])
 
 
 @jit
@@ -132,7 +165,7 @@ def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @jit
-def _load_parts(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_parts, DIM: tl.constexpr,
+def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.constexpr,
                 AT_ONCE: tl.constexpr):  # fmt: skip
     """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
     parts = ()
@@ -143,9 +176,9 @@ def _load_parts(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start,
             (
                 exists,
                 (
-                    tl.load(highest_ptr + row, mask=exists, other=_NONE),
-                    tl.load(total_ptr + row, mask=exists, other=0.0),
-                    tl.load(part_ptr + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
+                    tl.load(states.highest + row, mask=exists, other=_NONE),
+                    tl.load(states.total + row, mask=exists, other=0.0),
+                    tl.load(states.part + row[:, None] * DIM + cols[None, :], mask=exists[:, None], other=0.0),
                 ),
             ),
         )  # type: ignore[assignment]
@@ -153,13 +186,13 @@ def _load_parts(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start,
 
 
 @jit
-def _fold_runs(part_ptr, highest_ptr, total_ptr, first_part, rows, cols, num_runs, DIM: tl.constexpr,
+def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr,
                AT_ONCE: tl.constexpr):  # fmt: skip
     """The left fold of stored runs, for some heads and columns."""
     state = _no_part(rows.shape[0], cols.shape[0])
     for start in range(0, num_runs, AT_ONCE):
         parts = _load_parts(
-            part_ptr, highest_ptr, total_ptr, first_part, rows, cols, start, num_runs, DIM, AT_ONCE
+            states, first_part, rows, cols, start, num_runs, DIM, AT_ONCE
         )  # fmt: skip
         for step in tl.static_range(AT_ONCE):
             exists, part = parts[step]  # type: ignore[var-annotated]
@@ -186,9 +219,8 @@ def _empty(MATRICES: tl.constexpr, COLS: tl.constexpr):
 
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
 def _attend_kernel(
-    q_ptr, stride_qt, stride_qh, out_ptr, num_heads, scale, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
-    chunk_starts_ptr, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr, stride_pt, block_table_ptr,
-    stride_bs, part_ptr, highest_ptr, total_ptr, num_slices,
+    queries, out_ptr, num_heads, scale, tables, tokens, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
+    stride_pt, block_table_ptr, stride_bs, states, num_slices,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
     RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
@@ -198,9 +230,9 @@ def _attend_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = tl.program_id(0) % HEAD_BLOCKS * _HEADS + tl.arange(0, _HEADS)
     head_mask = heads < num_heads
-    position = tl.load(positions_ptr + token).to(tl.int32)
-    slot = tl.load(slots_ptr + token).to(tl.int32)
-    chunk_start = tl.load(chunk_starts_ptr + token).to(tl.int32)
+    position = tl.load(tokens.positions + token).to(tl.int32)
+    slot = tl.load(tokens.slots + token).to(tl.int32)
+    chunk_start = tl.load(tokens.chunk_starts + token).to(tl.int32)
     num_tiles = count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
     base, start, stop = num_tiles * 0, num_tiles * 0, num_tiles
     work = num_tiles  # more than zero in the loop
@@ -226,8 +258,8 @@ def _attend_kernel(
     ids = tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
     q = ()
     for matrix in tl.static_range(MATRICES):
-        q_ptrs = q_ptr + token.to(tl.int64) * stride_qt + heads[:, None] * stride_qh + matrix * COLS + cols[None, :]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
+        q += (tl.load(q_rows + matrix * COLS + cols[None, :], mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
     highest, total, out = _empty(MATRICES, COLS)
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
@@ -254,9 +286,9 @@ def _attend_kernel(
         tile = base + step
         if CUT != _BY_TILE:
             # loaded again, so that nothing made of them waits in a register
-            position = tl.load(positions_ptr + token, volatile=True).to(tl.int32)
-            slot = tl.load(slots_ptr + token, volatile=True).to(tl.int32)
-            chunk_start = tl.load(chunk_starts_ptr + token, volatile=True).to(tl.int32)
+            position = tl.load(tokens.positions + token, volatile=True).to(tl.int32)
+            slot = tl.load(tokens.slots + token, volatile=True).to(tl.int32)
+            chunk_start = tl.load(tokens.chunk_starts + token, volatile=True).to(tl.int32)
         words = ahead + load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
         keys = ()
         for matrix in tl.static_range(MATRICES):
@@ -300,42 +332,42 @@ def _attend_kernel(
         if CUT == _IN_TURN:  # noqa: SIM102
             if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
                 part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * _HEADS
-                _store_part(part_ptr, highest_ptr, total_ptr, part, _same(highest), _same(total), out)
+                _store_part(states, part, _same(highest), _same(total), out)
                 highest, total, out = _empty(MATRICES, COLS)
 
     first_part = tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)
     part = first_part * _HEADS
     first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
     if CUT == _BY_TILE:
-        _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+        _store_part(states, part, highest, total, out)
         return
     if CUT == _BY_RUN:  # noqa: SIM102
         # from the position again, so that the query's number of tiles need not wait in a register
         if count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW) > RUN:
-            _store_part(part_ptr, highest_ptr, total_ptr, part, highest, total, out)
+            _store_part(states, part, highest, total, out)
             return
     if CUT == _IN_TURN:  # noqa: SIM102
         if num_tiles > RUN:
             last_run = (num_tiles - 1) // RUN
-            _store_part(part_ptr, highest_ptr, total_ptr, part + last_run * _HEADS, highest, total, out)
+            _store_part(states, part + last_run * _HEADS, highest, total, out)
             tl.debug_barrier()  # what other threads stored is there
             for matrix in tl.static_range(MATRICES):
                 highest, total, folded = _fold_runs(
-                    part_ptr, highest_ptr, total_ptr, first_part,
+                    states, first_part,
                     tl.arange(0, _HEADS), cols + matrix * COLS, last_run + 1, DIM, 8 // WIDE,
                 )  # fmt: skip
-                inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+                inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
                 _finish(
-                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, freqs_ptr,
+                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, tables.freqs,
                     INVERSE_ROPE and matrix == MATRICES - 1,
                 )  # fmt: skip
             return
-    _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr, INVERSE_ROPE)
+    _store_result(first_out, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE)
 
 
 @jit(do_not_specialize=("num_heads", "num_slices"))
 def _combine_kernel(
-    part_ptr, highest_ptr, total_ptr, num_slices, out_ptr, num_heads, sink_ptr, freqs_ptr, positions_ptr, slots_ptr,
+    states, num_slices, out_ptr, num_heads, tables, positions_ptr, slots_ptr,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -359,12 +391,12 @@ def _combine_kernel(
     DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
     cols = tl.program_id(2) * _GROUP + tl.arange(0, _GROUP)
     if CUT == _BY_RUN:
-        state = _fold_runs(part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, num_parts, DIM, AT_ONCE)
+        state = _fold_runs(states, block * num_slices, rows, cols, num_parts, DIM, AT_ONCE)
     else:
         state = _no_part(ROWS, _GROUP)
         for start in range(0, num_parts, AT_ONCE):
             parts = _load_parts(
-                part_ptr, highest_ptr, total_ptr, block * num_slices, rows, cols, start, num_parts, DIM, AT_ONCE
+                states, block * num_slices, rows, cols, start, num_parts, DIM, AT_ONCE
             )  # fmt: skip
             run = _no_part(ROWS, _GROUP)
             for step in tl.static_range(AT_ONCE):
@@ -372,11 +404,11 @@ def _combine_kernel(
                 run = _where(exists, _fold_state(run, part, False), run)
             state = _fold_state(state, run, start == 0)
     highest, total, out = state
-    inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
+    inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
     column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * _HEADS + tl.program_id(1) * ROWS) * DIM
     if tl.program_id(2) == NUM_GROUPS:
         _finish(
-            out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, freqs_ptr, INVERSE_ROPE,
+            out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, tables.freqs, INVERSE_ROPE,
         )  # fmt: skip
     else:
-        _finish(out, column_ptr + tl.program_id(2) * _GROUP, DIM, inverse, head_mask, position, freqs_ptr, False)
+        _finish(out, column_ptr + tl.program_id(2) * _GROUP, DIM, inverse, head_mask, position, tables.freqs, False)

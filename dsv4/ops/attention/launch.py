@@ -26,6 +26,10 @@ from dsv4.ops.attention.kernel_attend import (
     IN_TURN,
     RUN,
     WHOLE,
+    QueryArguments,
+    StateArguments,
+    TableArguments,
+    TokenArguments,
     _attend_kernel,
     _combine_kernel,
 )
@@ -67,7 +71,7 @@ def launch_attention(
     table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
     positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
     sink = sink.contiguous()
-    angles = sink if freqs is None else freqs.contiguous()
+    tables = TableArguments(sink, sink if freqs is None else freqs.contiguous())
     has_entries = entries is not None and (picks is None or picks.shape[1] > 0)
     ratio = 1 if entries is None else BLOCK_TOKENS // entries.entries_per_block
     num_entries = 0
@@ -80,7 +84,7 @@ def launch_attention(
     num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, BY_TILE: num_tiles}[cut]
     most_tokens = min(plan.range_tokens(head_blocks * num_runs), num_tokens) if cut == IN_TURN else num_tokens
     num_states = 0 if cut == WHOLE else most_tokens * head_blocks * num_parts
-    states, highest, total = _scratch(num_states, dim, q.device)
+    states = _scratch(num_states, dim, q.device)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
@@ -93,10 +97,10 @@ def launch_attention(
         fresh = _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
         num_programs = min(most_tokens, num_tokens - start) * head_blocks
         _attend_kernel[(num_programs, 1 if cut == IN_TURN else num_parts)](
-            q[part], q.stride(0), q.stride(1), out[part], num_heads, dim**-0.5 * LOG2_E, sink, angles, positions[part],
-            slots[part], chunk_starts[part], fresh, ring, window.positions, window.positions.stride(0), pages,
-            picked[part], picked.stride(0), table, table.stride(0), states, highest, total, num_parts,
-            **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
+            QueryArguments(q[part], q.stride(0), q.stride(1)), out[part], num_heads, dim**-0.5 * LOG2_E, tables,
+            TokenArguments(positions[part], slots[part], chunk_starts[part]), fresh, ring, window.positions,
+            window.positions.stride(0), pages, picked[part], picked.stride(0), table, table.stride(0), states,
+            num_parts, **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
             WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
             num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
             launch_pdl=plan.overlap and cut == IN_TURN,
@@ -106,7 +110,7 @@ def launch_attention(
                 (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
             )
             _combine_kernel[(num_programs, HEADS // rows_at_once, dim // ENTRY_GROUP)](
-                states, highest, total, num_parts, out[part], num_heads, sink, angles, positions[part], slots[part],
+                states, num_parts, out[part], num_heads, tables, positions[part], slots[part],
                 **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
                 num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
             )  # fmt: skip
@@ -181,8 +185,7 @@ def _is_aligned(target: RowTarget) -> bool:
     return not (target.data.storage_offset() % 16 or target.data_stride % 16 or target.data_row % 16)
 
 
-def _scratch(num_states: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What programs store: P V, highest logit and sum, of every head."""
+def _scratch(num_states: int, dim: int, device: torch.device) -> StateArguments:
     part = torch.empty((num_states, HEADS, dim), dtype=torch.float32, device=device)
     highest, total = torch.empty((2, num_states, HEADS), dtype=torch.float32, device=device).unbind(0)
-    return part, highest, total
+    return StateArguments(part, highest, total)

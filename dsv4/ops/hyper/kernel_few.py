@@ -149,18 +149,17 @@ def _partial_dots(
 @jit(do_not_specialize=("num_tokens",))
 def hyper_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
-    streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
-    partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
+    result, partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, NUM_WORKERS: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Up to FEW_ROWS tokens: the programs that arrive last finish them."""
+    """Up to FEW_ROWS tokens: the programs that arrive last finish them. `result`: `HyperResult`."""
     split = tl.program_id(0)
     base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     _partial_dots(
-        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
+        out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, result.streams, partial_ptr, split, num_tokens,
         D, SPLIT, NUM_SPLITS, NUM_MIXES, SOURCE,
     )  # fmt: skip
     worker, num_workers, complete = arrive_and_share(counter_ptr, num_tokens, NUM_SPLITS, NUM_WORKERS)
@@ -171,17 +170,17 @@ def hyper_kernel(
         if HAS_NORM:
             norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
         wait_for_all(counter_ptr, complete)
-        source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
+        source_ptr = result.streams if SOURCE == _FROM_SUBLAYER else x_ptr
         for row in range(worker, num_tokens, num_workers):
             # plus nothing: where the compiler knows it, ptxas takes 96 registers instead of 126 and asks for less ahead
             token = tl.program_id(1).to(tl.int64) + row
             partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)
             values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
             if NUM_MIXES > 4:
-                store_post(new_post_ptr, values, token)
-                _sinkhorn(values, new_comb_ptr, token, hc_eps, NUM_ITERS)
+                store_post(result.post, values, token)
+                _sinkhorn(values, result.comb, token, hc_eps, NUM_ITERS)
             x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
             store_hidden(
-                x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
-                D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+                x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token,
+                cols, mask, D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
             )  # fmt: skip

@@ -161,21 +161,20 @@ def program_of_many(num_tiles, lag, NUM_SPLITS: tl.constexpr, NUM_FINISHERS: tl.
 @jit(do_not_specialize=("num_tokens", "lag"))
 def hyper_many_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, base_ptr, scale_ptr, norm_ptr,
-    streams_ptr, hidden_ptr, codes_ptr, code_scale_ptr, new_post_ptr, new_comb_ptr,
-    partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps, lag,
+    result, partial_ptr, counter_ptr, num_tokens, norm_eps, hc_eps, lag,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, FINISH: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Many tokens: programs of their own finish them (`program_of_many`)."""
+    """Many tokens: programs of their own finish them (`program_of_many`). `result`: `HyperResult`."""
     is_finisher, tile, place = program_of_many(tl.cdiv(num_tokens, TILE), lag, NUM_SPLITS, TILE // FINISH)
     tile_tokens = tl.minimum(num_tokens - tile * TILE, TILE)
     first_token = tile.to(tl.int64) * TILE
     if not is_finisher:
         _partial_dots(
             out_ptr + first_token * D, x_ptr + first_token * (D if SOURCE == _FROM_EMBEDDING else 4 * D),
-            post_ptr + first_token * 4, comb_ptr + first_token * 16, fn_ptr, streams_ptr + first_token * (4 * D),
+            post_ptr + first_token * 4, comb_ptr + first_token * 16, fn_ptr, result.streams + first_token * (4 * D),
             partial_ptr + first_token * (NUM_SPLITS * _MIX_COLS), place, tile_tokens,
             D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE,
         )  # fmt: skip
@@ -190,13 +189,13 @@ def hyper_many_kernel(
             pdl_trigger()
             pdl_wait()
             wait_for_all(counter_ptr + tile, NUM_SPLITS)
-            source_ptr = streams_ptr if SOURCE == _FROM_SUBLAYER else x_ptr
+            source_ptr = result.streams if SOURCE == _FROM_SUBLAYER else x_ptr
             for row in range(first, tl.minimum(first + FINISH, tile_tokens)):
                 token = first_token + row
                 partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)
                 values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
                 if NUM_MIXES > 4:
-                    store_post(new_post_ptr, values, token)
+                    store_post(result.post, values, token)
                     # for Sinkhorn, in place of partials that have been read
                     mixes = tl.arange(0, _MIX_COLS)
                     tl.store(partial_ptr + token * (NUM_SPLITS * _MIX_COLS) + mixes, values)
@@ -205,14 +204,14 @@ def hyper_many_kernel(
                 if HAS_NORM:  # held in registers from token to token it would spill
                     norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
                 store_hidden(
-                    x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols,
-                    mask, D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+                    x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale,
+                    token, cols, mask, D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
                 )  # fmt: skip
             tl.debug_barrier()
             if NUM_MIXES > 4:
                 rows = first + tl.arange(0, FINISH)
                 _sinkhorn(
-                    partial_ptr, NUM_SPLITS * _MIX_COLS, new_comb_ptr, first_token + rows,
+                    partial_ptr, NUM_SPLITS * _MIX_COLS, result.comb, first_token + rows,
                     rows < tile_tokens, hc_eps, NUM_ITERS,
                 )  # fmt: skip
             # the tile's last finisher clears its counter for the next launch

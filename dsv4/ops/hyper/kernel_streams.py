@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.maths import to_bf16
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
@@ -20,6 +22,17 @@ _FROM_SUBLAYER = tl.constexpr(FROM_SUBLAYER)
 
 
 # ---- streams ----
+
+
+class HyperResult(NamedTuple):
+    """The tensors of a `HyperInput` (op.py); codes and their scales repeat `hidden` where they are not asked for."""
+
+    streams: Any
+    hidden: Any
+    codes: Any
+    code_scale: Any
+    post: Any
+    comb: Any
 
 
 @jit

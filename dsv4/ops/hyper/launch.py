@@ -31,6 +31,7 @@ from dsv4.ops.hyper.kernel_streams import (
     FROM_SUBLAYER,
     MIX_COLS,
     NUM_STREAMS,
+    HyperResult,
     hc_post_kernel,
 )
 from dsv4.ops.hyper.op import HyperInput, HyperSettings
@@ -156,9 +157,11 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
     quant = result.quant
     tensors = (
         out, x, post, comb, _dense(call.fn), _dense(call.base), _dense(call.scale),
-        x if call.norm_weight is None else _dense(call.norm_weight), result.streams, result.hidden,
-        result.hidden if quant is None else quant.codes, result.hidden if quant is None else quant.scale,
-        result.post, result.comb,
+        x if call.norm_weight is None else _dense(call.norm_weight),
+        HyperResult(
+            result.streams, result.hidden, result.hidden if quant is None else quant.codes,
+            result.hidden if quant is None else quant.scale, result.post, result.comb,
+        ),
     )  # fmt: skip
     numbers = num_tokens, call.settings.norm_eps, call.settings.hc_eps
     constants: dict[str, Any] = {

@@ -69,7 +69,7 @@ SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}
 # and into shorter ones where a weight has few rows
 FEW_ROWS = 2048
 FEW_ROWS_COLS = {"fp8": 1024, "plain": 1024, "grouped": 2048}
-QUANTIZE_GROUPS = 32
+QUANTISE_GROUPS = 32
 
 
 def num_splits(num_rows: int, width: int, kind: str) -> int:

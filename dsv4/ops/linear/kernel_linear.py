@@ -22,6 +22,8 @@ ahead into L2 gained nothing. But what follows them may begin early, so `pdl_tri
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.lib.codecs import e8m0_to_float, quantize_e4m3
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
@@ -36,6 +38,25 @@ _FIELDS = tl.constexpr(6)
 
 
 # ---- tiles ----
+
+
+class LinearResult(NamedTuple):
+    """Outputs in bf16 and in fp32, and what the programs of a split share: partial tiles and counters."""
+
+    out: Any
+    wide: Any
+    partial: Any
+    counter: Any
+
+
+class LinearSizes(NamedTuple):
+    """Rows of the FP8 and of the bf16 matrix; strides of a token in the codes, their scales and the bf16 input."""
+
+    rows8: int
+    rows16: int
+    x8: int
+    x8_scale: int
+    x16: int
 
 
 @jit
@@ -80,11 +101,11 @@ def _as_float(scale):
 @jit
 def _fp8_range(
     w, w_scale_ptr, x, x_scale_ptrs, first_row, num_rows, first_token, num_tokens, stride_x, first_block, last_block,
-    K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, QUANTIZE: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first_block, last_block) of 128 columns. w_scale_ptr: the scales of these rows, one a block;
-    x_scale_ptrs [BT]: those of the tokens. With QUANTIZE x is bf16, and its codes and scales are made here.
+    x_scale_ptrs [BT]: those of the tokens. With QUANTISE x is bf16, and its codes and scales are made here.
 
     PER_SPLIT: if not 0, the range is all of K, and the sum of so many blocks goes into a total: the same sums in the
     same order as of programs with a split each, in one loop whose loads never pause.
@@ -93,7 +114,7 @@ def _fp8_range(
     total = acc
     # scales are asked for one step ahead: such small loads are not pipelined by the compiler
     w_scale = tl.load(w_scale_ptr + first_block)
-    if not QUANTIZE:
+    if not QUANTISE:
         x_scale = tl.load(x_scale_ptrs + first_block)
     for block in tl.range(first_block, last_block, num_stages=STAGES):
         col = block * _FP8_STEP
@@ -101,7 +122,7 @@ def _fp8_range(
         x_tile = load_tile(x, first_token, col, num_tokens, stride_x, K, BT, _FP8_STEP, True, X_DESC)
         following = tl.minimum(block + 1, last_block - 1)
         next_w_scale = tl.load(w_scale_ptr + following)
-        if QUANTIZE:
+        if QUANTISE:
             # codes, scale = fp8_quantize(x, 128)
             x_tile, x_scale = quantize_e4m3(x_tile.to(tl.float32))
         else:
@@ -116,7 +137,7 @@ def _fp8_range(
                 total += acc
                 acc = zeros(BM, BT, TOKENS_FIRST)
         w_scale = next_w_scale
-        if not QUANTIZE:
+        if not QUANTISE:
             x_scale = next_x_scale
     return total if PER_SPLIT > 0 else acc
 
@@ -281,7 +302,7 @@ def _fp8_item(
     w, w_scale_ptr, x, x_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item, token_tile,
     num_token_tiles, num_rows, num_tokens, stride_x, stride_xs,
     K: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTIZE: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // _FP8_STEP
@@ -297,7 +318,7 @@ def _fp8_item(
     acc = _fp8_range(
         w, w_scale_ptr, x, x_scale_ptr + tokens * stride_xs, first_row, num_rows, first_token, num_tokens, stride_x,
         first_block, BLOCKS if WALKS else tl.minimum(first_block + PER_SPLIT, BLOCKS),
-        K, BM, BT, TOKENS_FIRST, QUANTIZE, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
+        K, BM, BT, TOKENS_FIRST, QUANTISE, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
     )  # fmt: skip
     _finish_item(
         acc, out_ptr, wide_ptr, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, is_wide, out_col,
@@ -333,16 +354,15 @@ def _plain_item(
 
 @jit(do_not_specialize=("num_tokens",))
 def linear_kernel(
-    w8, w8_scale_ptr, w16, x8, x8_scale_ptr, x16, out_ptr, wide_ptr, partial_ptr,
-    counter_ptr, num_tokens, num_rows8, num_rows16, stride_x8, stride_xs, stride_x16,
+    w8, w8_scale_ptr, w16, x8, x8_scale_ptr, x16, result, num_tokens, sizes,
     K: tl.constexpr, SEGMENTS8: tl.constexpr, SEGMENTS16: tl.constexpr, TILES8: tl.constexpr, TILES16: tl.constexpr,
     SPLITS8: tl.constexpr, SPLITS16: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BAND: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTIZE: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X8_DESC: tl.constexpr, X16_DESC: tl.constexpr,
     STAGES8: tl.constexpr, STAGES16: tl.constexpr,
 ):  # fmt: skip
-    """Items: the FP8 tiles (times their splits, where splits are programs), then the bf16 tiles. With QUANTIZE x8 is
-    the bf16 input. w8, w16, x8, x16: descriptors or pointers.
+    """Items: the FP8 tiles (times their splits, where splits are programs), then the bf16 tiles. With QUANTISE x8 is
+    the bf16 input. w8, w16, x8, x16: descriptors or pointers; result: `LinearResult`; sizes: `LinearSizes`.
     """
     pdl_trigger()
     ITEMS8: tl.constexpr = TILES8 * SPLITS8 if IS_SPLIT else TILES8
@@ -350,30 +370,30 @@ def linear_kernel(
     num_token_tiles = tl.cdiv(num_tokens, BT)
     item, token_tile = item_of(tl.program_id(0), ITEMS8 + ITEMS16, num_token_tiles, BAND)
     # partial tiles and counters of the bf16 part follow those of the FP8 part
-    partial16_ptr = partial_ptr + num_token_tiles.to(tl.int64) * (TILES8 * SPLITS8 * BM * BT)
-    counter16_ptr = counter_ptr + num_token_tiles * TILES8
+    partial16_ptr = result.partial + num_token_tiles.to(tl.int64) * (TILES8 * SPLITS8 * BM * BT)
+    counter16_ptr = result.counter + num_token_tiles * TILES8
     if TILES16 == 0:
         _fp8_item(
-            w8, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
-            token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8,
+            w8, w8_scale_ptr, x8, x8_scale_ptr, result.out, result.wide, result.partial, result.counter, item,
+            token_tile, num_token_tiles, sizes.rows8, num_tokens, sizes.x8, sizes.x8_scale, K, SEGMENTS8, SPLITS8,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTISE, W_DESC, X8_DESC, STAGES8,
         )  # fmt: skip
     elif TILES8 == 0:
         _plain_item(
-            w16, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item, token_tile,
-            num_token_tiles, num_rows16, num_tokens, stride_x16, K, SEGMENTS16, SPLITS16,
+            w16, x16, result.out, result.wide, partial16_ptr, counter16_ptr, item, token_tile,
+            num_token_tiles, sizes.rows16, num_tokens, sizes.x16, K, SEGMENTS16, SPLITS16,
             BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
         )  # fmt: skip
     elif item < ITEMS8:
         _fp8_item(
-            w8, w8_scale_ptr, x8, x8_scale_ptr, out_ptr, wide_ptr, partial_ptr, counter_ptr, item,
-            token_tile, num_token_tiles, num_rows8, num_tokens, stride_x8, stride_xs, K, SEGMENTS8, SPLITS8,
-            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTIZE, W_DESC, X8_DESC, STAGES8,
+            w8, w8_scale_ptr, x8, x8_scale_ptr, result.out, result.wide, result.partial, result.counter, item,
+            token_tile, num_token_tiles, sizes.rows8, num_tokens, sizes.x8, sizes.x8_scale, K, SEGMENTS8, SPLITS8,
+            BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTISE, W_DESC, X8_DESC, STAGES8,
         )  # fmt: skip
     else:
         _plain_item(
-            w16, x16, out_ptr, wide_ptr, partial16_ptr, counter16_ptr, item - ITEMS8, token_tile,
-            num_token_tiles, num_rows16, num_tokens, stride_x16, K, SEGMENTS16, SPLITS16,
+            w16, x16, result.out, result.wide, partial16_ptr, counter16_ptr, item - ITEMS8, token_tile,
+            num_token_tiles, sizes.rows16, num_tokens, sizes.x16, K, SEGMENTS16, SPLITS16,
             BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
         )  # fmt: skip
 

@@ -24,14 +24,21 @@ from dsv4.ops.linear.config import (
     GROUPED_TILES,
     LINEAR_TILES,
     MANY_ROWS,
-    QUANTIZE_GROUPS,
+    QUANTISE_GROUPS,
     SHUFFLED_TILES,
     LinearTile,
     num_splits,
     pick_tile,
 )
 from dsv4.ops.linear.kernel_grouped import GROUPED_STEP, grouped_plain_kernel, grouped_shuffled_kernel, widen_kernel
-from dsv4.ops.linear.kernel_linear import FP8_STEP, PLAIN_STEP, linear_kernel, quantize_kernel
+from dsv4.ops.linear.kernel_linear import (
+    FP8_STEP,
+    PLAIN_STEP,
+    LinearResult,
+    LinearSizes,
+    linear_kernel,
+    quantize_kernel,
+)
 from dsv4.ops.linear.op import grouped_linear_ref, linear_ref
 
 
@@ -151,12 +158,14 @@ def launch_linears(
     linear_kernel[(num_token_tiles * items,)](
         rows if w8 is None else w8[0], rows if fp8 is None else _dense(fp8.scale),
         rows if w16 is None else w16[0], x8_source[0], scale, x16_source[0],
-        outputs.narrow, outputs.wide, partial, counters, num_tokens,
-        0 if fp8 is None else fp8.shape[0], 0 if plain is None else plain.shape[0],
-        x8.stride(0), scale.stride(0), rows.stride(0),
+        LinearResult(outputs.narrow, outputs.wide, partial, counters), num_tokens,
+        LinearSizes(
+            0 if fp8 is None else fp8.shape[0], 0 if plain is None else plain.shape[0],
+            x8.stride(0), scale.stride(0), rows.stride(0),
+        ),
         K=width, SEGMENTS8=segments8, SEGMENTS16=segments16, TILES8=tiles8, TILES16=tiles16,
         SPLITS8=splits8, SPLITS16=splits16, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
-        TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTIZE=quantize,
+        TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTISE=quantize,
         W_DESC=has_w_desc, X8_DESC=x8_source[1], X16_DESC=x16_source[1],
         STAGES8=tile.stages, STAGES16=tile.plain_stages, **tile.options,
     )  # fmt: skip
@@ -246,9 +255,9 @@ def _quantize(x: Tensor) -> QuantActivation:
     codes = torch.empty(num_tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_tokens, row_groups, dtype=torch.uint8, device=x.device)
     num_groups = num_tokens * row_groups
-    quantize_kernel[(-(-num_groups // QUANTIZE_GROUPS),)](
+    quantize_kernel[(-(-num_groups // QUANTISE_GROUPS),)](
         x, codes, scale, num_groups, x.stride(0),
-        ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTIZE_GROUPS, num_warps=4, enable_fp_fusion=False,
+        ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTISE_GROUPS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return QuantActivation(codes, scale)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_products import product
@@ -18,6 +20,15 @@ from dsv4.ops.moe.kernel_rows import (
 )
 
 _SUMMED = tl.constexpr(2048)  # values that the narrow form sums at a time; 4,096 take 126 registers, not 96
+
+
+class DownResults(NamedTuple):
+    """What the second product writes: parts, sums of ranges, arrivals of parts, and their sum."""
+
+    parts: Any
+    sums: Any
+    arrivals: Any
+    out: Any
 
 
 @jit
@@ -127,8 +138,7 @@ def combine(
 
 @jit
 def _routed_down(
-    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr,
-    offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+    tile, expert, n_tile, part, hidden_ptr, results, experts_ptr, order, down, shared_scale_ptr, num_tokens,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
     UNROLL: tl.constexpr, QUANTISE: tl.constexpr, RANGES: tl.constexpr, SHARED_PARTS: tl.constexpr,
@@ -138,11 +148,9 @@ def _routed_down(
     IS_SPLIT: tl.constexpr = SPLIT and RANGES > 1
     num_pairs = num_tokens * TOP_K
     wide = expert.to(tl.int64)
-    data_ptr, scale_ptr = w2_ptr + wide * DATA_WORDS, w2_scale_ptr + wide * SCALE_WORDS
-    pairs, is_row = routed_sub_rows(
-        tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
-    )
-    out_scale = tl.load(w2_out_ptr + expert)
+    data_ptr, scale_ptr = down.data + wide * DATA_WORDS, down.scale + wide * SCALE_WORDS
+    pairs, is_row = routed_sub_rows(tile, expert, experts_ptr, order, num_pairs, ROWS, DIRECT)
+    out_scale = tl.load(down.out_scale + expert)
     halves = product(
         hidden_ptr, pairs, is_row, data_ptr, scale_ptr, n_tile * BLOCK, part,
         BLOCK // (1 + PAIR), I, FORMAT, QUANTISE and FORMAT != 0, UNROLL, RANGES, IS_SPLIT, ORDERED and FORMAT == 0,
@@ -150,31 +158,29 @@ def _routed_down(
     )  # fmt: skip
     pdl_trigger()
     if IS_SPLIT:
-        _store_halves(halves, 1.0, pairs, is_row, n_tile * BLOCK, sums_ptr + part * num_pairs * D, D, BLOCK, PAIR)
+        _store_halves(halves, 1.0, pairs, is_row, n_tile * BLOCK, results.sums + part * num_pairs * D, D, BLOCK, PAIR)
     else:
-        _store_halves(halves, out_scale, pairs, is_row, n_tile * BLOCK, parts_ptr, D, BLOCK, PAIR)
-    pair, has_row = routed_rows(
-        tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, 0, ROWS, DIRECT
-    )
+        _store_halves(halves, out_scale, pairs, is_row, n_tile * BLOCK, results.parts, D, BLOCK, PAIR)
+    pair, has_row = routed_rows(tile, expert, experts_ptr, order, num_pairs, 0, ROWS, DIRECT)
     combine(
-        pair // TOP_K, has_row, n_tile, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-        shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, _SUMMED,
+        pair // TOP_K, has_row, n_tile, results.parts, results.sums, results.arrivals, experts_ptr, results.out,
+        down.out_scale, shared_scale_ptr, num_tokens,
+        BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, _SUMMED,
     )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
 def _down_kernel(
-    hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr, offsets_ptr, tile_experts_ptr,
-    tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_ptr, shared2_scale_ptr, shared2_out_ptr,
-    num_tokens, num_shared_tiles,
+    hidden_ptr, results, experts_ptr, order, down, shared, num_tokens, num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     SHARED_QUANTISE: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D]; parts bf16 [T k + T, D] by pair, then by token. QUANTISE, SHARED_QUANTISE: hidden is still to be
-    rounded to E4M3. ORDERED: hidden is in operand order, but for what is rounded here.
+    """out [T, D]; parts bf16 [T k + T, D] by pair, then by token. `results`: `DownResults`; order: `PairOrder`; down,
+    shared: `Matrix`. QUANTISE, SHARED_QUANTISE: hidden is still to be rounded to E4M3. ORDERED: hidden is in operand
+    order, but for what is rounded here.
 
     SPLIT: where a matrix has several ranges, programs have one each and leave fp32 sums [range, row, D].
 
@@ -196,9 +202,9 @@ def _down_kernel(
         tokens, is_row = shared_sub_rows(tile, num_tokens, SHARED_ROWS, PADDED)
         num_pairs = num_tokens * TOP_K
         rows = plus(tokens, num_pairs)
-        shared_scale = tl.load(shared2_out_ptr)
+        shared_scale = tl.load(shared.out_scale)
         accs = product(
-            hidden_ptr, rows, is_row, shared2_ptr, shared2_scale_ptr, first_out, part,
+            hidden_ptr, rows, is_row, shared.data, shared.scale, first_out, part,
             AT_ONCE, I, SHARED_FORMAT, SHARED_QUANTISE, SHARED_UNROLL, SHARED_RANGES, SHARED_PARTS > 1,
             IS_ORDERED, not PADDED,
         )  # fmt: skip
@@ -209,34 +215,33 @@ def _down_kernel(
         outs = first_out + tl.arange(0, AT_ONCE)
         if SHARED_PARTS > 1:
             behind = num_pairs * D * PARTS if PARTS > 1 else 0
-            store_parts(accs, 1.0, tokens, is_row, outs, sums_ptr + behind + part * num_tokens * D, D)
+            store_parts(accs, 1.0, tokens, is_row, outs, results.sums + behind + part * num_tokens * D, D)
         else:
-            store_parts(accs, shared_scale, rows, is_row, outs, parts_ptr, D)
+            store_parts(accs, shared_scale, rows, is_row, outs, results.parts, D)
         token, has_row = shared_rows(tile, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
         combine(
-            token, has_row, first_out // BLOCK, parts_ptr, sums_ptr, arrivals_ptr, experts_ptr, out_ptr, w2_out_ptr,
-            shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, PARTS, SHARED_PARTS, 1 + PAIR, _SUMMED,
+            token, has_row, first_out // BLOCK, results.parts, results.sums, results.arrivals, experts_ptr, results.out,
+            down.out_scale, shared.out_scale, num_tokens,
+            BLOCK, D, E, TOP_K, PARTS, SHARED_PARTS, 1 + PAIR, _SUMMED,
         )  # fmt: skip
     else:
         program -= num_shared_programs
         work, part = program // PARTS, program % PARTS
         tile, n_tile = work // N_TILES, work % N_TILES
-        expert = routed_expert(tile, experts_ptr, tile_experts_ptr, num_tokens * TOP_K, E, ROWS, DIRECT)
+        expert = routed_expert(tile, experts_ptr, order, num_tokens * TOP_K, E, ROWS, DIRECT)
         if expert >= 0:
             HALF: tl.constexpr = max(ROWS // 2, SUB)
-            if num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
+            if num_rows_of(tile, expert, order, ROWS, DIRECT) > HALF:
                 _routed_down(
-                    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
-                    experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
-                    shared2_out_ptr, num_tokens,
+                    tile, expert, n_tile, part, hidden_ptr, results, experts_ptr, order, down, shared.out_scale,
+                    num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, QUANTISE,
                     RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR,
                 )  # fmt: skip
             else:
                 _routed_down(
-                    tile, expert, n_tile, part, hidden_ptr, parts_ptr, sums_ptr, arrivals_ptr, out_ptr,
-                    experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr,
-                    shared2_out_ptr, num_tokens,
+                    tile, expert, n_tile, part, hidden_ptr, results, experts_ptr, order, down, shared.out_scale,
+                    num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, QUANTISE,
                     RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR,
                 )  # fmt: skip

@@ -22,6 +22,8 @@ that start early wait on whatever multiprocessors have room, and are then spread
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_products import (
@@ -44,6 +46,13 @@ from dsv4.ops.moe.kernel_rows import (
     with_item,
 )
 from dsv4.ops.moe.sort import _expert_sort_kernel
+
+
+class SplitSums(NamedTuple):
+    """Where the programs of a SPLIT leave their sums, and how many of them have."""
+
+    partials: Any
+    counters: Any
 
 
 @jit
@@ -227,23 +236,20 @@ def _rounded_gate_up(
 
 @jit
 def _routed_gate_up(
-    tile, expert, first_out, part, x_ptr, hidden_ptr, experts_ptr, weights_ptr, pairs_ptr, offsets_ptr,
-    tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr, partials_ptr, counter_ptr,
-    limit, num_pairs,
+    tile, expert, first_out, part, x_ptr, hidden_ptr, experts_ptr, weights_ptr, order, gate, up, partials_ptr,
+    counter_ptr, limit, num_pairs,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
     UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
-    data1_ptr, scale1_ptr = w1_ptr + wide * DATA_WORDS, w1_scale_ptr + wide * SCALE_WORDS
-    data3_ptr, scale3_ptr = w3_ptr + wide * DATA_WORDS, w3_scale_ptr + wide * SCALE_WORDS
-    pairs, is_row = routed_sub_rows(
-        tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS, DIRECT
-    )
+    data1_ptr, scale1_ptr = gate.data + wide * DATA_WORDS, gate.scale + wide * SCALE_WORDS
+    data3_ptr, scale3_ptr = up.data + wide * DATA_WORDS, up.scale + wide * SCALE_WORDS
+    pairs, is_row = routed_sub_rows(tile, expert, experts_ptr, order, num_pairs, ROWS, DIRECT)
     _gate_up_rows(
-        x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, w1_out_ptr + expert,
-        data3_ptr, scale3_ptr, w3_out_ptr + expert, first_out, part, partials_ptr, counter_ptr,
+        x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, gate.out_scale + expert,
+        data3_ptr, scale3_ptr, up.out_scale + expert, first_out, part, partials_ptr, counter_ptr,
         weights_ptr, hidden_ptr, limit,
         BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True,
         BLOCK == 128 and FORMAT != 0, ORDERED, ORDER,
@@ -252,17 +258,16 @@ def _routed_gate_up(
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
 def _gate_up_kernel(
-    x_ptr, quantised_ptr, hidden_ptr, experts_ptr, weights_ptr, pairs_ptr, offsets_ptr, tile_experts_ptr,
-    tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
-    shared1_ptr, shared1_scale_ptr, shared1_out_ptr, shared3_ptr, shared3_scale_ptr, shared3_out_ptr,
-    partials_ptr, counters_ptr, limit, num_tokens, num_shared_tiles,
+    x_ptr, quantised_ptr, hidden_ptr, experts_ptr, weights_ptr, order, matrices, split, limit, num_tokens,
+    num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, SHARED_BLOCK: tl.constexpr,
     ORDERED_X: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """hidden bf16 [T k + T, I]: a row for each pair, then one for each token's shared expert.
+    """hidden bf16 [T k + T, I]: a row for each pair, then one for each token's shared expert. `order`: `PairOrder`;
+    matrices: `GateUpMatrices`; split: `SplitSums`.
 
     DIRECT: no launch has rounded x or sorted the pairs. SPLIT: programs have one matrix and one of its ranges. A block
     of 128 (SHARED_BLOCK: the shared expert's) is rounded here where hidden is to be rounded, else by its reader.
@@ -280,18 +285,19 @@ def _gate_up_kernel(
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         first_out = (work % SHARED_TILES) * SHARED_BLOCK
         shared_hidden_ptr = hidden_ptr + num_tokens * TOP_K * I
+        gate, up = matrices.shared_gate, matrices.shared_up
         if SHARED_BLOCK > BLOCK:
             _rounded_gate_up(
-                rounded_ptr, work // SHARED_TILES, num_tokens, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
-                shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, shared_hidden_ptr, limit,
+                rounded_ptr, work // SHARED_TILES, num_tokens, gate.data, gate.scale, gate.out_scale,
+                up.data, up.scale, up.out_scale, first_out, shared_hidden_ptr, limit,
                 D, I, SHARED_FORMAT, SHARED_ROWS, SHARED_UNROLL, SHARED_RANGES, ORDERED_X, ORDER,
             )  # fmt: skip
         else:
             tokens, is_row = shared_sub_rows(work // SHARED_TILES, num_tokens, SHARED_ROWS)
             _gate_up_rows(
-                rounded_ptr, tokens, tokens, is_row, shared1_ptr, shared1_scale_ptr, shared1_out_ptr,
-                shared3_ptr, shared3_scale_ptr, shared3_out_ptr, first_out, part,
-                partials_ptr + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), counters_ptr + work,
+                rounded_ptr, tokens, tokens, is_row, gate.data, gate.scale, gate.out_scale,
+                up.data, up.scale, up.out_scale, first_out, part,
+                split.partials + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), split.counters + work,
                 weights_ptr, shared_hidden_ptr, limit,
                 BLOCK, D, I, SHARED_FORMAT, DIRECT, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, BLOCK == 128,
                 ORDERED_X, ORDER if BLOCK == 128 else IN_NATURAL,
@@ -302,26 +308,24 @@ def _gate_up_kernel(
         tile = work // N_TILES
         first_out = (work % N_TILES) * BLOCK
         num_pairs = num_tokens * TOP_K
-        expert = routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E, ROWS, DIRECT)
+        expert = routed_expert(tile, experts_ptr, order, num_pairs, E, ROWS, DIRECT)
         if expert >= 0:
             source_ptr = x_ptr if FORMAT == 0 else rounded_ptr  # NVFP4 is weight-only
-            sums_ptr = partials_ptr + num_shared_work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK)
+            sums_ptr = split.partials + num_shared_work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK)
             sums_ptr += work.to(tl.int64) * (2 * RANGES * ROWS * BLOCK)
-            counter_ptr = counters_ptr + num_shared_work + work
+            counter_ptr = split.counters + num_shared_work + work
             HALF: tl.constexpr = max(ROWS // 2, SUB)
-            if num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS, DIRECT) > HALF:
+            if num_rows_of(tile, expert, order, ROWS, DIRECT) > HALF:
                 _routed_gate_up(
-                    tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, pairs_ptr,
-                    offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
-                    sums_ptr, counter_ptr, limit, num_pairs,
+                    tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, order,
+                    matrices.gate, matrices.up, sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, RANGES, SPLIT,
                     ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
                 )  # fmt: skip
             else:
                 _routed_gate_up(
-                    tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, pairs_ptr,
-                    offsets_ptr, tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
-                    sums_ptr, counter_ptr, limit, num_pairs,
+                    tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, order,
+                    matrices.gate, matrices.up, sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, RANGES, SPLIT,
                     ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
                 )  # fmt: skip

@@ -4,11 +4,39 @@ in the narrow form, powers of two in the wide one.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 
 DIRECT_PAIRS = 128  # up to this many (token, choice) pairs programs find their rows without a sort
 SUB = tl.constexpr(8)  # token rows of one product of the narrow form
 _DIRECT_PAIRS = tl.constexpr(DIRECT_PAIRS)
+
+
+class PairOrder(NamedTuple):
+    """The pointers of an `ExpertOrder` (sort.py) that the products read."""
+
+    pairs: Any
+    offsets: Any
+    tile_experts: Any
+    tile_starts: Any
+
+
+class Matrix(NamedTuple):
+    """A shuffled matrix, or a stack of them: words, words of scales, and the factor of its sums."""
+
+    data: Any
+    scale: Any
+    out_scale: Any
+
+
+class GateUpMatrices(NamedTuple):
+    """What the first product reads of the routed experts and of the shared one."""
+
+    gate: Matrix
+    up: Matrix
+    shared_gate: Matrix
+    shared_up: Matrix
 
 
 @jit
@@ -50,8 +78,9 @@ def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr, PADDED: tl.constexpr =
 
 
 @jit
-def routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constexpr, ROWS: tl.constexpr,
-                   DIRECT: tl.constexpr):  # fmt: skip
+def routed_expert(
+    tile, experts_ptr, order, num_pairs, E: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr
+):  # fmt: skip
     """Expert of a tile, -1 where the tile is not used.
 
     DIRECT: tile t belongs to pair t, and is used if among the pairs of its expert the pair is the first, or the first
@@ -64,27 +93,24 @@ def routed_expert(tile, experts_ptr, tile_experts_ptr, num_pairs, E: tl.constexp
         before = tl.sum(((ids == expert) & (others < tile)).to(tl.int32), 0)
         return tl.where((expert < E) & (before % ROWS == 0), expert, -1)
     else:
-        return tl.load(tile_experts_ptr + tile, cache_modifier=".cg")
+        return tl.load(order.tile_experts + tile, cache_modifier=".cg")
 
 
 @jit
-def sorted_rows(
-    tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, AGAIN: tl.constexpr
-):
+def sorted_rows(tile, expert, order, FIRST: tl.constexpr, SIZE: tl.constexpr, AGAIN: tl.constexpr):
     """`routed_rows` where a launch has sorted the pairs. AGAIN: loads that the compiler takes for others than the first
     ones, which it would keep in registers.
     """
     CACHE: tl.constexpr = ".cg" if AGAIN else ".ca"
-    end = tl.load(offsets_ptr + expert + 1, cache_modifier=CACHE)
-    places = tl.load(tile_starts_ptr + tile, cache_modifier=CACHE) + FIRST + tl.arange(0, SIZE)
-    return tl.load(pairs_ptr + tl.minimum(places, end - 1), cache_modifier=CACHE), places < end
+    end = tl.load(order.offsets + expert + 1, cache_modifier=CACHE)
+    places = tl.load(order.tile_starts + tile, cache_modifier=CACHE) + FIRST + tl.arange(0, SIZE)
+    return tl.load(order.pairs + tl.minimum(places, end - 1), cache_modifier=CACHE), places < end
 
 
 @jit
 def routed_rows(
-    tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, FIRST: tl.constexpr,
-    SIZE: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
+    tile, expert, experts_ptr, order, num_pairs, FIRST: tl.constexpr, SIZE: tl.constexpr, DIRECT: tl.constexpr
+):
     """Pairs of a tile from its row FIRST on, and which exist: [SIZE]. Where there is none, a pair of the same tile."""
     if DIRECT:
         others = tl.arange(0, _DIRECT_PAIRS)
@@ -95,39 +121,34 @@ def routed_rows(
         pair = tl.max(tl.where(is_own, others[None, :], -1), 1)
         return tl.where(pair >= 0, pair, tile), pair >= 0
     else:
-        return sorted_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, FIRST, SIZE, False)
+        return sorted_rows(tile, expert, order, FIRST, SIZE, False)
 
 
 @jit
-def routed_sub_rows(
-    tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, ROWS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):  # fmt: skip
+def routed_sub_rows(tile, expert, experts_ptr, order, num_pairs, ROWS: tl.constexpr, DIRECT: tl.constexpr):
     """The same for every sub-tile of the narrow form: tuples of [8]."""
     pairs, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
-        pair, has_row = routed_rows(
-            tile, expert, experts_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr, num_pairs, sub * SUB, SUB, DIRECT
-        )
+        pair, has_row = routed_rows(tile, expert, experts_ptr, order, num_pairs, sub * SUB, SUB, DIRECT)
         pairs, is_row = with_item(pairs, pair), with_item(is_row, has_row)
     return pairs, is_row
 
 
 @jit
-def sorted_num_rows(tile, expert, offsets_ptr, tile_starts_ptr):
+def sorted_num_rows(tile, expert, order):
     """What is left of a tile's expert's rows: more than the tile's own where others follow."""
-    return tl.load(offsets_ptr + expert + 1) - tl.load(tile_starts_ptr + tile)
+    return tl.load(order.offsets + expert + 1) - tl.load(order.tile_starts + tile)
 
 
 @jit
-def num_rows_of(tile, expert, offsets_ptr, tile_starts_ptr, ROWS: tl.constexpr, DIRECT: tl.constexpr):
+def num_rows_of(tile, expert, order, ROWS: tl.constexpr, DIRECT: tl.constexpr):
     """The same, not asked for where all tiles are small."""
     if ROWS == SUB:
         return 0
     elif DIRECT:
         return ROWS
     else:
-        return sorted_num_rows(tile, expert, offsets_ptr, tile_starts_ptr)
+        return sorted_num_rows(tile, expert, order)
 
 
 @jit
@@ -162,15 +183,13 @@ def wide_shared_rows(tile, num_tokens, ROWS: tl.constexpr):
 
 
 @jit
-def wide_routed_rows(
-    tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, ROWS: tl.constexpr, AGAIN: tl.constexpr = False
-):
+def wide_routed_rows(tile, expert, order, ROWS: tl.constexpr, AGAIN: tl.constexpr = False):
     """Pairs of a tile of a routed expert, in the same parts. AGAIN: in parts of at most 64."""
     THIRDS: tl.constexpr = ROWS // 3 * 2 if ROWS % 3 == 0 else ROWS
     FIRST: tl.constexpr = min(THIRDS, 64) if AGAIN else THIRDS
-    pairs, is_row = sorted_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, 0, FIRST, AGAIN)
+    pairs, is_row = sorted_rows(tile, expert, order, 0, FIRST, AGAIN)
     if FIRST == ROWS:
         return (pairs,), (is_row,)
     else:
-        more, is_more = sorted_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, FIRST, ROWS - FIRST, AGAIN)
+        more, is_more = sorted_rows(tile, expert, order, FIRST, ROWS - FIRST, AGAIN)
         return (pairs, more), (is_row, is_more)

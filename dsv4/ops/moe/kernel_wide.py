@@ -130,35 +130,31 @@ def wide_products(
 
 @jit
 def _routed_gate_up(
-    tile, expert, first_out, x_ptr, hidden_ptr, weights_ptr, pairs_ptr, offsets_ptr, tile_starts_ptr,
-    w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr, limit,
+    tile, expert, first_out, x_ptr, hidden_ptr, weights_ptr, order, gate, up, limit,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
-    datas = (w1_ptr + wide * DATA_WORDS, w3_ptr + wide * DATA_WORDS)
-    scales = (w1_scale_ptr + wide * SCALE_WORDS, w3_scale_ptr + wide * SCALE_WORDS)
-    pairs, is_row = wide_routed_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, ROWS)
+    datas = (gate.data + wide * DATA_WORDS, up.data + wide * DATA_WORDS)
+    scales = (gate.scale + wide * SCALE_WORDS, up.scale + wide * SCALE_WORDS)
+    pairs, is_row = wide_routed_rows(tile, expert, order, ROWS)
     accs = wide_products(
         x_ptr, tokens_of(pairs, TOP_K), datas, scales, (first_out, first_out), BLOCK, D, FORMAT, False, RANGES
     )
     accs = _small_parts(accs)
-    pairs, is_row = wide_routed_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, ROWS, True)
+    pairs, is_row = wide_routed_rows(tile, expert, order, ROWS, True)
     NUM: tl.constexpr = len(pairs)
     store_hidden(
-        _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(w1_out_ptr + expert), tl.load(w3_out_ptr + expert), pairs, is_row,
-        first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr, limit,
+        _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(gate.out_scale + expert), tl.load(up.out_scale + expert), pairs,
+        is_row, first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr, limit,
         I, True, BLOCK == 128 and FORMAT != 0, IN_PRODUCT,
     )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
 def _wide_gate_up_kernel(
-    x_ptr, quantised_ptr, hidden_ptr, weights_ptr, pairs_ptr, offsets_ptr, tile_experts_ptr, tile_starts_ptr,
-    w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr,
-    shared1_ptr, shared1_scale_ptr, shared1_out_ptr, shared3_ptr, shared3_scale_ptr, shared3_out_ptr,
-    limit, num_tokens, num_shared_tiles,
+    x_ptr, quantised_ptr, hidden_ptr, weights_ptr, order, matrices, limit, num_tokens, num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, SHARED_FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr,
     SMALL: tl.constexpr, SHARED_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANGES: tl.constexpr,
@@ -174,38 +170,39 @@ def _wide_gate_up_kernel(
         first_out = (program % N_TILES) * BLOCK
         tokens, is_row = wide_shared_rows(program // N_TILES, num_tokens, SHARED_ROWS)
         NUM: tl.constexpr = len(tokens)
+        gate, up = matrices.shared_gate, matrices.shared_up
         accs = wide_products(
-            quantised_ptr, tokens, (shared1_ptr, shared3_ptr), (shared1_scale_ptr, shared3_scale_ptr),
+            quantised_ptr, tokens, (gate.data, up.data), (gate.scale, up.scale),
             (first_out, first_out), BLOCK, D, SHARED_FORMAT, False, SHARED_RANGES,
         )  # fmt: skip
         store_hidden(
-            _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(shared1_out_ptr), tl.load(shared3_out_ptr), tokens, is_row,
+            _of(accs, 0, NUM), _of(accs, 1, NUM), tl.load(gate.out_scale), tl.load(up.out_scale), tokens, is_row,
             first_out + tl.arange(0, BLOCK), weights_ptr, hidden_ptr + num_tokens * TOP_K * I, limit,
             I, False, BLOCK == 128, IN_PRODUCT,
         )  # fmt: skip
     else:
         program -= num_shared_work
         tile, first_out = program // N_TILES, (program % N_TILES) * BLOCK
-        expert = tl.load(tile_experts_ptr + tile, cache_modifier=".cg")
+        expert = tl.load(order.tile_experts + tile, cache_modifier=".cg")
         if expert >= 0:
             source_ptr = x_ptr if FORMAT == 0 else quantised_ptr  # NVFP4 is weight-only
-            num_rows = sorted_num_rows(tile, expert, offsets_ptr, tile_starts_ptr)
+            num_rows = sorted_num_rows(tile, expert, order)
             if num_rows <= SMALL:
                 _routed_gate_up(
-                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, pairs_ptr, offsets_ptr,
-                    tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr, limit,
+                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, order, matrices.gate,
+                    matrices.up, limit,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, SMALL, RANGES,
                 )  # fmt: skip
             elif MIDDLE == ROWS or num_rows > MIDDLE:
                 _routed_gate_up(
-                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, pairs_ptr, offsets_ptr,
-                    tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr, limit,
+                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, order, matrices.gate,
+                    matrices.up, limit,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, RANGES,
                 )  # fmt: skip
             else:
                 _routed_gate_up(
-                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, pairs_ptr, offsets_ptr,
-                    tile_starts_ptr, w1_ptr, w1_scale_ptr, w1_out_ptr, w3_ptr, w3_scale_ptr, w3_out_ptr, limit,
+                    tile, expert, first_out, source_ptr, hidden_ptr, weights_ptr, order, matrices.gate,
+                    matrices.up, limit,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, MIDDLE, RANGES,
                 )  # fmt: skip
 
@@ -242,35 +239,33 @@ def _store_products(accs, scale, rows, is_row, first_out, parts_ptr, D: tl.const
 
 @jit
 def _routed_down(
-    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr, offsets_ptr,
-    tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order, down, shared_scale_ptr,
+    num_tokens,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, QUANTISE: tl.constexpr,
     RANGES: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
-    pairs, is_row = wide_routed_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, ROWS)
+    pairs, is_row = wide_routed_rows(tile, expert, order, ROWS)
     accs = _down_products(
-        hidden_ptr, pairs, w2_ptr + wide * DATA_WORDS, w2_scale_ptr + wide * SCALE_WORDS, n_tile * BLOCK,
+        hidden_ptr, pairs, down.data + wide * DATA_WORDS, down.scale + wide * SCALE_WORDS, n_tile * BLOCK,
         BLOCK, I, FORMAT, QUANTISE and FORMAT != 0, RANGES, PAIR,
     )  # fmt: skip
     pdl_trigger()
     accs = _small_parts(accs)
-    pairs, is_row = wide_routed_rows(tile, expert, pairs_ptr, offsets_ptr, tile_starts_ptr, ROWS, True)
-    _store_products(accs, tl.load(w2_out_ptr + expert), pairs, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
+    pairs, is_row = wide_routed_rows(tile, expert, order, ROWS, True)
+    _store_products(accs, tl.load(down.out_scale + expert), pairs, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
     for index in tl.static_range(len(pairs)):
         combine(
             pairs[index] // TOP_K, is_row[index], n_tile, parts_ptr, parts_ptr, arrivals_ptr, experts_ptr, out_ptr,
-            w2_out_ptr, shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
+            down.out_scale, shared_scale_ptr, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
         )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
 def _wide_down_kernel(
-    hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr, offsets_ptr, tile_experts_ptr,
-    tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_ptr, shared2_scale_ptr, shared2_out_ptr,
-    num_tokens, num_shared_tiles,
+    hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order, down, shared, num_tokens, num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     MIDDLE: tl.constexpr, SMALL: tl.constexpr, SHARED_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANGES: tl.constexpr,
@@ -285,38 +280,38 @@ def _wide_down_kernel(
         tokens, is_row = wide_shared_rows(program // N_TILES, num_tokens, SHARED_ROWS)
         rows = plus(tokens, num_tokens * TOP_K)
         accs = _down_products(
-            hidden_ptr, rows, shared2_ptr, shared2_scale_ptr, n_tile * BLOCK,
+            hidden_ptr, rows, shared.data, shared.scale, n_tile * BLOCK,
             BLOCK, I, SHARED_FORMAT, QUANTISE, SHARED_RANGES, PAIR,
         )  # fmt: skip
         pdl_trigger()
-        _store_products(accs, tl.load(shared2_out_ptr), rows, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
+        _store_products(accs, tl.load(shared.out_scale), rows, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
         for index in tl.static_range(len(tokens)):
             combine(
                 tokens[index], is_row[index], n_tile, parts_ptr, parts_ptr, arrivals_ptr, experts_ptr, out_ptr,
-                w2_out_ptr, shared2_out_ptr, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
+                down.out_scale, shared.out_scale, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
             )  # fmt: skip
     else:
         program -= num_shared_programs
         tile, n_tile = program // N_TILES, program % N_TILES
-        expert = tl.load(tile_experts_ptr + tile, cache_modifier=".cg")
+        expert = tl.load(order.tile_experts + tile, cache_modifier=".cg")
         if expert >= 0:
-            num_rows = sorted_num_rows(tile, expert, offsets_ptr, tile_starts_ptr)
+            num_rows = sorted_num_rows(tile, expert, order)
             if num_rows <= SMALL:
                 _routed_down(
-                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr,
-                    offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
+                    down, shared.out_scale, num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, SMALL, QUANTISE, RANGES, PAIR,
                 )  # fmt: skip
             elif MIDDLE == ROWS or num_rows > MIDDLE:
                 _routed_down(
-                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr,
-                    offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
+                    down, shared.out_scale, num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, QUANTISE, RANGES, PAIR,
                 )  # fmt: skip
             else:
                 _routed_down(
-                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, pairs_ptr,
-                    offsets_ptr, tile_starts_ptr, w2_ptr, w2_scale_ptr, w2_out_ptr, shared2_out_ptr, num_tokens,
+                    tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
+                    down, shared.out_scale, num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, MIDDLE, QUANTISE, RANGES, PAIR,
                 )  # fmt: skip
 

@@ -20,9 +20,9 @@ from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.ops.moe.config import NATURAL, OPERAND, PRODUCT, GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
-from dsv4.ops.moe.kernel_down import _down_kernel
-from dsv4.ops.moe.kernel_gate_up import _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
-from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS
+from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
+from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
+from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
 from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
 from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
@@ -55,7 +55,7 @@ def launch_moe(
 ) -> Tensor:  # fmt: skip
     """`moe` with the work divided as `config` says."""
     _check(x, experts, weights, routed, shared)
-    w1, w2, w3 = routed
+    w1, w2, _ = routed
     num_tokens, dim = x.shape
     top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -99,9 +99,8 @@ def launch_moe(
         counters = arrival_counters("moe gate and up", x.device)
         num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
     _gate_up_kernel[(num_work + num_shared_work,)](
-        ordered, quantised, hidden, experts, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
-        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
-        partials, counters, limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
+        ordered, quantised, hidden, experts, weights, _pair_order(order), _gate_up_matrices(routed, shared),
+        SplitSums(partials, counters), limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
         BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
         SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
         ORDER=OPERAND if config.ordered else NATURAL, **gate_up.options,
@@ -115,11 +114,10 @@ def launch_moe(
         sums = torch.empty(num_sums, dim, dtype=torch.float32, device=x.device)
         num_work, num_shared_work = num_work * routed_ranges, num_shared_work * shared_ranges
     _down_kernel[(num_work + num_shared_work,)](
-        hidden, parts, sums, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts,
-        order.tile_starts, *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles,
-        **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll, RANGES=routed_ranges,
-        SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128, SHARED_QUANTISE=not is_rounded,
-        ORDERED=config.ordered, PAIR=down.pair, **down.options,
+        hidden, DownResults(parts, sums, arrivals, out), experts, _pair_order(order), _matrix(w2), _matrix(shared[1]),
+        num_tokens, num_shared_tiles, **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll,
+        RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128,
+        SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, **down.options,
     )  # fmt: skip
     return out
 
@@ -129,7 +127,7 @@ def _launch_wide(
     out: Tensor,
 ) -> None:  # fmt: skip
     """The wide form: out [T, D] of T > 0 tokens."""
-    (w1, w2, w3), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
+    (w1, w2, _), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
     num_experts, width = w1.shape[:2]
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     if dim % down.block:
@@ -146,14 +144,13 @@ def _launch_wide(
         "SMALL": config.sizes[1], "SHARED_ROWS": config.shared_rows,
     }  # fmt: skip
     _wide_gate_up_kernel[(num_tiles * (width // gate_up.block),)](
-        ordered, quantised, hidden, weights, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
-        *_arguments(w1), *_arguments(w3), *_arguments(shared[0]), *_arguments(shared[2]),
-        limit, num_tokens, num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
+        ordered, quantised, hidden, weights, _pair_order(order), _gate_up_matrices(routed, shared), limit, num_tokens,
+        num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
         RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
     )  # fmt: skip
     _wide_down_kernel[(num_tiles * (dim // down.block),)](
-        hidden, parts, arrivals, out, experts, order.pairs, order.offsets, order.tile_experts, order.tile_starts,
-        *_arguments(w2), *_arguments(shared[1]), num_tokens, num_shared_tiles, **common, **_strides(w2), E=num_experts,
+        hidden, parts, arrivals, out, experts, _pair_order(order), _matrix(w2), _matrix(shared[1]), num_tokens,
+        num_shared_tiles, **common, **_strides(w2), E=num_experts,
         BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
         QUANTISE=gate_up.block != 128, PAIR=down.pair, **down.options,
     )  # fmt: skip
@@ -194,8 +191,16 @@ def _prepare(
     return order, ordered, quantised, arrivals
 
 
-def _arguments(weight: ShuffledTensor) -> tuple[Tensor, Tensor, Tensor]:
-    return weight.data, weight.scale, weight.out_scale
+def _matrix(weight: ShuffledTensor) -> Matrix:
+    return Matrix(weight.data, weight.scale, weight.out_scale)
+
+
+def _pair_order(order: ExpertOrder) -> PairOrder:
+    return PairOrder(order.pairs, order.offsets, order.tile_experts, order.tile_starts)
+
+
+def _gate_up_matrices(routed: _Shuffled, shared: _Shuffled) -> GateUpMatrices:
+    return GateUpMatrices(*(_matrix(weight) for weight in (routed[0], routed[2], shared[0], shared[2])))
 
 
 def _strides(weight: ShuffledTensor) -> dict[str, int]:
@@ -238,12 +243,12 @@ def launch_fp4_linear(
             x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
         )
         _wide_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
-            prepared, *_arguments(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
+            prepared, *_matrix(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
             ROWS=rows, BLOCK=config.block, **config.options,
         )  # fmt: skip
         return out
     _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
-        x.contiguous(), *_arguments(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
+        x.contiguous(), *_matrix(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
         ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
     )  # fmt: skip
     return out
