@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
+from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
@@ -236,14 +236,7 @@ class LLM:
             start = 0
             for length in pieces:
                 here = slice(start, start + length)
-                pairs = TokenBatch(
-                    token_ids=batch.token_ids[start + 1 : start + length + 1],
-                    positions=batch.positions[here],
-                    slots=torch.full_like(batch.slots[here], slot),
-                    chunk_starts=torch.full_like(batch.slots[here], start),
-                    chunk_ends=torch.full_like(batch.slots[here], start + length),
-                    block_table=cache.block_table,
-                )
+                pairs = TokenBatch.of([Chunk(slot, start, ids[start + 1 : start + length + 1])], cache.block_table)
                 rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
                 start += length
 

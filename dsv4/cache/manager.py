@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.batch import TokenBatch
+from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.errors import (
     BlockTableOverflow,
     CacheError,
@@ -183,16 +183,8 @@ class KVCacheManager:
         starts = [self.position(slot) for slot in slots]
         lengths = [len(token_ids) for token_ids in token_ids_per_request]
         self.prepare_forward(slots, starts, lengths)
-        rows: list[list[int]] = [[], [], [], [], []]  # token_ids, positions, slots, chunk_starts, chunk_ends
-        for slot, start, length, token_ids in zip(slots, starts, lengths, token_ids_per_request, strict=True):
-            rows[0] += token_ids
-            rows[1] += range(start, start + length)
-            rows[2] += [slot] * length
-            rows[3] += [start] * length
-            rows[4] += [start + length] * length
-        on_device = to_device(torch.tensor(rows, dtype=torch.int64), self.device)  # [5, T]
-        token_ids_row, positions, slots_row, chunk_starts, chunk_ends = on_device.unbind(0)
-        return TokenBatch(token_ids_row, positions, slots_row, chunk_starts, chunk_ends, self._table)
+        chunks = map(Chunk, slots, starts, token_ids_per_request)
+        return TokenBatch.of(chunks, self._table)
 
     def rewind(self, slot: int, position: int) -> None:
         """Take back the tokens from `position` on, as if they had never been processed.

@@ -13,16 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
+from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.engine.graphs import Capture, Replay
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.sampler import NUM_TOP
-from dsv4.engine.step import PADDED_SLOT
 from dsv4.ops import OpSet
 from dsv4.ops.sampling import SamplingRows, SamplingState
 
-_FIELDS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
-_SLOTS_ROW = _FIELDS.index("slots")
 WORD_BITS = 32
 
 
@@ -62,8 +59,8 @@ class BucketGraph:
         self._experts = experts
         self._state, self._ops = state, ops
         self._num_top = min(NUM_TOP[0], vocab_size)
-        self._fields, self.batch = padding_batch(size, block_table)
-        self._padding = self._fields.clone()
+        self._columns, self.batch = padding_batch(size, block_table)
+        self._padding = self._columns.clone()
         self._num_filled = 0  # rows of the buffers that do not hold padding
         self._draw_rows = torch.zeros(size, dtype=torch.int64, device=device)
         self._rows = padding_rows(size, vocab_size, device)
@@ -81,10 +78,10 @@ class BucketGraph:
     def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
         num_tokens, num_rows = batch.num_tokens, draw_rows.shape[0]
         if self._num_filled > num_tokens:
-            self._fields[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
+            self._columns[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
         self._num_filled = self._num_valid = num_tokens
-        targets = [*self._fields[:, :num_tokens].unbind(0), self._draw_rows[:num_rows]]
-        torch._foreach_copy_(targets, [*(getattr(batch, name) for name in _FIELDS), draw_rows])
+        targets = [*self._columns[:, :num_tokens].unbind(0), self._draw_rows[:num_rows]]
+        torch._foreach_copy_(targets, [*(getattr(batch, name) for name in COLUMNS), draw_rows])
         with padded_from(self._experts, num_tokens):
             made = self._forward()
         experts = tuple(chosen[:num_tokens] for chosen in made.experts)
@@ -111,11 +108,9 @@ class BucketGraph:
 
 
 def padding_batch(size: int, block_table: Tensor) -> tuple[Tensor, TokenBatch]:
-    """The fields [5, T] of a batch of padding, and the batch over them."""
-    fields = torch.zeros((len(_FIELDS), size), dtype=torch.int64, device=block_table.device)
-    fields[_SLOTS_ROW] = PADDED_SLOT
-    token_ids, positions, slots, chunk_starts, chunk_ends = fields.unbind(0)
-    return fields, TokenBatch(token_ids, positions, slots, chunk_starts, chunk_ends, block_table)
+    """The columns [5, T] of a batch of padding, and the batch over them."""
+    columns = torch.tensor(columns_of((), size), dtype=torch.int64, device=block_table.device)
+    return columns, TokenBatch.over(columns, block_table)
 
 
 def padding_rows(size: int, vocab_size: int, device: torch.device) -> SamplingRows:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
+from dsv4.cache.batch import COLUMNS, TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
@@ -47,9 +47,10 @@ class StandIn:
         """What a forward call of `size` tokens launches, and drawing from the logits of `num_rows`."""
         ops = self.model.context.ops
         # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
-        rows = torch.empty((5, size), dtype=torch.int64, device=META).unbind(0)
-        token_ids = ops.resolve_tokens(rows[0], rows[2], self.state.last_tokens)
-        batch = TokenBatch(token_ids, rows[1], rows[2], rows[3], rows[4], self.block_table)
+        columns = torch.empty((len(COLUMNS), size), dtype=torch.int64, device=META)
+        batch = TokenBatch.over(columns, self.block_table)
+        token_ids = ops.resolve_tokens(batch.token_ids, batch.slots, self.state.last_tokens)
+        batch = replace(batch, token_ids=token_ids)
         streams = self.model.forward(batch, self.handles.__getitem__)
         logits = self.model.logits(streams.index_select(0, torch.empty(num_rows, dtype=torch.int64, device=META)))
         rehearse(ops, logits, self.state)

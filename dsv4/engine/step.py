@@ -1,8 +1,8 @@
 """`StepBuilder`: from a `StepPlan` to the tensors of its forward call.
 
-The host's numbers of a step are one int64 buffer, [5 T + 3 R] long: token ids, positions, slots, chunk starts and chunk
-ends of T rows, then rows, slots and positions of the R rows to draw from. It reaches a GPU in one asynchronous copy; on
-a CPU it is used where it is. The block table is the cache's own tensor, brought up to date before.
+The host's numbers of a step are one int64 buffer: the columns of its batch, then rows, slots and positions of the R
+rows to draw from. It reaches a GPU in one asynchronous copy; on a CPU it is used where it is. The block table is the
+cache's own tensor, brought up to date before.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
+from dsv4.cache.batch import COLUMNS, Chunk, TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
 from dsv4.engine.scheduler import StepPlan
 from dsv4.engine.sequence import Sequence
 
-PADDED_SLOT = -1
 LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last
-_NUM_TOKEN_COLUMNS, _NUM_DRAW_COLUMNS = 5, 3
 _ALIGNED = 2  # numbers: a draw's column begins at a multiple of 16 bytes, since kernels are compiled apart for others
 
 
@@ -56,37 +54,26 @@ class StepBuilder:
         self._cache.prepare_forward(
             [piece.slot for piece in pieces], [piece.start for piece in pieces], [piece.length for piece in pieces]
         )
-        columns: list[list[int]] = [[] for _ in range(_NUM_TOKEN_COLUMNS)]
-        token_ids, positions, slots, chunk_starts, chunk_ends = columns
-        draws: list[list[int]] = [[] for _ in range(_NUM_DRAW_COLUMNS)]
-        drawing = []
+        chunks, drawing, num_tokens = [], [], 0
+        draws: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots, positions
         for piece in pieces:
-            start, end = piece.start, piece.start + piece.length
-            fed = piece.sequence.token_ids[start:end]
-            token_ids += fed
-            if len(fed) < piece.length:
+            end = piece.start + piece.length
+            token_ids = piece.sequence.token_ids[piece.start : end]
+            if len(token_ids) < piece.length:
                 token_ids.append(LAST_DRAWN)
-            positions += range(start, end)
-            slots += [piece.slot] * piece.length
-            chunk_starts += [start] * piece.length
-            chunk_ends += [end] * piece.length
+            chunks.append(Chunk(piece.slot, piece.start, token_ids))
+            num_tokens += piece.length
             if piece.draws:
-                for column, value in zip(draws, (len(token_ids) - 1, piece.slot, end - 1), strict=True):
+                for column, value in zip(draws, (num_tokens - 1, piece.slot, end - 1), strict=True):
                     column.append(value)
                 drawing.append(piece.sequence)
-        num_tokens, num_draws = len(token_ids), len(drawing)
-        num_padding = max(0, pad_to - num_tokens)
-        for column in columns:
-            column += [PADDED_SLOT if column is slots else 0] * num_padding
-        num_rows = num_tokens + num_padding
-        numbers = [number for column in columns for number in column]
-        starts = []
+        numbers = [number for column in columns_of(chunks, pad_to) for number in column]
+        split, starts = len(numbers), []
         for column in draws:
             numbers += [0] * (len(numbers) % _ALIGNED)
             starts.append(len(numbers))
             numbers += column
         values = to_device(torch.tensor(numbers, dtype=torch.int64), self._cache.device)
-        rows = values[: _NUM_TOKEN_COLUMNS * num_rows].view(_NUM_TOKEN_COLUMNS, num_rows).unbind(0)  # 5 x [T]
-        batch = TokenBatch(rows[0], rows[1], rows[2], rows[3], rows[4], self._cache.block_table)
-        draw_rows, draw_slots, draw_positions = (values[start : start + num_draws] for start in starts)  # [R] each
+        batch = TokenBatch.over(values[:split].view(len(COLUMNS), -1), self._cache.block_table)
+        draw_rows, draw_slots, draw_positions = (values[start : start + len(drawing)] for start in starts)  # [R] each
         return StepInput(batch, draw_rows, draw_slots, draw_positions, tuple(drawing), num_tokens)

@@ -11,7 +11,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView
 from dsv4.formats.tensors import QuantActivation
 from dsv4.model.context import ModelContext
-from dsv4.model.parameters import AttentionParams, CompressorParams
+from dsv4.model.parameters import AttentionParams, CompressorParams, OnInput, OnLatent
 from dsv4.ops.compress import Compression, CompressorSpec
 from dsv4.ops.hyper import HyperInput
 from dsv4.ops.lib.invariant import accumulator
@@ -26,18 +26,19 @@ def attention(
     """The normed input [T, D] of `start` -> the output [T, D], and on CSA layers the picked entries [T, k]."""
     ops, config, freqs = context.ops, context.config, context.freqs(layer)
     eps = config.rms_norm_eps
-    latent, kv, *of_compressors = _project_input(start, params, context)
-    with context.branches.beside(_compression_call(of_compressors, params, layer, cache, batch, context)):
-        q, index_q = _project_latent(latent, params, context)  # [T, H, d], [T, Hi, Di]
+    projected = _project_input(start, params, context)
+    with context.branches.beside(_compression_call(projected, params, layer, cache, batch, context)):
+        q, index_q = _project_latent(projected.latent, params, context)  # [T, H, d], [T, Hi, Di]
         # a chunk this short replaces no row that it reads: see `store_window`
         appends = batch.num_tokens <= cache.window.ring_len - config.sliding_window + 1
         q, rows, index_q = ops.attention_inputs(
-            q, kv, index_q, params.kv_norm, freqs, eps, cache.window, cache.index_keys, batch, appends=appends
+            q, projected.kv, index_q, params.kv_norm, freqs, eps, cache.window, cache.index_keys, batch, appends=appends
         )
 
     picks = None
     if index_q is not None:
-        picks = _pick_entries(index_q, of_compressors[-1], layer, cache, batch, context)
+        assert projected.index_weights is not None
+        picks = _pick_entries(index_q, projected.index_weights, layer, cache, batch, context)
     out = ops.sparse_attention(
         q, rows, cache.window, cache.entries, picks, params.sink, batch, window_len=config.sliding_window, freqs=freqs
     )  # [T, H, d]
@@ -47,18 +48,19 @@ def attention(
     return ops.linear(ops.grouped_linear(grouped, params.wo_a).flatten(1), params.wo_b), picks
 
 
-def _project_input(start: HyperInput, params: AttentionParams, context: ModelContext) -> tuple[Tensor, ...]:
+def _project_input(start: HyperInput, params: AttentionParams, context: ModelContext) -> OnInput[Tensor]:
     """Everything that reads the sublayer's input: the query latent (not yet normed), kv, and what the compressors and
     the indexer take, in at least fp32 where they pool it."""
     x, weights = start.hidden, params.on_input
     wide = accumulator(x)
-    out_dtypes = [x.dtype if weight is params.wq_a or weight is params.wkv else wide for weight in weights]
-    if params.indexer is not None:
-        out_dtypes[-1] = x.dtype
-    return context.ops.linears(x, params.input_bundle or weights, out_dtypes, start.quant)
+    out_dtypes = OnInput(
+        latent=x.dtype, kv=x.dtype, compressor_kv=wide, compressor_gate=wide, index_kv=wide, index_gate=wide,
+        index_weights=x.dtype,
+    )[: len(weights)]  # fmt: skip
+    return OnInput(*context.ops.linears(x, params.input_bundle or weights, out_dtypes, start.quant))
 
 
-def _project_latent(latent: Tensor, params: AttentionParams, context: ModelContext) -> tuple[Tensor, Tensor | None]:
+def _project_latent(latent: Tensor, params: AttentionParams, context: ModelContext) -> OnLatent[Tensor]:
     """latent [T, q_lora_rank] -> queries [T, H, d], and on CSA layers the indexer's [T, Hi, Di]."""
     ops, config, weights = context.ops, context.config, params.on_latent
     normed: Tensor | QuantActivation
@@ -66,37 +68,40 @@ def _project_latent(latent: Tensor, params: AttentionParams, context: ModelConte
         _, normed = ops.rms_norm_quant(latent, params.q_norm, config.rms_norm_eps, False)
     else:
         normed = ops.rms_norm(latent, params.q_norm, config.rms_norm_eps)
-    q, *index_q = ops.linears(normed, params.latent_bundle or weights, [latent.dtype] * len(weights))
-    return (
-        q.unflatten(-1, (config.num_attention_heads, -1)),
-        index_q[0].unflatten(-1, (config.index_n_heads, -1)) if index_q else None,
+    made = OnLatent(*ops.linears(normed, params.latent_bundle or weights, [latent.dtype] * len(weights)))
+    return OnLatent(
+        made.q.unflatten(-1, (config.num_attention_heads, -1)),
+        None if made.index_q is None else made.index_q.unflatten(-1, (config.index_n_heads, -1)),
     )
 
 
 def _compression_call(
-    projections: list[Tensor], params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
-    context: ModelContext,
+    projected: OnInput[Tensor], params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle,
+    batch: TokenBatch, context: ModelContext,
 ) -> Callable[[], None] | None:  # fmt: skip
     """What writes the entries that close in this batch, and with an indexer their keys. None on SWA layers."""
     if params.compressor is None:
         return None
-    kv, gate = projections[:2]
-    entries = _compression(kv, gate, params.compressor, cache.compressor, cache.entries, layer, context)
+    entries = _compression(
+        projected.compressor_kv, projected.compressor_gate, params.compressor, cache.compressor, cache.entries, layer,
+        context,
+    )  # fmt: skip
     if params.indexer is None:
         return partial(
             context.ops.compress, entries.kv, entries.gate, entries.spec, entries.state, entries.pages, batch
         )
-    kv, gate = projections[2:4]
-    compressor = params.indexer.compressor
-    keys = _compression(kv, gate, compressor, cache.index_compressor, cache.index_keys, layer, context)
+    keys = _compression(
+        projected.index_kv, projected.index_gate, params.indexer.compressor, cache.index_compressor, cache.index_keys,
+        layer, context,
+    )  # fmt: skip
     return partial(context.ops.compress_pair, entries, keys, batch)
 
 
 def _compression(
-    kv: Tensor, gate: Tensor, params: CompressorParams, state: CompressorView | None, pages: PagedView | None,
-    layer: LayerSpec, context: ModelContext,
+    kv: Tensor | None, gate: Tensor | None, params: CompressorParams, state: CompressorView | None,
+    pages: PagedView | None, layer: LayerSpec, context: ModelContext,
 ) -> Compression:  # fmt: skip
-    assert state is not None and pages is not None
+    assert kv is not None and gate is not None and state is not None and pages is not None
     spec = CompressorSpec(
         ratio=layer.ratio,
         ape=params.ape,

@@ -7,13 +7,37 @@ n streams, H heads, E routed experts, I expert width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import Weight
 from dsv4.ops.linear import LinearBundle
+
+Item = TypeVar("Item")
+
+
+class OnInput(NamedTuple, Generic[Item]):
+    """One item for each weight that meets an attention sublayer's input: the weight, its product, a dtype.
+
+    SWA layers have the first two, HCA layers four, CSA layers all.
+    """
+
+    latent: Item
+    kv: Item
+    compressor_kv: Item | None = None
+    compressor_gate: Item | None = None
+    index_kv: Item | None = None
+    index_gate: Item | None = None
+    index_weights: Item | None = None
+
+
+class OnLatent(NamedTuple, Generic[Item]):
+    """The same for the query latent; the indexer's on CSA layers."""
+
+    q: Item
+    index_q: Item | None = None
 
 
 @dataclass
@@ -67,7 +91,7 @@ class AttentionParams:
 
     @property
     def on_input(self) -> tuple[Weight, ...]:
-        """wq_a, wkv; the compressor's wkv and wgate; the indexer's compressor's, and weights_proj."""
+        """Those there are, in the order of `OnInput`."""
         weights = [self.wq_a, self.wkv]
         if self.compressor is not None:
             weights += [self.compressor.wkv, self.compressor.wgate]
@@ -77,7 +101,7 @@ class AttentionParams:
 
     @property
     def on_latent(self) -> tuple[Weight, ...]:
-        """wq_b, and the indexer's."""
+        """Those there are, in the order of `OnLatent`."""
         return (self.wq_b,) if self.indexer is None else (self.wq_b, self.indexer.wq_b)
 
 

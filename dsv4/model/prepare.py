@@ -12,7 +12,7 @@ from typing import cast
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantTensor, Weight
-from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams
+from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams, OnInput, OnLatent
 from dsv4.ops.backend import Backend, WeightLayout
 from dsv4.ops.linear import LinearBundle, is_kernel_weight
 
@@ -46,16 +46,18 @@ def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBun
     if attn.input_bundle is not None or not all(map(is_kernel_weight, (*attn.on_input, *attn.on_latent))):
         return attn
     on_input, on_latent = build(attn.on_input), build(attn.on_latent)
-    wq_a, wkv, *of_compressors = on_input.weights
-    wq_b, *index_wq_b = on_latent.weights
+    views, latent_views = OnInput(*on_input.weights), OnLatent(*on_latent.weights)
     compressor, indexer = attn.compressor, attn.indexer
     if compressor is not None:
-        compressor = replace(compressor, wkv=of_compressors[0], wgate=of_compressors[1])
+        assert views.compressor_kv is not None and views.compressor_gate is not None
+        compressor = replace(compressor, wkv=views.compressor_kv, wgate=views.compressor_gate)
     if indexer is not None:
-        keys = replace(indexer.compressor, wkv=of_compressors[2], wgate=of_compressors[3])
-        indexer = replace(indexer, wq_b=index_wq_b[0], weights_proj=of_compressors[4], compressor=keys)
+        assert views.index_kv is not None and views.index_gate is not None and views.index_weights is not None
+        assert latent_views.index_q is not None
+        keys = replace(indexer.compressor, wkv=views.index_kv, wgate=views.index_gate)
+        indexer = replace(indexer, wq_b=latent_views.index_q, weights_proj=views.index_weights, compressor=keys)
     return replace(
-        attn, wq_a=wq_a, wkv=wkv, wq_b=wq_b, compressor=compressor, indexer=indexer,
+        attn, wq_a=views.latent, wkv=views.kv, wq_b=latent_views.q, compressor=compressor, indexer=indexer,
         input_bundle=on_input, latent_bundle=on_latent,
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     embed = llm.model.params.embed.clone()
     embed[0] = float("nan")
     monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
-    monkeypatch.setattr("dsv4.engine.step.PADDED_SLOT", 0)
+    monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=padding_runner(llm, lambda num: num + 2))
     sequence = llm.engine.add(PROMPTS[0], PARAMS[0])
     while llm.engine.has_work:

@@ -54,7 +54,7 @@ from dsv4.ops.hyper.kernel_weights import (
     store_post,
     token_weights,
 )
-from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_all
+from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_arrivals
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 
@@ -169,7 +169,7 @@ def hyper_kernel(
         norm_weight = mask
         if HAS_NORM:
             norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
-        wait_for_all(counter_ptr, complete)
+        wait_for_arrivals(counter_ptr, complete)
         source_ptr = result.streams if SOURCE == _FROM_SUBLAYER else x_ptr
         for row in range(worker, num_tokens, num_workers):
             # plus nothing: where the compiler knows it, ptxas takes 96 registers instead of 126 and asks for less ahead

@@ -32,7 +32,7 @@ from dsv4.ops.hyper.kernel_weights import (
     store_post,
     token_weights,
 )
-from dsv4.ops.lib.arrivals import wait_for_all
+from dsv4.ops.lib.arrivals import wait_for_arrivals
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.order import in_product_order
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
@@ -188,7 +188,7 @@ def hyper_many_kernel(
             mask = cols < D
             pdl_trigger()
             pdl_wait()
-            wait_for_all(counter_ptr + tile, NUM_SPLITS)
+            wait_for_arrivals(counter_ptr + tile, NUM_SPLITS)
             source_ptr = result.streams if SOURCE == _FROM_SUBLAYER else x_ptr
             for row in range(first, tl.minimum(first + FINISH, tile_tokens)):
                 token = first_token + row

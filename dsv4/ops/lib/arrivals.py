@@ -30,7 +30,7 @@ def arrival_counters(purpose: str, device: torch.device) -> Tensor:
 def arrive_and_share(counter_ptr, num_items, NUM_PROGRAMS: tl.constexpr, MAX_WORKERS: tl.constexpr):
     """This program has stored its part. The last MAX_WORKERS of NUM_PROGRAMS (no more than there are items) become
     workers: returns its number among them (negative: none), how many there are, and what the counter (which only grows)
-    shows when all have arrived: a worker calls `wait_for_all` with it before it reads what others stored.
+    shows when all have arrived: a worker calls `wait_for_arrivals` with it before it reads what others stored.
 
     In the interpreter, where programs run one after another, the last one does all the work.
     """
@@ -46,7 +46,7 @@ def arrive_and_share(counter_ptr, num_items, NUM_PROGRAMS: tl.constexpr, MAX_WOR
 
 
 @jit
-def wait_for_all(counter_ptr, complete):
+def wait_for_arrivals(counter_ptr, complete):
     """Cannot hang where programs of the same counter start before later ones, and a GPU has room for all that wait."""
     if not INTERPRET:
         while tl.atomic_add(counter_ptr, 0, sem="acquire") < complete:

@@ -12,7 +12,7 @@ does all the work.
 
 from __future__ import annotations
 
-from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_all
+from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_arrivals
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.maths import ordered_bits, softplus
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
@@ -168,7 +168,7 @@ def _route_kernel(
     tile_rows = tl.minimum(num_rows - tile * ROW_TILE, ROW_TILE)
     worker, num_workers, complete = arrive_and_share(counter_ptr + tile, tile_rows, NUM_PROGRAMS, NUM_PROGRAMS)
     if worker >= 0:
-        wait_for_all(counter_ptr + tile, complete)
+        wait_for_arrivals(counter_ptr + tile, complete)
         for row in range(worker, tile_rows, num_workers):
             _choose_row(
                 logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,

@@ -83,7 +83,7 @@ def scratch_len(programs: int, num_maxima: int, k_block: int) -> int:
 
 
 @jit
-def wait_for_all(counter_ptr, PROGRAMS: tl.constexpr):
+def arrive_and_wait(counter_ptr, PROGRAMS: tl.constexpr):
     """Until PROGRAMS (a power of two) programs came here; what they stored before can then be loaded past L1 (".cg").
     One by itself waits for its own threads only.
 
@@ -312,7 +312,7 @@ def _place_counted(
             counts += tl.sum(is_reached.to(tl.int32), 1)
         tl.store(counts_ptr + (digit * PROGRAMS + program) * _BASE + steps, counts)
         if PHASE < 0:
-            wait_for_all(counters_ptr + 2 + digit, PROGRAMS)
+            arrive_and_wait(counters_ptr + 2 + digit, PROGRAMS)
         elif digit == PHASE - 2:
             return
         places = (digit * PROGRAMS + programs[:, None]) * _BASE + steps[None, :]
@@ -327,7 +327,7 @@ def _place_counted(
     tl.store(last_ptr + program, num_sure)
     tl.store(last_ptr + PROGRAMS + program, num_ties)
     if PHASE < 0:
-        wait_for_all(counters_ptr + 2 + _NUM_DIGITS, PROGRAMS)
+        arrive_and_wait(counters_ptr + 2 + _NUM_DIGITS, PROGRAMS)
     elif PHASE == _NUM_DIGITS + 2:
         return
     all_sure = tl.load(last_ptr + programs, cache_modifier=".cg")
@@ -395,7 +395,7 @@ def topk_long_kernel(
             if program == 0:
                 tl.store(scratch_ptr, 0)
         if PHASE < 0:
-            wait_for_all(counters_ptr, PROGRAMS)
+            arrive_and_wait(counters_ptr, PROGRAMS)
         elif PHASE == 0:
             return
         maxima = tl.load(maxima_ptr + tl.arange(0, PROGRAMS * MAXIMA), cache_modifier=".cg")
@@ -419,7 +419,7 @@ def topk_long_kernel(
                     )
                     _list_passing(scratch_ptr, list_ptr, rest, places, size, lowest, is_all, False, FEW)
         if PHASE < 0:
-            wait_for_all(counters_ptr + 1, PROGRAMS)
+            arrive_and_wait(counters_ptr + 1, PROGRAMS)
         elif PHASE == 1:
             return
         # all on their way at once: which of them count is known with the total. The highest key, which only a short
