@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch
+from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.engine.bucket import BucketGraph, Draws, Forwarded, padded_from, padding_batch
 from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph

@@ -50,7 +50,7 @@ _RATIO_OF = {"swa": 0, "csa": CSA_RATIO, "hca": HCA_RATIO}
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model to measure: its name, weights, their format, and the op set they run with."""
+    """A model to measure: its name, weights, their format, and the backend they run with."""
 
     name: str
     config: ModelConfig

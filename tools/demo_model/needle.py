@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def hide_entries(llm: LLM, kinds: Collection[AttentionKind] = COMPRESSED) -> LLM
 
     return LLM.from_params(
         llm.config, llm.model.params, numerics=llm.numerics, dtype=llm.model.context.dtype, engine=llm.cache.limits,
-        tokenizer=llm.tokenizer, ops=replace(llm.model.context.ops, sparse_attention=partly_blind),
+        tokenizer=llm.tokenizer, backend=llm.model.context.backend.with_ops(sparse_attention=partly_blind),
     )  # fmt: skip
 
 

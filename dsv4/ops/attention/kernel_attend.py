@@ -259,7 +259,8 @@ def _attend_kernel(
     q = ()
     for matrix in tl.static_range(MATRICES):
         q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
-        q += (tl.load(q_rows + matrix * COLS + cols[None, :], mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+        q_ptrs = q_rows + matrix * COLS + cols[None, :]
+        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
     highest, total, out = _empty(MATRICES, COLS)
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,

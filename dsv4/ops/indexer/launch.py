@@ -168,7 +168,7 @@ def _check(q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, top_k
     fmt = keys.rows.format
     if fmt.kind not in (RowKind.INDEX_FP4, RowKind.INDEX_FP8):
         raise KernelInputError(
-            f"expected index keys in FP4 or FP8, found {fmt.kind}; the TORCH op set takes plain keys"
+            f"expected index keys in FP4 or FP8, found {fmt.kind}; the TORCH backend takes plain keys"
         )
     if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.shape[2] != fmt.dim or q.dtype != torch.bfloat16:
         raise KernelInputError(f"expected bf16 q [{batch.num_tokens}, Hi, {fmt.dim}], found {q.dtype} {tuple(q.shape)}")

@@ -39,7 +39,7 @@ class _MissingKernel:
         self.name = name
 
     def __getitem__(self, grid: Any) -> NoReturn:
-        raise TritonMissingError(f"{self.name} needs Triton, which is not installed here; use the TORCH op set")
+        raise TritonMissingError(f"{self.name} needs Triton, which is not installed here; use the TORCH backend")
 
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def check_launch(*tensors: Tensor | None) -> None:
     if len(devices) != 1 or next(iter(devices)).type not in LAUNCH_DEVICES:
         found = ", ".join(sorted(map(str, devices)))
         raise KernelInputError(
-            f"expected tensors on one device of {sorted(LAUNCH_DEVICES)}, found {found}; the TORCH op set runs anywhere"
+            f"expected tensors on one device of {sorted(LAUNCH_DEVICES)}, found {found}; the TORCH backend runs "
+            "anywhere"
         )
     if IS_INTERPRETED and not _interpreter_is_repaired():
         raise KernelInputError(

@@ -210,14 +210,15 @@ def _strides(weight: ShuffledTensor) -> dict[str, int]:
 
 def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    rows, config, wide = pick_linear_config(x.shape[0], x.shape[-1])
-    return launch_fp4_linear(x, weight, out_dtype, rows, config, wide)
+    tile_rows, config, wide = pick_linear_config(x.shape[0], x.shape[-1])
+    return launch_fp4_linear(x, weight, out_dtype, tile_rows, config, wide)
 
 
 def launch_fp4_linear(
-    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, rows: int, config: GemmConfig, wide: bool = False
-) -> Tensor:
-    """`fp4_linear` with tiles of `rows` rows and the product divided as `config` says."""
+    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, tile_rows: int, config: GemmConfig,
+    wide: bool = False,
+) -> Tensor:  # fmt: skip
+    """`fp4_linear` with tiles of `tile_rows` tokens and the product divided as `config` says."""
     check_launch(x, weight.data)
     if weight.format is QuantFormat.FP8_BLOCK or len(weight.shape) != 2 or x.dtype != torch.bfloat16:
         raise KernelInputError(
@@ -242,14 +243,14 @@ def launch_fp4_linear(
         _prepare_rows_kernel[(num_rows,)](
             x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
         )
-        _wide_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+        _wide_linear_kernel[(-(-num_rows // tile_rows) * -(-num_outs // config.block),)](
             prepared, *_matrix(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
-            ROWS=rows, BLOCK=config.block, **config.options,
+            ROWS=tile_rows, BLOCK=config.block, **config.options,
         )  # fmt: skip
         return out
-    _fp4_linear_kernel[(-(-num_rows // rows) * -(-num_outs // config.block),)](
+    _fp4_linear_kernel[(-(-num_rows // tile_rows) * -(-num_outs // config.block),)](
         x.contiguous(), *_matrix(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
-        ROWS=rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
+        ROWS=tile_rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
     )  # fmt: skip
     return out
 

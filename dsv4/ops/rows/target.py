@@ -41,7 +41,7 @@ class RowTarget(NamedTuple):
 def row_kind(row_format: RowFormat) -> int:
     """The kernels' number of a quantised format. Plain rows belong to the oracles."""
     if row_format.kind not in _KINDS:
-        raise KernelInputError(f"expected quantised rows, found {row_format.kind}; the TORCH op set stores plain rows")
+        raise KernelInputError(f"expected quantised rows, found {row_format.kind}; the TORCH backend stores plain rows")
     if row_format.dim != next_power_of_2(row_format.dim) or row_format.dim > max(ROW_CONFIGS):
         raise KernelInputError(
             f"expected rows of a power of two values up to {max(ROW_CONFIGS)}, found {row_format.dim}"

@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.formats.fp8 import fp8_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP
 from dsv4.ops.hyper import (
     MAX_ROWS,
     TILES,
@@ -16,9 +18,11 @@ from dsv4.ops.hyper import (
     hc_boundary,
     hc_boundary_ref,
     hc_enter,
+    hc_enter_ref,
     hc_expand_ref,
     hc_head,
     hc_head_norm,
+    hc_head_norm_ref,
     hc_head_ref,
     hc_post,
     hc_post_ref,
@@ -146,6 +150,40 @@ def test_mixes_keep_all_bits_of_fn():
 
 
 # ---- fused against unfused ----
+
+
+@pytest.mark.parametrize("dim", [2, 3], ids=["embedding", "streams"])
+def test_entering(dim):
+    """Both kinds of source, every result, and the codes of the rounded one."""
+    shape = (5, 128) if dim == 2 else (5, 4, 128)
+    source, weights, norm = wild(shape, seed=40 + dim), mixing(128, seed=41), normal((128,), seed=42)
+    found = hc_enter(source, *weights, norm, QUICK, True)
+
+    def oracle(name):
+        return lambda dtype: getattr(
+            hc_enter_ref(source.to(dtype), *(w.to(dtype) for w in weights), norm.to(dtype), QUICK, False), name
+        )
+
+    assert_bitwise(found.streams, hc_enter_ref(source, *weights, norm, QUICK, False).streams, "streams")
+    for name in ("hidden", "post", "comb"):
+        assert_close_to_oracle(getattr(found, name), oracle(name), name)
+    codes, scale = fp8_quantize(found.hidden, ACTIVATION_GROUP)
+    assert_bitwise(found.quant.codes, codes, "codes")
+    assert_bitwise(found.quant.scale, scale, "scale")
+
+
+@pytest.mark.parametrize("width", [33, 96])
+def test_the_head_and_its_norm(width):
+    streams, weights, norm = (
+        wild((5, 4, width), seed=43),
+        mixing(width, num_mixes=4, seed=44),
+        normal((width,), seed=45),
+    )
+    found = hc_head_norm(streams, *weights, norm, **EPS)
+    assert_close_to_oracle(
+        found,
+        lambda dtype: hc_head_norm_ref(streams.to(dtype), *(w.to(dtype) for w in weights), norm.to(dtype), **EPS),
+    )
 
 
 @pytest.mark.parametrize("rows", around(16))

@@ -183,7 +183,7 @@ def test_tensors_must_be_where_kernels_run(monkeypatch):
     with pytest.raises(KernelInputError, match="expected tensors on one device"):
         check_launch(here, elsewhere)
     monkeypatch.setattr(guard, "LAUNCH_DEVICES", frozenset({"cuda"}))
-    with pytest.raises(KernelInputError, match="found cpu; the TORCH op set runs anywhere"):
+    with pytest.raises(KernelInputError, match="found cpu; the TORCH backend runs anywhere"):
         check_launch(torch.empty(1))
 
 
@@ -206,7 +206,7 @@ def test_without_triton_the_oracles_work_and_a_launch_says_why_not():
         "try:\n    TRITON.ops.rms_norm(x, None, 0.0)\n"
         "except TritonMissingError as error:\n    print(error)\n"
     )
-    assert run.stdout == "_rms_norm_kernel needs Triton, which is not installed here; use the TORCH op set\n", (
+    assert run.stdout == "_rms_norm_kernel needs Triton, which is not installed here; use the TORCH backend\n", (
         run.stderr
     )
 

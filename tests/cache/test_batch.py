@@ -1,0 +1,35 @@
+"""`TokenBatch` of chunks: five columns, padding, and views of one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.cache.batch import COLUMNS, Chunk, TokenBatch, columns_of
+
+CHUNKS = [Chunk(3, 7, [10, 11]), Chunk(0, 0, []), Chunk(1, 4, [12])]
+
+
+def test_chunks_stand_side_by_side_and_padding_behind():
+    assert columns_of(CHUNKS) == [[10, 11, 12], [7, 8, 4], [3, 3, 1], [7, 7, 4], [9, 9, 5]]
+    assert columns_of(CHUNKS, pad_to=2) == columns_of(CHUNKS)
+    padded = columns_of(CHUNKS, pad_to=5)
+    assert [column[3:] for column in padded] == [[0, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
+    assert columns_of([]) == [[]] * 5
+
+
+def test_a_batch_has_the_columns_by_name():
+    table = torch.zeros(4, 2, dtype=torch.int32)
+    batch = TokenBatch.of(CHUNKS, table)
+    assert {name: getattr(batch, name).tolist() for name in COLUMNS} == dict(
+        zip(COLUMNS, columns_of(CHUNKS), strict=True)
+    )
+    assert batch.block_table is table
+    assert all(getattr(batch, name).dtype == torch.int64 for name in COLUMNS)
+
+
+def test_a_batch_over_columns_is_a_view():
+    columns = torch.arange(15).view(5, 3)
+    batch = TokenBatch.over(columns, torch.zeros(1, 1, dtype=torch.int32))
+    columns[2] = -1
+    assert batch.slots.tolist() == [-1, -1, -1]
+    assert batch.num_tokens == 3
