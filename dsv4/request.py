@@ -230,14 +230,6 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"{name} holds {shown(outside[0])}; ids are integers from 0 to {vocab_size - 1}")
 
 
-def too_long(found: str, max_context_tokens: int) -> str:
-    """What to say of a prompt that leaves no room for an answer."""
-    return (
-        f"the prompt has {found}; max_context_tokens is {max_context_tokens} (--context on the command line) and one "
-        "must remain for the answer: shorten the prompt or raise max_context_tokens"
-    )
-
-
 def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: int) -> list[int]:
     """The ids as plain integers. `RequestError` for an empty prompt, an id outside the vocabulary, or no room for one
     new token."""
@@ -245,5 +237,8 @@ def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: 
     if not checked:
         raise RequestError("the prompt is empty; it needs at least one token")
     if len(checked) >= max_context_tokens:
-        raise RequestError(too_long(f"{len(checked)} tokens", max_context_tokens))
+        raise RequestError(
+            f"the prompt has {len(checked)} tokens; max_context_tokens is {max_context_tokens} (--context on the command "
+            "line) and one must remain for the answer: shorten the prompt or raise max_context_tokens"
+        )
     return checked
