@@ -238,7 +238,7 @@ def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: 
         raise RequestError("the prompt is empty; it needs at least one token")
     if len(checked) >= max_context_tokens:
         raise RequestError(
-            f"the prompt has {len(checked)} tokens; max_context_tokens is {max_context_tokens} (--context on the command "
-            "line) and one must remain for the answer: shorten the prompt or raise max_context_tokens"
+            f"the prompt has {len(checked)} tokens; max_context_tokens is {max_context_tokens} (--context on the "
+            "command line) and one must remain for the answer: shorten the prompt or raise max_context_tokens"
         )
     return checked
