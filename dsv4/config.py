@@ -16,6 +16,8 @@ from typing import Any, Literal
 BLOCK_TOKENS = 128  # one logical cache block: lcm of the two compression ratios
 CSA_RATIO = 4
 HCA_RATIO = 128
+DSPARK_BLOCKS = 3
+MAX_DRAFT_BLOCKS = 64  # far above any release: a larger number is a damaged file
 
 
 class ConfigError(ValueError):
@@ -101,6 +103,12 @@ class ModelConfig:
         """MTP blocks this config announces. A DSpark head uses the same names but is not MTP."""
         return 0 if self.dspark is not None else self.num_nextn_predict_layers
 
+    @property
+    def num_spare_ratios(self) -> int:
+        """Values of `compress_ratios` for draft blocks that the config does not announce: harmless, worth a word."""
+        num_draft = DSPARK_BLOCKS if self.dspark is not None else self.num_nextn_predict_layers
+        return max(0, len(self.compress_ratios) - self.num_hidden_layers - num_draft)
+
     # ---- constructors ----
 
     @classmethod
@@ -147,7 +155,7 @@ class ModelConfig:
             if not file.exists():
                 raise ConfigError(f"{file.parent} has no config.json; is it a checkpoint folder?")
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
+            raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, an integer of thousands of digits
@@ -177,6 +185,16 @@ _NOT_NEGATIVE = ("num_hash_layers", "num_nextn_predict_layers", "bos_token_id", 
 _POSITIVE_REAL = (
     "routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta",
 )  # fmt: skip
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key given twice nobody can say which value was meant."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shown(key)} is given twice")
+        result[key] = value
+    return result
 
 
 def _require(condition: bool, message: str) -> None:
@@ -237,6 +255,10 @@ def _validate_model_config(c: ModelConfig) -> None:
     )
     _require(c.sliding_window <= 4096, f"sliding_window must be at most 4096, found {c.sliding_window}")
     _require(c.num_hidden_layers <= 4096, f"num_hidden_layers must be at most 4096, found {c.num_hidden_layers}")
+    _require(
+        c.num_nextn_predict_layers <= MAX_DRAFT_BLOCKS,
+        f"num_nextn_predict_layers must be at most {MAX_DRAFT_BLOCKS}, found {c.num_nextn_predict_layers}",
+    )
     for name in ("bos_token_id", "eos_token_id"):
         _require(getattr(c, name) < c.vocab_size, f"{name} {getattr(c, name)} is outside vocab_size {c.vocab_size}")
     _validate_parts(c)

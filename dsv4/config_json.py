@@ -44,6 +44,13 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "tie_word_embeddings": (False,),
     "expert_dtype": ("fp4", "fp8", "bf16", None),  # the tensors' dtypes decide, see loader/weights.py
+    # what every V4 is, spelled by configs made from V3's or from older transformers
+    "n_group": (1, None),
+    "topk_group": (1, None),
+    "first_k_dense_replace": (0, None),
+    "moe_layer_freq": (1,),
+    "compress_rate_csa": (CSA_RATIO,),
+    "compress_rate_hca": (HCA_RATIO,),
 }
 
 # keys that say nothing about the forward pass
@@ -52,6 +59,8 @@ _IGNORED = frozenset({
     "pad_token_id", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "_name_or_path", "auto_map",
     "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder",
     "id2label", "label2id", "problem_type", "scale_fmt", "scale_dtype", "max_batch_size", "max_seq_len",
+    "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "tokenizer_class", "attn_implementation",
+    "_attn_implementation", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
 _HF_KEYS = frozenset({
@@ -62,8 +71,9 @@ _ROPE_META = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_facto
 _QUANT_KEYS = frozenset({
     "quant_method", "fmt", "scale_fmt", "activation_scheme", "weight_block_size", "moe_quant_algo", "expert_dtype",
     "modules_to_not_convert", "quant_algo", "group_size", "ignored_layers", "exclude_modules", "kv_cache_quant_algo",
-    "producer", "config_groups", "ignore", "dequantize",
+    "producer", "config_groups", "ignore", "dequantize", "kv_cache_scheme", "quantized_layers", "quant_library",
 })  # fmt: skip
+_QUANT_METHODS = ("fp8", "modelopt", "modelopt_mixed")  # the tensors decide; other methods have other tensors
 _FLAT_YARN = {"rope_factor": "factor", "original_seq_len": "original_max_position_embeddings",
               "beta_fast": "beta_fast", "beta_slow": "beta_slow"}  # fmt: skip
 _DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
@@ -96,7 +106,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     _parse_hf_rope_width(raw, values)
     if is_inference:
         _fill_inference(values)
-    if isinstance(values.get("eos_token_id"), list):
+    end = values.get("eos_token_id")
+    if isinstance(end, list) and len(end) == 1:
+        values["eos_token_id"] = end[0]
+    elif isinstance(end, list):
         raise ConfigError("eos_token_id must be one id; pass further stop ids in SamplingParams.stop_token_ids")
     if "compress_ratios" in values:
         values["compress_ratios"] = tuple(_expect_list(values["compress_ratios"], "compress_ratios"))
@@ -213,6 +226,12 @@ def _parse_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
     if quantization is None:
         return (128, 128)
     quantization = _expect_dict(quantization, "quantization_config")
+    method = quantization.get("quant_method", "fp8")
+    if method not in _QUANT_METHODS:
+        raise ConfigError(
+            f"quantization_config.quant_method must be {' or '.join(map(repr, _QUANT_METHODS))}, "
+            f"found {shown(method)}; dsv4 reads FP8 blocks, MXFP4, NVFP4 as ModelOpt writes it, and BF16"
+        )
     unknown = sorted(set(quantization) - _QUANT_KEYS)
     if unknown:
         raise ConfigError(f"quantization_config has unknown keys: {_names(unknown)}")

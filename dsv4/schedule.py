@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dsv4.config import CSA_RATIO, HCA_RATIO, ConfigError, ModelConfig
+from dsv4.config import CSA_RATIO, HCA_RATIO, MAX_DRAFT_BLOCKS, ConfigError, ModelConfig, shown
 
 
 class AttentionKind(StrEnum):
@@ -80,17 +80,23 @@ def validate_schedule(schedule: Sequence[LayerSpec]) -> None:
 
 
 def validate_ratios(config: ModelConfig) -> None:
-    """`compress_ratios` holds one value per main layer, then one 0 per draft block (or none at all)."""
+    """`compress_ratios` holds one value per main layer; what follows is for draft blocks, must be 0, and is not used.
+
+    How many follow is not checked against the draft blocks announced: a checkpoint whose draft block was removed
+    often keeps its value, and it changes nothing (`config.num_spare_ratios` tells).
+    """
     ratios, num_layers = config.compress_ratios, config.num_hidden_layers
     bad = sorted({repr(r) for r in ratios if isinstance(r, bool) or r not in _KIND_OF_RATIO})
     if bad:
         raise ConfigError(f"compress_ratios may hold 0, {CSA_RATIO} and {HCA_RATIO}; found {', '.join(bad[:5])}")
-    num_draft = 3 if config.dspark is not None else config.num_nextn_predict_layers
-    allowed = {num_layers, num_layers + num_draft}
-    if len(ratios) not in allowed:
+    if not num_layers <= len(ratios) <= num_layers + MAX_DRAFT_BLOCKS:
         raise ConfigError(
-            f"compress_ratios has {len(ratios)} values; expected {num_layers} (num_hidden_layers)"
-            + (f" or {num_layers + num_draft} (with {num_draft} draft blocks)" if num_draft else "")
+            f"compress_ratios has {len(ratios)} values; expected {num_layers} (num_hidden_layers), "
+            "or more with a 0 for each draft block"
         )
     if any(ratios[num_layers:]):
-        raise ConfigError(f"the draft blocks' entries of compress_ratios must be 0, found {ratios[num_layers:]}")
+        found = shown(ratios[num_layers:])
+        raise ConfigError(
+            f"the values of compress_ratios after the first {num_layers} (num_hidden_layers) belong to draft blocks "
+            f"and must be 0, found {found}"
+        )

@@ -12,8 +12,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dsv4.config import shown, unique_keys
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 MAX_DIMENSIONS = 8
+MAX_NAME_LENGTH = 500
 MAX_ELEMENTS = 2**48
 
 ITEM_BYTES = {
@@ -68,17 +71,10 @@ def read_header(file: Path) -> list[TensorInfo]:
     return tensors
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key is given twice")
-    return result
-
-
 def parse_json_object(file: Path, text: bytes, what: str) -> dict[str, Any]:
     """A JSON object without repeated keys."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8, bad JSON and over-long numbers
         raise CheckpointError(f"{file}: {what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -101,18 +97,18 @@ def _is_count(value: object) -> bool:
 
 
 def _parse_entry(file: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    if not name.isprintable() or len(name) > MAX_NAME_LENGTH:  # also lone surrogates, which no message can hold
+        raise CheckpointError(f"{file}: tensor name {shown(name)} is not printable text of a sensible length")
     where = f"{file}: tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where} must have dtype, shape and data_offsets, found {str(entry)[:80]}")
+        raise CheckpointError(f"{where} must have dtype, shape and data_offsets, found {shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(
-            f"{where} has an unknown dtype {str(dtype)[:40]!r}; expected one of {', '.join(ITEM_BYTES)}"
-        )
+        raise CheckpointError(f"{where} has an unknown dtype {shown(dtype)}; expected one of {', '.join(ITEM_BYTES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_count(size) for size in shape):
-        raise CheckpointError(f"{where} has an impossible shape {str(shape)[:80]}")
+        raise CheckpointError(f"{where} has an impossible shape {shown(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise CheckpointError(f"{where} has impossible data_offsets {str(offsets)[:80]}")
+        raise CheckpointError(f"{where} has impossible data_offsets {shown(offsets)}")
     begin, end = offsets
     expected = prod(shape) * ITEM_BYTES[dtype]
     if prod(shape) > MAX_ELEMENTS:
@@ -126,8 +122,6 @@ def _check_ranges(file: Path, tensors: list[TensorInfo], data_start: int, file_b
     """Tensors lie end to end and fill the file exactly."""
     position = data_start
     for info in tensors:
-        if not info.name.isprintable():  # also lone surrogates, which cannot be printed in a message
-            raise CheckpointError(f"{file}: tensor name {ascii(info.name)[:80]} is not printable text")
         if info.start < position:
             raise CheckpointError(f"{file}: tensor {info.name!r} overlaps the one before it")
         if info.end > file_bytes:

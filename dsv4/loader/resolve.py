@@ -27,9 +27,11 @@ from dsv4.loader.header import CheckpointError, TensorInfo
 from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-SCALE_SUFFIXES = (".scale", ".weight_scale_inv")  # the second is transformers' name for the same thing
+SCALE_SUFFIXES = (".scale", ".weight_scale_inv")  # the second is V3's and transformers' name for the same thing
 NVFP4_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
 _MAX_LISTED = 5
+_COUNT_SLACK = 8  # a checkpoint that lacks 7 of 8 experts still gets a list of what is missing
+_ALWAYS_COUNTED = 100_000  # as does any small model
 _DRAFT = re.compile(r"mtp\.(\d+)\.")
 _DSPARK = re.compile(r"mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.")
 
@@ -82,13 +84,20 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig) -> LoadPlan:
     drafts = [name for name in checkpoint.tensors if _DRAFT.match(name)] if naming is Naming.OFFICIAL else []
     skipped: Collection[str] = ()
     notes: tuple[str, ...] = ()
+    if config.num_spare_ratios:
+        extra = config.num_spare_ratios
+        notes += (f"compress_ratios ends with {extra} value(s) for draft blocks that the config has not: ignored",)
     if config.dspark is not None and drafts:
         skipped, drafts = set(drafts), []
         last = max(_draft_idx(name) for name in skipped)
-        notes = (f"DSpark draft head found (mtp.0..{last}): not supported for drafting, skipped",)
+        notes += (f"DSpark draft head found (mtp.0..{last}): not supported for drafting, skipped",)
     else:
         _reject_dspark(checkpoint.path, config, drafts)
+    if drafts and not config.num_mtp_layers:
+        notes += (f"num_nextn_predict_layers is 0, but {len(drafts)} mtp.* tensors are there: skipped",)
+        skipped, drafts = set(drafts), []
     num_mtp = config.num_mtp_layers if drafts else 0
+    _check_counts(checkpoint, config, naming, config.num_hidden_layers + num_mtp)
     resolver = _Resolver(checkpoint, config, naming)
     for tensor in expected_tensors(config, with_mtp=num_mtp > 0):
         resolver.resolve(tensor)
@@ -126,6 +135,19 @@ def _reject_dspark(path: Path, config: ModelConfig, drafts: list[str]) -> None:
         raise CheckpointError(
             f"{path} holds {found[0]} ({len(found)} such tensors), part of a DSpark draft head, but its config has no "
             f"dspark_* keys and announces {config.num_nextn_predict_layers} MTP blocks"
+        )
+
+
+def _check_counts(checkpoint: Checkpoint, config: ModelConfig, naming: Naming, num_blocks: int) -> None:
+    """Numbers of layers and experts that the headers cannot hold, by far, are refused before they are enumerated."""
+    stored = [info for name, info in checkpoint.tensors.items() if ".experts." in name and info.numel]
+    num_stored = sum(info.shape[0] if info.shape else 1 for info in stored) if naming is Naming.HF else len(stored)
+    announced = 3 * config.n_routed_experts * num_blocks
+    if announced > _COUNT_SLACK * num_stored + _ALWAYS_COUNTED:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit its config: n_routed_experts {config.n_routed_experts} in {num_blocks} "
+            f"blocks (num_hidden_layers and draft blocks) make {announced} matrices, the headers hold {num_stored} "
+            "tensors of experts"
         )
 
 
@@ -229,7 +251,7 @@ class _Resolver:
 
     def _resolve_scaled(self, tensor: LogicalTensor, info: TensorInfo, base: str, quant: QuantFormat) -> None:
         rows, cols = tensor.shape
-        scale = self._sibling(base, SCALE_SUFFIXES[: 1 if self.naming is Naming.OFFICIAL else 2])
+        scale = self._sibling(base, SCALE_SUFFIXES)
         if quant is QuantFormat.FP8_BLOCK:
             block_rows, block_cols = self.config.weight_block_size
             shape, scale_shape = tensor.shape, (-(-rows // block_rows), -(-cols // block_cols))

@@ -151,7 +151,6 @@ def test_one_error_lists_five_of_a_kind_and_counts_the_rest():
         ({"num_hidden_layers": 4, "compress_ratios": (0, 4, 128, 0, 0)}, {"missing"}),
         ({"compress_ratios": (0, 128, 4, 0)}, {"missing", "unexpected", "misshapen"}),
         ({"num_hash_layers": 2}, {"missing", "unexpected"}),
-        ({"num_nextn_predict_layers": 0, "compress_ratios": (0, 4, 128)}, {"unexpected"}),
         ({"n_routed_experts": 5}, {"missing", "misshapen"}),
         ({"hidden_size": 128}, {"misshapen"}),
         ({"vocab_size": 65}, {"misshapen"}),
