@@ -82,10 +82,18 @@ class ParameterStore:
         return ModelParams(
             embed=self._plain("embed.weight"),
             lm_head=self._plain("head.weight"),
-            layers=[self._block(f"layers.{layer.layer_idx}.", layer) for layer in schedule[:num_layers]],
+            layers=[self.block(layer) for layer in schedule[:num_layers]],
             head=self._head(""),
             mtp=[self._mtp(f"mtp.{i}.", layer) for i, layer in enumerate(schedule[num_layers:])],
         )
+
+    def block(self, layer: LayerSpec) -> BlockParams:
+        """One main layer alone; its names must have been put."""
+        return self._block(f"layers.{layer.layer_idx}.", layer)
+
+    def ends(self) -> ModelParams:
+        """Embedding and head without any layer."""
+        return ModelParams(self._plain("embed.weight"), self._plain("head.weight"), [], self._head(""), [])
 
     def _plain(self, name: str) -> Tensor:
         weight = self._weights[name]

@@ -78,8 +78,24 @@ class LoadPlan:
         return sum(source.nbytes for source in self.sources)
 
 
+@dataclass(frozen=True)
+class Resolution:
+    """`plan_load` without the verdict: what fits (`plan`), and what does not, by kind (`problems`)."""
+
+    plan: LoadPlan
+    problems: dict[str, list[str]]
+
+
 def plan_load(checkpoint: Checkpoint, config: ModelConfig) -> LoadPlan:
     """Match every stored tensor with the model; `CheckpointError` lists what is missing, unexpected or ill-formed."""
+    found = resolve_tensors(checkpoint, config)
+    if found.problems:
+        _raise_problems(checkpoint.path, found)
+    return found.plan
+
+
+def resolve_tensors(checkpoint: Checkpoint, config: ModelConfig) -> Resolution:
+    """The same for a checkpoint that may not fit; `CheckpointError` only where nothing can be matched at all."""
     naming = detect_naming(checkpoint.tensors)
     drafts = [name for name in checkpoint.tensors if _DRAFT.match(name)] if naming is Naming.OFFICIAL else []
     skipped: Collection[str] = ()
@@ -104,11 +120,19 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig) -> LoadPlan:
     for name in checkpoint.tensors:
         if name not in resolver.claimed and name not in skipped:
             resolver.problem("unexpected", name)
-    resolver.raise_problems()
     order = checkpoint.in_file_order({source.data for source in resolver.sources})
     place = {name: position for position, name in enumerate(order)}
     sources = sorted(resolver.sources, key=lambda source: place[source.data])
-    return LoadPlan(tuple(sources), num_mtp, naming, notes)
+    plan = LoadPlan(tuple(sources), num_mtp, naming, notes)
+    return Resolution(plan, {kind: list(texts) for kind, texts in resolver.problems.items()})
+
+
+def _raise_problems(path: Path, found: Resolution) -> None:
+    lines = []
+    for kind, texts in found.problems.items():
+        rest = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+        lines.append(f"  {kind} ({len(texts)}): {'; '.join(texts[:_MAX_LISTED])}{rest}")
+    raise CheckpointError(f"{path} does not fit its config ({found.plan.naming} names):\n" + "\n".join(lines))
 
 
 def weight_format(tensors: Collection[str], base: str, dtype: str) -> QuantFormat | None:
@@ -155,7 +179,6 @@ class _Resolver:
     """Resolves tensors one by one, remembers which stored names are accounted for, and collects problems by kind."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, naming: Naming) -> None:
-        self.path = checkpoint.path
         self.stored = checkpoint.tensors
         self.config = config
         self.naming = naming
@@ -167,16 +190,6 @@ class _Resolver:
 
     def problem(self, kind: str, text: str) -> None:
         self.problems.setdefault(kind, {})[text] = None
-
-    def raise_problems(self) -> None:
-        if not self.problems:
-            return
-        lines = []
-        for kind, texts in self.problems.items():
-            found = list(texts)
-            rest = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-            lines.append(f"  {kind} ({len(found)}): {'; '.join(found[:_MAX_LISTED])}{rest}")
-        raise CheckpointError(f"{self.path} does not fit its config ({self.naming} names):\n" + "\n".join(lines))
 
     def resolve(self, tensor: LogicalTensor) -> None:
         if self.naming is Naming.HF and tensor.role is Role.EXPERT:

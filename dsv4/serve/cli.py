@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dsv4 import __version__
+from dsv4.serve.audit_command import audit_command
 from dsv4.serve.bench_command import bench_app
 from dsv4.serve.chat_command import chat_command
 from dsv4.serve.eval_command import eval_command
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "audit": audit_command,
     "chat": chat_command,
     "eval": eval_command,
     "generate": generate_command,

@@ -1,0 +1,171 @@
+"""What an audit finds, as plain data that survives a trip through JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FAULT, NOTE = "fault", "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know. A `fault` makes the checkpoint unsound; a `note` is unusual and harmless in itself.
+
+    kind    a few fixed words (`zero scale`, `duplicate`, ...)
+    tensor  the stored tensor or file it is about
+    """
+
+    severity: str
+    kind: str
+    tensor: str
+    text: str
+
+
+def fault(kind: str, tensor: str, text: str) -> Finding:
+    return Finding(FAULT, kind, tensor, text)
+
+
+def note(kind: str, tensor: str, text: str) -> Finding:
+    return Finding(NOTE, kind, tensor, text)
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One weight of the model. Sizes of numbers are log2; None where there is nothing to measure.
+
+    digest       SHA-256 of the stored bytes: data, then scales
+    rms          of the values (quantised weights: of evenly spaced rows)
+    largest      greatest magnitude (the same rows)
+    is_constant  one value everywhere: says nothing when another tensor is equal
+    scales       smallest, median and largest log2 of the scales whose group is not all zero
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+    rms: float
+    largest: float
+    is_constant: bool = False
+    scales: tuple[float, float, float] | None = None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
+        scales = raw["scales"]
+        return cls(
+            **{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)}  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One layer's router. Hash: smallest and largest share of tokens that name an expert. Dense: range of the bias."""
+
+    kind: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One weight in two checkpoints: relative error of the values (Frobenius), and how many stored codes moved."""
+
+    name: str
+    error: float
+    moved: int = 0
+
+
+@dataclass
+class UnitRecord:
+    """A unit is what is read together: one layer, one draft block, or the rest. `scale_counts` is a histogram: log2 of
+    a scale, rounded down -> how many."""
+
+    name: str
+    tensors: list[TensorRecord] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    scale_counts: dict[int, int] = field(default_factory=dict)
+    routing: Routing | None = None
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> UnitRecord:
+        return cls(
+            name=raw["name"],
+            tensors=[TensorRecord.from_dict(item) for item in raw["tensors"]],
+            findings=[Finding(**item) for item in raw["findings"]],
+            scale_counts={int(key): value for key, value in raw["scale_counts"].items()},
+            routing=None if raw["routing"] is None else Routing(**raw["routing"]),
+            comparisons=[Comparison(**item) for item in raw["comparisons"]],
+        )
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer on a text; see `text_run`. Errors are relative to the exact values, shares from 0 to 1.
+
+    attn_error, ffn_error   official numerics against exact, on the same input: this layer's own error
+    stream_error            the same after all layers so far
+    noise                   exact arithmetic with bf16 activations against exact, after all layers so far: the floor
+    largest                 greatest activation magnitude in the streams
+    crest                   that over their root mean square
+    router                  share of the chosen experts that official and exact agree on
+    index_recall            share of the exact picks that official picks too
+    kv_error                rounding of the cached rows to their format
+    kernel_error            kernels against oracles on the same input; None without a GPU
+    """
+
+    layer_idx: int
+    attention: str
+    attn_error: float
+    ffn_error: float
+    stream_error: float
+    noise: float
+    largest: float
+    crest: float
+    router: float
+    index_recall: float | None
+    kv_error: float
+    kernel_error: float | None = None
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """Perplexity under `exact` and `official`, and the layers."""
+
+    tokens: int
+    exact_perplexity: float
+    official_perplexity: float
+    layers: tuple[LayerRun, ...]
+
+
+@dataclass
+class AuditReport:
+    """Everything an audit says."""
+
+    path: str
+    against: str | None
+    naming: str
+    total_bytes: int
+    units: list[UnitRecord]
+    findings: list[Finding]
+    text: TextRun | None = None
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def faults(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == FAULT]
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"is_sound": self.is_sound, **asdict(self)}
+
+
+def by_name(units: Iterable[UnitRecord]) -> dict[str, TensorRecord]:
+    return {record.name: record for unit in units for record in unit.tensors}

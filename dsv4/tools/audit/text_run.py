@@ -1,0 +1,226 @@
+"""A text through the model, one layer in memory at a time: what the numerics do to each layer, and the noise floor.
+
+Three chains run side by side: `exact` (weights dequantised, fp32), `official` (as published), and exact arithmetic
+with bf16 activations, whose distance from `exact` is what harmless rounding does: the floor to read the others by.
+Each layer also runs in official numerics on the exact chain's input: its own error, without what came before. On a GPU
+it runs once more there, with the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.runner import ops_for
+from dsv4.formats.row_store import decode_rows, encode_rows
+from dsv4.formats.tensors import dequantize
+from dsv4.loader.assemble import ParameterStore
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.names import Role
+from dsv4.loader.resolve import LoadPlan, Source
+from dsv4.loader.weights import read_weight
+from dsv4.model.block import BlockOutput, block, enter
+from dsv4.model.context import ModelContext
+from dsv4.model.parameters import BlockParams
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops import TORCH, OpSet
+from dsv4.schedule import LayerSpec, build_schedule
+from dsv4.tools.audit.report import Finding, LayerRun, TextRun, fault
+from dsv4.tools.audit.units import REST, group_sources
+from dsv4.tools.evaluate import negative_log_likelihood, shared_share
+
+MOST_ERROR = 0.5  # of one layer by itself: beyond it, official numerics compute something else
+MOST_KERNEL_ERROR = 0.05
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One way to run the model on one text. `weight_dtype` None keeps weights and cached rows as published."""
+
+    context: ModelContext
+    cache: KVCacheManager
+    batch: TokenBatch
+    weight_dtype: torch.dtype | None
+
+    @classmethod
+    def start(
+        cls, config: ModelConfig, token_ids: Sequence[int], device: torch.device, *, exact: torch.dtype | None,
+        ops: OpSet = TORCH,
+    ) -> Chain:  # fmt: skip
+        num_tokens = len(token_ids)
+        limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
+        cache = KVCacheManager(config, build_schedule(config), limits, device=device, plain_dtype=exact)
+        batch = cache.make_batch([cache.admit(num_tokens)], [list(token_ids)])
+        return cls(ModelContext.build(config, ops, exact or torch.bfloat16, device), cache, batch, exact)
+
+    def run(self, params: BlockParams, layer: LayerSpec, streams: Tensor) -> BlockOutput:
+        """One layer as a prefill from position 0, on given streams [T, n, D] or an embedding [T, D]."""
+        start = enter(streams.to(self.context.dtype), params, self.context)
+        return block(start, params, layer, self.handle(layer), self.batch, self.context, None)[0]
+
+    def handle(self, layer: LayerSpec) -> LayerCacheHandle:
+        return self.cache.handle(layer.layer_idx)
+
+
+@dataclass
+class Streams:
+    """What the last layer of each chain gave: [T, n, D]."""
+
+    exact: Tensor
+    rounded: Tensor
+    official: Tensor
+
+
+class TextAudit:
+    """The chains of one checkpoint and one text."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, plan: LoadPlan, token_ids: Sequence[int], device: str
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.units = group_sources(plan.sources)
+        self.token_ids = list(token_ids)
+        self.device = torch.device(device)
+        kernels = ops_for(self.device, "official")
+        self.exact = self._chain(torch.float32)
+        self.rounded = self._chain(torch.bfloat16)
+        self.official = self._chain(None)
+        self.alone = self._chain(None)  # official numerics on the exact chain's input
+        self.kernels = None if kernels is TORCH else self._chain(None, kernels)
+
+    def _chain(self, exact: torch.dtype | None, ops: OpSet = TORCH) -> Chain:
+        return Chain.start(self.config, self.token_ids, self.device, exact=exact, ops=ops)
+
+    def run(self, advance: Callable[[str], None]) -> tuple[TextRun, list[Finding]]:
+        """Layer by layer; `advance` is told each layer's name."""
+        ids = torch.tensor(self.token_ids, device=self.device)
+        embedding = self._load(self.units[REST], None).ends().embed[ids]
+        streams = Streams(embedding, embedding, embedding)
+        layers: list[LayerRun] = []
+        findings: list[Finding] = []
+        for layer in build_schedule(self.config):
+            name = f"layers.{layer.layer_idx}"
+            layers.append(self._layer(name, layer, streams))
+            findings += _judge(name, layers[-1])
+            advance(name)
+            if not math.isfinite(layers[-1].stream_error):
+                break
+        exact, official = (
+            self._perplexity(chain, given)
+            for chain, given in ((self.exact, streams.exact), (self.official, streams.official))
+        )
+        if not exact < self.config.vocab_size:
+            text = f"perplexity {exact:.3g} of the text is no better than chance ({self.config.vocab_size} tokens)"
+            findings.append(fault("no language", "the whole model", text))
+        return TextRun(len(self.token_ids), exact, official, tuple(layers)), findings
+
+    def _load(self, sources: Sequence[Source], dtype: torch.dtype | None) -> ParameterStore:
+        store = ParameterStore(self.config, self.device)
+        for source in sources:
+            weight = read_weight(self.checkpoint, source, self.config)
+            if dtype is not None and source.tensor.role is not Role.TABLE:
+                weight = dequantize(weight, dtype)
+            store.put(source.tensor, weight)
+        return store
+
+    def _layer(self, name: str, layer: LayerSpec, streams: Streams) -> LayerRun:
+        sources = self.units[name]
+        given = streams.exact
+        params = self._load(sources, torch.float32).block(layer)
+        exact = self.exact.run(params, layer, given)
+        del params
+        params = self._load(sources, torch.bfloat16).block(layer)
+        streams.rounded = self.rounded.run(params, layer, streams.rounded).streams
+        del params
+        params = self._load(sources, None).block(layer)
+        official = self.official.run(params, layer, streams.official)
+        alone = self.alone.run(params, layer, given)
+        kernel_error = None if self.kernels is None else self._kernel_error(params, layer, given, alone)
+        streams.exact, streams.official = exact.streams, official.streams
+        largest = float(exact.streams.abs().max())
+        return LayerRun(
+            layer_idx=layer.layer_idx,
+            attention=layer.attention.value,
+            attn_error=_error(alone.attn_out, exact.attn_out),
+            ffn_error=_error(alone.ffn_out, exact.ffn_out),
+            stream_error=_error(official.streams, exact.streams),
+            noise=_error(streams.rounded, exact.streams),
+            largest=largest,
+            crest=largest / max(float(exact.streams.float().square().mean().sqrt()), 1e-30),
+            router=float(shared_share(exact.experts, official.experts).mean()),
+            index_recall=self._recall(layer, exact, official),
+            kv_error=_kv_error(self.exact.handle(layer), self.official.handle(layer)),
+            kernel_error=kernel_error,
+        )
+
+    def _kernel_error(self, params: BlockParams, layer: LayerSpec, given: Tensor, oracle: BlockOutput) -> float:
+        """Kernels against oracles on the same input: the larger error of the two sublayers."""
+        assert self.kernels is not None
+        ends = self._load(self.units[REST], None).ends()
+        prepared = prepare_params(replace(ends, layers=[params]), self.kernels.context.ops).layers[0]
+        found = self.kernels.run(prepared, layer, given)
+        return max(_error(found.attn_out, oracle.attn_out), _error(found.ffn_out, oracle.ffn_out))
+
+    def _recall(self, layer: LayerSpec, exact: BlockOutput, official: BlockOutput) -> float | None:
+        """Over tokens that see more entries than they may pick; None where there is none."""
+        if exact.entries is None or official.entries is None:
+            return None
+        seen = (torch.arange(len(exact.entries), device=self.device) + 1) // layer.ratio
+        rows = (seen > self.config.index_topk).nonzero().squeeze(-1)
+        if not len(rows):
+            return None
+        shares = [shared_share(exact.entries[part], official.entries[part]) for part in rows.split(64)]
+        return float(torch.cat(shares).mean())
+
+    def _perplexity(self, chain: Chain, streams: Tensor) -> float:
+        ends = self._load(self.units[REST], chain.weight_dtype).ends()
+        logits = Transformer(self.config, ends, chain.context.dtype).logits(streams.to(chain.context.dtype))
+        mean = negative_log_likelihood(logits, self.token_ids) / (len(self.token_ids) - 1)
+        return math.exp(min(mean, 700.0)) if math.isfinite(mean) else math.nan
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """Relative, Frobenius; NaN and infinity come out as infinity."""
+    wide = exact.double()
+    error = float((found.double() - wide).norm() / wide.norm().clamp_min(1e-300))
+    return error if math.isfinite(error) else math.inf
+
+
+def _kv_error(exact: LayerCacheHandle, official: LayerCacheHandle) -> float:
+    """What storing the exact chain's rows (window, entries, index keys) in the official format does to them: the
+    largest relative error of the three."""
+    errors = []
+    pairs = (
+        (exact.window, official.window),
+        (exact.entries, official.entries),
+        (exact.index_keys, official.index_keys),
+    )
+    for plain, packed in pairs:
+        if plain is None or packed is None:
+            continue
+        values = plain.rows.data
+        errors.append(_error(decode_rows(encode_rows(values.to(torch.bfloat16), packed.rows.format)), values))
+    return max(errors)
+
+
+def _judge(name: str, layer: LayerRun) -> list[Finding]:
+    findings = []
+    if not math.isfinite(layer.stream_error) or not math.isfinite(layer.largest):
+        findings.append(fault("not a number", name, "the layer's output is not finite"))
+    elif max(layer.attn_error, layer.ffn_error) > MOST_ERROR:
+        part, error = max(("attention", layer.attn_error), ("experts", layer.ffn_error), key=lambda item: item[1])
+        text = f"official numerics differ from exact by {error:.2f} in the {part} of this layer alone"
+        findings.append(fault("numerics", name, text))
+    if layer.kernel_error is not None and not layer.kernel_error <= MOST_KERNEL_ERROR:
+        findings.append(fault("kernels", name, f"kernels differ from their oracles by {layer.kernel_error:.3f}"))
+    return findings
