@@ -160,7 +160,7 @@ def _is_matrix(record: TensorRecord) -> bool:
 def _check_sizes(records: Sequence[TensorRecord], far: float, odd: float, peers: str) -> list[Finding]:
     groups: dict[str, list[TensorRecord]] = defaultdict(list)
     for record in records:
-        if math.isfinite(record.rms) and record.rms > 0:
+        if record.is_sound and math.isfinite(record.rms) and record.rms > 0:
             groups[_NUMBER.sub("*", record.name)].append(record)
     findings = []
     for group in groups.values():

@@ -39,6 +39,7 @@ class TensorRecord:
     rms          of the values (quantised weights: of evenly spaced rows)
     largest      greatest magnitude (the same rows)
     is_constant  one value everywhere: says nothing when another tensor is equal
+    is_sound     no fault of its own: sizes of others are not judged by the rest
     scales       smallest, median and largest log2 of the scales whose group is not all zero
     """
 
@@ -50,6 +51,7 @@ class TensorRecord:
     rms: float
     largest: float
     is_constant: bool = False
+    is_sound: bool = True
     scales: tuple[float, float, float] | None = None
 
     @classmethod

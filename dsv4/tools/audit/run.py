@@ -150,20 +150,19 @@ def _audit_unit(
         _check_router(source, weight, config, unit, is_sound=not look.findings)
         _check_input_scale(opened.checkpoint, source, unit)
         part = source.tensor.base.rpartition(".")[2]
-        if source.tensor.name.endswith(".ffn.gate.weight"):
+        if source.tensor.name.endswith(".ffn.gate.weight") and not look.findings:
             gate = weight if isinstance(weight, Tensor) else None
-        if source.tensor.expert_idx is not None and part in ("w1", "w3"):
+        if source.tensor.expert_idx is not None and part in ("w1", "w3") and not look.findings:
             means[part, source.tensor.expert_idx] = mean_row(weight)
         if other is not None:
             _compare_one(source, weight, other, unit)
         advance(source.nbytes)
     unit.scale_counts = dict(sorted(counts.items()))
     unit.findings += check_experts(unit.tensors)
-    if gate is not None and len(means) == 2 * config.n_routed_experts:
+    if gate is not None and len(means) == 2 * config.n_routed_experts:  # all of them sound
         w1, w3 = (torch.stack([means[part, idx] for idx in range(config.n_routed_experts)]) for part in ("w1", "w3"))
-        if bool((w1.isfinite() & w3.isfinite()).all()) and bool(gate.isfinite().all()):
-            prefix = f"{name}.ffn.experts"
-            unit.findings += check_gate_up(prefix, w1, w3) + check_expert_order(prefix, w1, gate)
+        prefix = f"{name}.ffn.experts"
+        unit.findings += check_gate_up(prefix, w1, w3) + check_expert_order(prefix, w1, gate)
     return unit
 
 

@@ -60,7 +60,7 @@ def look_at(source: Source, weight: Weight) -> Look:
         scales = (float(log_scales.min()), float(log_scales.median()), float(log_scales.max()))
     record = TensorRecord(
         source.tensor.name, str(source.format.quant or source.format.dtype.lower()), source.tensor.shape, source.nbytes,
-        digest(weight), rms, largest, is_constant, scales,
+        digest(weight), rms, largest, is_constant, not findings, scales,
     )  # fmt: skip
     return Look(record, findings, log_scales)
 
@@ -173,13 +173,12 @@ def _check_quantised(source: Source, weight: QuantTensor, findings: list[Finding
     """Scales and dead rows -> log2 of the scales of groups that are not all zero, the whole matrix's scale included."""
     assert source.scale is not None
     is_used = _used_groups(weight)
-    if not bool(is_used.all()):
-        used_rows = is_used.any(1)
-        if weight.format is QuantFormat.FP8_BLOCK:
-            used_rows = (weight.data.view(torch.uint8) & 0x7F).amax(1) != 0
-        dead = int((~used_rows).sum())
-        if dead:
-            _report_dead(source.tensor, source.data, dead, weight.shape[0], findings)
+    if weight.format is QuantFormat.FP8_BLOCK:
+        dead = sum(int(((piece & 0x7F).amax(1) == 0).sum()) for piece in pieces(weight.data.view(torch.uint8)))
+    else:
+        dead = int((~is_used.any(1)).sum())
+    if dead:
+        _report_dead(source.tensor, source.data, dead, weight.shape[0], findings)
     scale = weight.scale
     values = e8m0_to_float(scale) if scale.dtype == torch.uint8 else scale.float()
     log_whole = 0.0
