@@ -37,13 +37,14 @@ def config_to_dict(config: ModelConfig, experts: ExpertFormat = "mxfp4") -> dict
     if config.dspark is not None:
         raw |= {f"dspark_{key}": value for key, value in asdict(config.dspark).items()}
         raw["dspark_target_layer_ids"] = list(config.dspark.target_layer_ids)
-    quantization = _quantization(config, experts)
+    quantization = quantization_section(config, experts)
     if quantization is not None:
         raw["quantization_config"] = quantization
     return raw
 
 
-def _quantization(config: ModelConfig, experts: ExpertFormat) -> dict[str, Any] | None:
+def quantization_section(config: ModelConfig, experts: ExpertFormat) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint with such experts."""
     if experts == "bf16":  # nothing is quantised; the key only carries an unusual block size through a round trip
         return None if config.weight_block_size == (128, 128) else {"weight_block_size": list(config.weight_block_size)}
     quantization: dict[str, Any] = {

@@ -6,12 +6,11 @@ one matrix is in memory at a time while a checkpoint is written.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,29 +22,24 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor, dequantize
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import INDEX_FILE
 from dsv4.loader.config_write import ExpertFormat, config_to_dict
-from dsv4.loader.header import ITEM_BYTES, CheckpointError
+from dsv4.loader.header import CheckpointError
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.random_weights import Recipe, random_weight
+from dsv4.loader.shards import (
+    DEFAULT_SHARD_BYTES,
+    StoredTensor,
+    StoredWeight,
+    index_text,
+    shard_name,
+    split_shards,
+    write_shard,
+)
 from dsv4.model.parameters import ModelParams
 
 __all__ = ["StoredTensor", "config_to_dict", "random_params", "stored_tensors", "write_checkpoint"]
 
-DEFAULT_SHARD_BYTES = 4 * 1024**3
 _INPUT_SCALE = 8.0 / (6.0 * 448.0)  # ModelOpt's rule for activations up to 8; nothing here uses it
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of the file: name, safetensors dtype, shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_checkpoint(
@@ -143,57 +137,15 @@ def _stored_data(tensor: LogicalTensor, recipe: Recipe) -> list[Tensor]:
     return [weight.data, weight.scale, weight.global_scale, torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
 
 
-def _split_shards(tensors: list[LogicalTensor], recipe: Recipe, shard_bytes: int) -> Iterator[list[LogicalTensor]]:
-    shard: list[LogicalTensor] = []
-    filled = 0
-    for tensor in tensors:
-        nbytes = sum(stored.nbytes for stored in stored_tensors(tensor, recipe))
-        if shard and filled + nbytes > shard_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(tensor)
-        filled += nbytes
-    yield shard
-
-
 def _write_folder(folder: Path, recipe: Recipe, with_mtp: bool, shard_bytes: int, progress: Progress) -> None:
-    tensors = expected_tensors(recipe.config, with_mtp)
-    total_bytes = sum(stored.nbytes for tensor in tensors for stored in stored_tensors(tensor, recipe))
-    shards = list(_split_shards(tensors, recipe, shard_bytes))
-    weight_map: dict[str, str] = {}
-    with byte_progress(progress, total_bytes, "writing weights") as advance:
+    weights = [
+        StoredWeight(tuple(stored_tensors(tensor, recipe)), functools.partial(_stored_data, tensor, recipe))
+        for tensor in expected_tensors(recipe.config, with_mtp)
+    ]
+    shards = list(split_shards(weights, shard_bytes))
+    with byte_progress(progress, sum(weight.nbytes for weight in weights), "writing weights") as advance:
         for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= dict.fromkeys(_write_shard(folder / name, shard, recipe, advance), name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            write_shard(folder / shard_name(number, len(shards)), shard, advance)
+    (folder / INDEX_FILE).write_text(index_text(shards), encoding="utf-8")
     raw_config = config_to_dict(recipe.config, recipe.experts)
     (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_shard(file: Path, tensors: list[LogicalTensor], recipe: Recipe, advance: Callable[[int], None]) -> list[str]:
-    """Write one safetensors file, weight by weight, each at the place its header announces. Returns the names in it."""
-    stored = [part for tensor in tensors for part in stored_tensors(tensor, recipe)]
-    # widest items first keeps every tensor aligned to its item size
-    ordered = sorted(stored, key=lambda part: -ITEM_BYTES[part.dtype])
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
-    position = 0
-    for part in ordered:
-        offsets[part.name] = position
-        end = position + part.nbytes
-        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        data_start = stream.tell()
-        for tensor in tensors:
-            for part, data in zip(stored_tensors(tensor, recipe), _stored_data(tensor, recipe), strict=True):
-                raw = data.contiguous().flatten().view(torch.uint8).numpy()
-                assert raw.nbytes == part.nbytes, (part, data.shape, data.dtype)
-                stream.seek(data_start + offsets[part.name])
-                stream.write(raw.data)
-                advance(part.nbytes)
-    return [part.name for part in ordered]

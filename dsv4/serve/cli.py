@@ -16,6 +16,7 @@ from dsv4.serve.eval_command import eval_command
 from dsv4.serve.generate_command import generate_command
 from dsv4.serve.info_command import info_command
 from dsv4.serve.plan_command import plan_command
+from dsv4.serve.quantize_command import quantize_command
 from dsv4.serve.render_command import render_command
 from dsv4.serve.serve_command import serve_command
 from dsv4.serve.synth_command import synth_command
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "quantize": quantize_command,
     "audit": audit_command,
     "chat": chat_command,
     "eval": eval_command,

@@ -1,0 +1,263 @@
+"""Quantises a checkpoint weight by weight. A run that was killed goes on where it stood, and ends in the same bytes.
+
+The output folder gets whole shards, one after another (a shard is renamed into place when it is on the disk), and
+config.json last: until then nothing takes the folder for a checkpoint. What a run needs to know about itself lies in
+`STATE_FILE` in the meantime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.fp8 import fp8_block_quantize
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
+from dsv4.loader.header import CheckpointError
+from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.resolve import LoadPlan, Source, plan_load
+from dsv4.loader.shards import (
+    DEFAULT_SHARD_BYTES,
+    StoredWeight,
+    index_text,
+    shard_header,
+    shard_name,
+    split_shards,
+    write_shard,
+)
+from dsv4.loader.weights import read_weight
+from dsv4.tools.quantize.plan import (
+    Target,
+    check_target,
+    copied_tensors,
+    modelopt_config,
+    output_config,
+    stored_parts,
+)
+from dsv4.tools.quantize.search import (
+    MXFP4_STEPS,
+    NVFP4_STEPS,
+    cast_to_nvfp4,
+    nvfp4_global_scale,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
+
+STATE_FILE = "quantize-state.json"
+_PARTIAL = ".partial"
+_SPARE_BYTES = 2**28  # for the small files, and so that a disk is not filled to the brim
+_INPUT_SCALE = 1.0  # activations are scaled as they come
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """search False takes the scale that just reaches each group's largest value, as most tools do."""
+
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    device: str = "cpu"
+    search: bool = True
+    progress: Progress = False
+
+
+def quantize_checkpoint(source: Path, target: Path, formats: Target, options: QuantizeOptions | None = None) -> None:
+    """Write `source` to the folder `target` in other formats, or go on with what an earlier run began there."""
+    options = options or QuantizeOptions()
+    if options.shard_bytes <= 0:
+        raise ValueError(f"shard_bytes must be positive, found {options.shard_bytes}")
+    config = ModelConfig.from_pretrained(source)
+    with Checkpoint.open(source) as checkpoint:
+        plan = plan_load(checkpoint, config)
+        check_target(formats, plan, config)
+        shards = list(
+            split_shards(_Quantizer(checkpoint, config, plan, formats, options).weights(), options.shard_bytes)
+        )
+        _claim(target, source, {"formats": asdict(formats), "shard_bytes": options.shard_bytes,
+                                "search": options.search, "source": _fingerprint(checkpoint)})  # fmt: skip
+        _write_shards(target, shards, options.progress)
+    _finish(target, source, index_text(shards), config, formats, plan)
+
+
+class _Quantizer:
+    """Makes each weight's output from its source; one matrix (of an expert: two) is in memory at a time."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, plan: LoadPlan, target: Target, options: QuantizeOptions
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.plan = plan
+        self.target = target
+        self.device = torch.device(options.device)
+        self.mxfp4_steps = MXFP4_STEPS if options.search else (0,)
+        self.nvfp4_steps = NVFP4_STEPS if options.search else (0,)
+        self.sources = {source.tensor.name: source for source in plan.sources}
+
+    def weights(self) -> Iterator[StoredWeight]:
+        """Everything the output holds, in the source's file order."""
+        for source in self.plan.sources:
+            yield StoredWeight(
+                stored_parts(source.tensor, source, self.target, self.config), partial(self._make, source)
+            )
+        for part in copied_tensors(self.checkpoint, self.plan):
+            yield StoredWeight((part,), partial(self._copy, part.name))
+
+    def _copy(self, name: str) -> list[Tensor]:
+        return [self.checkpoint.read(name)]
+
+    def _make(self, source: Source) -> list[Tensor]:
+        weight: Weight
+        if source.format.quant is None:
+            weight = self._stored(source)  # as it is in the file, not as the model takes it
+        else:
+            weight = read_weight(self.checkpoint, source, self.config)
+        wanted = self.target.format_of(source)
+        if source.format.quant is not wanted:
+            weight = self._quantize(source, weight, wanted)
+        if not isinstance(weight, QuantTensor):
+            return [weight.cpu()]
+        parts = [weight.data.cpu(), weight.scale.cpu()]
+        if weight.global_scale is not None:
+            parts += [weight.global_scale.cpu(), torch.tensor(_INPUT_SCALE)]
+        return parts
+
+    def _stored(self, source: Source) -> Tensor:
+        data = self.checkpoint.read(source.data)
+        return data if source.rows is None else data[source.tensor.expert_idx, source.rows[0] : source.rows[1]]
+
+    def _quantize(self, source: Source, weight: Weight, wanted: QuantFormat | None) -> Weight:
+        if wanted is None:
+            return dequantize(weight, torch.bfloat16)
+        values = dequantize(weight.to(self.device), torch.float32)
+        if not bool(values.isfinite().all()):
+            raise CheckpointError(f"{source.data} holds NaN or infinity: nothing to round; see `dsv4 audit`")
+        if wanted is QuantFormat.FP8_BLOCK:
+            block = self.config.weight_block_size
+            return QuantTensor(*fp8_block_quantize(values, block), wanted, block=block)
+        if wanted is QuantFormat.MXFP4:
+            return quantize_mxfp4(values, self.mxfp4_steps)
+        return self._to_nvfp4(source, weight, values)
+
+    def _to_nvfp4(self, source: Source, weight: Weight, values: Tensor) -> QuantTensor:
+        """w1 and w3 of an expert share the scale of the whole matrix: engines multiply them as one."""
+        family = [weight, *(read_weight(self.checkpoint, twin, self.config) for twin in self._twins(source))]
+        codes = [one for one in family if isinstance(one, QuantTensor) and one.format is QuantFormat.MXFP4]
+        if len(codes) == len(family) and isinstance(weight, QuantTensor):
+            exact = cast_to_nvfp4(weight, max(int(one.scale.max()) for one in codes))
+            if exact is not None:
+                return exact
+        largest = torch.stack([dequantize(one, torch.float32).abs().max() for one in family]).max()
+        return quantize_nvfp4(values, nvfp4_global_scale(largest).to(self.device), self.nvfp4_steps)
+
+    def _twins(self, source: Source) -> list[Source]:
+        name = source.tensor.name
+        pair = {".w1.": ".w3.", ".w3.": ".w1."}
+        return [self.sources[name.replace(own, other)] for own, other in pair.items() if own in name]
+
+
+def _claim(target: Path, source: Path, state: dict[str, object]) -> None:
+    """The output folder is new, or holds an unfinished run of the same thing."""
+    resolved, inside = target.resolve(), source.resolve()
+    if resolved == inside or inside in resolved.parents:
+        raise CheckpointError(f"{target} is the source, or lies in it")
+    file = target / STATE_FILE
+    if file.is_file():
+        try:
+            found = json.loads(file.read_bytes())
+        except ValueError:
+            found = None
+        if found != state:
+            raise CheckpointError(
+                f"{target} holds an unfinished run of other files or options; delete it to start anew"
+            )
+        return
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder; a checkpoint is never overwritten")
+    target.mkdir(parents=True, exist_ok=True)
+    _write_durably(file, json.dumps(state))
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    state = hashlib.sha256()
+    for file in sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.path / "config.json"}):
+        stat = file.stat()
+        state.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
+    return state.hexdigest()
+
+
+def _write_shards(folder: Path, shards: list[list[StoredWeight]], progress: Progress) -> None:
+    files = [folder / shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    sizes = [len(shard_header(shard)[0]) + sum(weight.nbytes for weight in shard) for shard in shards]
+    is_done = [_is_whole(file, shard, size) for file, shard, size in zip(files, shards, sizes, strict=True)]
+    for file in folder.glob(f"*{_PARTIAL}"):
+        file.unlink()
+    missing = sum(size for size, done in zip(sizes, is_done, strict=True) if not done)
+    free = shutil.disk_usage(folder).free
+    if missing + _SPARE_BYTES > free:
+        raise CheckpointError(
+            f"{folder} needs {missing / 2**30:,.1f} GiB more, its disk has {free / 2**30:,.1f} GiB free"
+        )
+    with byte_progress(progress, sum(sizes), "quantising") as advance:
+        for file, shard, size, done in zip(files, shards, sizes, is_done, strict=True):
+            if done:
+                advance(size)
+                continue
+            unfinished = file.with_name(file.name + _PARTIAL)
+            write_shard(unfinished, shard, advance)
+            unfinished.replace(file)
+            _sync_folder(folder)
+
+
+def _is_whole(file: Path, shard: list[StoredWeight], size: int) -> bool:
+    if not file.is_file() or file.stat().st_size != size:
+        return False
+    prefix = shard_header(shard)[0]
+    with file.open("rb") as stream:
+        return stream.read(len(prefix)) == prefix
+
+
+def _finish(target: Path, source: Path, index: str, config: ModelConfig, formats: Target, plan: LoadPlan) -> None:
+    """Everything that is not a weight; config.json comes last, then the state goes."""
+    for file in sorted(source.iterdir()):
+        is_weight = file.name.endswith((".safetensors", ".safetensors.index.json"))
+        if is_weight or file.name in ("config.json", "hf_quant_config.json", "README.md"):
+            continue
+        if file.is_dir():
+            shutil.copytree(file, target / file.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(file, target / file.name)
+    (target / INDEX_FILE).write_text(index, encoding="utf-8")
+    for_modelopt = modelopt_config(formats)
+    if for_modelopt is not None:
+        (target / "hf_quant_config.json").write_text(json.dumps(for_modelopt, indent=2) + "\n", encoding="utf-8")
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _write_durably(target / "config.json", json.dumps(output_config(raw, config, formats, plan), indent=2) + "\n")
+    (target / STATE_FILE).unlink()
+
+
+def _write_durably(file: Path, text: str) -> None:
+    """Whole or not at all, also when the machine loses power."""
+    unfinished = file.with_name(file.name + _PARTIAL)
+    with unfinished.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(file)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
