@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -166,7 +167,16 @@ class AuditReport:
         return not self.faults
 
     def to_dict(self) -> dict[str, Any]:
-        return {"is_sound": self.is_sound, **asdict(self)}
+        """For JSON, which has no word for infinity or NaN: they become null."""
+        return {"is_sound": self.is_sound, **_finite(asdict(self))}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def by_name(units: Iterable[UnitRecord]) -> dict[str, TensorRecord]:

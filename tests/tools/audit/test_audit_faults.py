@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from audit_cases import FILE, audit, change, faults, poke, trimmed, write_index, write_tensors
 
+from dsv4.config import ModelConfig
+from dsv4.loader.synth import write_checkpoint
+
 EXPERT = "layers.2.ffn.experts.3"
+HASH = "layers.0.ffn.gate.tid2eid"
+TOKENS = np.arange(4096)
 BF16_NAN, BF16_INF, BF16_HUGE = 0x7FC0, 0x7F80, 0x4974  # the last is about 1e6
 
 
@@ -40,6 +45,35 @@ def swap(first, second, suffixes):
     return edit
 
 
+def add(place, value):
+    def edit(array):
+        array[place] = int(array[place]) + value
+
+    return edit
+
+
+def table_without_7(array):
+    array[...] = np.stack((TOKENS % 7, (TOKENS + 1) % 7), 1)
+
+
+def table_always_7(array):
+    array[...] = np.stack((np.full_like(TOKENS, 7), TOKENS % 7), 1)
+
+
+def copy_part(target, source):
+    return lambda tensors: tensors[target].__setitem__(2, tensors[source][2])
+
+
+def copy_expert(tensors):
+    for suffix in (".w2.weight", ".w2.scale"):
+        copy_part(EXPERT + suffix, "layers.2.ffn.experts.1" + suffix)(tensors)
+
+
+def half_convert(tensors):
+    tensors[f"{EXPERT}.w1.weight"] = ["BF16", [128, 256], bytes(2 * 128 * 256)]
+    del tensors[f"{EXPERT}.w1.scale"]
+
+
 def random_bytes(array):
     array[...] = np.random.default_rng(0).integers(0, 256, array.shape)
 
@@ -49,15 +83,20 @@ POKED = {
     "scale is NaN": (f"{EXPERT}.w1.scale", put((3, 1), 255), "u1", "scale not finite"),
     "one scale unset": (f"{EXPERT}.w1.scale", put((3, 1), 0), "u1", "unset scale"),
     "all scales unset": (f"{EXPERT}.w2.scale", put(..., 0), "u1", "unset scale"),
-    "scale's exponent bit flipped up": (f"{EXPERT}.w3.scale", lambda a: put((7, 2), a[7, 2] + 8)(a), "u1", "scale outlier"),
-    "scale's exponent bit flipped down": (f"{EXPERT}.w3.scale", lambda a: put((7, 2), a[7, 2] - 16)(a), "u1", "scale outlier"),
+    "scale's exponent bit flipped up": (f"{EXPERT}.w3.scale", add((7, 2), 8), "u1", "scale outlier"),
+    "scale's exponent bit flipped down": (f"{EXPERT}.w3.scale", add((7, 2), -16), "u1", "scale outlier"),
     "FP8 scale left at one": ("layers.1.attn.wq_b.scale", put((2, 0), 127), "u1", "scale outlier"),
     "FP8 scale unset": ("layers.1.attn.wkv.scale", put((0, 1), 0), "u1", "unset scale"),
     "FP8 scale NaN": ("layers.0.attn.wo_a.scale", put((0, 0), 255), "u1", "scale not finite"),
     "FP8 code NaN": ("layers.0.attn.wo_b.weight", put((5, 5), 0x7F), "u1", "not a number"),
     "FP8 weight all zero": ("layers.3.attn.wq_a.weight", put(..., 0), "u1", "all zero"),
     "FP8 rows dead": ("layers.3.ffn.shared_experts.w1.weight", put(slice(0, 2), 0), "u1", "dead rows"),
-    "FP8 codes saturated": ("layers.2.attn.indexer.wq_b.weight", put((slice(None), slice(0, 9)), 0x7E), "u1", "saturated"),
+    "FP8 codes saturated": (
+        "layers.2.attn.indexer.wq_b.weight",
+        put((slice(None), slice(0, 9)), 0x7E),
+        "u1",
+        "saturated",
+    ),
     "expert's row dead": (f"{EXPERT}.w2.weight", put(17, 0), "u1", "dead rows"),
     "expert's codes random": (f"{EXPERT}.w2.weight", random_bytes, "u1", "random codes"),
     "expert's codes saturated": (f"{EXPERT}.w1.weight", put((slice(None), slice(0, 64)), 0x7F), "u1", "saturated"),
@@ -77,12 +116,12 @@ POKED = {
     "router bias absurd": ("layers.2.ffn.gate.bias", put(4, 900.0), "f4", "absurd router bias"),
     "router bias NaN": ("layers.3.ffn.gate.bias", put(4, np.nan), "f4", "not a number"),
     "position bias infinite": ("layers.3.attn.compressor.ape", put((1, 1), -np.inf), "f4", "infinite"),
-    "hash table beyond the experts": ("layers.0.ffn.gate.tid2eid", put((100, 0), 8), "i8", "expert out of range"),
+    "hash table beyond the experts": (HASH, put((100, 0), 8), "i8", "expert out of range"),
     "hash table negative": ("layers.1.ffn.gate.tid2eid", put((100, 1), -1), "i8", "expert out of range"),
-    "hash table names an expert twice": ("layers.0.ffn.gate.tid2eid", lambda a: put((9, 0), a[9, 1])(a), "i8", "expert named twice"),
-    "hash table never names an expert": ("layers.0.ffn.gate.tid2eid", put(..., np.stack((np.arange(4096) % 7, np.arange(1, 4097) % 7), 1)), "i8", "expert never chosen"),
-    "hash table always names an expert": ("layers.0.ffn.gate.tid2eid", lambda a: a.__setitem__((slice(None), 0), 7) or put((slice(None), 1), np.arange(4096) % 7)(a), "i8", "expert always chosen"),
-}  # fmt: skip
+    "hash table names an expert twice": (HASH, lambda a: put((9, 0), a[9, 1])(a), "i8", "expert named twice"),
+    "hash table never names an expert": (HASH, table_without_7, "i8", "expert never chosen"),
+    "hash table always names an expert": (HASH, table_always_7, "i8", "expert always chosen"),
+}
 
 
 def in_rounds(cases):
@@ -117,7 +156,7 @@ NVFP4 = {
     "group's scale zero": (f"{EXPERT}.w1.weight_scale", put((1, 1), 0), "u1", "zero scale"),
     "group's scale NaN": (f"{EXPERT}.w1.weight_scale", put((1, 1), 0x7F), "u1", "scale not finite"),
     "activation scale zero": (f"{EXPERT}.w2.input_scale", put(0, 0), "f4", "bad input scale"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cases", in_rounds(NVFP4))
@@ -132,38 +171,29 @@ def test_poked_nvfp4(copy, cases):
 
 
 PARTS = (".w1.weight", ".w1.scale", ".w2.weight", ".w2.scale", ".w3.weight", ".w3.scale")
+W1, W3 = f"{EXPERT}.w1", f"{EXPERT}.w3"
+OTHERS = "layers.3.ffn.experts"
 CHANGED = {
-    "gate and up exchanged": (
-        lambda t: (swap(f"{EXPERT}.w1", f"{EXPERT}.w3", (".weight", ".scale"))(t)), "gate and up swapped", f"{EXPERT}.w1.weight",
-    ),
-    "two experts exchanged": (
-        swap("layers.3.ffn.experts.2", "layers.3.ffn.experts.7", PARTS), "experts swapped", "layers.3.ffn.experts.2.w1.weight",
-    ),
-    "expert copied over another": (
-        lambda t: t[f"{EXPERT}.w2.weight"].__setitem__(2, t["layers.2.ffn.experts.1.w2.weight"][2])
-        or t[f"{EXPERT}.w2.scale"].__setitem__(2, t["layers.2.ffn.experts.1.w2.scale"][2]),
-        "duplicate", f"{EXPERT}.w2.weight",
-    ),
+    "gate and up exchanged": (swap(W1, W3, (".weight", ".scale")), "gate and up swapped", f"{W1}.weight"),
+    "two experts exchanged": (swap(f"{OTHERS}.2", f"{OTHERS}.7", PARTS), "experts swapped", f"{OTHERS}.2.w1.weight"),
+    "expert copied over another": (copy_expert, "duplicate", f"{EXPERT}.w2.weight"),
     "weight of another layer": (
-        lambda t: t["layers.3.attn.q_norm.weight"].__setitem__(2, t["layers.1.attn.q_norm.weight"][2]),
-        "duplicate", "layers.3.attn.q_norm.weight",
+        copy_part("layers.3.attn.q_norm.weight", "layers.1.attn.q_norm.weight"),
+        "duplicate",
+        "layers.3.attn.q_norm.weight",
     ),
     "expert's scales left at one": (
         lambda t: t[f"{EXPERT}.w2.scale"].__setitem__(2, b"\x7f" * len(t[f"{EXPERT}.w2.scale"][2])),
-        "size outlier", f"{EXPERT}.w2.weight",
+        "size outlier",
+        f"{EXPERT}.w2.weight",
     ),
     "tensor missing": (lambda t: t.pop("layers.1.attn_norm.weight"), "missing", "layers.1.attn_norm.weight"),
-    "scale missing": (lambda t: t.pop(f"{EXPERT}.w1.scale"), "missing", f"{EXPERT}.w1.scale"),
+    "scale missing": (lambda t: t.pop(f"{W1}.scale"), "missing", f"{W1}.scale"),
     "tensor nobody knows": (lambda t: t.update(extra=["F32", [1], b"1234"]), "unexpected", "extra"),
-    "tensor misshapen": (
-        lambda t: t["norm.weight"].__setitem__(1, [2, 128]), "misshapen", "norm.weight",
-    ),
-    "scales as plain bytes": (lambda t: t[f"{EXPERT}.w1.scale"].__setitem__(0, "U8"), "mistyped", f"{EXPERT}.w1.scale"),
-    "expert half converted": (
-        lambda t: t.update({f"{EXPERT}.w1.weight": ["BF16", [128, 256], bytes(2 * 128 * 256)]}) or t.pop(f"{EXPERT}.w1.scale"),
-        "mixed formats", f"{EXPERT}.w1.weight",
-    ),
-}  # fmt: skip
+    "tensor misshapen": (lambda t: t["norm.weight"].__setitem__(1, [2, 128]), "misshapen", "norm.weight"),
+    "scales as plain bytes": (lambda t: t[f"{W1}.scale"].__setitem__(0, "U8"), "mistyped", f"{W1}.scale"),
+    "expert half converted": (half_convert, "mixed formats", f"{W1}.weight"),
+}
 
 
 @pytest.mark.parametrize("case", CHANGED)
@@ -225,12 +255,8 @@ def test_sound_copies_have_no_fault(sound):
 
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4", "fp8", "bf16"])
 def test_random_checkpoints_have_no_fault(tmp_path, experts):
-    from dsv4.config import ModelConfig
-    from dsv4.loader.synth import write_checkpoint
-
-    folder = write_checkpoint(
-        tmp_path / "synth", ModelConfig.tiny(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0)), experts=experts
-    )
+    config = ModelConfig.tiny(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0))
+    folder = write_checkpoint(tmp_path / "synth", config, experts=experts)
     assert faults(audit(folder)) == []
 
 

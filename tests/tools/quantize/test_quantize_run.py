@@ -150,7 +150,7 @@ class Crash(BaseException):
     """Stands for a kill: nothing catches it, nothing cleans up."""
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 150_000, 199_999, 400_000, 700_000])
+@pytest.mark.parametrize("num_bytes", [0, 199_999, 700_000])
 def test_a_run_that_dies_goes_on_to_the_same_bytes(sources, tmp_path, num_bytes):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     quantize_checkpoint(sources["fp8"], whole, Target("nvfp4"), SMALL_SHARDS)
