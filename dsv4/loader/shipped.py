@@ -8,12 +8,16 @@ from pathlib import Path
 from dsv4.loader.header import CheckpointError
 
 DEFAULT_SHIPPED = "flash-mini"
+NVFP4_TWIN = "flash-mini-nvfp4"  # in a checkout only: a wheel has one format
 
 
 def shipped_checkpoint(name: str = DEFAULT_SHIPPED) -> Path:
-    """Folder of a shipped checkpoint (`flash-mini`, `flash-mini-nvfp4`); `CheckpointError` names those there are."""
+    """Folder of a shipped checkpoint (`flash-mini`); `CheckpointError` names those there are."""
     if name not in shipped_names():
-        raise CheckpointError(f"no shipped checkpoint {name!r}; there are: {', '.join(shipped_names()) or 'none'}")
+        hint = f"; make it with: dsv4 quantize {DEFAULT_SHIPPED} FOLDER --experts nvfp4" if name == NVFP4_TWIN else ""
+        raise CheckpointError(
+            f"no shipped checkpoint {name!r}; there are: {', '.join(shipped_names()) or 'none'}{hint}"
+        )
     return _demo_folder() / name
 
 
@@ -39,7 +43,7 @@ def find_checkpoint(path: str | Path | None) -> Path:
     if path is None:
         return shipped_checkpoint()
     folder = Path(path)
-    if not folder.exists() and str(path) in shipped_names():
+    if not folder.exists() and str(path) in (*shipped_names(), NVFP4_TWIN):
         return shipped_checkpoint(str(path))
     return folder
 

@@ -197,7 +197,8 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 def _write_shards(folder: Path, shards: list[list[StoredWeight]], progress: Progress) -> None:
     files = [folder / shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     sizes = [len(shard_header(shard)[0]) + sum(weight.nbytes for weight in shard) for shard in shards]
-    is_done = [_is_whole(file, shard, size) for file, shard, size in zip(files, shards, sizes, strict=True)]
+    # a shard gets its name when it is whole, and `_claim` has seen that it is this run's
+    is_done = [file.is_file() and file.stat().st_size == size for file, size in zip(files, sizes, strict=True)]
     for file in folder.glob(f"*{_PARTIAL}"):
         file.unlink()
     missing = sum(size for size, done in zip(sizes, is_done, strict=True) if not done)
@@ -215,14 +216,6 @@ def _write_shards(folder: Path, shards: list[list[StoredWeight]], progress: Prog
             write_shard(unfinished, shard, advance)
             unfinished.replace(file)
             _sync_folder(folder)
-
-
-def _is_whole(file: Path, shard: list[StoredWeight], size: int) -> bool:
-    if not file.is_file() or file.stat().st_size != size:
-        return False
-    prefix = shard_header(shard)[0]
-    with file.open("rb") as stream:
-        return stream.read(len(prefix)) == prefix
 
 
 def _finish(target: Path, source: Path, index: str, config: ModelConfig, formats: Target, plan: LoadPlan) -> None:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -150,11 +151,24 @@ class Crash(BaseException):
     """Stands for a kill: nothing catches it, nothing cleans up."""
 
 
-@pytest.mark.parametrize("num_bytes", [0, 199_999, 700_000])
-def test_a_run_that_dies_goes_on_to_the_same_bytes(sources, tmp_path, num_bytes):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+@pytest.fixture(scope="module")
+def finished(sources, tmp_path_factory):
+    """A run that was left alone, and the bytes after which each of its shards is whole."""
+    whole = tmp_path_factory.mktemp("finished") / "whole"
     quantize_checkpoint(sources["fp8"], whole, Target("nvfp4"), SMALL_SHARDS)
-    limit = num_bytes
+    with Checkpoint.open(whole) as checkpoint:
+        sizes = Counter()
+        for info in checkpoint.tensors.values():
+            sizes[info.file.name] += info.nbytes
+    return whole, list(accumulate(sizes[name] for name in sorted(sizes)))
+
+
+@pytest.mark.parametrize(("shard", "before_end"), [(0, 10**9), (0, 9), (0, 0), (1, 9), (2, 9), (3, 50_000)])
+def test_a_run_that_dies_goes_on_to_the_same_bytes(sources, finished, tmp_path, shard, before_end):
+    """Nine bytes before its end a shard has its full length, but not the last matrix's two FP32 scales."""
+    whole, ends = finished
+    broken = tmp_path / "broken"
+    limit = ends[shard] - before_end
 
     def crash(done, total):
         if done > limit:
@@ -164,7 +178,7 @@ def test_a_run_that_dies_goes_on_to_the_same_bytes(sources, tmp_path, num_bytes)
     with pytest.raises(Crash):
         quantize_checkpoint(sources["fp8"], broken, Target("nvfp4"), options)
     assert not (broken / "config.json").exists()  # nobody takes it for a checkpoint
-    limit += 250_000
+    limit = ends[shard] + 100_000
     with pytest.raises(Crash):
         quantize_checkpoint(sources["fp8"], broken, Target("nvfp4"), options)
     quantize_checkpoint(sources["fp8"], broken, Target("nvfp4"), SMALL_SHARDS)
