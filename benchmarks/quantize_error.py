@@ -4,7 +4,7 @@ The miniature's weights lie on the grid of MXFP4, which would flatter any roundi
 function with other weights: channels between the norm and the experts, and between up and down projection, are scaled
 by random factors and scaled back where they are taken up. In BF16 those weights lie on no grid.
 
-    python benchmarks/quantize_error.py FOLDER      # a new folder for the checkpoints it makes
+    python benchmarks/quantize_error.py FOLDER [SEEDS]      # a new folder for the checkpoints it makes; 4 draws
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def read_all(folder: Path) -> dict[str, Tensor]:
         }
 
 
-def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def moved(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The same function, its experts' weights off the grid."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def factors(count: int) -> Tensor:
         return torch.exp2(SPREAD * (2 * torch.rand(count, generator=generator) - 1))
@@ -74,11 +74,11 @@ def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def write_source(folder: Path) -> None:
+def write_source(folder: Path, seed: int) -> None:
     """That, in BF16; hyper-connections and the like stay FP32."""
     shipped = shipped_checkpoint("flash-mini")
     config = ModelConfig.from_pretrained(shipped)
-    values = moved(read_all(shipped))
+    values = moved(read_all(shipped), seed)
     with Checkpoint.open(shipped) as checkpoint:
         sources = plan_load(checkpoint, config).sources
     weights = []
@@ -118,22 +118,25 @@ def layer_errors(folder: Path, exact: dict[str, Tensor]) -> dict[str, float]:
     return {layer: sqrt(wrong / total) for layer, (wrong, total) in sorted(sums.items())}
 
 
-def main(root: Path) -> None:
-    source = root / "bf16"
-    write_source(source)
-    exact = read_all(source)
-    print(f"perplexity of {MAX_TOKENS} held-out tokens, exact numerics; the BF16 source: {perplexity(source):.4f}")
-    print(f"flash-mini itself: {perplexity(shipped_checkpoint()):.4f}", flush=True)
-    for experts, search in CASES:
-        folder = root / f"{experts}-{'searched' if search else 'plain'}"
-        quantize_checkpoint(source, folder, Target(experts), QuantizeOptions(search=search))
-        errors = layer_errors(folder, exact)
-        by_layer = ", ".join(f"{error:.4f}" for error in errors.values())
-        mean = sqrt(sum(error**2 for error in errors.values()) / len(errors))
-        kind = "searched" if search else "usual scales"
-        found = f"perplexity {perplexity(folder):.4f}, error {mean:.4f}; by layer {by_layer}"
-        print(f"{experts}, {kind}: {found}", flush=True)
+def main(root: Path, seeds: list[int]) -> None:
+    print(
+        f"perplexity of {MAX_TOKENS} held-out tokens, exact numerics; flash-mini: {perplexity(shipped_checkpoint()):.4f}"
+    )
+    for seed in seeds:
+        source = root / f"bf16-{seed}"
+        write_source(source, seed)
+        exact = read_all(source)
+        print(f"draw {seed}: BF16 {perplexity(source):.4f}", flush=True)
+        for experts, search in CASES:
+            kind = "searched" if search else "usual"
+            folder = root / f"{experts}-{kind}-{seed}"
+            quantize_checkpoint(source, folder, Target(experts), QuantizeOptions(search=search))
+            errors = layer_errors(folder, exact)
+            mean = sqrt(sum(error**2 for error in errors.values()) / len(errors))
+            by_layer = ", ".join(f"{error:.4f}" for error in errors.values())
+            found = f"perplexity {perplexity(folder):.4f}, error {mean:.4f}; by layer {by_layer}"
+            print(f"draw {seed}: {experts}, {kind} scales: {found}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2].split(",")] if len(sys.argv) > 2 else list(range(4)))

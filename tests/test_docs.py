@@ -58,7 +58,12 @@ def test_commands_of_the_readme(workspace):
     ]
     assert {command[1] for command in commands} >= {"generate", "info", "plan", "render", "synth"}
     for command in commands:
-        run_command(*({"CHECKPOINT": "checkpoint", "FOLDER": "new"}.get(word, word) for word in command[1:]))
+        run_command(
+            *(
+                {"CHECKPOINT": "checkpoint", "FOLDER": "new", "TARGET": "quantised"}.get(word, word)
+                for word in command[1:]
+            )
+        )
     assert (workspace / "new" / "config.json").exists()
 
 
