@@ -119,9 +119,8 @@ def layer_errors(folder: Path, exact: dict[str, Tensor]) -> dict[str, float]:
 
 
 def main(root: Path, seeds: list[int]) -> None:
-    print(
-        f"perplexity of {MAX_TOKENS} held-out tokens, exact numerics; flash-mini: {perplexity(shipped_checkpoint()):.4f}"
-    )
+    shipped = perplexity(shipped_checkpoint())
+    print(f"perplexity of {MAX_TOKENS} held-out tokens, exact numerics; flash-mini: {shipped:.4f}", flush=True)
     for seed in seeds:
         source = root / f"bf16-{seed}"
         write_source(source, seed)

@@ -6,6 +6,7 @@ mapped and the peak near the size of what the caller keeps.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -54,6 +55,15 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    def file_state(self) -> str:
+        """SHA-256 over names, lengths and times of change of the files: other files, another text."""
+        state = hashlib.sha256()
+        folder = self.path.parent if self.path.is_file() else self.path
+        for file in sorted({info.file for info in self.tensors.values()} | {folder / "config.json"}):
+            stat = file.stat()
+            state.update(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
+        return state.hexdigest()
 
     def in_file_order(self, names: Iterable[str]) -> list[str]:
         """`names` sorted so that reading them walks through each shard once."""

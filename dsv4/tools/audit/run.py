@@ -6,7 +6,6 @@ kept there, and an audit that was killed goes on behind them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import sys
@@ -115,7 +114,8 @@ def _open_other(against: Path | None) -> tuple[_Other | None, dict[str, TensorRe
 def _run_units(opened: Opened, other: _Other | None, options: AuditOptions) -> list[UnitRecord]:
     assert opened.plan is not None and opened.config is not None
     grouped = group_sources(opened.plan.sources)
-    finished = _Finished(options.resume, _fingerprint(opened.checkpoint, other))
+    states = [opened.checkpoint.file_state(), "" if other is None else other.checkpoint.file_state()]
+    finished = _Finished(options.resume, ":".join([str(_VERSION), *states]))
     with byte_progress(options.progress, opened.plan.nbytes, "auditing") as advance:
         for name, sources in grouped.items():
             if name in finished.units:
@@ -234,17 +234,6 @@ def _run_text(opened: Opened, config: ModelConfig, options: AuditOptions, report
 # ---- progress file ----
 
 
-def _fingerprint(checkpoint: Checkpoint, other: _Other | None) -> str:
-    """Of the files as they are now: another file, length or time of change is another checkpoint."""
-    state = hashlib.sha256(str(_VERSION).encode())
-    for one in (checkpoint, *([] if other is None else [other.checkpoint])):
-        files = sorted({info.file for info in one.tensors.values()} | {one.path / "config.json"})
-        for file in files:
-            stat = file.stat()
-            state.update(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    return state.hexdigest()
-
-
 class _Finished:
     """Finished units, in a file of JSON lines if there is one: a fingerprint, then a unit a line."""
 
@@ -253,7 +242,7 @@ class _Finished:
         self.file = file
         if file is None:
             return
-        if file.exists():
+        if file.exists() and file.stat().st_size:
             self._read(file, fingerprint)
         else:
             file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")

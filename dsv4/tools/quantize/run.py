@@ -7,7 +7,6 @@ config.json last: until then nothing takes the folder for a checkpoint. What a r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -82,7 +81,7 @@ def quantize_checkpoint(source: Path, target: Path, formats: Target, options: Qu
             split_shards(_Quantizer(checkpoint, config, plan, formats, options).weights(), options.shard_bytes)
         )
         _claim(target, source, {"formats": asdict(formats), "shard_bytes": options.shard_bytes,
-                                "search": options.search, "source": _fingerprint(checkpoint)})  # fmt: skip
+                                "search": options.search, "source": checkpoint.file_state()})  # fmt: skip
         _write_shards(target, shards, options.progress)
     _finish(target, source, index_text(shards), config, formats, plan)
 
@@ -184,14 +183,6 @@ def _claim(target: Path, source: Path, state: dict[str, object]) -> None:
         raise CheckpointError(f"{target} exists and is not an empty folder; a checkpoint is never overwritten")
     target.mkdir(parents=True, exist_ok=True)
     _write_durably(file, json.dumps(state))
-
-
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    state = hashlib.sha256()
-    for file in sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.path / "config.json"}):
-        stat = file.stat()
-        state.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    return state.hexdigest()
 
 
 def _write_shards(folder: Path, shards: list[list[StoredWeight]], progress: Progress) -> None:

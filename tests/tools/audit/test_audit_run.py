@@ -85,6 +85,7 @@ class Stop(BaseException):
 
 def test_a_killed_audit_goes_on(broken, tmp_path, monkeypatch):
     progress = tmp_path / "audit.progress"
+    progress.touch()  # killed before its first word
     whole = audit(broken)
     done = []
     real = run._audit_unit
