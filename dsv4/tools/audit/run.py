@@ -226,8 +226,8 @@ def _run_text(opened: Opened, config: ModelConfig, options: AuditOptions, report
         report.findings.append(note("text not run", "the whole model", "tensors are missing or ill-formed"))
         return
     run = TextAudit(opened.checkpoint, config, opened.plan, options.token_ids, options.device)
-    with byte_progress(options.progress, config.num_hidden_layers, "text, layer by layer") as advance:
-        report.text, findings = run.run(lambda name: advance(1))
+    with byte_progress(options.progress, run.nbytes, "running the text") as advance:
+        report.text, findings = run.run(advance)
     report.findings += findings
 
 

@@ -101,8 +101,14 @@ class TextAudit:
     def _chain(self, exact: torch.dtype | None, ops: OpSet = TORCH) -> Chain:
         return Chain.start(self.config, self.token_ids, self.device, exact=exact, ops=ops)
 
-    def run(self, advance: Callable[[str], None]) -> tuple[TextRun, list[Finding]]:
-        """Layer by layer; `advance` is told each layer's name."""
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the layers."""
+        names = (f"layers.{layer_idx}" for layer_idx in range(self.config.num_hidden_layers))
+        return sum(source.nbytes for name in names for source in self.units[name])
+
+    def run(self, advance: Callable[[int], None]) -> tuple[TextRun, list[Finding]]:
+        """Layer by layer; `advance` is told the bytes of each layer that is done."""
         ids = torch.tensor(self.token_ids, device=self.device)
         embedding = self._load(self.units[REST], None).ends().embed[ids]
         streams = Streams(embedding, embedding, embedding)
@@ -112,7 +118,7 @@ class TextAudit:
             name = f"layers.{layer.layer_idx}"
             layers.append(self._layer(name, layer, streams))
             findings += _judge(name, layers[-1])
-            advance(name)
+            advance(sum(source.nbytes for source in self.units[name]))
             if not math.isfinite(layers[-1].stream_error):
                 break
         exact, official = (

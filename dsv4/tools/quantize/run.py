@@ -80,8 +80,10 @@ def quantize_checkpoint(source: Path, target: Path, formats: Target, options: Qu
         shards = list(
             split_shards(_Quantizer(checkpoint, config, plan, formats, options).weights(), options.shard_bytes)
         )
-        _claim(target, source, {"formats": asdict(formats), "shard_bytes": options.shard_bytes,
-                                "search": options.search, "source": checkpoint.file_state()})  # fmt: skip
+        # sums on another device may round another way: its bytes are not continued
+        state = {"formats": asdict(formats), "shard_bytes": options.shard_bytes, "search": options.search,
+                 "device": torch.device(options.device).type, "source": checkpoint.file_state()}  # fmt: skip
+        _claim(target, source, state)
         _write_shards(target, shards, options.progress)
     _finish(target, source, index_text(shards), config, formats, plan)
 

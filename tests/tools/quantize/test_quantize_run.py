@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantTensor
 from dsv4.loader.checkpoint import Checkpoint, CheckpointError
+from dsv4.loader.names import Naming, expected_tensors, stored_names
 from dsv4.loader.resolve import plan_load
 from dsv4.loader.synth import write_checkpoint
 from dsv4.loader.weights import load_params, read_weight
@@ -213,6 +215,34 @@ def test_tensors_the_model_does_not_read_are_copied(sources, tmp_path):
             assert torch.equal(before.read(name).view(torch.uint8), after.read(name).view(torch.uint8))
         plan = plan_load(after, ModelConfig.from_pretrained(tmp_path / "out"))
         assert plan.notes
+
+
+def write_stacked(folder, source):
+    """The BF16 source in Hugging Face's module names, experts stacked."""
+    folder.mkdir()
+    tensors = {}
+    with Checkpoint.open(source) as checkpoint:
+        for tensor in expected_tensors(CONFIG, with_mtp=False):
+            tensors.setdefault(stored_names(tensor, Naming.HF)[0], []).append(checkpoint.read(tensor.name))
+
+    def stack(name, parts):
+        if not name.endswith("gate_up_proj"):
+            return torch.stack(parts) if name.endswith("experts.down_proj") else parts[0].clone()
+        return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])  # w1, w3 in turn
+
+    save_file({name: stack(name, parts) for name, parts in tensors.items()}, folder / "model.safetensors")
+    shutil.copy(source / "config.json", folder)
+
+
+def test_stacked_experts_give_the_same_weights(sources, tmp_path):
+    write_stacked(tmp_path / "stacked", sources["bf16"])
+    for name, source in (("a", tmp_path / "stacked"), ("b", sources["bf16"])):
+        quantize_checkpoint(source, tmp_path / name, Target("nvfp4", "fp8"))
+    with Checkpoint.open(tmp_path / "a") as first, Checkpoint.open(tmp_path / "b") as second:
+        assert set(first.tensors) == {name for name in second.tensors if not name.startswith("mtp.")}
+        for name in first.tensors:
+            one, other = (checkpoint.read(name).flatten().view(torch.uint8) for checkpoint in (first, second))
+            assert torch.equal(one, other), name
 
 
 def test_one_flipped_code_is_found_against_the_source(sources, tmp_path):
