@@ -1,7 +1,7 @@
 """`Checkpoint`: the tensors of a folder of safetensors files, checked by their headers, read one at a time.
 
-Opening reads headers only. Data is memory-mapped shard by shard, so reading in file order keeps at most two shards
-mapped and the peak near the size of what the caller keeps.
+Opening reads headers only. Data is memory-mapped shard by shard, at most two at a time and anew after half a gigabyte,
+so the peak is near the size of what the caller keeps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = ["INDEX_FILE", "Checkpoint", "CheckpointError", "TensorInfo"]
 
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_OPEN_SHARDS = 2  # a weight and its scale may lie in neighbouring shards
+_MAX_TOUCHED_BYTES = 2**29  # then shards are mapped anew: what was read and let go stops counting as this process's
 _SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -34,6 +35,7 @@ class Checkpoint:
         self.tensors = dict(tensors)
         self._shards: OrderedDict[Path, Any] = OrderedDict()
         self._order = {name: place for place, name in enumerate(self.tensors)}
+        self._num_touched = 0  # bytes read since the shards were mapped
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -77,6 +79,9 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}")
+        if self._num_touched > _MAX_TOUCHED_BYTES:
+            self.close()
+        self._num_touched += info.nbytes
         try:
             tensor: Tensor = self._shard(info.file).get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -87,6 +92,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Unmap every shard. Tensors already read stay valid; reading again opens the shard again."""
+        self._num_touched = 0
         while self._shards:
             self._shards.popitem()[1].__exit__(None, None, None)
 

@@ -33,6 +33,14 @@ def small_file(tmp_path_factory):
     return file
 
 
+def test_shards_are_mapped_anew_and_what_was_read_stays(small_file, monkeypatch):
+    monkeypatch.setattr("dsv4.loader.checkpoint._MAX_TOUCHED_BYTES", 0)
+    with Checkpoint.open(small_file) as checkpoint:
+        read = {name: checkpoint.read(name) for name in [*small_tensors()] * 2}
+    for name, tensor in small_tensors().items():
+        assert same_bits(read[name], tensor.view(torch.uint8) if name == "c" else tensor)
+
+
 def write_raw(file, header, data=b"", header_bytes=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     length = len(text) if header_bytes is None else header_bytes

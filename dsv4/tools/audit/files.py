@@ -33,7 +33,11 @@ def open_for_audit(folder: Path) -> Opened:
         raise CheckpointError(f"{folder} is not a folder; expected a checkpoint folder")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json; is it a checkpoint folder?")
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} holds no .safetensors file")
     checkpoint = _open_files(folder, findings)
+    if not checkpoint.tensors:  # nothing of it can be read
+        return Opened(checkpoint, None, None, findings)
     _check_total(folder, checkpoint, findings)
     try:
         config = ModelConfig.from_pretrained(folder)
@@ -70,8 +74,6 @@ def _open_files(folder: Path, findings: list[Finding]) -> Checkpoint:
         except CheckpointError as error:
             if str(error) not in {finding.text for finding in findings}:
                 findings.append(fault("files", file.name, str(error)))
-    if not tensors:
-        raise CheckpointError(f"{folder}: no file can be read: {findings[0].text}")
     return Checkpoint(folder, tensors)
 
 

@@ -151,7 +151,7 @@ def _audit_unit(
         _check_input_scale(opened.checkpoint, source, unit)
         part = source.tensor.base.rpartition(".")[2]
         if source.tensor.name.endswith(".ffn.gate.weight") and not look.findings:
-            gate = weight if isinstance(weight, Tensor) else None
+            gate = weight.clone() if isinstance(weight, Tensor) else None  # a view would keep its shard mapped
         if source.tensor.expert_idx is not None and part in ("w1", "w3") and not look.findings:
             means[part, source.tensor.expert_idx] = mean_row(weight)
         if other is not None:
