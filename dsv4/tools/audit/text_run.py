@@ -19,7 +19,6 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.engine.runner import ops_for
 from dsv4.formats.row_store import decode_rows, encode_rows
 from dsv4.formats.tensors import dequantize
 from dsv4.loader.assemble import ParameterStore
@@ -32,7 +31,7 @@ from dsv4.model.context import ModelContext
 from dsv4.model.parameters import BlockParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TORCH, OpSet
+from dsv4.ops import TORCH, Backend, backend_for
 from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.tools.audit.report import Finding, LayerRun, TextRun, fault
 from dsv4.tools.audit.units import REST, group_sources
@@ -54,13 +53,13 @@ class Chain:
     @classmethod
     def start(
         cls, config: ModelConfig, token_ids: Sequence[int], device: torch.device, *, exact: torch.dtype | None,
-        ops: OpSet = TORCH,
+        backend: Backend = TORCH,
     ) -> Chain:  # fmt: skip
         num_tokens = len(token_ids)
         limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
         cache = KVCacheManager(config, build_schedule(config), limits, device=device, plain_dtype=exact)
         batch = cache.make_batch([cache.admit(num_tokens)], [list(token_ids)])
-        return cls(ModelContext.build(config, ops, exact or torch.bfloat16, device), cache, batch, exact)
+        return cls(ModelContext.build(config, backend, exact or torch.bfloat16, device), cache, batch, exact)
 
     def run(self, params: BlockParams, layer: LayerSpec, streams: Tensor) -> BlockOutput:
         """One layer as a prefill from position 0, on given streams [T, n, D] or an embedding [T, D]."""
@@ -91,15 +90,15 @@ class TextAudit:
         self.units = group_sources(plan.sources)
         self.token_ids = list(token_ids)
         self.device = torch.device(device)
-        kernels = ops_for(self.device, "official")
+        kernels = backend_for(self.device, "official")
         self.exact = self._chain(torch.float32)
         self.rounded = self._chain(torch.bfloat16)
         self.official = self._chain(None)
         self.alone = self._chain(None)  # official numerics on the exact chain's input
-        self.kernels = None if kernels is TORCH else self._chain(None, kernels)
+        self.kernels = self._chain(None, kernels) if kernels.has_kernels else None
 
-    def _chain(self, exact: torch.dtype | None, ops: OpSet = TORCH) -> Chain:
-        return Chain.start(self.config, self.token_ids, self.device, exact=exact, ops=ops)
+    def _chain(self, exact: torch.dtype | None, backend: Backend = TORCH) -> Chain:
+        return Chain.start(self.config, self.token_ids, self.device, exact=exact, backend=backend)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +172,7 @@ class TextAudit:
         """Kernels against oracles on the same input: the larger error of the two sublayers."""
         assert self.kernels is not None
         ends = self._load(self.units[REST], None).ends()
-        prepared = prepare_params(replace(ends, layers=[params]), self.kernels.context.ops).layers[0]
+        prepared = prepare_params(replace(ends, layers=[params]), self.kernels.context.backend).layers[0]
         found = self.kernels.run(prepared, layer, given)
         return max(_error(found.attn_out, oracle.attn_out), _error(found.ffn_out, oracle.ffn_out))
 
