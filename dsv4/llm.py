@@ -22,6 +22,7 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.cpu_threads import set_threads
 from dsv4.engine.engine import Engine
+from dsv4.engine.fingerprint import run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rehearsal import rehearse_requests
@@ -98,7 +99,15 @@ class LLM:
                     checkpoint, config, placement, chosen_backend, device=chosen_device, dequantize_to=exact_dtype,
                     progress=progress,
                 )  # fmt: skip
-        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool)
+        fingerprint = ""
+        if limits.cache_dir is not None:
+            schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
+            itemsize = None if exact_dtype is None else exact_dtype.itemsize
+            fingerprint = run_fingerprint(
+                checkpoint, config, build_cache_schema(config, schedule, limits, plain_itemsize=itemsize),
+                numerics=numerics, dtype=compute_dtype, device=chosen_device, backend=chosen_backend.name,
+            )  # fmt: skip
+        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint)
 
     @classmethod
     def from_params(
@@ -122,6 +131,7 @@ class LLM:
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
+        fingerprint: str = "",
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
@@ -136,7 +146,7 @@ class LLM:
         # the MTP block's rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
-            self.cache = self._make_cache(limits, schedule)
+            self.cache = self._make_cache(limits, schedule, fingerprint)
         uses_graphs = backend.can_capture(params.embed.device)
         buckets = decode_buckets(limits.max_concurrent_requests)
         runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool)
@@ -147,11 +157,17 @@ class LLM:
                 rehearse_requests(Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool))
         self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
 
-    def _make_cache(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> KVCacheManager:
+    def close(self) -> None:
+        """Finish the prefix cache's files (`EngineConfig.cache_dir`); the end of the process does so too."""
+        self.cache.close()
+
+    def _make_cache(
+        self, limits: EngineConfig, schedule: Sequence[LayerSpec], fingerprint: str = ""
+    ) -> KVCacheManager:  # fmt: skip
         model = self.model
         return KVCacheManager(
             self.config, schedule, limits, device=model.params.embed.device,
-            plain_dtype=model.context.dtype if self.numerics == "exact" else None,
+            plain_dtype=model.context.dtype if self.numerics == "exact" else None, fingerprint=fingerprint,
         )  # fmt: skip
 
     # ---- generation ----
@@ -227,7 +243,8 @@ class LLM:
             raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
         pieces = _check_chunks(chunks, len(ids) - 1)
         cache = self._make_cache(
-            EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1), self.model.schedule
+            EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1, prefix_cache_bytes=0),
+            self.model.schedule,
         )
         slot, handle = cache.admit(len(ids)), cache.handle(self.config.num_hidden_layers)
         rows: list[Tensor] = []

@@ -190,7 +190,8 @@ class Completion:
     """The result of one prompt. `text` is None where the checkpoint has no tokenizer.
 
     prompt_logprobs    where asked for, one per prompt token; None for the first
-    num_cached_tokens  tokens of the prompt that came from the prefix cache
+    num_cached_tokens  tokens of the prompt that came from the prefix cache. It says how the result was reached, not
+                       what it is: two completions are equal whatever it is
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -199,7 +200,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> list[int]:

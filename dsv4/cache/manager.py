@@ -5,7 +5,8 @@ from the positions alone, never inside one; every call that can fail checks ever
 raises. It does no maths: the ops write rows through `handle(layer_idx)`.
 
 A request is a slot from `admit` to `release`. Its position is the number of tokens it has processed; `prepare_forward`
-moves it forward, `rewind` moves it back.
+moves it forward, `rewind` moves it back. A request admitted with its `chain` may start beyond 0, with blocks and state
+of a prefix that was here before (prefix.py), and leaves its own for others.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.batch import Chunk, TokenBatch
+from dsv4.cache.disk import DiskTier
 from dsv4.cache.errors import (
     BlockTableOverflow,
     CacheError,
     DuplicateSlot,
     NoFreeSlot,
+    OutOfBlocks,
     PositionMismatch,
     RequestNeverFits,
     RequestTooLong,
@@ -32,18 +36,27 @@ from dsv4.cache.errors import (
     require_integrity,
 )
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.host import HostTier
 from dsv4.cache.paged import PagedCache
+from dsv4.cache.payload import Payload
+from dsv4.cache.prefix import NO_STOP, Match, PrefixCache
+from dsv4.cache.prefix_tree import ChainKeys
 from dsv4.cache.schema import CacheSchema, blocks_at_position, build_cache_schema
+from dsv4.cache.snapshots import SnapshotStore
 from dsv4.cache.state import NO_POSITION, StateCache
+from dsv4.cache.tiers import Tiers
 from dsv4.cache.transfer import to_device
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import BLOCK_TOKENS, EngineConfig, ModelConfig
 from dsv4.schedule import LayerSpec
 
 NO_BLOCK = -1
 
 
 class KVCacheManager:
-    """`plain_dtype` None keeps the model's quantised rows (`official` numerics), otherwise plain rows of that dtype."""
+    """`plain_dtype` None keeps the model's quantised rows (`official` numerics), otherwise plain rows of that dtype.
+
+    `fingerprint` names everything that decides the bits of a row; `engine.cache_dir` needs one.
+    """
 
     def __init__(
         self,
@@ -53,6 +66,7 @@ class KVCacheManager:
         *,
         device: torch.device | str,
         plain_dtype: torch.dtype | None,
+        fingerprint: str = "",
     ) -> None:
         if plain_dtype is not None and not plain_dtype.is_floating_point:
             raise CacheError(f"plain_dtype must be a floating-point dtype or None, found {plain_dtype}")
@@ -62,9 +76,21 @@ class KVCacheManager:
         self.limits = engine
         self.schema: CacheSchema = build_cache_schema(config, schedule, engine, plain_itemsize=itemsize)
         self.device = torch.device(device)
+        self.fingerprint = fingerprint
         self._allocator = BlockAllocator(self.schema.num_blocks)
         self._paged = PagedCache(self.schema, device=self.device, plain_dtype=plain_dtype)
         self._state = StateCache(self.schema, device=self.device, plain_dtype=plain_dtype)
+        ahead = [layer.layer_idx for layer in self.schedule if layer.is_mtp]
+        self._snapshots = SnapshotStore(self.schema, self._state, ahead_layers=ahead)
+        self.prefix: PrefixCache | None = None
+        self.tiers = None
+        if self.schema.num_snapshots:
+            self.tiers = self._make_tiers(fingerprint)
+            self.prefix = PrefixCache(
+                self._allocator, self._snapshots, self.tiers, num_snapshots=self.schema.num_snapshots,
+                interval=engine.snapshot_interval_tokens, slack=engine.max_draft_tokens,
+                verify_share=engine.verify_hits,
+            )  # fmt: skip
         num_slots, width = self.schema.num_slots, self.schema.max_blocks_per_request
         self._table = torch.full((num_slots, width), NO_BLOCK, dtype=torch.int32, device=self.device)
         self._handles = tuple(self._make_handle(layer.layer_idx) for layer in self.schema.layers)
@@ -76,6 +102,23 @@ class KVCacheManager:
         self._free_slots = list(range(num_slots))  # a heap
         assert self.memory_bytes() == self.schema.total_bytes, (self.memory_bytes(), self.schema.total_bytes)
 
+    def _make_tiers(self, fingerprint: str) -> Tiers | None:
+        engine = self.limits
+        if engine.cache_host_bytes == 0:
+            return None
+        disk = None
+        if engine.cache_dir is not None:
+            if not fingerprint:
+                raise CacheError("cache_dir keeps rows for later processes, which needs the model's fingerprint")
+            disk = DiskTier(Path(engine.cache_dir), engine.cache_disk_bytes, fingerprint)
+        host = HostTier(engine.cache_host_bytes, self.device)
+        return Tiers(Payload(self._paged, self._snapshots), host, disk)
+
+    def close(self) -> None:
+        """Finish writing files. The cache is of no use for the prefix cache afterwards."""
+        if self.tiers is not None:
+            self.tiers.close()
+
     # ---- what ops and the engine read ----
 
     @property
@@ -85,7 +128,8 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._allocator.num_free
+        """Blocks that can be had: those without owners, and those kept for prefixes that nobody uses."""
+        return self._allocator.num_free + (0 if self.prefix is None else self.prefix.tree.num_idle_blocks)
 
     @property
     def num_free_slots(self) -> int:
@@ -104,14 +148,24 @@ class KVCacheManager:
 
     def memory_bytes(self) -> int:
         """Bytes really held on the device; equal to `schema.total_bytes`."""
-        return self._paged.memory_bytes() + self._state.memory_bytes() + self._table.untyped_storage().nbytes()
+        tensors = self._paged.memory_bytes() + self._state.memory_bytes() + self._snapshots.memory_bytes()
+        return tensors + self._table.untyped_storage().nbytes()
 
     # ---- the life of a request ----
 
-    def admit(self, max_tokens: int) -> int:
+    def chain(self, token_ids: Sequence[int], salt: str | None) -> ChainKeys | None:
+        """What the prefix cache knows the request's tokens by; None where it is off. `token_ids` may grow."""
+        return None if self.prefix is None else ChainKeys(token_ids, salt, self.fingerprint)
+
+    def match(self, chain: ChainKeys | None) -> Match:
+        """What a request admitted now would start from. Changes nothing."""
+        return Match() if self.prefix is None or chain is None else self.prefix.match(chain, self._positions)
+
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int:
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
-        Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`. `NoFreeSlot` may pass.
+        With a `chain` it takes over the longest prefix there is: see its `position`. Refuses what could never finish
+        even alone: `RequestTooLong`, `RequestNeverFits`. `NoFreeSlot` may pass.
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
@@ -129,7 +183,20 @@ class KVCacheManager:
         slot = heapq.heappop(self._free_slots)
         self._max_tokens[slot] = max_tokens
         self._state.reset_slot(slot)
+        if self.prefix is not None and chain is not None:
+            self._start_from(slot, self.prefix.begin(slot, chain))
         return slot
+
+    def _start_from(self, slot: int, blocks: list[int]) -> None:
+        """The request owns these blocks, together with the prefix they belong to."""
+        if blocks:
+            self._blocks[slot] = blocks
+            self._positions[slot] = self._highest[slot] = len(blocks) * BLOCK_TOKENS
+            self._write_table(slot)
+
+    def _write_table(self, slot: int) -> None:
+        blocks = self._blocks[slot]
+        self._table[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).to(self.device)
 
     def prepare_forward(
         self, slots: Sequence[int], positions_before: Sequence[int], num_new_tokens: Sequence[int]
@@ -150,7 +217,7 @@ class KVCacheManager:
         for slot, before, num_new in zip(slots, positions_before, num_new_tokens, strict=True):
             self._check_continues(slot, before, num_new)
             num_new_blocks.append(blocks_at_position(before + num_new) - len(self._blocks[slot]))
-        fresh = self._allocator.acquire(sum(num_new_blocks))
+        fresh = self._acquire(sum(num_new_blocks))
 
         cells: list[int] = []  # of the flattened table
         taken, width = 0, self._table.shape[1]
@@ -167,6 +234,44 @@ class KVCacheManager:
         if cells:
             update = to_device(torch.tensor([cells, fresh]), self.device)
             self._table.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
+
+    def _acquire(self, num_blocks: int) -> list[int]:
+        if num_blocks > self.num_free_blocks:
+            raise OutOfBlocks(num_blocks, self.num_free_blocks, self.schema.num_blocks)
+        if self.prefix is not None:
+            self.prefix.tree.make_room(num_blocks)
+        return self._allocator.acquire(num_blocks)
+
+    def next_stop(self, slot: int) -> int:
+        """Where the request's next piece must end at the latest: a snapshot is wanted there."""
+        return NO_STOP if self.prefix is None else self.prefix.next_stop(slot, self._positions[slot])
+
+    def stop_at(self, slot: int, position: int) -> None:
+        """Make a stop of a running request, for one that waits for this prefix."""
+        assert self.prefix is not None, "only a match of the prefix cache names a leader"
+        self.prefix.stop_at(slot, position)
+
+    def launched(self, slot: int) -> None:
+        """The forward call up to the request's position was launched: snapshots are taken in the order of the stream.
+
+        To be called at least when the position has passed a multiple of 128.
+        """
+        if self.prefix is not None:
+            before = list(self._blocks[slot])
+            self.prefix.launched(slot, self._positions[slot], self._blocks[slot])
+            if self._blocks[slot] != before:  # a prefix that was known already: the same rows, kept once
+                self._write_table(slot)
+
+    def blocks_freed_by(self, slots: Sequence[int]) -> int:
+        """Blocks that can be had once all of these requests are released. What others share with them stays theirs."""
+        gone = Counter(block_id for slot in slots for block_id in self._blocks[slot])
+        tree, alone = None if self.prefix is None else self.prefix.tree, set(slots)
+        return sum(
+            tree.freed_without(alone, block_id)
+            if tree is not None and tree.owns(block_id)
+            else self._allocator.num_owners(block_id) == count
+            for block_id, count in gone.items()
+        )
 
     def make_batch(self, slots: Sequence[int], token_ids_per_request: Sequence[Sequence[int]]) -> TokenBatch:
         """`prepare_forward` from where each request stands, and the tensors of the call, copied to the device at once.
@@ -213,13 +318,18 @@ class KVCacheManager:
             del self._blocks[slot][keep:]
             self._table[slot, keep : keep + len(dropped)] = NO_BLOCK
         self._positions[slot] = position
+        if self.prefix is not None:
+            self.prefix.rewind(slot, position)
         # the tails need nothing: their readers go by the request's position and rewrite these rows first
         self._state.forget_positions(slot, position)
 
-    def release(self, slot: int) -> None:
-        """The request is over: its blocks and its slot are free again."""
+    def release(self, slot: int, *, keep: bool = True) -> None:
+        """The request is over: its blocks and its slot are free again. `keep` leaves its prefix to the prefix cache;
+        not after a failure, when it may be wrong."""
         self._check_admitted(slot)
         blocks = self._blocks[slot]
+        if self.prefix is not None:
+            self.prefix.end(slot, blocks, keep=keep)
         if blocks:
             self._allocator.release(blocks)
             self._table[slot, : len(blocks)] = NO_BLOCK
@@ -227,12 +337,61 @@ class KVCacheManager:
         self._positions[slot] = self._highest[slot] = self._max_tokens[slot] = 0
         heapq.heappush(self._free_slots, slot)
 
+    # ---- what the prefix cache holds ----
+
+    def prefix_stats(self) -> dict[str, int]:
+        """Numbers of the prefix cache, by the names of `EngineStats`. Empty where it is off."""
+        prefix, tiers = self.prefix, self.tiers
+        if prefix is None:
+            return {}
+        stats = prefix.stats
+        numbers = {
+            "num_prefix_hits": stats.num_hits, "num_prefix_host_hits": stats.num_host_hits,
+            "num_prefix_disk_hits": stats.num_disk_hits, "num_prefix_misses": stats.num_misses,
+            "num_cached_tokens": stats.num_cached_tokens, "num_prefix_evictions": prefix.tree.num_evictions,
+            "num_snapshot_bytes": prefix.tree.num_snapshots * self.schema.bytes_per_snapshot,
+            "num_idle_blocks": prefix.tree.num_idle_blocks,
+        }  # fmt: skip
+        if tiers is not None:
+            numbers["num_prefix_host_bytes"] = tiers.host.tree.num_bytes
+            if tiers.disk is not None:
+                numbers["num_prefix_disk_bytes"] = tiers.disk.tree.num_bytes
+                numbers["num_prefix_bad_files"] = tiers.disk.num_bad
+        return numbers
+
+    def differences(self, slot: int, chain: ChainKeys) -> list[str] | None:
+        """Where the state of a request that stands at the end of `chain` differs from what the prefix cache would give
+        it, by pool; None if it would give nothing. Waits for the device."""
+        assert self.prefix is not None and self._positions[slot] == len(chain.token_ids)
+        nodes = self.prefix.path_to(chain)
+        spare = None if nodes is None else self.prefix.tree.take_snapshot()
+        if nodes is None or spare is None or nodes[-1].snapshot is None:
+            return None
+        self._snapshots.save(slot, self._positions[slot], spare)
+        blocks = [node.block for node in nodes if node.block is not None]
+        payload = Payload(self._paged, self._snapshots)
+        kept = payload.views(payload.gather(blocks, nodes[-1].snapshot), len(blocks))
+        cold = payload.views(payload.gather(self._blocks[slot], spare), len(blocks))
+        self.prefix.tree.give_back(spare)
+        as_bytes = {name: (kept[name].view(torch.uint8), cold[name].view(torch.uint8)) for name in kept}
+        return [name for name, (ours, theirs) in as_bytes.items() if not torch.equal(ours, theirs)]
+
+    def forget(self, chain: ChainKeys) -> None:
+        """The prefix cache never gives this prefix again."""
+        if self.prefix is not None:
+            self.prefix.forget(chain)
+
     # ---- checks ----
 
     def check_integrity(self) -> None:
         """Recompute the truth: owners of every block, the table against the host, free slots, positions, bytes."""
         self._allocator.check_integrity()
         owners = Counter(block_id for blocks in self._blocks for block_id in blocks)
+        if self.prefix is not None:
+            self.prefix.check_integrity(self._blocks)
+            if self.tiers is not None:
+                self.tiers.check_integrity()
+            owners.update(self.prefix.tree.block_ids)
         for block_id in range(self._allocator.num_blocks):
             held, counted = owners[block_id], self._allocator.num_owners(block_id)
             require_integrity(held == counted, f"block {block_id} is held {held} times, the allocator says {counted}")

@@ -2,7 +2,8 @@
 
 One block is 128 tokens of every layer at once: 32 entries and 32 indexer keys on a CSA layer, 1 entry on an HCA layer,
 nothing on an SWA layer. One slot is the fixed part of one request: in every layer the window ring with its positions,
-and on CSA and HCA layers the compressor tails. `PagedCache` and `StateCache` allocate exactly the pools listed here.
+and on CSA and HCA layers the compressor tails. One snapshot is what a request needs of its slot to go on from a
+multiple of 128 tokens. `PagedCache`, `StateCache` and `SnapshotStore` allocate exactly the pools listed here.
 
 A pool is one component of several layers in one allocation. Each layer's share starts on an `ALIGNMENT` boundary, so
 that a kernel sees the same pointer alignment on every layer; the bytes this costs are `padding_bytes`.
@@ -136,7 +137,8 @@ class CacheSchema:
     """All layers, the limits, and every byte of the allocation.
 
     The per-token and per-request figures are what the data itself takes; `paged_bytes` and `state_cache_bytes` are
-    what is allocated for `num_blocks` and `num_slots`, alignment included, and `total_bytes` adds the block table.
+    what is allocated for `num_blocks` and `num_slots`, alignment included, `snapshot_cache_bytes` the same for
+    `num_snapshots`, and `total_bytes` adds the block table.
     """
 
     layers: tuple[LayerCacheSchema, ...]
@@ -144,8 +146,11 @@ class CacheSchema:
     num_blocks: int
     max_blocks_per_request: int
     max_draft_tokens: int
+    window_len: int
+    num_snapshots: int
     paged_pools: tuple[PoolSchema, ...]
     state_pools: tuple[PoolSchema, ...]
+    snapshot_pools: tuple[PoolSchema, ...]
 
     @property
     def bytes_per_block(self) -> int:
@@ -182,16 +187,25 @@ class CacheSchema:
         return sum(pool.total_bytes for pool in self.state_pools)
 
     @property
+    def bytes_per_snapshot(self) -> int:
+        """The windows of all layers, and the last four tokens of the CSA compressors' `following` tails."""
+        return _bytes_per_snapshot(self.state_pools, self.window_len)
+
+    @property
+    def snapshot_cache_bytes(self) -> int:
+        return sum(pool.total_bytes for pool in self.snapshot_pools)
+
+    @property
     def table_bytes(self) -> int:
         return self.num_slots * self.max_blocks_per_request * POSITION_BYTES
 
     @property
     def padding_bytes(self) -> int:
-        return sum(pool.padding_bytes for pool in (*self.paged_pools, *self.state_pools))
+        return sum(pool.padding_bytes for pool in (*self.paged_pools, *self.state_pools, *self.snapshot_pools))
 
     @property
     def total_bytes(self) -> int:
-        return self.paged_bytes + self.state_cache_bytes + self.table_bytes
+        return self.paged_bytes + self.state_cache_bytes + self.snapshot_cache_bytes + self.table_bytes
 
 
 def build_cache_schema(
@@ -210,14 +224,19 @@ def build_cache_schema(
     if num_blocks is None:
         num_blocks = budget
     layers = tuple(_layer_schema(config, layer, engine, plain_itemsize) for layer in schedule)
+    state_pools = _state_pools(layers, engine.max_concurrent_requests)
+    num_snapshots = _num_snapshots(state_pools, config.sliding_window, num_blocks, engine.prefix_cache_bytes)
     return CacheSchema(
         layers=layers,
         num_slots=engine.max_concurrent_requests,
         num_blocks=num_blocks,
         max_blocks_per_request=blocks_for_tokens(engine.max_context_tokens),
         max_draft_tokens=engine.max_draft_tokens,
+        window_len=config.sliding_window,
+        num_snapshots=num_snapshots,
         paged_pools=_paged_pools(layers, num_blocks),
-        state_pools=_state_pools(layers, engine.max_concurrent_requests),
+        state_pools=state_pools,
+        snapshot_pools=_snapshot_pools(state_pools, config.sliding_window, num_snapshots),
     )
 
 
@@ -367,3 +386,37 @@ def _tail_pools(
     shape = (num_slots, tail.ring_len, tail.dim)
     name = f"{kind.value}.{compressor}.{half}"
     return tuple(PoolSchema(f"{name}.{part}", tuple(tails), shape, tail.itemsize) for part in ("kv", "score"))
+
+
+def _snapshot_rows(pool: PoolSchema, window_len: int) -> int:
+    """Rows of a slot's ring that a snapshot keeps. Own tails are empty at a multiple of their ratio, positions follow
+    from the number of tokens."""
+    if pool.name == "window.positions":
+        return 0
+    if pool.name.startswith("window"):
+        return window_len
+    return CSA_RATIO if ".following." in pool.name else 0
+
+
+def _bytes_per_snapshot(state_pools: Sequence[PoolSchema], window_len: int) -> int:
+    return sum(
+        _snapshot_rows(pool, window_len) * len(pool.layer_ids) * pool.shape[-1] * pool.itemsize for pool in state_pools
+    )
+
+
+def _snapshot_pools(state_pools: Sequence[PoolSchema], window_len: int, num_snapshots: int) -> tuple[PoolSchema, ...]:
+    if num_snapshots == 0:
+        return ()
+    return tuple(
+        PoolSchema(f"snapshot.{pool.name}", pool.layer_ids, (num_snapshots, num_rows, pool.shape[-1]), pool.itemsize)
+        for pool in state_pools
+        if (num_rows := _snapshot_rows(pool, window_len))
+    )
+
+
+def _num_snapshots(state_pools: Sequence[PoolSchema], window_len: int, num_blocks: int, max_bytes: int) -> int:
+    """As many as `max_bytes` hold, alignment included. More than blocks could never be of use."""
+    count = min(num_blocks, max_bytes // _bytes_per_snapshot(state_pools, window_len))
+    while sum(pool.total_bytes for pool in _snapshot_pools(state_pools, window_len, count)) > max_bytes:
+        count -= 1
+    return count

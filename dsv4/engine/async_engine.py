@@ -142,7 +142,9 @@ class AsyncEngine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._commands or self.engine.has_work or self._is_draining):
+                while not (
+                    self._commands or self.engine.has_work or self._is_draining or self.engine.has_idle_work
+                ):  # fmt: skip
                     self._changed.wait()
                 commands, self._commands = self._commands, deque()
                 if self._is_draining and not commands and not self.engine.has_work:
@@ -152,6 +154,14 @@ class AsyncEngine:
             self._stats = self.engine.stats()
             if self.engine.has_work:
                 self._step()
+            elif self.engine.has_idle_work and not self._is_draining:
+                self._idle_step()
+
+    def _idle_step(self) -> None:
+        try:
+            self.engine.idle_step()
+        except Exception:  # nobody waits for it
+            _LOG.exception("a forward call in idle time failed")
 
     def _step(self) -> None:
         results: list[StepResult] = []

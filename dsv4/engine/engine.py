@@ -34,6 +34,7 @@ from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.stats import EngineStats
 from dsv4.engine.step import StepBuilder, StepInput
+from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingRows
 from dsv4.request import RequestError, SamplingParams, check_params, check_prompt
@@ -93,10 +94,20 @@ class Engine:
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0
+        self._verifier = HitVerifier(cache, lambda: self.runner)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._flights) or bool(self._results)
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether `idle_step` has something to do: only while there is no other work."""
+        return not self.has_work and self._verifier.has_work
+
+    def idle_step(self) -> None:
+        """A forward call for nobody: cached prefixes are compared with cold runs (`EngineConfig.verify_hits`)."""
+        self._verifier.step()
 
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
@@ -120,6 +131,9 @@ class Engine:
             num_expert_misses=moved.num_misses,
             num_expert_bytes=moved.bytes_moved,
             seconds_waiting=self._seconds_waiting,
+            num_verified_hits=self._verifier.num_verified,
+            num_wrong_hits=self._verifier.num_wrong,
+            **self.cache.prefix_stats(),
         )
 
     def prepare(
@@ -145,6 +159,7 @@ class Engine:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a prepared request. Its deadline counts from here."""
+        self._verifier.make_way()
         self.scheduler.add(sequence, self._clock())
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:

@@ -21,16 +21,23 @@ the best-ranked one sooner or later: nobody starves. A waiting request of strict
 A plan is made before the tokens of the step before it are known: the next one of a request is counted
 (`Sequence.num_unread`) and fed all the same. What it was, and whether it was the last, `settle` hears later.
 
+A request starts from the longest prefix the cache still has, one that was preempted too. The head of the queue waits
+while a request ahead of it reads the same tokens, and takes them over: a prompt that many share is read once. Pieces
+end where the cache wants a snapshot.
+
 The cache's books (`CacheBooks`) are changed here and by `prepare_forward`, nowhere else.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
+from dsv4.cache.prefix import Match
+from dsv4.cache.prefix_tree import ChainKeys
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO
 from dsv4.engine.sequence import Sequence
@@ -45,9 +52,21 @@ class CacheBooks(Protocol):
     @property
     def num_free_slots(self) -> int: ...
 
-    def admit(self, max_tokens: int) -> int: ...
+    def chain(self, token_ids: SequenceOf[int], salt: str | None) -> ChainKeys | None: ...
 
-    def release(self, slot: int) -> None: ...
+    def match(self, chain: ChainKeys | None) -> Match: ...
+
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int: ...
+
+    def launched(self, slot: int) -> None: ...
+
+    def next_stop(self, slot: int) -> int: ...
+
+    def stop_at(self, slot: int, position: int) -> None: ...
+
+    def release(self, slot: int, *, keep: bool = True) -> None: ...
+
+    def blocks_freed_by(self, slots: SequenceOf[int]) -> int: ...
 
     def position(self, slot: int) -> int: ...
 
@@ -132,6 +151,8 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {sequence.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
+        if sequence.params.prompt_logprobs is None:  # whose prompt is scored must read all of it
+            sequence.chain = self._cache.chain(sequence.token_ids, sequence.params.cache_salt)
         sequence.rank = (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, sequence, key=_rank)
@@ -181,11 +202,13 @@ class Scheduler:
             sequence.num_unread += piece.draws
             if end > sequence.num_read:
                 sequence.num_read = end
+            if end // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
+                self._cache.launched(piece.slot)
 
     def settle(self, sequence: Sequence) -> None:
         """What the request drew is known. If that was its end, or it failed, it leaves."""
         if sequence.is_done and self._is_here(sequence):
-            self._leave(sequence)
+            self._leave(sequence, keep=sequence.error is None)
             self.num_finished += sequence.finish_reason is not None and sequence.error is None
             self.num_failed += sequence.error is not None
 
@@ -194,12 +217,15 @@ class Scheduler:
         assert plan is self._plan, "discard takes the plan that was made last"
         self._plan = None
         for piece in plan.pieces:
-            self.abort(piece.sequence)
+            self._abort(piece.sequence, keep=False)
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a request and free what it holds, at any moment. One that has left, or never came, is left as it is."""
+        self._abort(sequence, keep=True)
+
+    def _abort(self, sequence: Sequence, *, keep: bool) -> None:
         if self._is_here(sequence):
-            self._leave(sequence)
+            self._leave(sequence, keep=keep)
             sequence.is_aborted = True
             self.num_aborted += 1
 
@@ -219,7 +245,7 @@ class Scheduler:
             require_integrity(position == processed, f"slot {slot} stands at {position}, its request at {processed}")
             is_moving = sequence.num_pending > 0 or sequence.num_unread > 0 or sequence.draws_nothing
             require_integrity(is_moving, f"the request in slot {slot} has nothing to feed")
-        held, taken = sum(map(_blocks_held, self._running)), self._num_blocks - self._cache.num_free_blocks
+        held, taken = self._cache.blocks_freed_by(slots), self._num_blocks - self._cache.num_free_blocks
         require_integrity(held <= taken, f"running requests hold {held} blocks, the cache says {taken}")
         require_integrity(
             set(self._deadlines) <= {*self._waiting, *self._running}, "the deadline of a request that has left is kept"
@@ -245,24 +271,21 @@ class Scheduler:
         """Give a running request its next piece, as long as the budgets allow, preempting only if it could not move."""
         if draft.num_tokens == 0 or sequence.slot is None:  # or preempted by one before it
             return
-        length = _fitting(sequence, draft)
+        length = self._fitting(sequence, draft)
         if length == 0:
-            for victim in self._behind(_rank(sequence)):
-                if draft.num_blocks:
-                    break
-                if _gain(draft, victim):
-                    self._preempt(draft, victim)
-            length = _fitting(sequence, draft)
+            for victim in self._fewest(draft, self._behind(_rank(sequence)), num_blocks=1):
+                self._preempt(draft, victim)
+            length = self._fitting(sequence, draft)
         if length:
             _grant(draft, sequence, length)
         elif sequence is self._running[0]:
-            held = _blocks_held(sequence)
+            held, freed = _blocks_held(sequence), self._freed(draft, [sequence])
             self._fail(
                 sequence,
                 f"no cache block is free for token {sequence.num_processed}: the request holds {held} of "
                 f"{self._num_blocks}, and no other request of this engine holds any",
             )
-            draft.num_blocks += held
+            draft.num_blocks += freed
         elif draft.first_short is None or _rank(sequence) < draft.first_short:
             draft.first_short = _rank(sequence)
 
@@ -275,45 +298,90 @@ class Scheduler:
                 return
             if head.num_unread:
                 return  # preempted a moment ago: what it drew last must be known before it is fed again
-            victims = self._victims(draft, head)
+            match = self._cache.match(head.chain)
+            if self._is_led(head, match):
+                return
+            victims = self._victims(draft, head, match)
             if victims is None:
                 return
             for victim in victims:
                 self._preempt(draft, victim)
-            head.slot = self._cache.admit(head.max_len)
+            num_free = self._cache.num_free_blocks
+            head.slot = self._cache.admit(head.max_len, head.chain)
+            draft.num_blocks -= num_free - self._cache.num_free_blocks
+            head.num_processed = self._cache.position(head.slot)
+            if head.num_preemptions == 0:
+                head.num_cached_tokens = head.num_processed
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=_rank)
-            _grant(draft, head, _fitting(head, draft))
+            _grant(draft, head, self._fitting(head, draft))
 
-    def _victims(self, draft: _Draft, head: Sequence) -> list[Sequence] | None:
+    def _is_led(self, head: Sequence, match: Match) -> bool:
+        """Whether a running request ahead of the head of the queue is about to read what it could take over, or a file
+        is, while others have something to do."""
+        if match.is_loading and self._running:
+            return True
+        ahead = self._running[: bisect_left(self._running, _rank(head), key=_rank)]
+        leader = next((_slot(sequence) for sequence in ahead if sequence.slot in match.leaders), None)
+        if leader is not None:
+            self._cache.stop_at(leader, match.expected)
+        return leader is not None
+
+    def _victims(self, draft: _Draft, head: Sequence, match: Match) -> list[Sequence] | None:
         """Whom to preempt so that a waiting request can start: nobody if there is room, None if that is impossible."""
-        num_slots, num_blocks = self._cache.num_free_slots, draft.num_blocks
-        needed = self._blocks_to_start(head)
-        victims: list[Sequence] = []
-        for sequence in self._behind(_rank(head)):
-            if num_slots and needed <= num_blocks:
-                break
-            gain = _gain(draft, sequence)
-            if sequence.params.priority < head.params.priority and (gain or not num_slots):
-                victims.append(sequence)
-                num_slots += 1
-                num_blocks += gain
-        return victims if num_slots and needed <= num_blocks else None
+        needed = self._blocks_to_start(head, match) - draft.num_blocks
+        num_slots = self._cache.num_free_slots
+        if num_slots and needed <= 0:
+            return []
+        lower = [sequence for sequence in self._behind(_rank(head)) if sequence.params.priority < head.params.priority]
+        victims = self._fewest(draft, lower, num_blocks=needed)
+        if not num_slots and not victims:
+            victims = lower[:1]
+        return victims if (num_slots or victims) and needed <= self._freed(draft, victims) else None
 
-    def _blocks_to_start(self, sequence: Sequence) -> int:
+    def _fewest(self, draft: _Draft, candidates: list[Sequence], *, num_blocks: int) -> list[Sequence]:
+        """The first of the candidates that free so many blocks together, without those that free nothing; all that free
+        something if they are too few. What requests share is free only when all of them are gone."""
+        chosen: list[Sequence] = []
+        for candidate in candidates:
+            if self._freed(draft, chosen) >= num_blocks:
+                break
+            chosen.append(candidate)
+        freed = self._freed(draft, chosen)
+        for candidate in tuple(chosen):
+            others = [one for one in chosen if one is not candidate]
+            if self._freed(draft, others) == freed:
+                chosen = others
+        return chosen
+
+    def _freed(self, draft: _Draft, sequences: list[Sequence]) -> int:
+        """Blocks that preempting running requests would free: those they alone hold, and those promised to them."""
+        if not sequences:
+            return 0
+        promised = sum(_new_blocks(sequence, draft.lengths.get(sequence, 0)) for sequence in sequences)
+        return promised + self._cache.blocks_freed_by([_slot(sequence) for sequence in sequences])
+
+    def _blocks_to_start(self, sequence: Sequence, match: Match) -> int:
         """A new request: its first chunk. One that was preempted: all it knows and the next token, and a spare block
-        for each request ahead of it."""
+        for each request ahead of it. What it takes over from running requests costs nothing."""
         if sequence.num_preemptions == 0:
-            return blocks_at_position(min(sequence.num_pending, self.max_batched_tokens))
+            end = min(sequence.num_pending, match.position + self.max_batched_tokens)
+            return blocks_at_position(end) - match.num_busy
         ahead = bisect_left(self._running, _rank(sequence), key=_rank)
-        return blocks_at_position(sequence.num_pending + 1) + ahead
+        return blocks_at_position(sequence.num_pending + 1) + ahead - match.num_busy
+
+    def _fitting(self, sequence: Sequence, draft: _Draft) -> int:
+        """Tokens of the request that what is left of the budgets allows; 0 when it lacks a block."""
+        room = last_position(_blocks_held(sequence) + draft.num_blocks) - sequence.num_processed
+        stop = self._cache.next_stop(_slot(sequence)) - sequence.num_processed
+        return min(sequence.num_pending, draft.num_tokens, room, stop)
 
     def _behind(self, rank: tuple[int, int]) -> list[Sequence]:
         """Running requests of worse rank, the worst first."""
         return self._running[bisect_right(self._running, rank, key=_rank) :][::-1]
 
     def _preempt(self, draft: _Draft, sequence: Sequence) -> None:
-        draft.num_blocks += _gain(draft, sequence)
+        draft.num_blocks += self._freed(draft, [sequence])
         draft.num_tokens += draft.lengths.pop(sequence, 0)
         draft.preempted.append(sequence)
         self._give_back(sequence)
@@ -331,16 +399,16 @@ class Scheduler:
         place = bisect_left(queue, sequence.rank, key=_rank)
         return place < len(queue) and queue[place] is sequence
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._deadlines.pop(sequence, None)
         if sequence.slot is None:
             del self._waiting[bisect_left(self._waiting, _rank(sequence), key=_rank)]
         else:
-            self._give_back(sequence)
+            self._give_back(sequence, keep=keep)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Free the slot and the blocks of a running request."""
-        self._cache.release(_slot(sequence))
+    def _give_back(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Free the slot and the blocks of a running request, and `keep` its prefix for others, or for itself."""
+        self._cache.release(_slot(sequence), keep=keep)
         del self._running[bisect_left(self._running, _rank(sequence), key=_rank)]
         sequence.slot = None
 
@@ -384,18 +452,7 @@ def _starts_block(position: int) -> bool:
     return position % BLOCK_TOKENS == CSA_RATIO - 1
 
 
-def _fitting(sequence: Sequence, draft: _Draft) -> int:
-    """Tokens of the request that what is left of the budgets allows; 0 when it lacks a block."""
-    room = last_position(_blocks_held(sequence) + draft.num_blocks) - sequence.num_processed
-    return min(sequence.num_pending, draft.num_tokens, room)
-
-
 def _grant(draft: _Draft, sequence: Sequence, length: int) -> None:
     draft.num_tokens -= length
     draft.num_blocks -= _new_blocks(sequence, length)
     draft.lengths[sequence] = length
-
-
-def _gain(draft: _Draft, sequence: Sequence) -> int:
-    """Blocks that preempting a running request would free: those it holds and those the plan has promised it."""
-    return blocks_at_position(sequence.num_processed + draft.lengths.get(sequence, 0))

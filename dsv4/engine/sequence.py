@@ -11,6 +11,7 @@ from dsv4.text.stop import StopBuffer
 from dsv4.text.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from dsv4.cache.prefix_tree import ChainKeys
     from dsv4.engine.constraint import Constraint  # imports torch; the scheduler, which uses this module, does not
 
 
@@ -34,9 +35,10 @@ class Sequence:
     Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
     from the device's own memory, before the host knows which one it is.
 
-    A request that loses its slot (preemption) starts again from `num_processed` 0 with everything it knows, so it draws
-    no token twice; `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is
-    its place in the scheduler's order, smaller first.
+    A request that loses its slot (preemption) starts again with everything it knows, so it draws no token twice;
+    `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is its place in the
+    scheduler's order, smaller first. `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many
+    of them it did not have to feed when it first started.
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
@@ -53,6 +55,8 @@ class Sequence:
     num_read: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    chain: ChainKeys | None = None
     rank: tuple[int, int] | None = None
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
@@ -186,4 +190,5 @@ class Sequence:
             finish_reason=self.finish_reason,
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            num_cached_tokens=self.num_cached_tokens,
         )

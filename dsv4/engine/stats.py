@@ -16,6 +16,9 @@ class EngineStats:
     it came from the host. `num_expert_bytes` also holds what was copied ahead of a choice. All 0 without.
 
     `seconds_waiting` is how long the host has waited for the device's results.
+    `num_cached_tokens` were not fed because the prefix cache had them; of its hits, some came from host memory and some
+    from disk. `num_*_bytes` are what it holds of snapshots, in host memory and on disk, `num_idle_blocks` the blocks
+    that it keeps and any request may take.
     """
 
     num_waiting: int
@@ -35,3 +38,16 @@ class EngineStats:
     num_expert_misses: int = 0
     num_expert_bytes: int = 0
     seconds_waiting: float = 0.0
+    num_prefix_hits: int = 0
+    num_prefix_host_hits: int = 0
+    num_prefix_disk_hits: int = 0
+    num_prefix_misses: int = 0
+    num_cached_tokens: int = 0
+    num_prefix_evictions: int = 0
+    num_snapshot_bytes: int = 0
+    num_idle_blocks: int = 0
+    num_prefix_host_bytes: int = 0
+    num_prefix_disk_bytes: int = 0
+    num_prefix_bad_files: int = 0
+    num_verified_hits: int = 0
+    num_wrong_hits: int = 0

@@ -20,6 +20,7 @@ from dsv4.serve.responses import (
     ChatLogprobs,
     ChatMessage,
     FinishWord,
+    PromptTokensDetails,
     TextChoice,
     TextCompletion,
     TextLogprobs,
@@ -38,11 +39,13 @@ def new_id(prefix: str) -> str:
 
 
 def usage_of(job: Job) -> Usage:
-    """Tokens read and written so far."""
+    """Tokens read and written so far; of a prompt with several answers, what its first one found in the cache."""
     written = sum(sequence.num_output for sequence in job.sequences)
+    cached = sum(sequence.num_cached_tokens for sequence in job.sequences[:: job.num_each])
     return Usage(
-        prompt_tokens=job.num_prompt_tokens, completion_tokens=written, total_tokens=job.num_prompt_tokens + written
-    )
+        prompt_tokens=job.num_prompt_tokens, completion_tokens=written, total_tokens=job.num_prompt_tokens + written,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )  # fmt: skip
 
 
 @dataclass

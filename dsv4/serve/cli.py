@@ -11,6 +11,7 @@ import typer
 from dsv4 import __version__
 from dsv4.serve.audit_command import audit_command
 from dsv4.serve.bench_command import bench_app
+from dsv4.serve.cache_command import cache_app
 from dsv4.serve.chat_command import chat_command
 from dsv4.serve.eval_command import eval_command
 from dsv4.serve.generate_command import generate_command
@@ -48,6 +49,7 @@ def _summary(command: Callable[..., None]) -> str:
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 for _name, _command in _COMMANDS.items():
     app.command(_name, short_help=_summary(_command))(_command)
 

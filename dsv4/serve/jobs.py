@@ -36,11 +36,12 @@ _ANSWER_OPENINGS = (PROTOCOL.think_open, PROTOCOL.think_close, *PROTOCOL.tasks.v
 @dataclass(frozen=True)
 class Job:
     """Prepared requests in the order of their choices. `thinking`: the answers begin with reasoning.
-    `num_prompt_tokens` counts each prompt once, whatever `n`."""
+    `num_prompt_tokens` counts each prompt once, whatever `n`, which is `num_each`."""
 
     sequences: tuple[RequestSequence, ...]
     num_prompt_tokens: int
     thinking: bool = False
+    num_each: int = 1
 
 
 class JobMaker:
@@ -81,7 +82,7 @@ class JobMaker:
         grammar = self._grammar(request, thinking=is_open)
         self._check_prompt(prompt, "messages")
         sequences = self._prepare([prompt], request, logprobs, max_tokens, None, grammar)
-        return Job(sequences, len(prompt), is_open)
+        return Job(sequences, len(prompt), is_open, request.n or 1)
 
     def completion(self, request: CompletionRequest) -> Job:
         """`ApiError` for prompts or options that cannot be served."""
@@ -97,7 +98,7 @@ class JobMaker:
             self._check_prompt(prompt, "prompt")
         default = _DEFAULT_COMPLETION_TOKENS
         sequences = self._prepare(prompts, request, request.logprobs, request.max_tokens, default, None)
-        return Job(sequences, sum(map(len, prompts)))
+        return Job(sequences, sum(map(len, prompts)), num_each=request.n or 1)
 
     # ---- parts ----
 

@@ -86,6 +86,11 @@ class _EngineCollector(Collector):
             ("cache_blocks_used", "Cache blocks (128 tokens of every layer) that requests hold.",
              stats.num_blocks_used),
             ("cache_blocks", "Cache blocks there are.", stats.num_blocks),
+            ("prefix_idle_blocks", "Cache blocks that hold known prefixes and any request may take.",
+             stats.num_idle_blocks),
+            ("prefix_snapshot_bytes", "Bytes of snapshots on the device.", stats.num_snapshot_bytes),
+            ("prefix_host_bytes", "Bytes of prefixes in host memory.", stats.num_prefix_host_bytes),
+            ("prefix_disk_bytes", "Bytes of prefixes in files.", stats.num_prefix_disk_bytes),
         )  # fmt: skip
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
@@ -109,11 +114,29 @@ class _EngineCollector(Collector):
             ("expert_misses", "Experts a layer chose that came from host memory.", stats.num_expert_misses),
             ("expert_bytes_moved", "Bytes of experts copied from host memory to the device.",
              stats.num_expert_bytes),
+            ("dsv4_prefix_cached_tokens", "Tokens that were not read because the prefix cache had them.",
+             stats.num_cached_tokens),
+            ("dsv4_prefix_misses", "Requests of more than a block that found no prefix.", stats.num_prefix_misses),
+            ("dsv4_prefix_evictions", "Snapshots given up on the device for others.", stats.num_prefix_evictions),
+            ("dsv4_prefix_bad_files", "Files of the prefix cache that were not used; the log names them.",
+             stats.num_prefix_bad_files),
+            ("dsv4_prefix_verified", "Hits read again without the cache.", stats.num_verified_hits),
+            ("dsv4_prefix_wrong", "Hits that differed from a cold run.", stats.num_wrong_hits),
         )  # fmt: skip
         for name, text, value in counters:
             counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
             counter.add_metric((self._model,), value)
             yield counter
+        hits = CounterMetricFamily(
+            "dsv4_prefix_hits", "Requests that started from a known prefix.", labels=(_LABEL, "tier")
+        )
+        below = stats.num_prefix_host_hits + stats.num_prefix_disk_hits
+        for tier, number in (
+            ("device", stats.num_prefix_hits - below), ("host", stats.num_prefix_host_hits),
+            ("disk", stats.num_prefix_disk_hits),
+        ):  # fmt: skip
+            hits.add_metric((self._model, tier), number)
+        yield hits
 
 
 class RequestTimer:

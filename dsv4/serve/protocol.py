@@ -1,6 +1,6 @@
 """What a request may hold, field by field. A field that is not here is refused with its name, never ignored.
 
-The names are OpenAI's. Beyond them: `thinking`, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
+The names are OpenAI's. Beyond them: `thinking`, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `cache_salt`,
 `reasoning_content` (and `task`) on messages, and the roles `latest_reminder` and `developer` of the model's protocol.
 What the texts of a conversation may be is checked by `dsv4.text.messages`.
 """
@@ -138,6 +138,7 @@ class SamplingFields(Strict):
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     stop: StopText | Annotated[list[StopText], Field(max_length=_MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_INT)
     n: int | None = Field(default=None, ge=1, le=_MAX_INT)
     stream: bool | None = None

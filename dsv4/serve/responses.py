@@ -16,10 +16,15 @@ class Answer(BaseModel):
         return self.model_dump_json(exclude_unset=True)
 
 
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(Answer):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,6 +73,16 @@ def serve_command(
         bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
     ] = True,
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which prompts and answers read so far outlive the server.")
+    ] = None,
+    cache_host_gib: Annotated[
+        float | None, typer.Option(help="Host memory for the prefix cache. Default: 0, or 2 with --cache-dir.")
+    ] = None,
+    cache_disk_gib: Annotated[float, typer.Option(help="Most bytes of files in --cache-dir.")] = 16.0,
+    verify_hits: Annotated[
+        float, typer.Option(help="Share of prefix hits that are read again in idle time and compared bit by bit.")
+    ] = 0.0,
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 
@@ -79,6 +91,7 @@ def serve_command(
       dsv4 serve --model ./checkpoint
       DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
       dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
+      dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
@@ -107,7 +120,14 @@ def serve_command(
         log_format=log_format,
     )
     check_tokenizer(folder, "a server")
-    limits = engine_limits(config, context=context, requests=requests, chunk=chunk)
+    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
+    limits = replace(
+        engine_limits(config, context=context, requests=requests, chunk=chunk),
+        cache_dir=None if cache_dir is None else str(cache_dir),
+        cache_host_bytes=_gib("--cache-host-gib", host_gib),
+        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
+        verify_hits=verify_hits,
+    )
 
     from dsv4.serve.life import take_address  # here: it loads the web framework
 
@@ -121,7 +141,9 @@ def serve_command(
 
     from dsv4.serve.server import serve  # here: it loads torch
 
-    raise typer.Exit(serve(llm, settings, listener))
+    status = serve(llm, settings, listener)
+    llm.close()
+    raise typer.Exit(status)
 
 
 def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None) -> TlsFiles | None:
@@ -144,3 +166,9 @@ def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None
     return TlsFiles(
         certfile=str(certfile), keyfile=None if keyfile is None else str(keyfile), keyfile_password=password
     )
+
+
+def _gib(option: str, value: float) -> int:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{option} must be a number of GiB, at least 0, found {value:g}")
+    return int(value * 2**30)

@@ -130,6 +130,9 @@ class Plan:
                 "num_blocks": schema.num_blocks,
                 "paged_bytes": schema.paged_bytes,
                 "state_cache_bytes": schema.state_cache_bytes,
+                "bytes_per_snapshot": schema.bytes_per_snapshot,
+                "num_snapshots": schema.num_snapshots,
+                "snapshot_cache_bytes": schema.snapshot_cache_bytes,
                 "table_bytes": schema.table_bytes,
                 "padding_bytes": schema.padding_bytes,
                 "total_bytes": schema.total_bytes,
@@ -267,7 +270,7 @@ class _Planner:
             return self.budget(engine, gpus).total <= gpu.usable_bytes
 
         one = self.schema(replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None))
-        per_request = one.total_bytes - one.padding_bytes
+        per_request = one.total_bytes - one.padding_bytes - one.snapshot_cache_bytes
         return gpus * _largest(fits, gpu.usable_bytes // per_request)
 
     def max_context(self, gpu: Gpu, gpus: int) -> int:

@@ -71,6 +71,8 @@ def _cache(plan: Plan) -> Table:
         ("a request: window", schema.window_bytes_per_request),
         ("a request: window positions", schema.position_bytes_per_request),
         ("a request: compressor state", schema.state_bytes_per_request),
+        ("a snapshot of a prefix", schema.bytes_per_snapshot),
+        (f"{schema.num_snapshots} snapshots (prefix cache)", schema.snapshot_cache_bytes),
         (f"{requests} requests of {context} tokens", schema.total_bytes),
     ):
         table.add_row(name, f"{num_bytes:,}", _size(num_bytes))

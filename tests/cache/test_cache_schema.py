@@ -111,13 +111,35 @@ def test_impossible_schemas():
 
 def test_every_layer_share_is_aligned_and_the_cost_is_counted():
     schema = schema_of(ModelConfig.tiny(), max_context_tokens=640, max_concurrent_requests=3, max_draft_tokens=1)
-    pools = (*schema.paged_pools, *schema.state_pools)
+    pools = (*schema.paged_pools, *schema.state_pools, *schema.snapshot_pools)
     assert all(pool.layer_stride % ALIGNMENT == 0 for pool in pools)
     assert 0 < schema.padding_bytes < sum(len(pool.layer_ids) for pool in pools) * ALIGNMENT
     data = schema.num_blocks * schema.bytes_per_block + schema.num_slots * (
         schema.window_bytes_per_request + schema.position_bytes_per_request + schema.state_bytes_per_request
     )
+    data += schema.num_snapshots * schema.bytes_per_snapshot
+    assert schema.num_snapshots == schema.num_blocks, "the budget would allow more, but they could be of no use"
     assert schema.total_bytes == data + schema.padding_bytes + schema.table_bytes
+
+
+def test_snapshots_stay_within_their_budget():
+    one = schema_of(ModelConfig.tiny(), prefix_cache_bytes=2**39).bytes_per_snapshot
+    for budget, count in [(0, 0), (one - 1, 0), (3 * one + 2**14, 3), (10 * one, 10)]:
+        schema = schema_of(ModelConfig.tiny(), prefix_cache_bytes=budget)
+        assert (schema.num_snapshots, schema.snapshot_cache_bytes <= budget) == (count, True)
+    assert schema_of(ModelConfig.tiny(), prefix_cache_bytes=0).snapshot_pools == ()
+
+
+def test_a_prefix_of_flash_costs_what_was_planned():
+    """Everything counted: blocks by token, and a snapshot of 43 windows and 21 CSA layers' last four tokens."""
+    schema = schema_of(FLASH)
+    tails = 21 * 4 * (512 + 128) * 2 * 4
+    assert schema.bytes_per_snapshot == 3_214_336 + tails == 3_644_416
+    assert schema.bytes_per_token < 3600
+    assert schema.num_snapshots == 256 * 2**20 // 3_644_416 == 73
+    # drafts lengthen the rings, not the snapshot; the MTP block's window belongs to it
+    drafting = schema_of(FLASH, with_mtp=True, max_draft_tokens=3)
+    assert drafting.bytes_per_snapshot == 3_644_416 + 128 * 584
 
 
 TINY_CONFIGS = {
@@ -147,7 +169,7 @@ def test_plan_equals_allocation_byte_for_byte(name, plain_dtype, with_mtp):
 
 @pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
 def test_real_allocation_is_within_five_percent_of_the_figures(config):
-    engine = EngineConfig(max_context_tokens=8192, max_concurrent_requests=1)
+    engine = EngineConfig(max_context_tokens=8192, max_concurrent_requests=1, prefix_cache_bytes=0)
     schedule = build_schedule(config)
     manager = KVCacheManager(config, schedule, engine, device="cpu", plain_dtype=None)
     schema = manager.schema
@@ -182,6 +204,8 @@ def held_bytes(manager):
         storages[storage.data_ptr()] = storage.nbytes()
 
     note(manager.block_table)
+    for pool in manager._snapshots.pools.values():
+        note(pool.storage)
     for layer in manager.schema.layers:
         handle = manager.handle(layer.layer_idx)
         note(handle.window.positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.errors import NoFreeSlot
+from dsv4.cache.prefix import NO_STOP, Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.sequence import Sequence
@@ -30,14 +31,29 @@ class Books:
     def num_free_slots(self):
         return len(self._free_slots)
 
-    def admit(self, max_tokens):
+    def chain(self, token_ids, salt):
+        return None
+
+    def match(self, chain):
+        return Match()
+
+    def next_stop(self, slot):
+        return NO_STOP
+
+    def launched(self, slot):
+        pass
+
+    def blocks_freed_by(self, slots):
+        return sum(len(self._blocks[slot]) for slot in slots)
+
+    def admit(self, max_tokens, chain=None):
         if not self._free_slots:
             raise NoFreeSlot("none")
         slot = self._free_slots.pop(0)
         self._positions[slot], self._blocks[slot] = 0, []
         return slot
 
-    def release(self, slot):
+    def release(self, slot, *, keep=True):
         self._allocator.release(self._blocks.pop(slot))
         del self._positions[slot]
         self._free_slots.append(slot)

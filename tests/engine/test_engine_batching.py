@@ -87,7 +87,7 @@ def test_more_requests_than_slots_in_order(make_llm):
 
 def test_scarce_blocks_make_requests_wait_not_fail(make_llm):
     """Four slots but three blocks: the fourth request waits for the first chunk of its prompt."""
-    llm = make_llm("official", num_blocks=3)
+    llm = make_llm("official", num_blocks=3, prefix_cache_bytes=0)
     prompts, params = prompts_of(130, 4, 131, 4), SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
     expected = [make_llm("official").generate([prompt], params)[0] for prompt in prompts]
     sequences = [llm.engine.add(prompt, params) for prompt in prompts]

@@ -103,7 +103,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(make_llm, monkeypat
 
 
 def test_statistics(make_llm):
-    llm = make_llm(max_concurrent_requests=2)
+    llm = make_llm(max_concurrent_requests=2, prefix_cache_bytes=0)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     sequences = [llm.engine.add(list(range(2, 2 + length)), params) for length in (10, 140, 5)]
     before = llm.engine.stats()

@@ -68,7 +68,7 @@ def test_the_same_bits_whatever_the_load(make_llm, alone, limits, is_scarce):
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6])
 def test_preempted_at_any_moment(make_llm, alone, num_steps):
     """One slot: an urgent request takes it after so many steps: while the prompt is read (three steps), or later."""
-    llm = make_llm("official", max_concurrent_requests=1, max_chunk_tokens=50)
+    llm = make_llm("official", max_concurrent_requests=1, max_chunk_tokens=50, prefix_cache_bytes=0)
     sequence = llm.engine.add(PROMPTS[1], PARAMS[1])
     for _ in range(num_steps):
         llm.engine.step()
@@ -129,7 +129,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
 
 def test_a_runner_of_ones_own(make_llm, alone):
     """The engine asks it for exactly the rows that draw."""
-    llm = make_llm("official", max_chunk_tokens=60)
+    llm = make_llm("official", max_chunk_tokens=60, prefix_cache_bytes=0)
     asked = []
 
     class Watching(Runner):

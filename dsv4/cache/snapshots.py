@@ -1,0 +1,92 @@
+"""`SnapshotStore`: states of requests at multiples of 128 tokens, in one allocation made at the start.
+
+A snapshot holds, for every layer, the window's rows, and on CSA layers the `following` rows of the last four tokens.
+Nothing else is needed there: own tails are empty at a multiple of both ratios, positions follow from the number of
+tokens. Rows lie in ascending position, whatever the ring's length was. Every copy is a slice between device tensors:
+ordered by the stream, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.pool import Pool
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.state import NO_POSITION, StateCache
+
+PREFIX = "snapshot."
+
+
+class SnapshotStore:
+    """`save` and `restore` between the slots of `state` and the snapshots of the schema.
+
+    `ahead_layers`: layers whose row of a token is made with the next token (MTP): the last one of a snapshot could
+    belong to another continuation, so it is left out.
+    """
+
+    def __init__(self, schema: CacheSchema, state: StateCache, *, ahead_layers: Iterable[int]) -> None:
+        device = next(iter(state.pools.values())).storage.device
+        self._state = state
+        self.pools = {
+            pool.name: Pool(pool, state.pools[pool.name.removeprefix(PREFIX)].all_layers.dtype, device)
+            for pool in schema.snapshot_pools
+        }
+        positions = state.pools["window.positions"]
+        self._positions = positions.all_layers  # [layers, slots, ring_len]
+        self._ahead_rows = [positions.schema.layer_ids.index(layer_idx) for layer_idx in ahead_layers]
+        self._window = schema.window_len
+
+    def save(self, slot: int, position: int, snapshot: int) -> None:
+        """The state of a request at `position`; it may have gone on by as many tokens as its rings hold beyond that."""
+        targets, sources = [], []
+        for name, pool in self.pools.items():
+            for rows, ring in _pairs(pool, self._ring(name), position):
+                targets.append(pool.all_layers[:, snapshot, rows])
+                sources.append(self._ring(name).all_layers[:, slot, ring])
+        torch._foreach_copy_(targets, sources)
+
+    def restore(self, slot: int, position: int, snapshot: int) -> None:
+        """A fresh slot becomes that of a request at `position`."""
+        self.write_slot(slot, position, self.rows(snapshot))
+
+    def rows(self, snapshot: int) -> dict[str, Tensor]:
+        """By pool, [layers, rows, ...]: views."""
+        return {name: pool.all_layers[:, snapshot] for name, pool in self.pools.items()}
+
+    def write_slot(self, slot: int, position: int, rows: Mapping[str, Tensor]) -> None:
+        """`restore` from rows that lie anywhere on the device, in the shapes of `rows`."""
+        targets, sources = [], []
+        for name, pool in self.pools.items():
+            for stored, ring in _pairs(pool, self._ring(name), position):
+                targets.append(self._ring(name).all_layers[:, slot, ring])
+                sources.append(rows[name][:, stored])
+        torch._foreach_copy_(targets, sources)
+        first = position - self._window
+        held = torch.arange(first, position, dtype=torch.int32, device=self._positions.device).clamp_(min=NO_POSITION)
+        for stored, ring in _runs(self._window, self._positions.shape[2], first):
+            self._positions[:, slot, ring] = held[stored]
+        for row in self._ahead_rows:
+            self._positions[row, slot, (position - 1) % self._positions.shape[2]] = NO_POSITION
+
+    def memory_bytes(self) -> int:
+        """Bytes really held."""
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def _ring(self, name: str) -> Pool:
+        return self._state.pools[name.removeprefix(PREFIX)]
+
+
+def _pairs(stored: Pool, ring: Pool, position: int) -> list[tuple[slice, slice]]:
+    num_rows = stored.schema.shape[1]
+    return _runs(num_rows, ring.schema.shape[1], position - num_rows)
+
+
+def _runs(num_rows: int, ring_len: int, first: int) -> list[tuple[slice, slice]]:
+    """Rows of positions from `first` on, and where a ring has them: one run, or two where it wraps around."""
+    start = first % ring_len
+    head = min(num_rows, ring_len - start)
+    runs = [(slice(0, head), slice(start, start + head))]
+    return runs if head == num_rows else [*runs, (slice(head, num_rows), slice(0, num_rows - head))]
