@@ -3,6 +3,7 @@
 PYTHON ?= python3
 GPU_PYTHON ?= python
 VENV ?= .venv
+CLIENTS ?= .venv-clients
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
 BIN := $(VENV)/bin
@@ -10,13 +11,14 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo serve-demo test lint types unit-test browser-test slow-test format gpu-test bench clean help
+.PHONY: demo serve-demo test lint types unit-test client-test browser-test slow-test format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      stream text from the trained miniature that ships with dsv4 (CPU)"
 	@echo "make test      lint, format check, types and every CPU test"
 	@echo "make lint | types | unit-test | format    one part of it"
+	@echo "make client-test     openai, anthropic, litellm, langchain, ... against a live server"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
 	@echo "make slow-test       the tests that take long: a storm on a server"
 	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
@@ -65,6 +67,17 @@ unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
+client-test: $(CLIENTS)/.installed
+	@echo "==> pytest (clients of others against a live server)"
+	@PYTHONPATH=. $(CLIENTS)/bin/python -m pytest -q -m client tests/clients
+
+$(CLIENTS)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt
+	@echo "==> installing the clients into $(CLIENTS) (a few gigabytes, minutes the first time)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check 'torch==2.13.0'
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[serve]' -r tests/clients/requirements.txt
+	@touch $@
+
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"
 	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/serve
@@ -87,5 +100,5 @@ bench:
 	@set -e; for file in benchmarks/bench_*.py; do echo "==> $$file"; PYTHONPATH=. $(GPU_PYTHON) "$$file"; done
 
 clean:
-	rm -rf $(VENV) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dsv4 tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,12 @@ from dsv4.config import shown
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is; the message names the field and what would be accepted."""
+    """A request that cannot be served as it is; the message names the field and what would be accepted. `field` is that
+    of `SamplingParams` (or `prompt`) which is wrong, where it is one of them."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class FinishReason(StrEnum):
@@ -77,24 +82,24 @@ class SamplingParams:
             if name in _OPTIONAL and value is None:
                 continue
             if not isinstance(value, (list, tuple)):
-                raise RequestError(f"{name} must be a list, found {shown(value)}")
+                raise _wrong(name, f"must be a list, found {shown(value)}")
             object.__setattr__(self, name, tuple(value))
         _check_integers(self)
         _check_reals(self)
         _check_tokens(self)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, found {shown(text)}")
+                raise _wrong("stop", f"must hold non-empty strings, found {shown(text)}")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, found {shown(self.ignore_eos)}")
+            raise _wrong("ignore_eos", f"must be true or false, found {shown(self.ignore_eos)}")
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            raise RequestError(f"cache_salt must be a non-empty string, found {shown(self.cache_salt)}")
+            raise _wrong("cache_salt", f"must be a non-empty string, found {shown(self.cache_salt)}")
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RequestError("max_tokens must be at least 1 unless prompt_logprobs asks for a score, found 0")
+            raise _wrong("max_tokens", "must be at least 1 unless prompt_logprobs asks for a score, found 0")
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), found {self.min_tokens}")
+            raise _wrong("min_tokens", f"must be at most max_tokens ({self.max_tokens}), found {self.min_tokens}")
 
     @property
     def has_penalties(self) -> bool:
@@ -121,6 +126,10 @@ _REAL_RANGE = {
 }  # fmt: skip
 
 
+def _wrong(field: str, message: str) -> RequestError:
+    return RequestError(f"{field} {message}", field=field)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -135,7 +144,7 @@ def _check_integers(params: SamplingParams) -> None:
         if name in _OPTIONAL and value is None:
             continue
         if not _is_int(value) or not low <= value <= high:
-            raise RequestError(f"{name} must be an integer from {low} to {high}, found {shown(value)}")
+            raise _wrong(name, f"must be an integer from {low} to {high}, found {shown(value)}")
 
 
 def _check_reals(params: SamplingParams) -> None:
@@ -145,7 +154,7 @@ def _check_reals(params: SamplingParams) -> None:
             continue
         if not _is_real(value) or not low <= value <= high or (value == low and not closed):
             span = f"from {low:g} to {high:g}" if closed else f"above {low:g} and at most {high:g}"
-            raise RequestError(f"{name} must be a number {span}, found {shown(value)}")
+            raise _wrong(name, f"must be a number {span}, found {shown(value)}")
 
 
 def _check_tokens(params: SamplingParams) -> None:
@@ -153,26 +162,26 @@ def _check_tokens(params: SamplingParams) -> None:
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(params, name) or ():
             if not _is_int(token_id) or token_id < 0:
-                raise RequestError(f"{name} must hold ids >= 0, found {shown(token_id)}")
+                raise _wrong(name, f"must hold ids >= 0, found {shown(token_id)}")
     if params.allowed_token_ids == ():
-        raise RequestError("allowed_token_ids must hold at least one id (None allows all), found ()")
+        raise _wrong("allowed_token_ids", "must hold at least one id (None allows all), found ()")
     words = []
     for word in params.bad_words_ids:
         is_word = isinstance(word, (list, tuple)) and len(word) > 0
         if not is_word or not all(_is_int(token_id) and token_id >= 0 for token_id in word):
-            raise RequestError(f"bad_words_ids must hold non-empty lists of ids >= 0, found {shown(word)}")
+            raise _wrong("bad_words_ids", f"must hold non-empty lists of ids >= 0, found {shown(word)}")
         words.append(tuple(word))
     object.__setattr__(params, "bad_words_ids", tuple(words))
     if params.logit_bias is None:
         return
     if not isinstance(params.logit_bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, found {shown(params.logit_bias)}")
+        raise _wrong("logit_bias", f"must map token ids to numbers, found {shown(params.logit_bias)}")
     for token_id, bias in params.logit_bias.items():
         if not _is_int(token_id) or token_id < 0:
-            raise RequestError(f"logit_bias must have ids >= 0 as keys, found {shown(token_id)}")
+            raise _wrong("logit_bias", f"must have ids >= 0 as keys, found {shown(token_id)}")
         if not _is_real(bias) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
             limits = f"from {-_MAX_BIAS} to {_MAX_BIAS}"
-            raise RequestError(f"logit_bias must hold numbers {limits}, found {shown(bias)} for token {token_id}")
+            raise _wrong("logit_bias", f"must hold numbers {limits}, found {shown(bias)} for token {token_id}")
     object.__setattr__(params, "logit_bias", dict(params.logit_bias))
 
 
@@ -203,8 +212,11 @@ class Completion:
     num_cached_tokens: int = field(default=0, compare=False)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
-    """The ids as plain integers (numpy's and torch's are taken too); `RequestError` for any outside the vocabulary."""
+def check_token_ids(
+    token_ids: Iterable[int], vocab_size: int, name: str, *, field: str | None = None
+) -> list[int]:  # fmt: skip
+    """The ids as plain integers (numpy's and torch's are taken too); `RequestError` for any outside the vocabulary,
+    with `name` for what one of them is and `field` for where they are."""
     checked = []
     for place, token_id in enumerate(token_ids):
         try:
@@ -212,7 +224,8 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> lis
         except TypeError:
             plain = -1
         if not 0 <= plain < vocab_size:
-            raise RequestError(f"{name} {place} is {shown(token_id)}; ids are integers from 0 to {vocab_size - 1}")
+            message = f"{name} {place} is {shown(token_id)}; ids are integers from 0 to {vocab_size - 1}"
+            raise RequestError(message, field=field)
         checked.append(plain)
     return checked
 
@@ -228,18 +241,19 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     for name, token_ids in given.items():
         outside = [token_id for token_id in token_ids if token_id >= vocab_size]
         if outside:
-            raise RequestError(f"{name} holds {shown(outside[0])}; ids are integers from 0 to {vocab_size - 1}")
+            raise _wrong(name, f"holds {shown(outside[0])}; ids are integers from 0 to {vocab_size - 1}")
 
 
 def check_prompt(token_ids: Iterable[int], vocab_size: int, max_context_tokens: int) -> list[int]:
     """The ids as plain integers. `RequestError` for an empty prompt, an id outside the vocabulary, or no room for one
     new token."""
-    checked = check_token_ids(token_ids, vocab_size, "prompt token")
+    checked = check_token_ids(token_ids, vocab_size, "prompt token", field="prompt")
     if not checked:
-        raise RequestError("the prompt is empty; it needs at least one token")
+        raise RequestError("the prompt is empty; it needs at least one token", field="prompt")
     if len(checked) >= max_context_tokens:
         raise RequestError(
             f"the prompt has {len(checked)} tokens; max_context_tokens is {max_context_tokens} (--context on the "
-            "command line) and one must remain for the answer: shorten the prompt or raise max_context_tokens"
+            "command line) and one must remain for the answer: shorten the prompt or raise max_context_tokens",
+            field="prompt",
         )
     return checked

@@ -91,6 +91,7 @@ def test_nonsense_is_refused_by_name(name):
         with pytest.raises(RequestError, match=f"^{name} must .*found ") as caught:
             SamplingParams(**{name: value})
         assert len(str(caught.value)) < 300
+        assert caught.value.field == name
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -186,8 +187,9 @@ def test_finish_reasons_are_plain_strings():
 
 def test_ids_outside_the_vocabulary():
     for token_id in (-1, 10, 2**70, HUGE, 1.0, "1", None, True, False, [1], math.nan):
-        with pytest.raises(RequestError, match=r"^prompt token 2 is .*; ids are integers from 0 to 9$"):
+        with pytest.raises(RequestError, match=r"^prompt token 2 is .*; ids are integers from 0 to 9$") as caught:
             check_prompt([0, 9, token_id, 3], 10, 100)
+        assert caught.value.field == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +199,9 @@ def test_ids_outside_the_vocabulary():
 def test_ids_in_parameters_outside_the_vocabulary(fields):
     params = SamplingParams(**fields)
     check_params(params, 11)
-    with pytest.raises(RequestError, match=rf"^{next(iter(fields))} holds 10; ids are integers from 0 to 9$"):
+    with pytest.raises(RequestError, match=rf"^{next(iter(fields))} holds 10; ids are integers from 0 to 9$") as caught:
         check_params(params, 10)
+    assert caught.value.field == next(iter(fields))
 
 
 def test_ids_of_other_libraries_become_plain_integers():

@@ -144,7 +144,9 @@ class Engine:
         token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
         check_params(params, config.vocab_size)
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids", field="stop"
+            )
         sequence = Sequence.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
             eos_token_id=config.eos_token_id, tokenizer=self.tokenizer, constraint=constraint,
@@ -153,7 +155,8 @@ class Engine:
         if needed > total:
             raise RequestError(
                 f"the request may reach {sequence.max_len} tokens, which need {needed} cache blocks of {total}: "
-                "lower max_tokens or raise num_blocks"
+                "lower max_tokens or raise num_blocks",
+                field="max_tokens",
             )
         return sequence
 

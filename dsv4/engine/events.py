@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import ClassVar
 
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.request import FinishReason, TokenLogprobs
@@ -47,6 +48,9 @@ class EndEvent:
     choice: int
     finish_reason: FinishReason
     seconds: float
+    token_id: ClassVar[None] = None
+    text: ClassVar[str] = ""
+    logprobs: ClassVar[None] = None
 
 
 RequestEvent = TokenEvent | ErrorEvent | EndEvent

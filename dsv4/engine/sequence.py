@@ -111,6 +111,15 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def stopped_by(self) -> str | int | None:
+        """The stop string or stop id that ended it; None for the end of sequence, or another end."""
+        if self._stop is not None and self._stop.found is not None:
+            return self._stop.found
+        last = self.token_ids[-1]
+        is_stop_id = self.num_output > 0 and last in self.params.stop_token_ids and last != self.eos_token_id
+        return last if self.finish_reason is FinishReason.STOP and is_stop_id else None
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 

@@ -1,4 +1,4 @@
-"""The grammar an answer must follow: a JSON schema, a tool call that must (or must not) come, reasoning before it.
+"""The grammar an answer must follow: a rule of its content, a tool call that must (or must not) come, reasoning first.
 
 Tool calls are written exactly as the protocol writes them (`dsv4.text.chat`), their arguments following each function's
 schema. A string without further rules is written raw, as the model was trained to; one with rules (pattern, length,
@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from dsv4.serve.grammar import GrammarError
 from dsv4.serve.schema_refs import find_empty_reference
+from dsv4.serve.structured import ContentRule, JsonRule
 from dsv4.text.protocol import PROTOCOL
 
-# Enough for any indentation; without a bound a model can fill its whole answer with spaces.
-_WHITESPACE = "[ \\n\\r\\t]{1,64}"
 _RAW_STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 _NOT_AN_OBJECT = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "minProperties", "maxProperties")
 
@@ -26,12 +25,12 @@ Calls = Literal["never", "may", "must"]
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRules:
-    """thinking: the answer begins inside an open think block. schema: the JSON schema of the content, None for any
+    """thinking: the answer begins inside an open think block. content: the rule of the content, None for any
     text. calls: whether tools are called. functions: name and parameter schema of those that may be. one_call: at most
     one call."""
 
     thinking: bool
-    schema: Mapping[str, Any] | None = None
+    content: ContentRule | None = None
     calls: Calls = "never"
     functions: Sequence[tuple[str, Mapping[str, Any]]] = ()
     one_call: bool = False
@@ -41,7 +40,8 @@ def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
     """Lark text of an answer. `special` gives a marker's grammar symbol. `GrammarError` for what cannot be enforced."""
     if rules.calls == "must" and not rules.functions:
         raise GrammarError("a tool must be called, and there is none")
-    for schema in (rules.schema, *(parameters for _, parameters in rules.functions)):
+    of_content = rules.content.schema if isinstance(rules.content, JsonRule) else None
+    for schema in (of_content, *(parameters for _, parameters in rules.functions)):
         reference = find_empty_reference(schema)
         if reference is not None:
             raise GrammarError(f"the schema's $ref {reference[:80]!r} refers to itself and to nothing else")
@@ -55,23 +55,18 @@ def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
         lines += ["start: answer"]
     if rules.calls == "must":
         lines += ['answer: "\\n\\n<" block']
-    elif rules.schema is not None:
+    elif rules.content is not None:
         lines += ["answer: content" + (' | "\\n\\n<" block' if rules.calls == "may" else "")]
     else:
         # The text before a block and the "<" that opens it are one terminal: a lexer takes the longest match.
         lines += ["answer: TEXT?" + (" | OPENING block" if rules.calls == "may" else "")]
         lines += [f"TEXT: /(?s:.*)/ {plain}", f"OPENING: /(?s:.*)</ {plain}"]
-    if rules.schema is not None and rules.calls != "must":
-        lines += [f"content: {_json(rules.schema)}"]
+    if rules.content is not None and rules.calls != "must":
+        lines += [f"content: {rules.content.lark()}"]
     if rules.calls != "never":
         lines += _block(rules, dsml)
         lines += [f"RAW: /(?s:.*)<\\// {plain}"]
     return "\n".join(lines) + "\n"
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    # The library's own options travel in the schema; the caller's are replaced.
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _WHITESPACE}}, ensure_ascii=False)}"
 
 
 def _text(text: str) -> str:
@@ -143,7 +138,7 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> 
         raise GrammarError(f"the schema of {name[:40]!r} must be an object, found {type(schema).__name__}")
     inner = {**({} if schema is True else {"not": {}} if schema is False else schema), **shared}
     opening = _text(f'{head}"false">')
-    return f'{dsml} {opening} {_json(inner)} "</" {closing}'
+    return f'{dsml} {opening} {JsonRule(inner).lark()} "</" {closing}'
 
 
 def _string_choices(schema: Any) -> list[str] | None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from dsv4.config import shown
 from dsv4.serve.errors import ApiError
+from dsv4.serve.refused import REFUSED, why_refused
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -87,16 +88,20 @@ def _to_api_error(error: ValidationError) -> ApiError:
     if unknown is not None:
         *parents, name = unknown["loc"]
         path = ".".join(part for part in (_path(tuple(parents)), str(name)[:80]) if part)
-        message = f"{path or shown(name)}: this server does not support it"
+        message = f"{path or shown(name)}: {why_refused(str(name))}"
         return ApiError(400, message, code="unsupported_parameter", param=path)
     param = _path(chosen["loc"])
     if chosen["type"] == "missing":
         return ApiError(400, f"{param}: required, and missing", code="missing_required_parameter", param=param)
+    field = str(param.rpartition(".")[2])
+    if field in REFUSED and chosen["type"] in ("literal_error", "greater_than_equal", "less_than_equal"):
+        message = f"{param}: {why_refused(field)}, found {shown(chosen['input'])}"
+        return ApiError(400, message, code="unsupported_parameter", param=param)
     message = chosen["msg"].removeprefix("Value error, ")
     if chosen["type"] == "value_error":  # our own, which begin with the field
-        field = leading_field(message)
-        param = ".".join(part for part in (param, field) if part)
-        message = message if field is None else message.partition(": ")[2]
+        leading = leading_field(message)
+        param = ".".join(part for part in (param, leading) if part)
+        message = message if leading is None else message.partition(": ")[2]
     else:
         message = f"{message[:1].lower()}{message[1:]}, found {shown(chosen['input'])}"
     return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
@@ -109,7 +114,7 @@ def leading_field(message: str) -> str | None:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, without the names pydantic gives to the members of a union."""
+    """`messages[0].content`, without the names that members of a union have."""
     path = ""
     for place, part in enumerate(location):
         is_tag = place > 0 and location[place - 1] in _TAGGED_UNIONS
@@ -121,4 +126,4 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 _TYPE_NAMES = ("str", "int", "float", "bool", "list", "dict", "none")
-_TAGGED_UNIONS = ("response_format",)
+_TAGGED_UNIONS = ("response_format", "format")

@@ -1,4 +1,5 @@
-"""Errors of the HTTP interface, in the shape OpenAI's clients read: `{"error": {message, type, param, code}}`."""
+"""Errors of the HTTP interface, in a shape that OpenAI's clients and Anthropic's both read:
+`{"type": "error", "error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class ApiError(ValueError):
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error answer."""
-    return {"error": {"message": message, "type": _TYPES.get(status, _family(status)), "param": param, "code": code}}
+    kind = _TYPES.get(status, _family(status))
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 _TYPES = {

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from dsv4.serve.apis import GENERATING, QUESTIONS
 from dsv4.serve.errors import ApiError
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.settings import ServerConfig, is_loopback_name
@@ -21,11 +22,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MAX_ID_LEN = 128
-_GUARDED = ("/v1/", "/live")
+_GUARDED = ("/v1/", "/live", "/tokenize", "/detokenize")
 _ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
+    *(api.path for api in (*GENERATING, *QUESTIONS)),
     "/v1/models",
+    "/version",
     "/live",
     "/health",
     "/ready",
@@ -74,11 +75,9 @@ class Gate:
             # A proxy may believe one and this server the other: what follows could be somebody else's request.
             message = "content-length: not allowed beside transfer-encoding"
             raise ApiError(400, message, code="ambiguous_length", closes=True)
-        if self._key is not None and scope["path"].startswith(_GUARDED):
-            given = headers.get(b"authorization") or []
-            token = given[0][7:] if len(given) == 1 and given[0][:7].lower() == b"bearer " else b""
-            if not hmac.compare_digest(token.strip(), self._key):
-                raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        is_guarded = self._key is not None and scope["path"].startswith(_GUARDED)
+        if is_guarded and not hmac.compare_digest(_token(headers), self._key or b""):
+            raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         if b"content-encoding" in headers:
             raise ApiError(415, "content-encoding: compressed bodies are not accepted", code="unsupported_encoding")
         lengths = headers.get(b"content-length") or []
@@ -122,6 +121,15 @@ def _request_id(headers: Mapping[bytes, list[bytes]]) -> str:
     given = (headers.get(b"x-request-id") or [b""])[0].decode("latin-1")
     is_usable = 0 < len(given) <= _MAX_ID_LEN and given.isascii() and given.isprintable() and " " not in given
     return given if is_usable else secrets.token_hex(12)
+
+
+def _token(headers: Mapping[bytes, list[bytes]]) -> bytes:
+    """The key a request carries: as OpenAI's clients send it, or else as Anthropic's do. None where it is not one."""
+    given = headers.get(b"authorization") or []
+    if given:
+        return given[0][7:].strip() if len(given) == 1 and given[0][:7].lower() == b"bearer " else b""
+    keys = headers.get(b"x-api-key") or []
+    return keys[0].strip() if len(keys) == 1 else b""
 
 
 def _route(path: str) -> str:

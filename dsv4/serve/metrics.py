@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dsv4.engine.async_engine import AsyncEngine
-from dsv4.engine.events import TokenEvent
+from dsv4.engine.events import EndEvent, TokenEvent
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -165,8 +165,18 @@ class RequestTimer:
             return None
         return later / (last - self._first)
 
-    def token(self, event: TokenEvent, prompt_len: int) -> None:
-        """A token came out of the engine, for a request whose prompt has `prompt_len` tokens."""
+    def token(self, event: TokenEvent | EndEvent, prompt_len: int) -> None:
+        """A token, or an end without one, came out of the engine: of a request whose prompt has `prompt_len` tokens."""
+        if isinstance(event, TokenEvent):
+            self._count(event)
+        if event.finish_reason is not None:
+            self.finish_reasons.add(str(event.finish_reason))
+            self._metrics.finished(str(event.finish_reason))
+            self._metrics.whole_request.observe(event.seconds - self.start)
+            self._metrics.prompt_len.observe(prompt_len)
+            self._metrics.output_len.observe(self._num_tokens[event.choice])
+
+    def _count(self, event: TokenEvent) -> None:
         last = self._last[event.choice]
         if last is None:
             self._metrics.first_token.observe(event.seconds - self.start)
@@ -176,13 +186,7 @@ class RequestTimer:
             self._first = event.seconds
         self._last[event.choice] = event.seconds
         self._num_tokens[event.choice] += 1
-        if event.finish_reason is not None:
-            self.finish_reasons.add(str(event.finish_reason))
-            self._metrics.finished(str(event.finish_reason))
-            self._metrics.whole_request.observe(event.seconds - self.start)
-            self._metrics.prompt_len.observe(prompt_len)
-            self._metrics.output_len.observe(self._num_tokens[event.choice])
 
-    def sent(self, event: TokenEvent) -> None:
+    def sent(self, event: TokenEvent | EndEvent) -> None:
         """Everything this token made certain has been handed to the socket."""
         self._metrics.delivery.observe(time.perf_counter() - event.seconds)

@@ -7,22 +7,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from dsv4.serve.protocol import ChatRequest, CompletionRequest
-from dsv4.serve.responses import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ErrorBody,
-    Health,
-    Live,
-    ModelCard,
-    ModelList,
-    TextCompletion,
-)
+from dsv4.serve.apis import GENERATING, QUESTIONS
+from dsv4.serve.responses import ChatCompletionChunk, ErrorBody, Health, Live, ModelCard, ModelList, Version
 
 API_VERSION = "1.0"  # of the interface, not of the package
 _REFERENCE = "#/components/schemas/{model}"
-_REQUESTS = (ChatRequest, CompletionRequest)
-_ANSWERS = (ChatCompletion, ChatCompletionChunk, TextCompletion, ModelCard, ModelList, Health, Live, ErrorBody)
+_REQUESTS: tuple[type[BaseModel], ...] = tuple(api.request for api in (*GENERATING, *QUESTIONS))
+_ANSWERS: tuple[type[BaseModel], ...] = (
+    *(api.answer for api in (*GENERATING, *QUESTIONS)),
+    ChatCompletionChunk, ModelCard, ModelList, Health, Live, Version, ErrorBody,
+)  # fmt: skip
 _STATUS = {
     400: "A field is wrong, missing or not supported; the message names it.",
     401: "No valid API key.",
@@ -42,14 +36,18 @@ def openapi_document(*, has_key: bool) -> dict[str, Any]:
     components: dict[str, Any] = {"schemas": {**requests["$defs"], **answers["$defs"]}}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "dsv4", "version": API_VERSION, "description": "DeepSeek-V4 behind OpenAI's interface."},
+        "info": {
+            "title": "dsv4",
+            "version": API_VERSION,
+            "description": "DeepSeek-V4 behind OpenAI's and Anthropic's interfaces.",
+        },
         "paths": _paths(),
         "components": components,
     }
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in document["paths"].items():
-            if path.startswith(("/v1/", "/live")):
+            if path.startswith(("/v1/", "/live", "/tokenize", "/detokenize")):
                 for operation in methods.values():
                     operation["security"] = [{"key": []}]
     return document
@@ -62,9 +60,11 @@ def _paths() -> dict[str, Any]:
     metrics = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     health = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "The engine has failed.")}}
     ready = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down, or failed.")}}
+    asking = (400, 401, 403, 404, 413, 415)
     return {
-        "/v1/chat/completions": {"post": _posting("Answer a conversation", ChatRequest, ChatCompletion, posting)},
-        "/v1/completions": {"post": _posting("Continue a text", CompletionRequest, TextCompletion, posting)},
+        **{api.path: {"post": _posting(api.summary, api.request, api.answer, posting)} for api in GENERATING},
+        **{one.path: {"post": _asking(one.summary, one.request, one.answer, asking)} for one in QUESTIONS},
+        "/version": {"get": {"summary": "The version", "responses": _answers(Version, (403,))}},
         "/v1/models": {"get": {"summary": "The model", "responses": _answers(ModelList, (401, 403))}},
         "/v1/models/{name}": {
             "get": {"summary": "The model", "parameters": [name], "responses": _answers(ModelCard, (401, 403, 404))}
@@ -80,10 +80,16 @@ def _paths() -> dict[str, Any]:
 def _posting(
     summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
 ) -> dict[str, Any]:  # fmt: skip
-    responses = _answers(answer, statuses)
-    responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation = _asking(summary, request, answer, statuses)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return operation
+
+
+def _asking(
+    summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
+) -> dict[str, Any]:  # fmt: skip
     body = {"required": True, "content": {"application/json": {"schema": _schema(request)}}}
-    return {"summary": summary, "requestBody": body, "responses": responses}
+    return {"summary": summary, "requestBody": body, "responses": _answers(answer, statuses)}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, str]:

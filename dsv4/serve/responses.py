@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,16 +17,51 @@ class Answer(BaseModel):
     def to_json(self) -> str:
         return self.model_dump_json(exclude_unset=True)
 
+    def to_event(self) -> bytes:
+        """As a server-sent event."""
+        return f"data: {self.to_json()}\n\n".encode()
 
-class PromptTokensDetails(Answer):
+
+class Sent(Protocol):
+    """What a stream is made of."""
+
+    def to_event(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class NamedEvent:
+    """An event that says its kind twice, beside its data and in it, as the newer interfaces want it."""
+
+    data: dict[str, Any]
+
+    def to_event(self) -> bytes:
+        return f"event: {self.data['type']}\ndata: {json.dumps(self.data, ensure_ascii=False)}\n\n".encode()
+
+
+@dataclass(frozen=True)
+class PlainEvent:
+    """An event without a name: an error, or the word that ends a stream."""
+
+    text: str
+
+    def to_event(self) -> bytes:
+        return f"data: {self.text}\n\n".encode()
+
+
+class PromptDetails(Answer):
     cached_tokens: int
+
+
+class CompletionDetails(Answer):
+    reasoning_tokens: int
 
 
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TopLogprob(Answer):
@@ -72,6 +109,8 @@ class ChatChoice(Answer):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -79,6 +118,19 @@ class ChatChunkChoice(Answer):
     delta: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class PromptLogprob(Answer):
+    """A token at one place of a prompt; rank 1 is the likeliest, None one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ChatCompletion(Answer):
@@ -88,6 +140,8 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(Answer):
@@ -97,12 +151,13 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextLogprobs(Answer):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -111,6 +166,10 @@ class TextChoice(Answer):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(Answer):
@@ -129,7 +188,23 @@ class ModelCard(Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int
     default_sampling_params: dict[str, float] | None = None
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class Version(Answer):
+    version: str
 
 
 class ModelList(Answer):
@@ -149,6 +224,7 @@ class ErrorDetail(Answer):
 
 
 class ErrorBody(Answer):
+    type: Literal["error"]
     error: ErrorDetail
 
 

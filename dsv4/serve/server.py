@@ -1,6 +1,7 @@
 """The HTTP server: `create_app` over an `LLM`, and `serve`, which runs it until told to stop.
 
-OpenAI's interface at /v1, a page at /, /health, /ready, /metrics, /live (the engine at this moment), /openapi.json.
+OpenAI's and Anthropic's interfaces at /v1 (`apis.py`), a page at /, /health, /ready, /metrics, /live (the engine at
+this moment) and /openapi.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -27,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.llm import LLM
 from dsv4.request import RequestError
-from dsv4.serve.assemble import ChatAssembler, TextAssembler
+from dsv4.serve.apis import GENERATING, QUESTIONS, Api, Question
 from dsv4.serve.body import parse_json, validate
 from dsv4.serve.defaults import FILE_NAME, describe
 from dsv4.serve.errors import ApiError, error_body
@@ -38,11 +39,12 @@ from dsv4.serve.live import LiveView
 from dsv4.serve.memory import give_back_memory
 from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.openapi import openapi_document
-from dsv4.serve.protocol import ChatRequest, CompletionRequest
+from dsv4.serve.parts import Strict
 from dsv4.serve.request_log import log_request, log_throughput
 from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
 from dsv4.serve.settings import MIB, ServerConfig
-from dsv4.serve.streaming import DISCONNECTED, ClientGone, EventStream, collect
+from dsv4.serve.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect
+from dsv4.serve.tokenize_api import version
 
 # The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
 # loop waiting 5 ms for every token it passes on.
@@ -51,7 +53,8 @@ _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _LOG = logging.getLogger("dsv4.serve")
-Prepared = TypeVar("Prepared")
+Route = TypeVar("Route", Api, Question)
+Made = TypeVar("Made")
 
 
 class Server:
@@ -70,21 +73,19 @@ class Server:
 
     # ---- generation ----
 
-    async def chat(self, request: Request) -> Response:
+    async def generate(self, request: Request, *, api: Api) -> Response:
+        """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await self._prepared(self._prepare_chat, body)
-        assembler = ChatAssembler(job, self.config.name, self.tokenizer)
+        asked, job = await self._beside(self._prepare, api, body)
+        assembler = api.assembler(job, asked, self.config.name, self.tokenizer)
         timer = RequestTimer(self.metrics, len(job.sequences), start)
-        return await self._answer(request, job, assembler, asked, timer)
+        return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream))
 
-    async def completion(self, request: Request) -> Response:
-        start = time.perf_counter()
+    async def reply(self, request: Request, *, question: Question) -> Response:
+        """Any interface that answers at once."""
         body = await self._body(request)
-        asked, job = await self._prepared(self._prepare_completion, body)
-        assembler = TextAssembler(job, self.config.name, self.tokenizer)
-        timer = RequestTimer(self.metrics, len(job.sequences), start)
-        return await self._answer(request, job, assembler, asked, timer)
+        return _json(await self._beside(self._reply, question, body))
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -93,31 +94,33 @@ class Server:
             raise ApiError(415, "content-type: expected application/json", code="unsupported_media_type")
         return await request.body()
 
-    async def _prepared(self, prepare: Callable[[bytes], Prepared], body: bytes) -> Prepared:
+    async def _beside(self, work: Callable[[Route, bytes], Made], route: Route, body: bytes) -> Made:
         """Check and encode beside the loop that streams. What a large body took goes back to the system."""
         try:
-            return await asyncio.to_thread(prepare, body)
+            return await asyncio.to_thread(work, route, body)
         finally:
             if len(body) > _LARGE_BODY_BYTES:
                 await asyncio.to_thread(give_back_memory)
 
-    def _prepare_chat(self, body: bytes) -> tuple[ChatRequest, Job]:
+    def _checked(self, model: type[Strict], body: bytes) -> Any:
         fields = parse_json(body, max_depth=self.config.max_json_depth)
-        messages = fields.get("messages")
-        if isinstance(messages, list) and len(messages) > self.config.max_messages:
-            message = f"messages: at most {self.config.max_messages} in one conversation, found {len(messages)}"
-            raise ApiError(400, message, code="too_many_messages", param="messages")
-        asked = validate(ChatRequest, fields)
-        return asked, self.jobs.chat(asked)
+        for name in ("messages", "input"):
+            turns = fields.get(name)
+            if isinstance(turns, list) and len(turns) > self.config.max_messages:
+                message = f"{name}: at most {self.config.max_messages} in one conversation, found {len(turns)}"
+                raise ApiError(400, message, code="too_many_messages", param=name)
+        return validate(model, fields)
 
-    def _prepare_completion(self, body: bytes) -> tuple[CompletionRequest, Job]:
-        asked = validate(CompletionRequest, parse_json(body, max_depth=self.config.max_json_depth))
-        return asked, self.jobs.completion(asked)
+    def _prepare(self, api: Api, body: bytes) -> tuple[Any, Job]:
+        asked = self._checked(api.request, body)
+        return asked, api.prepare(self.jobs, asked)
+
+    def _reply(self, question: Question, body: bytes) -> Answer:
+        return question.reply(self.jobs, self._checked(question.request, body))
 
     async def _answer(
-        self, request: Request, job: Job, assembler: ChatAssembler | TextAssembler,
-        asked: ChatRequest | CompletionRequest, timer: RequestTimer,
-    ) -> Response:  # fmt: skip
+        self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool
+    ) -> Response:
         try:
             stream = self.engine.submit(job.sequences)
         except EngineBusy as error:
@@ -126,11 +129,10 @@ class Server:
             message = "the server is shutting down and takes no more requests"
             raise ApiError(503, message, code="shutting_down", closes=True) from None
         ended = partial(log_request, request.scope["state"]["request_id"], request.url.path, job, timer)
-        if asked.stream:
+        if is_stream:
             return EventStream(
-                stream, assembler, self.metrics, timer, on_end=ended,
-                includes_usage=asked.includes_usage, stall_seconds=self.config.stall_seconds,
-            )  # fmt: skip
+                stream, assembler, self.metrics, timer, on_end=ended, stall_seconds=self.config.stall_seconds
+            )
         try:
             chunks = await collect(request, stream, assembler, timer)
         except ClientGone:
@@ -158,8 +160,11 @@ class Server:
     def _card(self) -> ModelCard:
         return ModelCard(
             id=self.config.name, object="model", created=self._created, owned_by="dsv4",
-            default_sampling_params=dict(self.config.sampling_defaults),
+            max_model_len=self.jobs.max_context_tokens, default_sampling_params=dict(self.config.sampling_defaults),
         )  # fmt: skip
+
+    async def show_version(self, request: Request) -> Response:
+        return _json(version())
 
     async def health(self, request: Request) -> Response:
         """Liveness: whether this process can go on. A server that finishes what runs is alive."""
@@ -204,8 +209,11 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_any_error)
-    app.add_route("/v1/chat/completions", server.chat, methods=["POST"])
-    app.add_route("/v1/completions", server.completion, methods=["POST"])
+    for api in GENERATING:
+        app.add_route(api.path, partial(server.generate, api=api), methods=["POST"])
+    for question in QUESTIONS:
+        app.add_route(question.path, partial(server.reply, question=question), methods=["POST"])
+    app.add_route("/version", server.show_version, methods=["GET"])
     app.add_route("/v1/models", server.models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_route("/live", server.show_live, methods=["GET"])

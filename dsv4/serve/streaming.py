@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,19 +12,30 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.engine.async_engine import EngineStopped
-from dsv4.engine.events import ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.events import EndEvent, ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.sequence import RequestAborted, RequestFailed
-from dsv4.serve.errors import ApiError, error_body
+from dsv4.serve.errors import ApiError
 from dsv4.serve.metrics import Metrics, RequestTimer
-from dsv4.serve.responses import Answer
+from dsv4.serve.responses import Answer, Sent
 
 
 class Assembler(Protocol):
-    """Turns events into chunks (`Answer`s): `ChatAssembler` and `TextAssembler`."""
+    """Turns the events of a job into what one interface answers, as a stream or whole."""
 
-    def opening(self) -> list[Any]: ...
-    def take(self, event: TokenEvent) -> list[Any]: ...
-    def usage_chunk(self) -> Answer: ...
+    def opening(self) -> Sequence[Sent]:
+        """What a stream begins with, before the first token."""
+
+    def take(self, event: TokenEvent | EndEvent) -> Sequence[Any]:
+        """What becomes certain with a token, or an end without one; each piece is `Sent`."""
+
+    def closing(self) -> Sequence[Sent]:
+        """What ends a stream in which every choice has ended."""
+
+    def failure(self, error: ApiError) -> Sequence[Sent]:
+        """What ends a stream that cannot go on."""
+
+    def whole(self, chunks: Sequence[Any]) -> Answer:
+        """The answer that all the pieces of `take` add up to."""
 
 
 class ClientGone(Exception):
@@ -47,7 +57,6 @@ async def collect(
                     raise ClientGone
                 if isinstance(event, ErrorEvent):
                     raise to_api_error(event.error)
-                assert isinstance(event, TokenEvent), "no route asks for a score alone yet"
                 timer.token(event, stream.sequences[event.choice].prompt_len)
                 chunks += assembler.take(event)
     return chunks
@@ -65,7 +74,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 class EventStream(Response):
-    """Chunks as server-sent events, ended by `[DONE]`; a job that fails ends with an error object instead.
+    """A job as server-sent events; one that fails ends with an error instead of its interface's usual end.
 
     on_end  told at the end what kept the client from getting everything: `DISCONNECTED`, `STALLED`, an error's code, or
             None
@@ -75,7 +84,7 @@ class EventStream(Response):
 
     def __init__(
         self, stream: RequestStream, assembler: Assembler, metrics: Metrics, timer: RequestTimer,
-        *, includes_usage: bool, stall_seconds: float, on_end: Callable[[str | None], None] = lambda problem: None,
+        *, stall_seconds: float, on_end: Callable[[str | None], None] = lambda problem: None,
     ) -> None:  # fmt: skip
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -83,7 +92,6 @@ class EventStream(Response):
         self._assembler = assembler
         self._metrics = metrics
         self._timer = timer
-        self._includes_usage = includes_usage
         self._stall_seconds = stall_seconds
         self._on_end = on_end
 
@@ -104,33 +112,27 @@ class EventStream(Response):
 
     async def _write(self, send: Send, gone: asyncio.Event) -> str | None:
         """What kept the client from getting everything; None if nothing did."""
-        await self._send(send, [_line(chunk.to_json()) for chunk in self._assembler.opening()])
+        await self._send(send, self._assembler.opening())
         async for event in self._stream:
             if gone.is_set():
                 return DISCONNECTED
             if isinstance(event, ErrorEvent):
                 failed = to_api_error(event.error)
-                body = error_body(failed.status, failed.message, code=failed.code)
-                await self._send(send, [_line(json.dumps(body))], is_last=True)
+                await self._send(send, self._assembler.failure(failed), is_last=True)
                 return failed.code
-            assert isinstance(event, TokenEvent), "no route asks for a score alone yet"
             self._timer.token(event, self._stream.sequences[event.choice].prompt_len)
             chunks = self._assembler.take(event)
             if chunks:
-                await self._send(send, [_line(chunk.to_json()) for chunk in chunks])
+                await self._send(send, chunks)
                 self._timer.sent(event)
-        ending = [_line(self._assembler.usage_chunk().to_json())] if self._includes_usage else []
-        await self._send(send, [*ending, _line("[DONE]")], is_last=True)
+        await self._send(send, self._assembler.closing(), is_last=True)
         return DISCONNECTED if gone.is_set() else None
 
-    async def _send(self, send: Send, lines: list[bytes], *, is_last: bool = False) -> None:
-        if lines:
+    async def _send(self, send: Send, pieces: Sequence[Sent], *, is_last: bool = False) -> None:
+        if pieces:
+            body = b"".join(piece.to_event() for piece in pieces)
             async with asyncio.timeout(self._stall_seconds):
-                await send({"type": "http.response.body", "body": b"".join(lines), "more_body": not is_last})
-
-
-def _line(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 @contextmanager

@@ -151,6 +151,11 @@ class StreamParser:
         self._events: list[Event] = []
         self._is_finished = False
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is still reasoning."""
+        return self._state is _State.REASONING
+
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of the completion; returns what became certain."""
         if self._is_finished:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class StopBuffer:
-    """Feed text with `push`; once `stopped`, the text that came before the first stop string has all been returned.
+    """Feed text with `push`; once `stopped`, the text that came before the first stop string (`found`) has all been
+    returned.
 
     The first is the one that ends first (of several that end there, the longest), so the result does not depend on how
     the text was cut into pieces.
@@ -15,7 +16,11 @@ class StopBuffer:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Text that is certain to come before any stop string."""
@@ -23,10 +28,10 @@ class StopBuffer:
             return ""
         self._held += text
         places = [(stop, self._held.find(stop)) for stop in self._stops]
-        found = [(place + len(stop), place) for stop, place in places if place >= 0]
+        found = [(place + len(stop), place, stop) for stop, place in places if place >= 0]
         if found:
-            self.stopped = True
-            out, self._held = self._held[: min(found)[1]], ""
+            _, place, self.found = min(found)
+            out, self._held = self._held[:place], ""
             return out
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         split = len(self._held) - keep

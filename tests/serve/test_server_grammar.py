@@ -11,6 +11,7 @@ from server_cases import SERVED, TOKENIZER
 from dsv4.engine.constraint import ConstraintError
 from dsv4.serve.answer_grammar import AnswerRules, answer_grammar
 from dsv4.serve.grammar import GrammarCompiler, GrammarError
+from dsv4.serve.structured import JsonRule
 from dsv4.text.parse import parse_completion
 
 EOS = SERVED.eos_token_id
@@ -91,7 +92,7 @@ def check_call(call):
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_json(write, thinking, seed):
-    parsed = parse_completion(write(AnswerRules(thinking=thinking, schema=SCHEMA), seed), thinking)
+    parsed = parse_completion(write(AnswerRules(thinking=thinking, content=JsonRule(SCHEMA)), seed), thinking)
     value = json.loads(parsed.content)
     assert (set(value), value["a"] in ("x", "y"), value["n"] in range(10)) == ({"a", "n"}, True, True)
     assert parsed.tool_calls == ()
@@ -126,7 +127,7 @@ def test_calls_that_may_come(write):
 
 
 def test_json_or_a_call(write):
-    rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS, schema=SCHEMA)
+    rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS, content=JsonRule(SCHEMA))
     answers = [parse_completion(write(rules, seed), False) for seed in range(12)]
     assert {bool(one.tool_calls) for one in answers} == {True, False}
     for one in answers:
@@ -188,7 +189,7 @@ def test_a_schema_that_would_take_all_memory_is_refused(compiler):
     """Patterns that must hold together cost exponentially; they are tried in a process of their own."""
     schema = {"allOf": [{"type": "string", "pattern": f"^(a|b|ab)*{i}$"} for i in range(40)]}
     with pytest.raises(GrammarError, match="too complex"):
-        compiler.compile(answer_grammar(AnswerRules(thinking=False, schema=schema), compiler.special))
+        compiler.compile(answer_grammar(AnswerRules(thinking=False, content=JsonRule(schema)), compiler.special))
 
 
 def test_a_grammar_seen_before_is_not_checked_again(compiler, monkeypatch):

@@ -15,9 +15,10 @@ from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start
 from dsv4.config import ConfigError
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.request import SamplingParams
-from dsv4.serve.assemble import TextAssembler
+from dsv4.serve.assemble_text import TextAssembler
 from dsv4.serve.jobs import Job
 from dsv4.serve.metrics import Metrics, RequestTimer
+from dsv4.serve.protocol import CompletionRequest
 from dsv4.serve.server import create_app
 from dsv4.serve.settings import ServerConfig
 from dsv4.serve.streaming import EventStream
@@ -128,7 +129,8 @@ def test_the_live_view(two_layer_params):
 def test_the_openapi_document(live):
     document = live.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        CHAT, "/v1/completions", "/v1/models", "/v1/models/{name}", "/live", "/health", "/ready", "/metrics", "/",
+        CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
+        "/detokenize", "/v1/models", "/v1/models/{name}", "/version", "/live", "/health", "/ready", "/metrics", "/",
     }  # fmt: skip
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
 
@@ -227,9 +229,9 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
         job = Job((llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True)),), 1)
         stream = engine.submit(job.sequences)
         timer = RequestTimer(metrics, 1, time.perf_counter())
-        response = EventStream(
-            stream, TextAssembler(job, NAME, TOKENIZER), metrics, timer, includes_usage=False, stall_seconds=0.3
-        )
+        asked = CompletionRequest(model=NAME, prompt=[5])
+        assembler = TextAssembler(job, asked, NAME, TOKENIZER)
+        response = EventStream(stream, assembler, metrics, timer, stall_seconds=0.3)
         sent = []
 
         async def send(message):

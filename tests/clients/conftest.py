@@ -1,0 +1,68 @@
+"""Servers for other people's clients: very small models that say what a test wants them to say.
+
+Run by `make client-test`, which installs the clients into an environment of their own; left out everywhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "serve"), str(Path(__file__).parent)]
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # no look into the network
+
+CLIENTS = ("anthropic", "guidellm", "instructor", "langchain_openai", "litellm", "llm", "lm_eval", "pydantic_ai")
+if any(importlib.util.find_spec(client) is None for client in CLIENTS):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def params():
+    import torch
+    from server_cases import SERVED
+
+    from dsv4.loader.synth import random_params
+
+    return random_params(SERVED, dequantize_to=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def says(params):
+    """`says(text)`: the address of a server whose model answers with this text, whatever it is asked."""
+    from server_cases import let_it_say, make_llm, start_server
+
+    servers = {}
+
+    def start(text):
+        if text not in servers:
+            servers[text] = start_server(let_it_say(make_llm(params), text))
+        return servers[text].url
+
+    yield start
+    for server in servers.values():
+        server.wait_until_free()
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def talker(says):
+    """A server that greets."""
+    return says("Hello there.")
+
+
+@pytest.fixture(scope="session")
+def caller(says):
+    """A server that calls `get_weather` for Oslo."""
+    from client_cases import CALL
+
+    return says(CALL)
+
+
+@pytest.fixture(scope="session")
+def thinker(says):
+    """A server that thinks `hm` and says `Yes.`, where it is asked to think."""
+    return says("hm</think>Yes.")
