@@ -16,8 +16,9 @@ from typing import Any, Literal
 BLOCK_TOKENS = 128  # one logical cache block: lcm of the two compression ratios
 CSA_RATIO = 4
 HCA_RATIO = 128
-DSPARK_BLOCKS = 3
 MAX_DRAFT_BLOCKS = 64  # far above any release: a larger number is a damaged file
+MAX_DRAFT_TOKENS = 64  # a request may be asked to draft at once
+NUM_DSPARK_LAYERS = 3  # of published heads; `compress_ratios` may say otherwise
 
 
 class ConfigError(ValueError):
@@ -36,7 +37,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
-    """Keys of the DSpark draft head (recognised so that `mtp.0..2` is not misread as MTP; not executed)."""
+    """Keys of a DSpark draft head, which lives under the names of MTP (`mtp.0`, `mtp.1`, ...) and is not MTP."""
 
     block_size: int
     noise_token_id: int
@@ -104,10 +105,16 @@ class ModelConfig:
         return 0 if self.dspark is not None else self.num_nextn_predict_layers
 
     @property
+    def num_draft_layers(self) -> int:
+        """Blocks under `mtp.*`: MTP blocks, or the layers of a DSpark head, which has one ratio for each of them."""
+        if self.dspark is None:
+            return self.num_nextn_predict_layers
+        return len(self.compress_ratios) - self.num_hidden_layers or NUM_DSPARK_LAYERS
+
+    @property
     def num_spare_ratios(self) -> int:
         """Values of `compress_ratios` for draft blocks that the config does not announce: harmless, worth a word."""
-        num_draft = DSPARK_BLOCKS if self.dspark is not None else self.num_nextn_predict_layers
-        return max(0, len(self.compress_ratios) - self.num_hidden_layers - num_draft)
+        return max(0, len(self.compress_ratios) - self.num_hidden_layers - self.num_draft_layers)
 
     # ---- constructors ----
 
@@ -130,6 +137,27 @@ class ModelConfig:
             n_routed_experts=384, moe_intermediate_size=3072, routed_scaling_factor=2.5, index_topk=1024,
             compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
         )  # fmt: skip
+
+    @classmethod
+    def flash_0731(cls) -> ModelConfig:
+        """DeepSeek-V4-Flash-0731 (and Flash-DSpark): Flash with a DSpark head instead of MTP."""
+        return cls.flash().with_dspark(noise_token_id=128799, markov_rank=256)
+
+    @classmethod
+    def pro_0813(cls) -> ModelConfig:
+        """DeepSeek-V4-Pro-0813 (and Pro-DSpark): Pro with a DSpark head instead of MTP."""
+        return cls.pro().with_dspark(noise_token_id=128799, markov_rank=512)
+
+    def with_dspark(self, *, noise_token_id: int, markov_rank: int, block_size: int = 5) -> ModelConfig:
+        """The same model with a DSpark head that taps its last layers, as published heads do."""
+        first = max(self.num_hidden_layers - NUM_DSPARK_LAYERS, 0)
+        dspark = DSparkConfig(
+            block_size=block_size,
+            noise_token_id=noise_token_id,
+            target_layer_ids=tuple(range(first, self.num_hidden_layers)),
+            markov_rank=markov_rank,
+        )
+        return replace(self, dspark=dspark, compress_ratios=(*self.layer_ratios, *(0,) * NUM_DSPARK_LAYERS))
 
     @classmethod
     def tiny(cls, **changes: Any) -> ModelConfig:
@@ -296,10 +324,22 @@ def _validate_dspark(dspark: DSparkConfig, c: ModelConfig) -> None:
     for name, least in (("block_size", 1), ("noise_token_id", 0), ("markov_rank", 1)):
         value = getattr(dspark, name)
         _require(is_size(value, least), f"dspark_{name} must be an integer >= {least}, found {shown(value)}")
+    _require(
+        dspark.block_size <= MAX_DRAFT_TOKENS,
+        f"dspark_block_size must be at most {MAX_DRAFT_TOKENS}, found {dspark.block_size}",
+    )
+    _require(
+        dspark.noise_token_id < c.vocab_size,
+        f"dspark_noise_token_id {dspark.noise_token_id} is outside vocab_size {c.vocab_size}",
+    )
     targets = dspark.target_layer_ids
     _require(
         all(is_size(layer_idx, 0) and layer_idx < c.num_hidden_layers for layer_idx in targets),
         f"dspark_target_layer_ids must be layers below {c.num_hidden_layers}, found {shown(targets)}",
+    )
+    _require(
+        0 < len(targets) == len(set(targets)),
+        f"dspark_target_layer_ids must name at least one layer, and none twice, found {shown(targets)}",
     )
 
 
@@ -339,8 +379,8 @@ class EngineConfig:
             value = getattr(self, name)
             _require(is_size(value), f"{name} must be a positive integer, found {shown(value)}")
         _require(
-            is_size(self.max_draft_tokens, 0) and self.max_draft_tokens <= 64,
-            f"max_draft_tokens must be from 0 to 64, found {shown(self.max_draft_tokens)}",
+            is_size(self.max_draft_tokens, 0) and self.max_draft_tokens <= MAX_DRAFT_TOKENS,
+            f"max_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, found {shown(self.max_draft_tokens)}",
         )
         _require(
             self.index_key_format in ("fp4", "fp8"),

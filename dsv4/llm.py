@@ -21,6 +21,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.engine.cpu_threads import set_threads
+from dsv4.engine.drafting.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
@@ -143,8 +144,8 @@ class LLM:
         self.pool = pool
         params = prepare_params(params, backend)
         self.model = Transformer(config, params, dtype, backend=backend if pool is None else pool.backend)
-        # the MTP block's rings only where the engine drafts, as the plan counts them
-        schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
+        # the draft blocks' rings only where the engine drafts, as the plan counts them
+        schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint)
         uses_graphs = backend.can_capture(params.embed.device)
@@ -237,7 +238,8 @@ class LLM:
         The main model sees the tokens in one go; `chunks` (which sum to len - 1) are how the MTP block gets its pairs.
         """
         if not self.model.params.mtp:
-            raise RequestError("this checkpoint has no MTP block (no mtp.* tensors)")
+            why = "no mtp.* tensors" if self.model.params.dspark is None else "a DSpark head: see draft_trace"
+            raise RequestError(f"this checkpoint has no MTP block ({why})")
         ids = self._check_ids(token_ids)
         if len(ids) < 2:
             raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
@@ -259,6 +261,20 @@ class LLM:
 
         self._run(ids, None, draft)
         return torch.cat(rows)
+
+    def draft_trace(
+        self, prompt: Sequence[int], anchor: int, verified: Sequence[tuple[int, int]] = (),
+        chunks: Sequence[int] | None = None,
+    ) -> list[DraftRound]:  # fmt: skip
+        """What the checkpoint's drafter (MTP or DSpark) says behind `anchor`, the token after the prompt, greedily; and
+        again after each pair of `verified`: (accepted, bonus) keeps so many of the last drafts and goes on with bonus
+        as the new anchor. The prompt is fed in pieces of `chunks`.
+        """
+        ids = self._check_ids(prompt)
+        pieces = _check_chunks(chunks, len(ids))
+        if not self.model.params.draft_blocks:
+            raise RequestError("this checkpoint has no drafter (no mtp.* tensors)")
+        return trace_drafts(self.model, self._make_cache, ids, pieces, anchor, verified)
 
     def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
         """Per layer: streams after it, what its sublayers added, experts chosen, compressed entries picked."""

@@ -20,12 +20,14 @@ class RouterKind(StrEnum):
     DENSE = "dense"  # experts from the gate's scores
 
 
+MAX_DSPARK_LAYERS = 8
+
 _KIND_OF_RATIO = {0: AttentionKind.SWA, CSA_RATIO: AttentionKind.CSA, HCA_RATIO: AttentionKind.HCA}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One block. `layer_idx` counts main layers first, then MTP blocks."""
+    """One block. `layer_idx` counts main layers first, then the draft blocks (`is_mtp`: `mtp.*` in a checkpoint)."""
 
     layer_idx: int
     attention: AttentionKind
@@ -43,7 +45,7 @@ class LayerSpec:
 
 
 def build_schedule(config: ModelConfig, with_mtp: bool = False) -> tuple[LayerSpec, ...]:
-    """The main layers in order; `with_mtp` appends the MTP blocks (always SWA with score routing)."""
+    """The main layers in order; `with_mtp` appends the draft blocks, MTP or DSpark (SWA with score routing)."""
     main = tuple(
         LayerSpec(
             layer_idx=layer_idx,
@@ -54,7 +56,7 @@ def build_schedule(config: ModelConfig, with_mtp: bool = False) -> tuple[LayerSp
     )
     mtp = tuple(
         LayerSpec(config.num_hidden_layers + i, AttentionKind.SWA, RouterKind.DENSE, is_mtp=True)
-        for i in range(config.num_mtp_layers if with_mtp else 0)
+        for i in range(config.num_draft_layers if with_mtp else 0)
     )
     schedule = main + mtp
     validate_schedule(schedule)
@@ -80,19 +82,22 @@ def validate_schedule(schedule: Sequence[LayerSpec]) -> None:
 
 
 def validate_ratios(config: ModelConfig) -> None:
-    """`compress_ratios` holds one value per main layer; what follows is for draft blocks, must be 0, and is not used.
+    """`compress_ratios` holds one value per main layer; what follows is for draft blocks and must be 0.
 
-    How many follow is not checked against the draft blocks announced: a checkpoint whose draft block was removed
-    often keeps its value, and it changes nothing (`config.num_spare_ratios` tells).
+    A DSpark head has as many layers as values follow. How many follow is not checked against the MTP blocks announced:
+    a checkpoint whose draft block was removed often keeps its value, and it changes nothing
+    (`config.num_spare_ratios` tells).
     """
     ratios, num_layers = config.compress_ratios, config.num_hidden_layers
     bad = sorted({repr(r) for r in ratios if isinstance(r, bool) or r not in _KIND_OF_RATIO})
     if bad:
         raise ConfigError(f"compress_ratios may hold 0, {CSA_RATIO} and {HCA_RATIO}; found {', '.join(bad[:5])}")
-    if not num_layers <= len(ratios) <= num_layers + MAX_DRAFT_BLOCKS:
+    most = MAX_DRAFT_BLOCKS if config.dspark is None else MAX_DSPARK_LAYERS
+    if not num_layers <= len(ratios) <= num_layers + most:
+        follows = "draft block" if config.dspark is None else f"layer of the DSpark head, at most {most}"
         raise ConfigError(
             f"compress_ratios has {len(ratios)} values; expected {num_layers} (num_hidden_layers), "
-            "or more with a 0 for each draft block"
+            f"or more with a 0 for each {follows}"
         )
     if any(ratios[num_layers:]):
         found = shown(ratios[num_layers:])

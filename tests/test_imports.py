@@ -33,7 +33,7 @@ TOP = {"__init__", "__main__", "testing"}
 
 TORCH_FREE = [
     "dsv4.config", "dsv4.config_json", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
-    "dsv4.engine.scheduler", "dsv4.engine.offload.placement", "dsv4.tools.plan",
+    "dsv4.engine.scheduler", "dsv4.engine.drafting.policy", "dsv4.engine.offload.placement", "dsv4.tools.plan",
     "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
 ]  # fmt: skip
 
@@ -93,6 +93,7 @@ FAMILY_MAY_IMPORT = {
     "norm": set(),
     "select": set(),
     "linear": set(),
+    "drafting": set(),
     "rows": {"norm"},
     "hyper": {"norm"},
     "moe": {"linear"},

@@ -415,13 +415,14 @@ class KVCacheManager:
     def _check_ring_positions(self) -> None:
         """A ring row holds no position, or one that belongs in that row and lies before the request's position.
 
-        An MTP block runs ahead of the main layers by the tokens it drafts.
+        A draft block runs ahead of the main layers by the tokens it drafts.
         """
         ring_len = self.schema.layers[0].ring_len
+        slack = ring_len - self.config.sliding_window
         limits = torch.tensor(self._positions)[:, None]
         held = torch.tensor([max_tokens > 0 for max_tokens in self._max_tokens])
         for layer in self.schedule:
-            ahead = self.schema.max_draft_tokens if layer.is_mtp else 0
+            ahead = slack if layer.is_mtp else 0
             positions = self.handle(layer.layer_idx).window.positions.cpu()[held]
             valid = (positions % ring_len == torch.arange(ring_len)) & (positions < limits[held] + ahead)
             require_integrity(

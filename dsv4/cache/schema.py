@@ -223,7 +223,8 @@ def build_cache_schema(
     budget = compute_block_budget(config, schedule, engine.max_context_tokens, engine.max_concurrent_requests)
     if num_blocks is None:
         num_blocks = budget
-    layers = tuple(_layer_schema(config, layer, engine, plain_itemsize) for layer in schedule)
+    ring_len = config.sliding_window + _ring_slack(config, schedule, engine)
+    layers = tuple(_layer_schema(config, layer, engine, plain_itemsize, ring_len) for layer in schedule)
     state_pools = _state_pools(layers, engine.max_concurrent_requests)
     num_snapshots = _num_snapshots(state_pools, config.sliding_window, num_blocks, engine.prefix_cache_bytes)
     return CacheSchema(
@@ -269,8 +270,14 @@ def compute_block_budget(
     return math.ceil(base * (1 + Fraction(str(headroom))))
 
 
+def _ring_slack(config: ModelConfig, schedule: Sequence[LayerSpec], engine: EngineConfig) -> int:
+    """Rows a ring has beyond the window. A DSpark head writes a whole block of rows in front of the window it reads."""
+    dspark = config.dspark if any(layer.is_mtp for layer in schedule) else None
+    return max(engine.max_draft_tokens, 0 if dspark is None else dspark.block_size)
+
+
 def _layer_schema(
-    config: ModelConfig, layer: LayerSpec, engine: EngineConfig, plain_itemsize: int | None
+    config: ModelConfig, layer: LayerSpec, engine: EngineConfig, plain_itemsize: int | None, ring_len: int
 ) -> LayerCacheSchema:
     entry_format = _entry_format(config, plain_itemsize)
     compressor = index_compressor = index_format = None
@@ -282,7 +289,7 @@ def _layer_schema(
     return LayerCacheSchema(
         layer_idx=layer.layer_idx,
         attention=layer.attention,
-        ring_len=config.sliding_window + engine.max_draft_tokens,
+        ring_len=ring_len,
         window=entry_format,
         entries_per_block=BLOCK_TOKENS // layer.ratio if layer.ratio else 0,
         entries=entry_format if layer.ratio else None,

@@ -104,7 +104,7 @@ def stand_in(
             handles.append(handle)
     params, context = model.params, model.context
     copied = copy.copy(model)
-    copied.params = on_meta(replace(params, layers=blocks, mtp=[]))
+    copied.params = on_meta(replace(params, layers=blocks, mtp=[], dspark=None))
     copied.schedule = tuple(model.schedule[layer_idx] for layer_idx in kept)
     copied.context = replace(
         context,

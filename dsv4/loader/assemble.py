@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from dsv4.model.parameters import (
     AttentionParams,
     BlockParams,
     CompressorParams,
+    DSparkParams,
     ExpertParams,
     HeadParams,
     HyperParams,
@@ -79,12 +81,15 @@ class ParameterStore:
         """The model's parameters; every name must have been put. The store must not be used afterwards."""
         schedule = build_schedule(self.config, with_mtp=num_mtp > 0)
         num_layers = self.config.num_hidden_layers
+        drafts = schedule[num_layers:]
+        is_dspark = self.config.dspark is not None
         return ModelParams(
             embed=self._plain("embed.weight"),
             lm_head=self._plain("head.weight"),
             layers=[self.block(layer) for layer in schedule[:num_layers]],
             head=self._head(""),
-            mtp=[self._mtp(f"mtp.{i}.", layer) for i, layer in enumerate(schedule[num_layers:])],
+            mtp=[] if is_dspark else [self._mtp(f"mtp.{i}.", layer) for i, layer in enumerate(drafts)],
+            dspark=self._dspark(drafts) if is_dspark and drafts else None,
         )
 
     def block(self, layer: LayerSpec) -> BlockParams:
@@ -168,6 +173,18 @@ class ParameterStore:
             hnorm=self._plain(f"{prefix}hnorm.weight"),
             block=self._block(prefix, layer),
             head=self._head(prefix),
+        )
+
+    def _dspark(self, layers: Sequence[LayerSpec]) -> DSparkParams:
+        last = f"mtp.{len(layers) - 1}."
+        return DSparkParams(
+            main_proj=self._weights["mtp.0.main_proj.weight"],
+            main_norm=self._plain("mtp.0.main_norm.weight"),
+            blocks=[self._block(f"mtp.{i}.", layer) for i, layer in enumerate(layers)],
+            head=self._head(last),
+            markov_w1=self._plain(f"{last}markov_head.markov_w1.weight"),
+            markov_w2=self._plain(f"{last}markov_head.markov_w2.weight"),
+            confidence=self._plain(f"{last}confidence_head.proj.weight"),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dsv4.config import ModelConfig
+from dsv4.config import DSparkConfig, ModelConfig
 from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
@@ -52,7 +52,7 @@ class LogicalTensor:
 
 
 def expected_tensors(config: ModelConfig, with_mtp: bool) -> list[LogicalTensor]:
-    """Every tensor of the model in checkpoint order; `with_mtp` adds the MTP blocks the config announces."""
+    """Every tensor of the model in checkpoint order; `with_mtp` adds the draft blocks the config announces."""
     hidden, vocab = config.hidden_size, config.vocab_size
     tensors = [LogicalTensor("embed.weight", (vocab, hidden), Role.PLAIN)]
     for layer in build_schedule(config, with_mtp):
@@ -60,7 +60,7 @@ def expected_tensors(config: ModelConfig, with_mtp: bool) -> list[LogicalTensor]
         prefix = f"mtp.{mtp_idx}." if layer.is_mtp else f"layers.{layer.layer_idx}."
         tensors += (_prefixed(prefix, tensor) for tensor in _block_tensors(config, layer))
         if layer.is_mtp:
-            tensors += (_prefixed(prefix, tensor) for tensor in _mtp_tensors(config))
+            tensors += (_prefixed(prefix, tensor) for tensor in _draft_tensors(config, mtp_idx))
     tensors += _head_tensors(config)
     tensors.append(LogicalTensor("head.weight", (vocab, hidden), Role.PLAIN))
     return tensors
@@ -81,13 +81,30 @@ def _head_tensors(config: ModelConfig) -> Iterator[LogicalTensor]:
     yield from _hyper_tensors(config, "hc_head", config.hc_mult, 1)
 
 
-def _mtp_tensors(config: ModelConfig) -> Iterator[LogicalTensor]:
+def _draft_tensors(config: ModelConfig, mtp_idx: int) -> Iterator[LogicalTensor]:
+    """What a draft block has beyond an ordinary one."""
+    if config.dspark is not None:
+        yield from _dspark_tensors(config, config.dspark, mtp_idx)
+        return
     hidden = config.hidden_size
     for name in ("e_proj", "h_proj"):
         yield LogicalTensor(f"{name}.weight", (hidden, hidden), Role.LINEAR)
     for name in ("enorm", "hnorm"):
         yield LogicalTensor(f"{name}.weight", (hidden,), Role.PLAIN)
     yield from _head_tensors(config)
+
+
+def _dspark_tensors(config: ModelConfig, dspark: DSparkConfig, mtp_idx: int) -> Iterator[LogicalTensor]:
+    """The first layer of a head has the projection of the taps, the last one everything behind the layers."""
+    hidden, vocab, rank = config.hidden_size, config.vocab_size, dspark.markov_rank
+    if mtp_idx == 0:
+        yield LogicalTensor("main_proj.weight", (hidden, len(dspark.target_layer_ids) * hidden), Role.LINEAR)
+        yield LogicalTensor("main_norm.weight", (hidden,), Role.PLAIN)
+    if mtp_idx == config.num_draft_layers - 1:
+        yield from _head_tensors(config)
+        for name in ("markov_w1", "markov_w2"):
+            yield LogicalTensor(f"markov_head.{name}.weight", (vocab, rank), Role.PLAIN)
+        yield LogicalTensor("confidence_head.proj.weight", (1, hidden + rank), Role.PLAIN)
 
 
 def _compressor_tensors(config: ModelConfig, name: str, ratio: int, dim: int, overlap: bool) -> Iterator[LogicalTensor]:

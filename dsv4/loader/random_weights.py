@@ -29,7 +29,7 @@ _NVFP4_SIGMAS = 6.0  # weight_scale_2 covers values up to this many standard dev
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to make: a model, the format of its routed experts (MTP blocks may differ), a seed.
+    """What to make: a model, the format of its routed experts (draft blocks may differ), a seed.
 
     mxfp4 and nvfp4 leave the other projections FP8 with E8M0 scales; fp8 is the Base variant (every block scale FP32);
     bf16 leaves nothing quantised.

@@ -33,6 +33,7 @@ _MAX_LISTED = 5
 _COUNT_SLACK = 8  # a checkpoint that lacks 7 of 8 experts still gets a list of what is missing
 _ALWAYS_COUNTED = 100_000  # as does any small model
 _DRAFT = re.compile(r"mtp\.(\d+)\.")
+_MTP = re.compile(r"mtp\.\d+\.(e_proj|h_proj|enorm|hnorm)\.")
 _DSPARK = re.compile(r"mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.")
 
 
@@ -68,7 +69,7 @@ class LoadPlan:
     """A checkpoint that fits its config: what will be read, in file order, and what deserves to be said (`notes`)."""
 
     sources: tuple[Source, ...]
-    num_mtp: int
+    num_mtp: int  # draft blocks: MTP, or the layers of a DSpark head
     naming: Naming
     notes: tuple[str, ...]
 
@@ -103,16 +104,11 @@ def resolve_tensors(checkpoint: Checkpoint, config: ModelConfig) -> Resolution:
     if config.num_spare_ratios:
         extra = config.num_spare_ratios
         notes += (f"compress_ratios ends with {extra} value(s) for draft blocks that the config has not: ignored",)
-    if config.dspark is not None and drafts:
-        skipped, drafts = set(drafts), []
-        last = max(_draft_idx(name) for name in skipped)
-        notes += (f"DSpark draft head found (mtp.0..{last}): not supported for drafting, skipped",)
-    else:
-        _reject_dspark(checkpoint.path, config, drafts)
-    if drafts and not config.num_mtp_layers:
+    _check_drafter(checkpoint.path, config, drafts)
+    if drafts and not config.num_draft_layers:
         notes += (f"num_nextn_predict_layers is 0, but {len(drafts)} mtp.* tensors are there: skipped",)
         skipped, drafts = set(drafts), []
-    num_mtp = config.num_mtp_layers if drafts else 0
+    num_mtp = config.num_draft_layers if drafts else 0
     _check_counts(checkpoint, config, naming, config.num_hidden_layers + num_mtp)
     resolver = _Resolver(checkpoint, config, naming)
     for tensor in expected_tensors(config, with_mtp=num_mtp > 0):
@@ -151,8 +147,19 @@ def _draft_idx(name: str) -> int:
     return int(match[1])
 
 
-def _reject_dspark(path: Path, config: ModelConfig, drafts: list[str]) -> None:
-    """A DSpark head reuses the MTP names: loading its first block as MTP would draft nonsense without an error."""
+def _check_drafter(path: Path, config: ModelConfig, drafts: list[str]) -> None:
+    """Tensor names say which drafter there is, and the config must agree.
+
+    A DSpark head reuses the names of MTP: loading its first block as MTP would draft nonsense without an error.
+    """
+    if config.dspark is not None:
+        found = [name for name in drafts if _MTP.match(name)]
+        if found:
+            raise CheckpointError(
+                f"{path} holds {found[0]} ({len(found)} such tensors), part of an MTP block, but its config has "
+                "dspark_* keys: a DSpark head has no such tensors"
+            )
+        return
     announced = max(1, config.num_nextn_predict_layers)
     found = [name for name in drafts if _DSPARK.match(name) or _draft_idx(name) >= announced]
     if found:

@@ -16,7 +16,8 @@ _SUFFIXES = (*SCALE_SUFFIXES, *NVFP4_SUFFIXES)
 _PARTS = (
     (".experts.", "routed experts"), (".shared_experts.", "shared experts"), (".ffn.gate.", "router"),
     (".mlp.gate.", "router"), (".indexer.", "indexer"), (".compressor.", "compressor"), (".attn.", "attention"),
-    (".self_attn.", "attention"), ("embed", "embedding"), ("lm_head.", "head"), ("hc_", "hyper-connections"),
+    (".self_attn.", "attention"), (".markov_head.", "draft projections"), (".confidence_head.", "draft projections"),
+    ("embed", "embedding"), ("lm_head.", "head"), ("hc_", "hyper-connections"),
     ("_hc.", "hyper-connections"), ("norm", "norms"), ("head.", "head"),
     ("_proj.", "draft projections"),
 )  # fmt: skip

@@ -56,7 +56,7 @@ def write_checkpoint(
 ) -> Path:
     """Write config.json, shards, index and `extra_files` (name: text) to the new folder `path` and return it.
 
-    mtp_experts: format of the MTP blocks' routed experts, by default the same. A shard holds at most `shard_bytes` of
+    mtp_experts: format of the draft blocks' routed experts, by default the same. A shard holds at most `shard_bytes` of
     data (a larger single weight gets its own). The folder appears complete or not at all.
     """
     recipe = Recipe(config, experts, mtp_experts, seed)
@@ -100,7 +100,7 @@ def random_params(
         if dequantize_to is not None and tensor.role is not Role.TABLE:
             weight = dequantize(weight, dequantize_to)
         store.put(tensor, weight)
-    return store.build(config.num_mtp_layers if with_mtp else 0)
+    return store.build(config.num_draft_layers if with_mtp else 0)
 
 
 def stored_tensors(tensor: LogicalTensor, recipe: Recipe) -> list[StoredTensor]:

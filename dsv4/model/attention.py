@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -19,18 +20,33 @@ from dsv4.ops.linear import takes_codes
 from dsv4.schedule import LayerSpec
 
 
+@dataclass(frozen=True)
+class SharedWindow:
+    """What all rows of a draft block read alike: the last `length` ring rows up to the block's last one.
+
+    `batch` is the block's with every position at the last of its block and every chunk behind it, so that the keys are
+    those of one query and all of them, the block's own too, come from the ring. A ring of at least `length` rows.
+    """
+
+    batch: TokenBatch
+    length: int
+
+
 def attention(
     start: HyperInput, params: AttentionParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
-    context: ModelContext,
+    context: ModelContext, shared: SharedWindow | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The normed input [T, D] of `start` -> the output [T, D], and on CSA layers the picked entries [T, k]."""
+    """The normed input [T, D] of `start` -> the output [T, D], and on CSA layers the picked entries [T, k].
+
+    With `shared`, a layer without entries reads that instead of every token its own window.
+    """
     ops, config, freqs = context.ops, context.config, context.freqs(layer)
     eps = config.rms_norm_eps
     projected = _project_input(start, params, context)
     with context.branches.beside(_compression_call(projected, params, layer, cache, batch, context)):
         q, index_q = _project_latent(projected.latent, params, context)  # [T, H, d], [T, Hi, Di]
         # a chunk this short replaces no row that it reads: see `store_window`
-        appends = batch.num_tokens <= cache.window.ring_len - config.sliding_window + 1
+        appends = shared is not None or batch.num_tokens <= cache.window.ring_len - config.sliding_window + 1
         q, rows, index_q = ops.attention_inputs(
             q, projected.kv, index_q, params.kv_norm, freqs, eps, cache.window, cache.index_keys, batch, appends=appends
         )
@@ -39,9 +55,17 @@ def attention(
     if index_q is not None:
         assert projected.index_weights is not None
         picks = _pick_entries(index_q, projected.index_weights, layer, cache, batch, context)
-    out = ops.sparse_attention(
-        q, rows, cache.window, cache.entries, picks, params.sink, batch, window_len=config.sliding_window, freqs=freqs
-    )  # [T, H, d]
+    if shared is None:
+        out = ops.sparse_attention(
+            q, rows, cache.window, cache.entries, picks, params.sink, batch,
+            window_len=config.sliding_window, freqs=freqs,
+        )  # [T, H, d]  # fmt: skip
+    else:
+        assert cache.entries is None and cache.window.ring_len >= shared.length, (layer, shared.length)
+        out = ops.sparse_attention(
+            q, rows, cache.window, None, None, params.sink, shared.batch, window_len=shared.length
+        )
+        out = ops.rope(out, batch.positions, freqs, inverse=True)  # each row from its own position
     if not appends:
         ops.append_swa(rows, cache.window, batch)
     grouped = out.flatten(1).unflatten(-1, (config.o_groups, -1))  # [T, G, H / G * d]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.model.attention import attention
+from dsv4.model.attention import SharedWindow, attention
 from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
 from dsv4.model.parameters import BlockParams, HyperParams
@@ -37,12 +37,12 @@ def enter(streams: Tensor, params: BlockParams, context: ModelContext) -> HyperI
 
 def block(
     start: HyperInput, params: BlockParams, layer: LayerSpec, cache: LayerCacheHandle, batch: TokenBatch,
-    context: ModelContext, following: BlockParams | None,
+    context: ModelContext, following: BlockParams | None, shared: SharedWindow | None = None,
 ) -> tuple[BlockOutput, HyperInput | None]:  # fmt: skip
     """From `start` (see `enter`) through the block, and into the `following` one if there is one: what its attention
-    starts from comes out of the same step that ends this block."""
+    starts from comes out of the same step that ends this block. `shared`: what the rows of a draft block read."""
     ops = context.ops
-    attn_out, entries = attention(start, params.attn, layer, cache, batch, context)
+    attn_out, entries = attention(start, params.attn, layer, cache, batch, context, shared)
     middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context, has_codes=False)
     ffn_out, experts = moe(middle.hidden, params.ffn, batch.token_ids, context)
     if following is None:

@@ -161,9 +161,32 @@ class MtpParams:
 
 
 @dataclass
+class DSparkParams:
+    """A DSpark head: main_proj [D, taps * D] and main_norm [D] make a context vector of the target's taps; ordinary
+    blocks; the head behind them; markov_w1, markov_w2 bf16 [vocab, r]; confidence bf16 [1, D + r].
+    """
+
+    main_proj: Weight
+    main_norm: Tensor
+    blocks: list[BlockParams]
+    head: HeadParams
+    markov_w1: Tensor
+    markov_w2: Tensor
+    confidence: Tensor
+
+
+@dataclass
 class ModelParams:
+    """The main model, and the drafter its checkpoint came with: MTP blocks, or a DSpark head, or neither."""
+
     embed: Tensor
     lm_head: Tensor
     layers: list[BlockParams]
     head: HeadParams
     mtp: list[MtpParams]
+    dspark: DSparkParams | None = None
+
+    @property
+    def draft_blocks(self) -> list[BlockParams]:
+        """The blocks behind the main layers, in the order of the schedule."""
+        return [draft.block for draft in self.mtp] if self.dspark is None else self.dspark.blocks

@@ -23,6 +23,10 @@ def prepare_params(params: ModelParams, backend: Backend) -> ModelParams:
         params.layers[place] = _prepare_block(block, backend.layout)
     for place, draft in enumerate(params.mtp):
         params.mtp[place] = replace(draft, block=_prepare_block(draft.block, backend.layout))
+    if params.dspark is not None:
+        blocks = params.dspark.blocks
+        for place, block in enumerate(blocks):
+            blocks[place] = _prepare_block(block, backend.layout)
     return params
 
 

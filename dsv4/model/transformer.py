@@ -31,7 +31,7 @@ class Transformer:
     ) -> None:
         self.config = config
         self.params = params
-        self.schedule = build_schedule(config, with_mtp=bool(params.mtp))
+        self.schedule = build_schedule(config, with_mtp=bool(params.draft_blocks))
         self.context = ModelContext.build(config, backend, dtype, params.embed.device)
 
     def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
@@ -46,7 +46,7 @@ class Transformer:
     ) -> Tensor:  # fmt: skip
         """The new tokens through every main layer -> streams [T, n, D]. `cache(layer_idx)` gives a layer's handle."""
         layers = self.params.layers
-        start: HyperInput | None = enter(self._embed(batch.token_ids), layers[0], self.context)
+        start: HyperInput | None = enter(self.embed(batch.token_ids), layers[0], self.context)
         for layer_idx, (params, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
             assert start is not None
             layer = self.schedule[layer_idx]
@@ -63,14 +63,14 @@ class Transformer:
         """MTP block: main streams of tokens t and batch.token_ids = tokens t + 1, at position t -> its streams."""
         layer = self.schedule[self.config.num_hidden_layers + mtp_idx]
         params = self.params.mtp[mtp_idx]
-        return mtp_block(streams, self._embed(batch.token_ids), params, layer, cache, batch, self.context)
+        return mtp_block(streams, self.embed(batch.token_ids), params, layer, cache, batch, self.context)
 
     def mtp_logits(self, mtp_idx: int, streams: Tensor) -> Tensor:
         """The MTP block's streams [T, n, D] -> logits [T, vocab] for token t + 2."""
         return self._logits(streams, self.params.mtp[mtp_idx].head)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> [T, D]."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> their embeddings [T, D]."""
         return self.params.embed[token_ids].to(self.context.dtype)
 
     def _logits(self, streams: Tensor, head: HeadParams) -> Tensor:

@@ -20,13 +20,16 @@ from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.ops.attention import attention_inputs, attention_inputs_ref, sparse_attention, sparse_attention_ref
 from dsv4.ops.compress import compress, compress_pair, compress_pair_ref, compress_ref
 from dsv4.ops.contracts import OpSet
+from dsv4.ops.drafting import accept, accept_ref, confidence, confidence_ref, tap_streams, tap_streams_ref
 from dsv4.ops.hyper import (
     hc_boundary,
     hc_boundary_ref,
     hc_enter,
     hc_enter_ref,
+    hc_head,
     hc_head_norm,
     hc_head_norm_ref,
+    hc_head_ref,
     hc_post,
     hc_post_ref,
 )
@@ -44,7 +47,7 @@ from dsv4.ops.linear import (
 from dsv4.ops.moe import moe, moe_ref, prepare_experts
 from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.router import route, route_ref
-from dsv4.ops.rows import append_swa, append_swa_ref
+from dsv4.ops.rows import append_swa, append_swa_ref, rope, rope_ref, window_rows, window_rows_ref
 from dsv4.ops.sampling import (
     resolve_tokens,
     resolve_tokens_ref,
@@ -108,6 +111,7 @@ TORCH = Backend(
         hc_enter=hc_enter_ref,
         hc_boundary=hc_boundary_ref,
         hc_post=hc_post_ref,
+        hc_head=hc_head_ref,
         hc_head_norm=hc_head_norm_ref,
         linear=linear_ref,
         linears=linears_ref,
@@ -115,6 +119,8 @@ TORCH = Backend(
         route=route_ref,
         moe=moe_ref,
         attention_inputs=attention_inputs_ref,
+        rope=rope_ref,
+        window_rows=window_rows_ref,
         append_swa=append_swa_ref,
         compress=compress_ref,
         compress_pair=compress_pair_ref,
@@ -123,6 +129,9 @@ TORCH = Backend(
         sample=sample_ref,
         sampled_logprobs=sampled_logprobs_ref,
         resolve_tokens=resolve_tokens_ref,
+        tap_streams=tap_streams_ref,
+        confidence=confidence_ref,
+        accept=accept_ref,
     ),
     layout=WeightLayout(),
     graph_devices=frozenset(),
@@ -137,6 +146,7 @@ TRITON = Backend(
         hc_enter=hc_enter,
         hc_boundary=hc_boundary,
         hc_post=hc_post,
+        hc_head=hc_head,
         hc_head_norm=hc_head_norm,
         linear=linear,
         linears=linears,
@@ -144,6 +154,8 @@ TRITON = Backend(
         route=route,
         moe=moe,
         attention_inputs=attention_inputs,
+        rope=rope,
+        window_rows=window_rows,
         append_swa=append_swa,
         compress=compress,
         compress_pair=compress_pair,
@@ -152,6 +164,9 @@ TRITON = Backend(
         sample=sample,
         sampled_logprobs=sampled_logprobs,
         resolve_tokens=resolve_tokens,
+        tap_streams=tap_streams,
+        confidence=confidence,
+        accept=accept,
     ),
     layout=WeightLayout(bundle=LinearBundle.build, grouped=prepare_grouped, experts=prepare_experts),
     graph_devices=frozenset({"cuda"}),

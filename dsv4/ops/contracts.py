@@ -18,8 +18,10 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, WindowView
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.row_store import RowStore
+from dsv4.formats.rows import RowFormat
 from dsv4.formats.tensors import QuantActivation, Weight
 from dsv4.ops.compress import Compression, CompressorSpec
+from dsv4.ops.drafting import Acceptance
 from dsv4.ops.hyper import HyperInput, HyperSettings
 from dsv4.ops.linear import LinearBundle
 from dsv4.ops.moe import Matrices
@@ -52,6 +54,12 @@ class HcBoundary(Protocol):
 
 class HcPost(Protocol):
     def __call__(self, out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor: ...
+
+
+class HcHead(Protocol):
+    def __call__(
+        self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float
+    ) -> Tensor: ...
 
 
 class HcHeadNorm(Protocol):
@@ -96,6 +104,16 @@ class AttentionInputs(Protocol):
     ) -> tuple[Tensor, RowStore, Tensor | None]: ...  # fmt: skip
 
 
+class Rope(Protocol):
+    def __call__(self, x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> Tensor: ...
+
+
+class WindowRows(Protocol):
+    def __call__(
+        self, kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat
+    ) -> RowStore: ...
+
+
 class AppendSwa(Protocol):
     def __call__(self, rows: RowStore, window: WindowView, batch: TokenBatch) -> None: ...
 
@@ -137,6 +155,18 @@ class ResolveTokens(Protocol):
     def __call__(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor: ...
 
 
+class TapStreams(Protocol):
+    def __call__(self, streams: Tensor, out: Tensor) -> None: ...
+
+
+class Confidence(Protocol):
+    def __call__(self, hidden: Tensor, embedded: Tensor, weight: Tensor) -> Tensor: ...
+
+
+class Accept(Protocol):
+    def __call__(self, drafts: Tensor, num_drafts: Tensor, drawn: Tensor, positions: Tensor) -> Acceptance: ...
+
+
 @dataclass(frozen=True)
 class OpSet:
     """One implementation of every op that the model and the engine call."""
@@ -146,6 +176,7 @@ class OpSet:
     hc_enter: HcEnter
     hc_boundary: HcBoundary
     hc_post: HcPost
+    hc_head: HcHead
     hc_head_norm: HcHeadNorm
     linear: Linear
     linears: Linears
@@ -153,6 +184,8 @@ class OpSet:
     route: Route
     moe: Moe
     attention_inputs: AttentionInputs
+    rope: Rope
+    window_rows: WindowRows
     append_swa: AppendSwa
     compress: Compress
     compress_pair: CompressPair
@@ -161,3 +194,6 @@ class OpSet:
     sample: Sample
     sampled_logprobs: SampledLogprobs
     resolve_tokens: ResolveTokens
+    tap_streams: TapStreams
+    confidence: Confidence
+    accept: Accept

@@ -61,6 +61,7 @@ def checkpoint_info(directory: Path) -> dict[str, Any]:
         "path": str(directory),
         "naming": str(summary.naming),
         "layers": [_layer_dict(layer) for layer in schedule],
+        "drafter": None if plan.num_mtp == 0 else "MTP" if config.dspark is None else "DSpark",
         "parameters": {"main": summary.num_parameters, "draft": summary.num_draft_parameters},
         "weights": {
             "total_bytes": summary.num_bytes,
@@ -93,7 +94,9 @@ def _print(info: dict[str, Any], console: Console) -> None:
     )
     num_mtp = sum(layer["is_mtp"] for layer in info["layers"])
     console.print(f"[bold]{escape(info['path'])}[/bold]  ({info['naming']} names)", soft_wrap=True)
-    console.print(f"layers      {len(info['layers']) - num_mtp}" + (f" + {num_mtp} MTP" if num_mtp else ""))
+    console.print(
+        f"layers      {len(info['layers']) - num_mtp}" + (f" + {num_mtp} {info['drafter']}" if num_mtp else "")
+    )
     for kind, count in kinds.items():
         console.print(f"            {count} x {kind}")
     console.print(f"parameters  {info['parameters']['main']:,} + {info['parameters']['draft']:,} in draft blocks")

@@ -12,26 +12,28 @@ from dsv4.config import ConfigError, EngineConfig, IndexKeyFormat
 from dsv4.tools.plan import plan
 from dsv4.tools.plan_text import print_plan
 from dsv4.tools.sizes import EXPERT_FORMATS
-from dsv4.tools.targets import resolve_target
+from dsv4.tools.targets import PRESETS, resolve_target
 
 DEFAULT_CONTEXT = 8192
 
 
 def plan_command(
-    target: Annotated[str, typer.Argument(help="flash, pro, tiny, a shipped checkpoint, a folder or a config.json.")],
+    target: Annotated[
+        str, typer.Argument(help=f"{', '.join(PRESETS)}, a shipped checkpoint, a folder or a config.json.")
+    ],
     gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, ... or a number of GiB. Default: all.")] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs; experts and requests are divided among them.")] = 1,
     context: Annotated[int | None, typer.Option(help="Tokens a request may reach. Default: 8192.")] = None,
     requests: Annotated[int, typer.Option(help="Requests at once, over all GPUs.")] = 8,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one forward call.")] = 2048,
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a step (MTP); adds its cache.")] = 0,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a step; adds the draft blocks' cache.")] = 0,
     index_keys: Annotated[str, typer.Option(help="Format of the indexer's keys: fp4 or fp8.")] = "fp4",
     experts: Annotated[
         str | None,
         typer.Option(help=f"Format of the experts: {', '.join(EXPERT_FORMATS)}. Default: what the config says."),
     ] = None,
     offload_experts: Annotated[bool, typer.Option("--offload-experts", help="Keep experts in host memory.")] = False,
-    mtp: Annotated[bool, typer.Option(help="Load the draft (MTP) blocks.")] = True,
+    mtp: Annotated[bool, typer.Option(help="Load the draft blocks (MTP or DSpark).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON; sizes are bytes.")] = False,
 ) -> None:
     """What a model takes and how many requests fit, without a GPU and without the weights.

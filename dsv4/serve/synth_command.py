@@ -12,13 +12,13 @@ import typer
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.text.byte_tokenizer import MIN_VOCAB_SIZE, byte_tokenizer
 from dsv4.tools.sizes import EXPERT_FORMATS
-from dsv4.tools.targets import resolve_target
+from dsv4.tools.targets import PRESETS, resolve_target
 
 
 def synth_command(
     directory: Annotated[Path, typer.Argument(help="Folder to create; it must not exist or be empty.")],
-    preset: Annotated[str, typer.Option(help="tiny, flash, pro, or a config.json to follow.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Keep only the first N layers (and the MTP block).")] = None,
+    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}, or a config.json to follow.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(help="Keep only the first N layers (and the draft blocks).")] = None,
     experts: Annotated[str, typer.Option(help=f"Routed experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     seed: Annotated[int, typer.Option(help="The same seed writes the same bytes.")] = 0,
 ) -> None:
@@ -28,6 +28,7 @@ def synth_command(
     Examples:
       dsv4 synth ./tiny
       dsv4 synth ./flash4 --preset flash --layers 4 --experts nvfp4
+      dsv4 synth ./dspark --preset tiny-dspark
     """
     from dsv4.loader.synth import write_checkpoint  # here: it loads torch
 
@@ -44,13 +45,18 @@ def synth_command(
 
 
 def shorten(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """The same model with only its first layers."""
+    """The same model with only its first layers; a DSpark head taps the last of those."""
     if not 1 <= num_layers <= config.num_hidden_layers:
         raise ConfigError(f"--layers must be from 1 to {config.num_hidden_layers}, found {num_layers}")
     ratios = config.compress_ratios[:num_layers] + config.compress_ratios[config.num_hidden_layers :]
+    dspark = config.dspark
+    if dspark is not None:
+        num_taps = min(len(dspark.target_layer_ids), num_layers)
+        dspark = replace(dspark, target_layer_ids=tuple(range(num_layers - num_taps, num_layers)))
     return replace(
         config,
         num_hidden_layers=num_layers,
         num_hash_layers=min(config.num_hash_layers, num_layers),
         compress_ratios=ratios,
+        dspark=dspark,
     )

@@ -333,7 +333,7 @@ def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[
 def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:
     """Bytes really held against the plan's."""
     engine = EngineConfig(max_context_tokens=context, max_concurrent_requests=batch_size, max_chunk_tokens=batch_size)
-    has_draft = bool(model.params.mtp)
+    has_draft = bool(model.params.draft_blocks)
     planned = plan(model.config, engine, experts=model.experts, with_draft=has_draft)
     made = make_context(model, batch_size, context)
     weights = _nbytes(_everything(model))

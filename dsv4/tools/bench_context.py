@@ -263,10 +263,8 @@ def make_context(model: BenchModel, batch_size: int, context: int, seed: int = 0
         max_concurrent_requests=batch_size,
         max_chunk_tokens=batch_size,
     )
-    cache = KVCacheManager(
-        model.config, build_schedule(model.config, with_mtp=bool(model.params.mtp)), limits, device=model.device,
-        plain_dtype=None,
-    )  # fmt: skip
+    schedule = build_schedule(model.config, with_mtp=bool(model.params.draft_blocks))
+    cache = KVCacheManager(model.config, schedule, limits, device=model.device, plain_dtype=None)
     fill_cache(cache, seed)
     slots = [cache.admit(limits.max_context_tokens) for _ in range(batch_size)]
     fill_cache(cache, seed, only_state=True)  # `admit` clears a slot

@@ -173,8 +173,8 @@ def plan(
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= config.n_routed_experts:
         raise ConfigError(f"gpus must be from 1 to the number of experts {config.n_routed_experts}, found {gpus!r}")
-    if engine.max_draft_tokens and not (with_draft and config.num_mtp_layers):
-        raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs MTP blocks, and they are not loaded")
+    if engine.max_draft_tokens and not (with_draft and config.num_draft_layers):
+        raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs draft blocks, and they are not loaded")
     kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
     planner = _Planner(config, engine, count_weights(config, experts, with_draft=with_draft), offload_experts)
     fits = tuple(planner.fit(kind, gpus) for kind in kinds)

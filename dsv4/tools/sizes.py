@@ -29,7 +29,6 @@ EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
 # the groups of formats/fp4.py, which cannot be imported here because it needs torch
 MXFP4_GROUP = 32
 NVFP4_GROUP = 16
-NUM_DSPARK_BLOCKS = 3
 
 _ITEM_BYTES = {"BF16": 2, "F32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
 
@@ -242,9 +241,9 @@ def _moe_tensors(config: ModelConfig, layer: LayerSpec, experts: ExpertFormat, p
 
 
 def _draft_tensors(config: ModelConfig, experts: ExpertFormat) -> Iterator[TensorSize]:
-    """MTP blocks, or the three blocks of a DSpark head under the same names."""
+    """MTP blocks, or the layers of a DSpark head under the same names."""
     hidden, part = config.hidden_size, "draft projections"
-    num_blocks = config.num_mtp_layers if config.dspark is None else NUM_DSPARK_BLOCKS
+    num_blocks = config.num_draft_layers
     for block_idx in range(num_blocks):
         prefix = f"mtp.{block_idx}."
         layer = LayerSpec(config.num_hidden_layers + block_idx, AttentionKind.SWA, RouterKind.DENSE, is_mtp=True)
@@ -264,9 +263,9 @@ def _draft_tensors(config: ModelConfig, experts: ExpertFormat) -> Iterator[Tenso
 def _dspark_tensors(config: ModelConfig, experts: ExpertFormat) -> Iterator[TensorSize]:
     assert config.dspark is not None
     hidden, rank, part = config.hidden_size, config.dspark.markov_rank, "draft projections"
-    num_targets = len(config.dspark.target_layer_ids)
+    num_targets, last = len(config.dspark.target_layer_ids), f"mtp.{config.num_draft_layers - 1}"
     yield from _matrix(config, "mtp.0.main_proj", part, hidden, num_targets * hidden, experts)
     yield _plain("mtp.0.main_norm.weight", "norms", "BF16", hidden)
     for name in ("markov_w1", "markov_w2"):
-        yield _plain(f"mtp.2.markov_head.{name}.weight", part, "BF16", config.vocab_size, rank)
-    yield _plain("mtp.2.confidence_head.proj.weight", part, "BF16", hidden + rank)
+        yield _plain(f"{last}.markov_head.{name}.weight", part, "BF16", config.vocab_size, rank)
+    yield _plain(f"{last}.confidence_head.proj.weight", part, "BF16", hidden + rank)

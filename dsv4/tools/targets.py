@@ -15,6 +15,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "flash": ModelConfig.flash,
     "pro": ModelConfig.pro,
     "tiny": ModelConfig.tiny,
+    "flash-0731": ModelConfig.flash_0731,
+    "pro-0813": ModelConfig.pro_0813,
+    "tiny-dspark": lambda: ModelConfig.tiny().with_dspark(noise_token_id=2, markov_rank=64),
 }
 _FORMAT_OF_DTYPE: dict[str | None, ExpertFormat] = {None: "mxfp4", "fp4": "mxfp4", "fp8": "fp8", "bf16": "bf16"}
 
@@ -29,7 +32,7 @@ class Target:
 
 
 def resolve_target(text: str) -> Target:
-    """`flash`, `pro`, `tiny`, a shipped checkpoint, a folder with a config.json, or such a file."""
+    """A preset's name, a shipped checkpoint, a folder with a config.json, or such a file."""
     preset = PRESETS.get(text.lower())
     if preset is not None:
         return Target(text.lower(), preset(), "mxfp4")

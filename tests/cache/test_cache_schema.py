@@ -44,6 +44,18 @@ def test_published_figures(config, index_key_format, bytes_per_token, window_byt
     assert with_mtp.window_bytes_per_request == window_bytes + 74_752
 
 
+@pytest.mark.parametrize(("drafts", "ring_len"), [(0, 133), (2, 133), (5, 133), (7, 135)])
+def test_a_dspark_head_keeps_windows_and_room_for_its_block(drafts, ring_len):
+    """Rows of 584 bytes; every ring has the room, since all of them have one length."""
+    flash = ModelConfig.flash_0731()
+    with_head, without = (schema_of(flash, with_mtp=is_there, max_draft_tokens=drafts) for is_there in (True, False))
+    assert [layer.ring_len for layer in with_head.layers] == [ring_len] * 46
+    assert with_head.window_bytes_per_request == 46 * ring_len * 584
+    assert without.window_bytes_per_request == 43 * (128 + drafts) * 584
+    assert with_head.state_bytes_per_request == without.state_bytes_per_request
+    assert with_head.bytes_per_token == Fraction("3514.25")
+
+
 def test_flash_layers_have_the_formats_and_lengths_of_their_kind():
     layers = schema_of(FLASH, max_draft_tokens=3).layers
     kinds = [layer.attention for layer in layers]
@@ -146,6 +158,7 @@ TINY_CONFIGS = {
     "tiny": ModelConfig.tiny(),
     "hca first": ModelConfig.tiny(compress_ratios=(128, 128, 4, 128, 4, 0), head_dim=192, index_head_dim=64),
     "window only": ModelConfig.tiny(compress_ratios=(0, 0, 0, 0, 0, 0)),
+    "dspark": ModelConfig.tiny().with_dspark(noise_token_id=1, markov_rank=16),
     "no hca": ModelConfig.tiny(num_hidden_layers=2, compress_ratios=(4, 4, 0), sliding_window=33, num_hash_layers=0),
 }
 

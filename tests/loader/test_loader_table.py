@@ -18,12 +18,7 @@ from dsv4.loader.synth import stored_tensors
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 EXPERT = "layers.1.ffn.experts.2.w1"
-DSPARK = {
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 7,
-    "dspark_target_layer_ids": [0, 1, 2],
-    "dspark_markov_rank": 4,
-}
+DSPARK = SMALL.with_dspark(noise_token_id=7, markov_rank=4)
 MODELOPT = {
     "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16,
     "config_groups": {"group_0": {}}, "ignore": ["attn"], "producer": {"name": "modelopt"}, "kv_cache_scheme": None,
@@ -83,18 +78,14 @@ def inverse_names(header):
 
 OFFICIAL, RAW = header_of(SMALL), config_to_dict(SMALL)
 NO_DRAFT = header_of(SMALL, with_mtp=False)
-DRAFT_HEAD = OFFICIAL | {"mtp.2.markov_head.markov_w1.weight": stored("m", "BF16", 64, 4)}
+DRAFT_HEAD, DRAFT_HEAD_RAW = header_of(DSPARK), config_to_dict(DSPARK)
 
 # row of the document: headers, config, part of the note (None: no note)
 LOADS = {
     "official Flash, Pro: FP8 with MXFP4 experts": (OFFICIAL, RAW, None),
     "official, MXFP4 codes stored as U8": (as_u8(OFFICIAL), RAW, None),
     "Base: FP8 experts, FP32 scales": (header_of(SMALL, "fp8"), config_to_dict(SMALL, "fp8"), None),
-    "0731, 0813: a DSpark draft head under `mtp.*`": (
-        DRAFT_HEAD,
-        RAW | DSPARK | {"compress_ratios": [0, 4, 128, 0, 0, 0]},
-        "DSpark draft head found",
-    ),
+    "0731, 0813: a DSpark draft head under `mtp.*`": (DRAFT_HEAD, DRAFT_HEAD_RAW, None),
     "ModelOpt NVFP4": (header_of(SMALL, "nvfp4"), RAW | {"quantization_config": MODELOPT}, None),
     "ModelOpt NVFP4, draft experts still MXFP4": (
         header_of(SMALL, "nvfp4", "mxfp4"),
@@ -189,6 +180,10 @@ REFUSED = {
         (with_changes(OFFICIAL, **{f"{EXPERT}.weight": None}), RAW, {}, f"unexpected (1): {EXPERT}.scale"),
     ],
     "a DSpark head without `dspark_*` keys": [(DRAFT_HEAD, RAW, {}, "but its config has no dspark_* keys")],
+    "an MTP block with `dspark_*` keys": [(OFFICIAL, DRAFT_HEAD_RAW, {}, "a DSpark head has no such tensors")],
+    "a DSpark head of which a tensor is missing": [
+        (with_changes(DRAFT_HEAD, **{"mtp.1.attn.wkv.weight": None}), DRAFT_HEAD_RAW, {}, "mtp.1.attn.wkv.weight"),
+    ],
     "a draft block's ratio that is not 0": [
         (OFFICIAL, RAW | {"compress_ratios": [0, 4, 128, 4]}, {}, "belong to draft blocks and must be 0"),
     ],

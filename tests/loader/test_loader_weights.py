@@ -10,13 +10,13 @@ from loader_cases import SET_A, SMALL, assert_same_params, flatten, format_name,
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4.config import DSparkConfig, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantTensor
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
 from dsv4.loader.config_write import config_to_dict
 from dsv4.loader.summary import checkpoint_summary
 from dsv4.loader.synth import random_params, write_checkpoint
-from dsv4.loader.weights import CheckpointWarning, load_params, plan_load
+from dsv4.loader.weights import load_params
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 LINEAR_OF = {"mxfp4": "fp8", "nvfp4": "fp8", "fp8": "fp8", "bf16": "torch.bfloat16"}
@@ -192,35 +192,6 @@ def test_hash_table_outside_the_experts(tmp_path, value):
     folder = edit_single_file(folder, change)
     with pytest.raises(CheckpointError, match=rf"names expert {value}; the model has experts 0 to 3"):
         load_params(Checkpoint.open(folder), SMALL)
-
-
-def test_dspark_head_is_recognised_and_left_out(tmp_path):
-    dspark = DSparkConfig(block_size=5, noise_token_id=7, target_layer_ids=(0, 1, 2), markov_rank=16)
-    folder = write_checkpoint(tmp_path / "model", SMALL)
-
-    def change(tensors):
-        block = {name.removeprefix("mtp.0."): value for name, value in tensors.items() if name.startswith("mtp.0.")}
-        for draft_idx in (1, 2):
-            tensors.update({f"mtp.{draft_idx}.{name}": value.clone() for name, value in block.items()})
-        tensors["mtp.0.main_norm.weight"] = torch.ones(64)
-        tensors["mtp.2.markov_head.markov_w1.weight"] = torch.ones(64, 16)
-
-    folder = edit_single_file(folder, change)
-    checkpoint = Checkpoint.open(folder)
-    with pytest.raises(CheckpointError, match=r"part of a DSpark draft head, but its config has no dspark_\* keys"):
-        load_params(checkpoint, SMALL)
-    raw = config_to_dict(SMALL) | {f"dspark_{key}": value for key, value in vars(dspark).items()}
-    raw["compress_ratios"] = [0, 4, 128, 0, 0, 0]
-    config = ModelConfig.from_dict(raw)
-    assert config.dspark == dspark
-    with pytest.warns(CheckpointWarning, match=r"DSpark draft head found \(mtp\.0\.\.2\): not supported for drafting"):
-        params = load_params(checkpoint, config)
-    assert params.mtp == []
-    assert_same_params(params, random_params(SMALL, with_mtp=False))
-    assert plan_load(checkpoint, config).notes == (
-        "DSpark draft head found (mtp.0..2): not supported for drafting, skipped",
-    )
-    assert ModelConfig.from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
 class AllocatedBytes(TorchDispatchMode):

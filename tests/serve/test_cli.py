@@ -166,6 +166,16 @@ def test_info_for_people(dsv4, checkpoint):
 # ---- synth ----
 
 
+def test_synth_of_a_dspark_head(dsv4, tmp_path):
+    """Cut to two layers it taps those."""
+    assert dsv4("synth", tmp_path / "head", "--preset", "tiny-dspark", "--layers", 2).code == 0
+    assert ModelConfig.from_pretrained(tmp_path / "head").dspark.target_layer_ids == (0, 1)
+    info = json.loads(dsv4("info", tmp_path / "head", "--json").out)
+    assert info["drafter"] == "DSpark"
+    assert [layer["is_mtp"] for layer in info["layers"]] == [False] * 2 + [True] * 3
+    assert "layers      2 + 3 DSpark" in dsv4("info", tmp_path / "head").out
+
+
 def test_synth(dsv4, tmp_path):
     ran = dsv4("synth", tmp_path / "a", "--layers", 1, "--experts", "nvfp4", "--seed", 5)
     assert (ran.code, ran.out, ran.err) == (0, "", f"wrote {tmp_path / 'a'}\n")

@@ -204,7 +204,7 @@ def test_targets(request, tmp_path):
         (["flash", "--context", "0"], "max_context_tokens must be a positive integer"),
         (["flash", "--context", "1048577"], "max_position_embeddings 1048576"),
         (["flash", "--requests", "0"], "max_concurrent_requests must be a positive integer"),
-        (["flash", "--draft-tokens", "2", "--no-mtp"], "needs MTP blocks"),
+        (["flash", "--draft-tokens", "2", "--no-mtp"], "needs draft blocks"),
     ],
 )
 def test_bad_input_is_a_config_error(run, arguments, message):

@@ -1,11 +1,9 @@
 """Bytes, tensors and parameters of checkpoints against the published index files."""
 
-from dataclasses import replace
-
 import pytest
 from safetensors import safe_open
 
-from dsv4.config import ConfigError, DSparkConfig, ModelConfig
+from dsv4.config import ConfigError, ModelConfig
 from dsv4.tools.sizes import EXPERT_FORMATS, active_parameters, count_weights
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
@@ -24,10 +22,17 @@ def test_official_checkpoints(config, num_tensors, total_bytes, billions, draft_
     assert sum(sizes.by_part().values()) == sum(sizes.by_format().values()) == total_bytes
 
 
-def test_dspark_checkpoint():
-    dspark = DSparkConfig(block_size=5, noise_token_id=128799, target_layer_ids=(40, 41, 42), markov_rank=256)
-    sizes = count_weights(replace(FLASH, compress_ratios=(*FLASH.layer_ratios, 0, 0, 0), dspark=dspark))
-    assert (sizes.num_tensors, sizes.total_bytes) == (72_317, 166_878_536_440)
+@pytest.mark.parametrize(
+    ("config", "num_tensors", "total_bytes", "draft_bytes"),
+    [
+        (ModelConfig.flash_0731(), 72_317, 166_878_536_440, 10_862_838_300),
+        (ModelConfig.pro_0813(), 149_782, 892_727_580_904, 41_979_375_900),
+    ],
+)
+def test_dspark_checkpoints(config, num_tensors, total_bytes, draft_bytes):
+    sizes = count_weights(config)
+    assert (sizes.num_tensors, sizes.total_bytes) == (num_tensors, total_bytes)
+    assert sizes.by_part()["draft blocks"] == draft_bytes
 
 
 def test_the_draft_block():

@@ -53,9 +53,9 @@ def open_for_audit(folder: Path) -> Opened:
     for kind, texts in resolution.problems.items():
         findings += (fault(kind, text.split(" ", 1)[0], text) for text in texts)
     findings += (note("left out", "mtp", text) for text in resolution.plan.notes)
-    if config.num_mtp_layers and not resolution.plan.num_mtp and not resolution.plan.notes:
+    if config.num_draft_layers and not resolution.plan.num_mtp and not resolution.plan.notes:
         findings.append(
-            note("no draft block", "mtp", f"the config announces {config.num_mtp_layers}, the files hold none")
+            note("no draft block", "mtp", f"the config announces {config.num_draft_layers}, the files hold none")
         )
     return Opened(checkpoint, config, resolution.plan, findings)
 

@@ -191,6 +191,28 @@ def test_sharp_logits():
     assert_bitwise(run(case, WHOLE), found)
 
 
+def test_a_draft_block_reads_one_window():
+    """Every row as the last of its block, with all keys in the ring: what DSpark asks for. Rows of the batch itself,
+    NaN here, are not read.
+    """
+    start, num = 200, 2
+    window_len = 128 + num
+    case = case_of([(1, start + num, num)], ring_len=window_len)
+    places = torch.arange(start + num - window_len, start + num, device=kernel_device())
+    at = torch.ones_like(places), places % window_len
+    case["window"].rows[at] = encode_rows(normal((window_len, SMALL_ENTRY.dim), seed=9), SMALL_ENTRY)
+    case["window"].positions[at] = places.to(torch.int32)
+    poison(case["rows"].data)
+    batch = case["batch"]
+    last = torch.full_like(batch.positions, start + num - 1)
+    shared = replace(batch, positions=last, chunk_starts=last + 1)
+    case |= {"entries": None, "picks": None, "freqs": None, "window_len": window_len, "batch": shared}
+    assert assert_follows_oracle(case).isfinite().all()
+    seen = sparse_attention_ref(**case)
+    case["window"].positions[1, places[0] % window_len] = -1
+    assert not torch.equal(sparse_attention_ref(**case), seen), "the oldest key counts"
+
+
 def test_window_layers_have_no_entries():
     case = case_of([(1, 200, 1), (0, 0, 1)]) | {"entries": None, "picks": None}
     assert_bitwise(run(case, WHOLE), assert_follows_oracle(case))

@@ -1,0 +1,140 @@
+"""How many drafts to verify: as many as make a step give the most tokens a second. No torch.
+
+A step with R requests and K drafts among them gives R + (the sum of K survivals) tokens, a draft's survival being the
+probability that it and all before it are accepted, and takes as long as a step of that many rows was measured to take.
+Rows of prompts in the same step make further drafts cheap or dear, so they count. Which drafts are verified never
+changes a token (a row's logits and noise do not depend on the others), so the choice may use anything, at any time.
+
+Survivals come from what was accepted before, by place of a draft (`AcceptanceMeter`), or from a drafter's confidences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from dsv4.config import ConfigError, is_positive_real, is_size, shown
+
+LEAST_TRIES = 200  # before acceptance says anything about a drafter
+BROKEN_RATE = 0.02  # first drafts accepted less often than this: not a drafter of this model
+
+
+class StepTimes:
+    """Seconds of a step by its number of rows, from measurements at some numbers of rows.
+
+    In between, a step takes as long as at the next larger measured number: steps are padded to what was captured.
+    Beyond the largest, it grows in proportion to its rows. A longer step never counts as faster than a shorter one.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        if not measured:
+            raise ConfigError("step times need at least one measurement")
+        for rows, seconds in measured.items():
+            if not is_size(rows) or not is_positive_real(seconds):
+                raise ConfigError(
+                    f"step times map numbers of rows to positive seconds, found {shown(rows)}: {shown(seconds)}"
+                )
+        self._rows = sorted(measured)
+        self._seconds = list(accumulate((measured[rows] for rows in self._rows), max))
+
+    def seconds(self, num_rows: int) -> float:
+        """0 for no rows."""
+        if num_rows <= 0:
+            return 0.0
+        place = bisect_left(self._rows, num_rows)
+        if place < len(self._rows):
+            return self._seconds[place]
+        return self._seconds[-1] * num_rows / self._rows[-1]
+
+
+class AcceptanceMeter:
+    """How often a draft at each place was accepted, of those whose predecessors were. Recent steps weigh most.
+
+    `memory`: drafts it takes to forget. A place not seen yet counts as `expected`.
+    """
+
+    def __init__(self, max_drafts: int, *, memory: float = 256.0, expected: float = 0.7) -> None:
+        self._tried = [0.0] * max_drafts
+        self._accepted = [0.0] * max_drafts
+        self._keep = 1 - 1 / memory
+        self._expected = expected
+        self.num_tried = [0] * max_drafts  # since the beginning
+        self.num_accepted = [0] * max_drafts
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """One request's step: of `num_drafts` verified the first `num_accepted` stayed. What is behind the first that
+        did not stay was not tried.
+        """
+        assert 0 <= num_accepted <= num_drafts <= len(self._tried), (num_accepted, num_drafts)
+        for place in range(min(num_accepted + 1, num_drafts)):
+            is_accepted = place < num_accepted
+            self._tried[place] = self._tried[place] * self._keep + 1
+            self._accepted[place] = self._accepted[place] * self._keep + is_accepted
+            self.num_tried[place] += 1
+            self.num_accepted[place] += is_accepted
+
+    def rate(self, place: int) -> float:
+        """Of the drafts at this place that were tried; between what was seen and what is expected of one try."""
+        return (self._accepted[place] + self._expected) / (self._tried[place] + 1)
+
+    def survivals(self) -> list[float]:
+        """For each place, the probability that the draft there and all before it are accepted."""
+        return list(accumulate((self.rate(place) for place in range(len(self._tried))), lambda a, b: a * b))
+
+    @property
+    def looks_broken(self) -> bool:
+        """Whether hardly any first draft was ever accepted: weights of another model, or tensors that were dropped."""
+        tried = self.num_tried[0] if self.num_tried else 0
+        return tried >= LEAST_TRIES and self.num_accepted[0] < BROKEN_RATE * tried
+
+
+class DraftPolicy:
+    """Chooses the number of drafts of every request of a step.
+
+    verify       seconds of a step by its rows
+    draft        seconds of drafting by the number of requests; None: it costs nothing
+    probe_steps  after so many steps in which drafts did not pay, one is verified for each request that may have any,
+                 so that a better time is noticed
+    """
+
+    def __init__(self, verify: StepTimes, draft: StepTimes | None = None, *, probe_steps: int = 64) -> None:
+        self._verify = verify
+        self._draft = draft
+        self._probe_steps = probe_steps
+        self._idle_steps = 0
+
+    def choose(self, survivals: Sequence[Sequence[float]], other_rows: int = 0) -> list[int]:
+        """How many drafts to verify for each request, given each one's survivals (as many as it may have drafts) and
+        the rows of the step that are not theirs.
+        """
+        counts = self._best(survivals, other_rows)
+        if any(counts):
+            self._idle_steps = 0
+            return counts
+        self._idle_steps += 1
+        if self._idle_steps < self._probe_steps:
+            return counts
+        self._idle_steps = 0
+        return [min(1, len(chances)) for chances in survivals]
+
+    def _best(self, survivals: Sequence[Sequence[float]], other_rows: int) -> list[int]:
+        num_requests = len(survivals)
+        order = sorted(
+            (-chance, place, request)  # ties by place, then by request: never by what else is in the step
+            for request, chances in enumerate(survivals)
+            for place, chance in enumerate(accumulate(chances, min))
+        )
+        base_rows = other_rows + num_requests
+        drafting = 0.0 if self._draft is None else self._draft.seconds(num_requests)
+        best_rate, best_count = num_requests / max(self._verify.seconds(base_rows), 1e-12), 0
+        expected = float(num_requests)
+        for count, (negative, _, _) in enumerate(order, start=1):
+            expected -= negative
+            rate = expected / (drafting + self._verify.seconds(base_rows + count))
+            if rate > best_rate:
+                best_rate, best_count = rate, count
+        counts = [0] * num_requests
+        for _, _, request in order[:best_count]:
+            counts[request] += 1
+        return counts
