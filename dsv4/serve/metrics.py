@@ -114,14 +114,14 @@ class _EngineCollector(Collector):
             ("expert_misses", "Experts a layer chose that came from host memory.", stats.num_expert_misses),
             ("expert_bytes_moved", "Bytes of experts copied from host memory to the device.",
              stats.num_expert_bytes),
-            ("dsv4_prefix_cached_tokens", "Tokens that were not read because the prefix cache had them.",
+            ("prefix_cached_tokens", "Tokens that were not read because the prefix cache had them.",
              stats.num_cached_tokens),
-            ("dsv4_prefix_misses", "Requests of more than a block that found no prefix.", stats.num_prefix_misses),
-            ("dsv4_prefix_evictions", "Snapshots given up on the device for others.", stats.num_prefix_evictions),
-            ("dsv4_prefix_bad_files", "Files of the prefix cache that were not used; the log names them.",
+            ("prefix_misses", "Requests of more than a block that found no prefix.", stats.num_prefix_misses),
+            ("prefix_evictions", "Snapshots given up on the device for others.", stats.num_prefix_evictions),
+            ("prefix_bad_files", "Files of the prefix cache that were not used; the log names them.",
              stats.num_prefix_bad_files),
-            ("dsv4_prefix_verified", "Hits read again without the cache.", stats.num_verified_hits),
-            ("dsv4_prefix_wrong", "Hits that differed from a cold run.", stats.num_wrong_hits),
+            ("prefix_verified", "Hits read again without the cache.", stats.num_verified_hits),
+            ("prefix_wrong", "Hits that differed from a cold run.", stats.num_wrong_hits),
         )  # fmt: skip
         for name, text, value in counters:
             counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))

@@ -262,12 +262,12 @@ def test_metrics(folder):
     llm = LLM(folder, engine=LIMITS, offload_experts=3)
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
     stats = llm.engine.stats()
-    text = Metrics(SimpleNamespace(stats=stats)).text().decode()
+    text = Metrics(SimpleNamespace(stats=stats), "m").text().decode()
     for name, value in {
         "hits": stats.num_expert_hits, "misses": stats.num_expert_misses, "bytes_moved": stats.num_expert_bytes,
     }.items():  # fmt: skip
         assert value > 0
-        assert f"dsv4_expert_{name}_total {float(value)}" in text
+        assert f'dsv4_expert_{name}_total{{{{model_name="m"}}}} {float(value)}' in text
 
 
 def command(*arguments):
@@ -291,12 +291,17 @@ def test_the_command(folder, capsys):
 @pytest.mark.parametrize("name", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or"), ("99", "to 8 (all there are)")],
+    [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")],
 )
 def test_mistakes_of_the_command(folder, capsys, name, value, message):
     prompt = ("--ids", "5") if name == "generate" else ()
     assert command(name, *prompt, "--model", str(folder), f"--offload-experts={value}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_more_slots_than_experts(folder, capsys):
+    assert command("generate", "--ids", "5", "--model", str(folder), "--offload-experts=99") == 2
+    assert "to 8 (all there are)" in capsys.readouterr().err
 
 
 def test_a_benchmark_of_a_checkpoint(folder):
