@@ -267,7 +267,7 @@ def test_metrics(folder):
         "hits": stats.num_expert_hits, "misses": stats.num_expert_misses, "bytes_moved": stats.num_expert_bytes,
     }.items():  # fmt: skip
         assert value > 0
-        assert f'dsv4_expert_{name}_total{{{{model_name="m"}}}} {float(value)}' in text
+        assert f'dsv4_expert_{name}_total{{model_name="m"}} {float(value)}' in text
 
 
 def command(*arguments):
