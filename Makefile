@@ -6,17 +6,23 @@ VENV ?= .venv
 CLIENTS ?= .venv-clients
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
+BASE ?= main
+QUICK := tests/formats tests/cache tests/text tests/engine/test_scheduler.py tests/engine/test_step.py \
+  tests/test_config.py tests/test_schedule.py tests/test_request.py tests/test_imports.py \
+  tests/model/test_vectors.py::test_single_blocks
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo serve-demo test lint types unit-test client-test browser-test slow-test format gpu-test bench clean help
+.PHONY: demo serve-demo test quick affected lint types unit-test client-test browser-test slow-test format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      stream text from the trained miniature that ships with dsv4 (CPU)"
 	@echo "make test      lint, format check, types and every CPU test"
+	@echo "make quick     a first look, below a minute: formats, cache, scheduler, text, config, imports, single blocks"
+	@echo "make affected  the tests that what differs from BASE ($(BASE)) can turn red, by the imports"
 	@echo "make lint | types | unit-test | format    one part of it"
 	@echo "make client-test     openai, anthropic, litellm, langchain, ... against a live server"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
@@ -78,6 +84,17 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt tests/clients/requirements
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[serve]' -r tests/clients/requirements.txt
 	@touch $@
 
+quick: $(DEV)
+	@echo "==> pytest (quick)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m 'not gpu and not slow and not thorough' \
+	  --hypothesis-profile=quick $(QUICK)
+
+affected: $(DEV)
+	@echo "==> pytest (what the difference from $(BASE) can turn red)"
+	@files=$$($(BIN)/python tools/affected.py --base $(BASE)) || exit 1; \
+	  if [ -z "$$files" ]; then echo "no test depends on what changed"; else \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope $$files; fi
+
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"
 	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/serve
@@ -89,6 +106,7 @@ slow-test: $(DEV)
 format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python tools/wrap_docs.py
 
 # ---- on a GPU machine: no virtual environment, no installation ----
 

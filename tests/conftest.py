@@ -15,6 +15,10 @@ interpreter.without_gpu()
 # there is no deadline. `--hypothesis-profile=explore` looks for new examples instead.
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+# a first look, for `make quick`
+settings.register_profile(
+    "quick", deadline=None, derandomize=True, max_examples=10, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("fixed")
 
 

@@ -222,6 +222,7 @@ def without_draft_entries(config):
     return dataclasses.replace(config, compress_ratios=config.layer_ratios)
 
 
+@pytest.mark.thorough
 def test_hugging_face_spelling_as_transformers_writes_it(tmp_path):
     raw = hugging_face(tmp_path)
     assert "layer_types" in raw
@@ -528,6 +529,7 @@ def containers(value):
     return own + [found for item in inner for found in containers(item)]
 
 
+@pytest.mark.thorough
 @settings(max_examples=600)
 @given(data=st.data())
 def test_fuzz_mutated_configs(data):

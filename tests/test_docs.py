@@ -1,15 +1,22 @@
-"""The examples people copy: Python blocks of the documents and commands of the README, run as they stand."""
+"""The documents: examples run as they stand, links lead somewhere, numbers stand in records, lines end in time."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks import plots
+from benchmarks.model_gpu import whole_flash
+from dsv4.cache.schema import build_cache_schema
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.schedule import build_schedule
 from dsv4.serve.cli import main
 from dsv4.testing import bench
+from tools.wrap_docs import WIDTH, documents, wrapped
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,15 +74,56 @@ def test_commands_of_the_readme(workspace):
     assert (workspace / "new" / "config.json").exists()
 
 
+def anchors(document):
+    """Headings as a browser names them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_of_the_documents_lead_somewhere():
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     links = [
-        (document, target)
-        for document in documents
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8"))
+        (document, *target.partition("#")[::2])
+        for document in documents()
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text(encoding="utf-8"))
     ]
-    assert len(links) >= 5
-    assert [(document.name, target) for document, target in links if not (document.parent / target).exists()] == []
+    assert len(links) >= 60
+    dead = [(document.name, path) for document, path, _ in links if not (document.parent / path).exists()]
+    assert dead == []
+    lost = [
+        (document.name, path, anchor)
+        for document, path, anchor in links
+        if anchor and anchor not in anchors((document.parent / path) if path else document)
+    ]
+    assert lost == []
+
+
+def test_lines_end_in_time():
+    """Tables and pictures cannot wrap; code has the width of code. `python tools/wrap_docs.py` repairs prose."""
+    long = []
+    for document in documents():
+        text = document.read_text(encoding="utf-8")
+        prose = BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
+        for shown, width in ((prose, WIDTH), (text, 120)):
+            lines = enumerate(shown.splitlines(), 1)
+            long += [f"{document.name}:{n}" for n, line in lines if len(line) > width and line[:1] not in ("|", "!")]
+    assert long == []
+
+
+def test_wrapping_keeps_what_is_no_prose():
+    long = "word " * 40
+    kept = f"# {long}\n\n| {long}|\n\n```text\n{long}\n* {long}\n```\n\nshort\nlines\n"
+    assert wrapped(kept) == kept
+    assert wrapped(f"* one\n* {long}\n  two\n1. three\n").split() == [
+        "*",
+        "one",
+        "*",
+        *long.split(),
+        "two",
+        "1.",
+        "three",
+    ]
+    assert all(len(line) <= WIDTH for line in wrapped(f"* {long}\n").splitlines())
+    assert wrapped(f"* {long}\n").splitlines()[1].startswith("  word")
 
 
 def test_the_measured_page_shows_the_records():
@@ -83,3 +131,80 @@ def test_the_measured_page_shows_the_records():
     records = bench.read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
     expected = bench.markdown(bench.load_cases(bench.case_modules()), records)
     assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == expected
+
+
+def test_pages_and_pictures_of_kernels_show_the_records():
+    """Renewed by `python benchmarks/plots.py`."""
+    written = plots.documents()
+    assert [path.name for path, text in written.items() if path.read_text(encoding="utf-8") != text] == []
+    assert all(len(text) < 100_000 for path, text in written.items() if path.suffix == ".svg")
+    pages = [path for path in written if plots.NUMBERS_HEAD in written[path]]
+    assert len(pages) == len(bench.case_modules())
+
+
+# ---- numbers of the README ----
+
+UNIT = r"(?:us|ms|s|x|%|tokens/s|TFLOP/s|TB/s|[KMG]i?B|bytes|tokens a second)"
+NUMBER = re.compile(rf"(?<![\w.,])\d[\d,.]*(?: (?:/|to) \d[\d,.]*)* ?{UNIT}(?![\w/])")
+
+
+def slashed(values, form="{:,.0f}"):
+    return " / ".join(form.format(value) for value in values)
+
+
+def spread(values, form="{:.1f}"):
+    return f"{form.format(min(values))} to {form.format(max(values))}"
+
+
+def recorded_numbers():
+    """Every number with a unit that the README may hold, as it must be written."""
+    results = ROOT / "benchmarks" / "results"
+    ops = bench.read_records(results / "nvidia-h200.jsonl")
+    everything = [json.loads(line) for line in (results / "nvidia-h200-model.jsonl").read_text().splitlines()]
+    commit = [r["commit"] for r in everything if r["kind"] == "layer"][-1]
+    model = [r for r in everything if r["commit"] == commit]
+    layers = {(r["attention"], r["batch"]): r for r in model if r["kind"] == "layer" and r["context"] == 2048}
+    one = [layers[kind, 1] for kind in ("swa", "hca", "csa")]
+    many = [r["times_floor"] for (_, batch), r in layers.items() if batch > 1]
+    sums = [re.search(r"batch (\d+), ctx (\d+): ([\d.]+) ms", line) for line in whole_flash(model)]
+    steps = {(int(found[1]), int(found[2])): float(found[3]) for found in sums if found}
+    theirs = [r["ms_per_layer"] for r in everything if r["kind"] == "huggingface" and r.get("batch") == 1]
+    stream = [r["tokens_per_second"] for r in everything if r["kind"] == "stream"][-1]
+    prefill = next(r for r in model if r["kind"] == "prefill" and r["tokens"] == 8192)["tokens_per_second"]
+    experts = [ops[f"moe/flash-nvfp4-{count}"] for count in (1, 16, 64, 256)]
+    large = ops["moe/flash-nvfp4-4096"]
+    attention = [ops[f"sparse_attention/flash-csa-64k-{batch}"]["median_us"] for batch in (1, 64, 256)]
+    start = re.search(r"warm_up +([\d.]+) s", (results / "variants" / "fifth-cold-start.txt").read_text())
+    flash = ModelConfig.flash()
+    schema = build_cache_schema(flash, build_schedule(flash), EngineConfig(index_key_format="fp4"), plain_itemsize=None)
+    return [
+        f"{slashed(r['ms'] * 1000 for r in one)} us",
+        f"{spread([r['times_floor'] for r in one])} x",
+        f"{slashed([steps[1, 2048], steps[1, 1 << 20]], '{:.1f}')} ms",
+        f"{slashed([steps[batch, 2048] for batch in (16, 64, 256)], '{:.1f}')} ms",
+        f"{spread(many)} x",
+        f"{spread(theirs)} ms",
+        f"{stream:.0f} tokens/s",
+        f"{round(prefill, -3):,.0f} tokens/s",
+        f"{slashed(r['median_us'] for r in experts)} us",
+        f"{slashed(r['ceiling_percent'] for r in experts)} %",
+        f"{large['flops'] / large['median_us'] / 1e6:.0f} TFLOP/s",
+        f"{ops['topk_select/512-of-262144x1']['median_us']:.1f} us",
+        f"{slashed(attention)} us",
+        f"{float(start[1]):.0f} s",
+        f"{float(schema.bytes_per_token)} bytes",
+        f"{schema.window_bytes_per_request:,} bytes",
+    ]
+
+
+def test_numbers_of_the_readme_stand_in_records():
+    prose = BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    recorded = recorded_numbers()
+    assert [number for number in recorded if number not in prose] == []
+    assert [number for number in NUMBER.findall(prose) if number not in recorded] == []
+
+
+def test_the_rule_for_numbers_finds_them():
+    text = "48 / 300 us, 2.1 to 2.4 x the floor, 93 %, 1,033 us and 37 tokens/s of 512 experts; FP8, 13 million, 2K"
+    found = ["48 / 300 us", "2.1 to 2.4 x", "93 %", "1,033 us", "37 tokens/s"]
+    assert NUMBER.findall(text) == found

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dsv4.testing.imports import imports_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
 
@@ -54,17 +56,11 @@ def part_of(module):
 
 def imported_modules(tree, module, is_package):
     """Every dsv4 module an AST imports, wherever in the file the import stands."""
-    package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "dsv4")
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            target = ".".join([*base, *([node.module] if node.module else [])])
-            if target == "dsv4":  # `from dsv4 import llm` names the part after the import
-                yield from (f"dsv4.{alias.name}" for alias in node.names)
-            elif target.startswith("dsv4."):
-                yield target
+    for target, name in imports_of(tree, module, is_package):
+        if target == "dsv4" and name is not None:  # `from dsv4 import llm` names the part after the import
+            yield f"dsv4.{name}"
+        elif target.split(".")[0] == "dsv4":
+            yield target
 
 
 def wrong_imports(module, source, is_package=False):

@@ -13,6 +13,7 @@ import json
 import platform
 import statistics
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -291,7 +292,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
         "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
     ]
     lines += [
-        "[kernels.md](kernels.md). "
+        "[kernels/README.md](kernels/README.md). "
         + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}" for g, d, t, n in origins)
         + "."
     ]
@@ -319,5 +320,5 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
                 f"{r['commit'][:7]} |"
             )
     if unmeasured:
-        lines += ["", "Not measured: " + ", ".join(unmeasured) + "."]
+        lines += ["", *textwrap.wrap("Not measured: " + ", ".join(unmeasured) + ".", 109, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"

@@ -4,7 +4,8 @@ made.
 A benchmark case is built on the "meta" device and called. Its launchers run as they are; Triton's own JIT derives
 types, alignment and options from their arguments, and compiles for the given architecture instead of launching. So
 nothing is written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses
-it.
+it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
+what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
     python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases/*.py
 
@@ -24,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
 
@@ -31,8 +33,11 @@ import torch
 
 from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
+from dsv4.testing.disk_cache import DiskCache, content_key
+from dsv4.testing.imports import ImportGraph
 
 ARCHITECTURES = (90, 100)
+CACHE = DiskCache(ROOT / ".pytest_cache" / "compile")  # `make clean` removes it
 
 
 class CompileError(ValueError):
@@ -80,13 +85,39 @@ def reports(modules: list[str] | None = None) -> list[CompileReport | CompileFai
 
 
 def _module_reports(module: str) -> list[CompileReport | CompileFailure]:
+    key = _key_of_module(module)
+    kept = CACHE.read(key)
+    lines = _compiled_lines(module) if kept is None else json.loads(kept)
+    if kept is None and not any("error" in line for line in lines):
+        CACHE.write(key, json.dumps(lines))
+    return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
+
+
+def _key_of_module(module: str) -> str:
+    """All that the reports of a module can depend on: the sources it leads to, and the compilers."""
+    files = ImportGraph(ROOT).files([module, __name__])
+    sources = [
+        part for file in sorted(files) for part in (str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
+    ]
+    versions = [metadata.version(name) for name in ("torch", "triton")]
+    return content_key(sys.version, *versions, ptxas_versions(), *map(str, ARCHITECTURES), *sources)
+
+
+@cache
+def ptxas_versions() -> str:
+    """What the assemblers of all architectures say of themselves."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return "\n".join(f"{arch} {get_ptxas(arch).version}" for arch in ARCHITECTURES)
+
+
+def _compiled_lines(module: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "dsv4.testing.compile_check", module]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"the compile check of {module} failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # Triton prints too
-    return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # Triton prints too
 
 
 def compile_case(case: BenchCase, arch: int) -> list[CompileReport]:
@@ -189,6 +220,10 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
 
     match = re.search(r"\.target (\w+)", ptx)
     assert match is not None, "PTX without a target"
+    key = content_key(ptx, str(arch), str(has_fusion), ptxas_versions())
+    kept = CACHE.read(key)
+    if kept is not None:
+        return match[1], kept
     with tempfile.TemporaryDirectory() as folder:
         source = os.path.join(folder, "kernel.ptx")
         with open(source, "w", encoding="utf-8") as file:
@@ -199,6 +234,7 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
         run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"ptxas failed: {run.stderr}")
+    CACHE.write(key, run.stderr)
     return match[1], run.stderr
 
 

@@ -20,12 +20,12 @@ from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights
 
-# measured on an H200 (docs/kernels.md): what a layer's launches take beyond the bytes they read, at one token, and
-# how long a layer with offloaded experts waits while the host reads its routing and orders copies
+# measured on an H200 (docs/kernels): what a layer's launches take beyond the bytes they read, at one token, and how
+# long a layer with offloaded experts waits while the host reads its routing and orders copies
 LAUNCH_SECONDS = 95e-6
 BOUNDARY_SECONDS = 130e-6
 HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 less its overhead
-READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels.md
+READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels/README.md
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 MAX_GPUS_TRIED = 64
 

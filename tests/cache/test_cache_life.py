@@ -103,6 +103,7 @@ class CacheLife(RuleBasedStateMachine):
 
 
 TestCacheLife = CacheLife.TestCase
+TestCacheLife.pytestmark = [pytest.mark.thorough]
 TestCacheLife.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 

@@ -454,6 +454,7 @@ loose_messages = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=500)
 @given(
     messages=st.lists(loose_messages | json_values, max_size=5) | json_values,

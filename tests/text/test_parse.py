@@ -173,6 +173,7 @@ FRAGMENTS = [
 streams = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=16).map("".join)
 
 
+@pytest.mark.thorough
 @settings(max_examples=500)
 @given(text=streams, cuts=st.lists(st.integers(0, 400), max_size=12), thinking=st.booleans())
 @example(text=f"a</think>\n\n{CALL}\n\n{CALL}x{EOS}", cuts=[], thinking=True)
@@ -207,6 +208,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(
     reasoning=plain,

@@ -35,7 +35,7 @@ class LinearTile:
         return options | {"maxnreg": self.max_registers}
 
 
-# key: rows up to; chosen from timings on an H200 (docs/kernels.md)
+# key: rows up to; chosen from timings on an H200 (docs/kernels/linear.md)
 LINEAR_TILES = {
     16: LinearTile(64, 16, 4, 4, 4),
     32: LinearTile(64, 32, 4, 4, 4),
