@@ -7,17 +7,13 @@ this moment) and /openapi.json.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import logging
-import re
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import resources
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -39,6 +35,7 @@ from dsv4.serve.live import LiveView
 from dsv4.serve.memory import give_back_memory
 from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.openapi import openapi_document
+from dsv4.serve.page import page_headers, page_text
 from dsv4.serve.parts import Strict
 from dsv4.serve.request_log import log_request, log_throughput
 from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
@@ -227,27 +224,6 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
 
 
 # ---- the page ----
-
-
-def page_text() -> str:
-    """The chat page: one file, nothing loaded from elsewhere."""
-    return resources.files("dsv4.serve").joinpath("page.html").read_text(encoding="utf-8")
-
-
-def page_headers() -> dict[str, str]:
-    """Headers that let the page run its own script and style, by their hashes, and nothing else."""
-    text = page_text()
-
-    def hashes(tag: str) -> str:
-        found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(one.encode("utf-8")).digest()).decode("ascii") for one in found]
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    policy = (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 async def _page(request: Request, *, headers: dict[str, str]) -> Response:

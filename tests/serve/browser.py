@@ -102,3 +102,21 @@ class Browser:
         self._process.wait(20)
         os.close(self._write)
         os.close(self._read)
+
+
+# ---- what a reader of the page does ----
+
+
+def send(page, text):
+    """Type a text and send it."""
+    page.run(f"document.getElementById('text').value = {json.dumps(text)}")
+    page.run("document.getElementById('form').requestSubmit()")
+
+
+def finished(page, answers=1):
+    """Wait until nothing runs and so many answers are there."""
+    page.wait(f"!running && document.querySelectorAll('.assistant .acts').length === {answers}", seconds=60)
+
+
+def click(page, selector):
+    page.run(f"document.querySelector({json.dumps(selector)}).click()")

@@ -68,6 +68,27 @@ def two_layer_params():
     return random_params(TWO_LAYERS, dequantize_to=torch.float32)
 
 
+@pytest.fixture
+def open_page(served, tmp_path):
+    """`open_page()`: the page of the test file's `served` in Chromium. It may not complain, nor load from elsewhere."""
+    from browser import Browser
+
+    browsers = []
+
+    def start(width=1200, height=780, until="model === 'tiny'", **options):
+        browser = Browser(tmp_path / f"profile{len(browsers)}", width=width, height=height, **options)
+        browsers.append(browser)
+        browser.open(served.url + "/")
+        browser.wait(f"document.readyState === 'complete' && {until}")
+        return browser
+
+    yield start
+    for browser in browsers:
+        assert browser.complaints == []
+        assert all(url.startswith((served.url, "data:", "about:")) for url in browser.requests), "nothing from outside"
+        browser.close()
+
+
 @pytest.fixture(scope="module")
 def live(served_params):
     """A server of the test file's own. At the end of it nothing may be held any more."""

@@ -1,4 +1,4 @@
-"""The page without a browser: one file, nothing from outside, and headers that allow nothing else."""
+"""The page without a browser: one document, nothing from outside, and headers that allow nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dsv4.serve.server import page_headers, page_text
+from dsv4.serve.page import page_headers, page_text
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 

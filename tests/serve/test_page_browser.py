@@ -6,18 +6,25 @@ import os
 from pathlib import Path
 
 import pytest
-from browser import Browser
+from browser import click, finished, send
 from server_cases import TWO_LAYERS, let_it_say, make_llm, start_server
 
 pytestmark = pytest.mark.browser
 
 SCREENSHOT = Path(__file__).parents[2] / "docs" / "page.png"
 THOUGHT = "The user asks how the cache works. Two kinds of compressed entries, one window; I will say that in short."
-ANSWER = (
-    "Every layer keeps a window of the last 128 tokens as they are.\n\nBeyond it, CSA layers keep one entry for every "
-    "4 tokens and read only the entries their indexer picks; HCA layers keep one entry for every 128 tokens and read "
-    "them all.\n\nSo a block of 128 tokens costs the same whatever the request, and the memory plan is exact."
-)
+ANSWER = """Every layer keeps a window of the last **128 tokens** as they are. Beyond it:
+
+- **CSA** layers keep one entry for every 4 tokens and read only those that their indexer picks;
+- **HCA** layers keep one entry for every 128 tokens and read them all.
+
+So a block of 128 tokens costs the same whatever the request, and the memory plan is exact:
+
+```sh
+dsv4 plan flash --context 131072
+```"""
+
+WIDE = "```\n" + "code " * 100 + "\n```\n|" + " cell |" * 40 + "\n|" + "---|" * 40 + "\n\n" + "x" * 500
 
 
 @pytest.fixture
@@ -29,46 +36,20 @@ def served(two_layer_params):
     server.stop()
 
 
-@pytest.fixture
-def open_page(served, tmp_path):
-    browsers = []
-
-    def start(width=1200, height=780, **options):
-        browser = Browser(tmp_path / f"profile{len(browsers)}", width=width, height=height, **options)
-        browsers.append(browser)
-        browser.open(served.url + "/")
-        browser.wait("document.getElementById('model')?.textContent === 'tiny'")
-        return browser
-
-    yield start
-    for browser in browsers:
-        assert browser.complaints == []
-        assert all(url.startswith((served.url, "data:", "about:")) for url in browser.requests), "nothing from outside"
-        browser.close()
-
-
-def send(page, text):
-    page.run(f"document.getElementById('text').value = {text!r}")
-    page.run("document.getElementById('form').requestSubmit()")
-
-
-def answer_of(page):
-    return page.run("[...document.querySelectorAll('.assistant > div:not(.note)')].pop()?.textContent")
-
-
 def test_an_answer_streams_with_its_thinking_folded(open_page):
     page = open_page()
     send(page, "How does the cache work?")
     page.wait("document.querySelector('.assistant details')")
     page.wait("document.getElementById('send').textContent === 'Stop'")
-    page.wait("document.querySelector('.assistant .note')", seconds=60)
+    finished(page)
     assert page.run("document.querySelector('.assistant details').open") is False
     assert page.run("document.querySelector('.assistant details > div').textContent") == THOUGHT
-    assert answer_of(page) == ANSWER
+    assert page.run("chat.messages[1].content") == ANSWER
+    assert page.run("document.querySelectorAll('.assistant > .text > ul > li > strong').length") == 2
     assert "tokens in" in page.run("document.querySelector('.assistant .note').textContent")
     assert page.run("document.getElementById('send').textContent") == "Send"
-    assert page.run("history.length") == 2
-    page.wait("Number(document.getElementById('rate').textContent) >= 0 && last.output_tokens > 0")
+    assert page.run("chat.messages.length") == 2
+    page.wait("Number(document.getElementById('rate').textContent) >= 0 && last?.output_tokens > 0")
     assert page.run("[...document.querySelectorAll('#cache .row span:first-child')].map((one) => one.textContent)") == [
         "CSA entries", "CSA index keys", "HCA entries", "Window rings", "Compressor state",
     ]  # fmt: skip
@@ -84,7 +65,7 @@ def test_stop_ends_the_answer_and_frees_the_request(served, open_page):
     served.wait_until_free()
     assert len(page.run("document.querySelector('.assistant details > div').textContent")) < len(THOUGHT)
     send(page, "Again")
-    page.wait("document.querySelectorAll('.assistant').length === 2")
+    page.wait("document.querySelectorAll('.assistant details').length === 2")
     page.run("document.getElementById('form').requestSubmit()")
     page.wait("document.querySelectorAll('.assistant .note').length === 2")
 
@@ -93,9 +74,10 @@ def test_errors_are_shown(open_page):
     page = open_page()
     page.run("document.getElementById('max_tokens').value = 10 ** 7")
     send(page, "Too much")
-    page.wait("document.querySelector('.assistant .error')")
-    assert "max_tokens" in page.run("document.querySelector('.assistant .error').textContent")
-    assert page.run("history.length") == 0
+    page.wait("document.querySelector('#log > .error')")
+    assert "max_tokens" in page.run("document.querySelector('#log > .error').textContent")
+    assert page.run("chat.messages.length") == 0
+    assert page.run("document.getElementById('text').value") == "Too much", "what was typed is not lost"
     page.complaints.clear()  # the browser itself reports the 400
 
 
@@ -103,9 +85,9 @@ def test_what_comes_is_text_never_markup(open_page):
     page = open_page()
     send(page, "<img src=x onerror=alert(1)><b>bold</b>")
     page.wait("document.querySelector('.user')")
-    assert page.run("document.querySelector('.user').textContent") == "<img src=x onerror=alert(1)><b>bold</b>"
-    assert page.run("document.querySelector('.user').childElementCount") == 0
-    page.wait("document.querySelector('.assistant .note')", seconds=60)
+    assert page.run("document.querySelector('.user .text').textContent") == "<img src=x onerror=alert(1)><b>bold</b>"
+    assert page.run("document.querySelector('.user .text').childElementCount") == 0
+    finished(page)
 
 
 def test_on_a_phone(open_page):
@@ -116,7 +98,12 @@ def test_on_a_phone(open_page):
     assert page.run("getComputedStyle(document.getElementById('live')).display") == "block"
     page.run("document.getElementById('show-live').click()")
     send(page, "Hello")
-    page.wait("document.querySelector('.assistant .note')", seconds=60)
+    finished(page)
+    wide = [{"role": "user", "content": "w" * 500}, {"role": "assistant", "content": WIDE}]
+    page.run(f"chat.messages = {wide}; showChat()")
+    assert page.run("document.getElementById('log').scrollWidth") <= 360, "wide code and tables scroll by themselves"
+    click(page, ".user .act")
+    assert page.run("document.getElementById('log').scrollWidth") <= 360
     assert page.run("document.documentElement.scrollWidth") <= 360
     assert page.run("document.getElementById('send').getBoundingClientRect().right") <= 360
 
@@ -129,7 +116,7 @@ def test_settings_are_kept_and_used(open_page):
     page.run("document.getElementById('system').value = 'Be brief.'")
     page.run("document.getElementById('settings').close()")
     page.wait("document.documentElement.dataset.theme === 'dark'")
-    body = page.run("requestBody()")
+    body = page.run("requestBody([])")
     assert body["thinking"] == {"type": "disabled"}
     assert body["messages"] == [{"role": "system", "content": "Be brief."}]
     page.call("Page.reload")
@@ -140,7 +127,7 @@ def test_settings_are_kept_and_used(open_page):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_is_readable(open_page, dark):
-    """Contrast of body, quiet and button text is at least 4.5 to 1 in both themes."""
+    """Contrast of body, quiet, link and button text is at least 4.5 to 1 in both themes."""
     page = open_page(dark=dark)
     contrast = """(() => {
       const parts = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
@@ -148,13 +135,19 @@ def test_text_is_readable(open_page, dark):
       const light = (text) => { const [r, g, b] = parts(text); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
       const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
       const ground = light(getComputedStyle(document.body).backgroundColor);
+      const shown = (name) => getComputedStyle(document.querySelector(name));
       const send = getComputedStyle(document.getElementById('send'));
       return [
         ratio(light(getComputedStyle(document.body).color), ground),
         ratio(light(getComputedStyle(document.getElementById('model')).color), ground),
         ratio(light(send.color), light(send.backgroundColor)),
+        ...['.turn a', '.turn blockquote', '.act'].map((name) => ratio(light(shown(name).color), ground)),
+        ratio(light(shown('.copy').color), light(shown('.code').backgroundColor)),
+        ratio(light(shown('.user .act').color), light(shown('.user').backgroundColor)),
       ];
     })()"""
+    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "https://x.test\n> a\n```\nb\n```"}]
+    page.run(f"chat.messages = {said}; showChat()")
     assert min(page.run(contrast)) >= 4.5
     assert page.run("getComputedStyle(document.body).backgroundColor") == (
         "rgb(22, 24, 29)" if dark else "rgb(247, 247, 245)"
@@ -165,8 +158,8 @@ def test_screenshot(open_page, tmp_path):
     """With DSV4_SCREENSHOT set, the picture of the documentation is renewed."""
     page = open_page()
     send(page, "How does the cache work?")
-    page.wait("document.querySelector('.assistant .note')", seconds=60)
-    page.run("document.querySelector('.assistant details').open = true")
+    finished(page)
+    page.run("document.querySelector('.assistant details').open = true; $('log').scrollTop = 10 ** 6")
     file = SCREENSHOT if os.environ.get("DSV4_SCREENSHOT") else tmp_path / "page.png"
     page.screenshot(file)
     assert file.stat().st_size > 10_000
