@@ -8,8 +8,10 @@ Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +22,17 @@ from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.dist.shares import check_ranks, rank_limits
+from dsv4.dist.world import World, join_world
 from dsv4.engine.cpu_threads import set_threads
 from dsv4.engine.drafting.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
+from dsv4.engine.rank_load import failing_together, load_share, rank_device
+from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
 from dsv4.engine.runner import Runner, decode_buckets
 from dsv4.engine.sequence import Sequence as RequestSequence
@@ -63,6 +70,12 @@ class LLM:
               for a model larger than the GPU: routed experts live in host memory and are copied to the GPU when a layer
               chooses them. "auto" (or True) keeps as many on the GPU as fit, by the arithmetic of `dsv4 plan`, all of
               them if they do; a number keeps that many of each layer. None (or False) keeps all. The same bits anyway
+    gpus      ranks that share the model, a process and a device each; experts and requests are divided among them, and
+              the bits are those of one. On a CPU they are processes beside this one. Limits are of all ranks together,
+              `num_blocks` and `max_chunk_tokens` of each. Under torchrun: as many as it started; the constructor then
+              returns on rank 0 alone, elsewhere it serves until rank 0 ends, and exits
+    check_exchange
+              with several ranks: what they send one another carries checksums; slower
     progress  show a progress bar while loading
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
@@ -70,22 +83,45 @@ class LLM:
     Requests of `generate` and of open streams share one engine and one cache. Not for several threads at once.
     """
 
+    _end_ranks: weakref.finalize | None = None
+
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, backend: Backend | None = None,
-        offload_experts: OffloadExperts = None, progress: bool = False,
+        offload_experts: OffloadExperts = None, gpus: int = 1, check_exchange: bool = False, progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
         config = ModelConfig.from_pretrained(folder)
         exact_dtype = compute_dtype if numerics == "exact" else None
         # limits and tokenizer come before the weights: what can fail at once should
-        limits = _limits(config, engine, exact_dtype)
-        check_offload(offload_experts, config)
+        num_ranks = check_ranks(gpus, config.n_routed_experts)
+        wanted = _limits(config, engine, exact_dtype)
+        limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
+        if check_offload(offload_experts, config) is not None and num_ranks > 1:
+            raise RequestError("offload_experts needs gpus=1: with several GPUs each holds its share of the experts")
+        if backend is not None and num_ranks > 1:
+            raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         checkpoint = Checkpoint.open(folder)
         chosen_backend, pool = backend or backend_for(chosen_device, numerics), None
+        if num_ranks > 1:
+            settings = {
+                "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
+                "engine": asdict(wanted), "dtype": str(compute_dtype).removeprefix("torch."),
+                "check_exchange": check_exchange, "num_threads": torch.get_num_threads(),
+            }  # fmt: skip
+            world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
+            with failing_together(world):
+                with _naming_what_does_not_fit("weights", limits):
+                    params = load_share(
+                        checkpoint, config, world, device=chosen_device, dequantize_to=exact_dtype, progress=progress
+                    )
+                self._set_up(
+                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, None, world=world
+                )
+            return
         placement = choose_placement(
             offload_experts, checkpoint, config, limits, _cache_bytes(config, limits, exact_dtype),
             device=chosen_device, dequantize_to=exact_dtype,
@@ -132,7 +168,7 @@ class LLM:
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
-        fingerprint: str = "",
+        fingerprint: str = "", world: World | None = None,
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
@@ -143,23 +179,44 @@ class LLM:
         self.tokenizer = tokenizer
         self.pool = pool
         params = prepare_params(params, backend)
-        self.model = Transformer(config, params, dtype, backend=backend if pool is None else pool.backend)
+        exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
+        chosen = backend if pool is None else pool.backend
+        self.model = Transformer(config, params, dtype, backend=chosen, exchange=exchange)
         # the draft blocks' rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint)
-        uses_graphs = backend.can_capture(params.embed.device)
+        has_kernels = backend.can_capture(params.embed.device)
+        uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
         buckets = decode_buckets(limits.max_concurrent_requests)
         runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool)
-        if uses_graphs:
+        if has_kernels:
             with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
                 runner.warm_up()
                 # an engine of its own: nothing of it is counted
                 rehearse_requests(Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool))
-        self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
+        if world is None:
+            self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
+        else:
+            self._take_place(world, runner)
+
+    def _take_place(self, world: World, runner: Runner) -> None:
+        """Rank 0 leads from now on; every other rank serves until it ends, and exits."""
+        model, cache = self.model, self.cache
+        if world.rank:
+            drafts = EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
+            follow(
+                RankExecutor(runner), world.follower, world.rank, lambda: self._make_cache(drafts, model.schedule)
+            )  # fmt: skip
+            raise SystemExit(0)
+        self.engine = RankEngine(model, cache, self.tokenizer, world.leader, world.size, runner=runner)
+        self.model = LeadingTransformer(model, world.leader)
+        self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def close(self) -> None:
-        """Finish the prefix cache's files (`EngineConfig.cache_dir`); the end of the process does so too."""
+        """Finish the prefix cache's files, end the other ranks where there are any. Leaving the process does it too."""
+        if self._end_ranks is not None:
+            self._end_ranks()
         self.cache.close()
 
     def _make_cache(

@@ -17,16 +17,18 @@ PACKAGE = ROOT / "dsv4"
 
 # what each part may import besides itself and the base
 BASE = {"config", "config_json", "schedule", "request", "__version__"}
-BELOW_ENGINE = ("loader", "model", "ops", "cache", "formats")
+BELOW_ENGINE = ("loader", "model", "dist", "ops", "cache", "formats")
 MAY_IMPORT = {
     "formats": set(),
     "cache": {"formats"},
     "ops": {"cache", "formats"},
-    "model": {"ops", "cache", "formats"},
+    "dist": {"ops", "cache", "formats"},
+    "model": {"dist", "ops", "cache", "formats"},
     "loader": {"model", "ops", "cache", "formats"},
     "text": set(),
     "engine": {"text", *BELOW_ENGINE},
     "llm": {"text", "engine", *BELOW_ENGINE},
+    "rank": {"llm", "dist"},
     "tools": {"llm", "text", "engine", *BELOW_ENGINE},
     "serve": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
@@ -36,6 +38,8 @@ TOP = {"__init__", "__main__", "testing"}
 TORCH_FREE = [
     "dsv4.config", "dsv4.config_json", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.scheduler", "dsv4.engine.drafting.policy", "dsv4.engine.offload.placement", "dsv4.tools.plan",
+    "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.rank_books", "dsv4.engine.rank_scheduler",
+    "dsv4.engine.rank_wire",
     "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
 ]  # fmt: skip
 

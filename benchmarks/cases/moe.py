@@ -11,7 +11,7 @@ import torch
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantFormat
-from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, moe
+from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, moe, moe_fold, moe_parts
 from dsv4.testing.bench import BenchCase, Work, nbytes
 
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6)}
@@ -46,10 +46,11 @@ def random_weight(shape: tuple[int, ...], fmt: QuantFormat, device: torch.device
 
 
 def random_layer(
-    model: str, fmt: QuantFormat, device: torch.device
+    model: str, fmt: QuantFormat, device: torch.device, num_experts: int | None = None
 ) -> tuple[tuple[ShuffledTensor, ...], tuple[ShuffledTensor, ...]]:
-    """(w1, w2, w3) of the routed experts and of the shared one."""
-    dim, width, num_experts, _ = MODELS[model]
+    """(w1, w2, w3) of the routed experts, all or so many, and of the shared one."""
+    dim, width, all_experts, _ = MODELS[model]
+    num_experts = all_experts if num_experts is None else num_experts
     shapes = ((width, dim), (dim, width), (width, dim))
     routed = tuple(random_weight((num_experts, *shape), fmt, device) for shape in shapes)
     return routed, tuple(random_weight(shape, QuantFormat.FP8_BLOCK, device) for shape in shapes)
@@ -91,6 +92,46 @@ def _moe(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
     return BenchCase("moe", f"{model}-{fmt.value}-{tokens}", shape, build)
 
 
+def _moe_parts(model: str, fmt: QuantFormat, tokens: int, num_ranks: int) -> BenchCase:
+    """What one of `num_ranks` ranks computes of `tokens` tokens: parts of its own experts."""
+    dim, width, num_experts, top_k = MODELS[model]
+    own = num_experts // num_ranks
+
+    def build(device: torch.device) -> Work:
+        routed, shared = random_layer(model, fmt, device, own)
+        x, experts, weights = random_inputs(model, tokens, device)
+        experts = torch.where(experts < own, experts, -1)
+
+        def call() -> torch.Tensor:
+            return moe_parts(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
+
+        weight = 0.5625 if fmt is QuantFormat.NVFP4 else 0.53125
+        met = experts_met(num_experts, top_k, tokens) / num_ranks
+        num_parts = tokens * top_k // num_ranks
+        read = int(3 * dim * width * met * weight + 2 * tokens * dim)
+        return Work(call, read, 2 * num_parts * dim, 6 * num_parts * dim * width)
+
+    shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "experts": own, "top_k": top_k}
+    return BenchCase("moe_parts", f"{model}-{fmt.value}-{tokens}-of-{num_ranks}", shape, build)
+
+
+def _moe_fold(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
+    dim, width, _, top_k = MODELS[model]
+
+    def build(device: torch.device) -> Work:
+        routed, shared = random_layer(model, fmt, device, 1)
+        x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+        parts = torch.randn(tokens, top_k, dim, device=device, dtype=torch.bfloat16)
+
+        def call() -> torch.Tensor:
+            return moe_fold(x, parts, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
+
+        return Work(call, 3 * dim * width + nbytes(x, parts), 2 * tokens * dim, 6 * tokens * dim * width)
+
+    shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "top_k": top_k}
+    return BenchCase("moe_fold", f"{model}-{fmt.value}-{tokens}", shape, build)
+
+
 def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         weight = random_weight((num_outs, num_cols), fmt, device)
@@ -118,6 +159,8 @@ CASES = [
     *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096)),
     *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 8, 64, 1024, 4096)),
     *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64, 4096)),
+    *(_moe_parts("flash", QuantFormat.NVFP4, tokens, 4) for tokens in (4, 64, 4096)),
+    *(_moe_fold("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 16, 1024)),
     *(_fp4_linear(QuantFormat.NVFP4, rows, 4096, 4096) for rows in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.MXFP4, rows, 4096, 4096) for rows in (1, 4096)),
     *(_expert_sort(num_experts, tokens, 16) for num_experts in (256, 384) for tokens in (1, 16, 64)),

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from dsv4.cache.errors import NoFreeSlot
+from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.sequence import RequestAborted
@@ -36,16 +37,21 @@ class AsyncEngine:
 
     max_waiting  requests that may wait for a slot before further ones are refused (`EngineBusy`)
     on_step      called in the engine's thread after every step, with its statistics
+    on_failure   called in the engine's thread when a rank has failed and the engine with it; it ends then
     """
 
     def __init__(
-        self, engine: Engine, *, max_waiting: int = 256, on_step: Callable[[EngineStats], None] | None = None
-    ) -> None:
+        self, engine: Engine, *, max_waiting: int = 256, on_step: Callable[[EngineStats], None] | None = None,
+        on_failure: Callable[[RankFailed], None] = lambda error: None,
+    ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
         self.engine = engine
         self._max_waiting = max_waiting
         self._on_step = on_step
+        self._on_failure = on_failure
+        self._has_lost_rank = False
+        engine.when_failed(self._note_failure)
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_draining = False
@@ -75,8 +81,8 @@ class AsyncEngine:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has ended without being told to."""
-        return not self.is_alive and not self._is_draining
+        """Whether a rank was lost, or the thread has ended without being told to."""
+        return self._has_lost_rank or (not self.is_alive and not self._is_draining)
 
     @property
     def is_accepting(self) -> bool:
@@ -91,7 +97,7 @@ class AsyncEngine:
         with self._changed:
             if not self.is_accepting:
                 raise EngineStopped("the engine is shutting down and takes no more requests")
-            num_waiting = self._num_open - self.engine.cache.schema.num_slots
+            num_waiting = self._num_open - self.engine.num_slots
             if num_waiting > 0 and num_waiting + len(sequences) > self._max_waiting:
                 raise EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
             stream = RequestStream(sequences, self._cancel)
@@ -170,6 +176,8 @@ class AsyncEngine:
         except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
             self.last_error = error
             self._drop_all()
+        except RankFailed as error:
+            self._fail(error)
         except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
             _LOG.exception("a forward call failed; its requests are dropped")
             self.last_error = error
@@ -201,6 +209,23 @@ class AsyncEngine:
             self._forget(sequence)
         for stream, produced in events.items():
             _deliver(stream, produced)
+
+    def _note_failure(self, error: RankFailed) -> None:
+        """Called in any thread, perhaps while nothing runs."""
+        with self._changed:
+            self._commands.append(lambda: self._fail(error))
+            self._changed.notify()
+
+    def _fail(self, error: RankFailed) -> None:
+        """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
+        if self._has_lost_rank:
+            return
+        self._has_lost_rank = self._is_draining = True
+        self.last_error = error
+        for sequence in self._owners:
+            self.engine.abort(sequence)
+        self._publish([], time.perf_counter())
+        self._on_failure(error)
 
     def _add(self, stream: RequestStream) -> None:
         for choice, sequence in enumerate(stream.sequences):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,9 +25,11 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import OnTheWay, to_device
+from dsv4.dist.errors import RankFailed
 from dsv4.engine.bucket import Forwarded
 from dsv4.engine.constraint import Constraint
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
+from dsv4.engine.rank_scheduler import RankScheduler
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Drawn, Undrawable, constraint_failure, make_masks, num_top_for, outcomes
 from dsv4.engine.scheduler import Scheduler, StepPlan
@@ -69,6 +72,7 @@ class Engine:
     runner      computes the steps; by default directly, without graphs
     overlap     launch a step before the one before it is collected; by default on a GPU
     experts     the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
+    scheduler   who runs next; by default over this cache alone
     clock       seconds, for deadlines
     on_experts  when set, is told the experts that each step chose: int64 [layers, tokens, k] on the host
     """
@@ -76,12 +80,12 @@ class Engine:
     def __init__(
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
-        experts: ExpertPool | None = None,
+        experts: ExpertPool | None = None, scheduler: Scheduler | RankScheduler | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler or Scheduler(
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens
         )
         self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)
@@ -109,16 +113,25 @@ class Engine:
         """A forward call for nobody: cached prefixes are compared with cold runs (`EngineConfig.verify_hits`)."""
         self._verifier.step()
 
+    @property
+    def num_slots(self) -> int:
+        """Requests that can run at once."""
+        return self.cache.schema.num_slots
+
+    def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
+        """`tell` is called, in any thread, if the engine ends because another rank did. One rank has no other."""
+
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
-        schema, scheduler = self.cache.schema, self.scheduler
+        scheduler = self.scheduler
+        num_blocks, num_free = self._blocks()
         moved = TransferStats() if self._experts is None else self._experts.stats
         return EngineStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
-            num_slots=schema.num_slots,
-            num_blocks_used=schema.num_blocks - self.cache.num_free_blocks,
-            num_blocks=schema.num_blocks,
+            num_slots=self.num_slots,
+            num_blocks_used=num_blocks - num_free,
+            num_blocks=num_blocks,
             num_steps=scheduler.num_steps,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -201,17 +214,16 @@ class Engine:
         if self._experts is not None:
             self._experts.check_integrity()
 
+    def _blocks(self) -> tuple[int, int]:
+        """Cache blocks there are, and free ones."""
+        return self.cache.schema.num_blocks, self.cache.num_free_blocks
+
     # ---- launching ----
 
     def _launch(self) -> _Flight | None:
         """The next step, on its way. Its draw too, unless a rule must hear of the step before first."""
-        plan = self.scheduler.schedule(self._clock())
-        if not plan.pieces:
-            self.scheduler.commit(plan)
-            if self.scheduler.num_waiting and not self._flights:
-                raise NoFreeSlot(
-                    f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine"
-                )
+        plan = self._plan()
+        if plan is None:
             return None
         try:
             flight = self._forward(plan)
@@ -224,6 +236,16 @@ class Engine:
         if not must_wait:
             self._draw(flight)
         return flight
+
+    def _plan(self) -> StepPlan | None:
+        """What to run next; None if nothing can run now."""
+        plan = self.scheduler.schedule(self._clock())
+        if plan.pieces:
+            return plan
+        self.scheduler.commit(plan)
+        if self.scheduler.num_waiting and not self._flights:
+            raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
+        return None
 
     def _forward(self, plan: StepPlan) -> _Flight:
         step = self._builder.build(plan, pad_to=self.runner.padded(plan.num_tokens))
@@ -273,13 +295,16 @@ class Engine:
             raise
         self._flights.popleft()
         sequences = flight.step.drawing
-        if sequences:
-            drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck)
-            for sequence, outcome in zip(sequences, drawn, strict=True):
-                sequence.num_unread -= 1
-                if not sequence.is_done:  # or aborted, or over, while the step ran
-                    self._take(sequence, outcome)
-        for piece in flight.plan.pieces:
+        drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
+        self._settle(flight.plan, sequences, drawn)
+
+    def _settle(self, plan: StepPlan, drawing: SequenceOf[Sequence], drawn: SequenceOf[Drawn | Undrawable]) -> None:
+        """Each request of a step gets what it drew; those that are over leave."""
+        for sequence, outcome in zip(drawing, drawn, strict=True):
+            sequence.num_unread -= 1
+            if not sequence.is_done:  # or aborted, or over, while the step ran
+                self._take(sequence, outcome)
+        for piece in plan.pieces:
             piece.sequence.end_if_read(piece.start + piece.length)
             self.scheduler.settle(piece.sequence)
 

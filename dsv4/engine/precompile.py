@@ -19,6 +19,7 @@ from torch import Tensor
 from dsv4.cache.batch import COLUMNS, TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.dist.exchange import StandInExchange
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.engine.sampler import NUM_TOP
@@ -112,6 +113,7 @@ def stand_in(
         window_freqs=on_meta(context.window_freqs),
         compressed_freqs=on_meta(context.compressed_freqs),
         branches=Branches(META),
+        exchange=None if context.exchange is None else StandInExchange(context.exchange.size),
     )
     state = SamplingState.empty(cache.schema.num_slots, model.config.vocab_size, META)
     return StandIn(copied, tuple(handles), on_meta(cache.block_table), state)

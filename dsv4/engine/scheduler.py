@@ -139,11 +139,17 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Requests that hold a slot, the best rank first."""
+        return tuple(self._running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Queue a new request. `now` is the clock its deadline is counted from, the one `schedule` is told."""
+    def add(self, sequence: Sequence, now: float = 0.0, rank: tuple[int, int] | None = None) -> None:
+        """Queue a new request. `now` is the clock its deadline is counted from, the one `schedule` is told. `rank`: its
+        place, where that was decided before."""
         if sequence.rank is not None or sequence.is_done:
             raise ValueError("the request was queued before; make a new one")
         needed = blocks_at_position(sequence.max_len)
@@ -153,7 +159,7 @@ class Scheduler:
             )
         if sequence.params.prompt_logprobs is None:  # whose prompt is scored must read all of it
             sequence.chain = self._cache.chain(sequence.token_ids, sequence.params.cache_salt)
-        sequence.rank = (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
+        sequence.rank = rank or (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, sequence, key=_rank)
         if sequence.params.deadline is not None:
@@ -171,7 +177,7 @@ class Scheduler:
             if num_pending:
                 (decoding if num_pending == 1 else prefilling).append(sequence)
         for sequence in decoding:
-            if draft.num_tokens and not _starts_block(sequence.num_processed) and sequence.slot is not None:
+            if draft.num_tokens and not starts_block(sequence.num_processed) and sequence.slot is not None:
                 draft.num_tokens -= 1  # as `_feed` would, without its arithmetic: most of a full decode batch
                 draft.lengths[sequence] = 1
             else:
@@ -259,13 +265,7 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         late = [sequence for sequence, deadline in self._deadlines.items() if now >= deadline]
         for sequence in late:
-            sequence.is_expired = True
-            most = sequence.max_len - sequence.prompt_len
-            self._fail(
-                sequence,
-                f"the deadline of {sequence.params.deadline:g} s passed with {sequence.num_output} of at most "
-                f"{most} tokens written",
-            )
+            self._fail(sequence, expire(sequence))
 
     def _feed(self, draft: _Draft, sequence: Sequence) -> None:
         """Give a running request its next piece, as long as the budgets allow, preempting only if it could not move."""
@@ -418,6 +418,16 @@ class Scheduler:
         self.num_failed += 1
 
 
+def expire(sequence: Sequence) -> str:
+    """Mark a request whose deadline has passed; returns why it fails."""
+    sequence.is_expired = True
+    most = sequence.max_len - sequence.prompt_len
+    return (
+        f"the deadline of {sequence.params.deadline:g} s passed with {sequence.num_output} of at most "
+        f"{most} tokens written"
+    )
+
+
 def _rank(sequence: Sequence) -> tuple[int, int]:
     assert sequence.rank is not None, "the request was never queued"
     return sequence.rank
@@ -447,7 +457,7 @@ def last_position(num_blocks: int) -> int:
     return num_blocks * BLOCK_TOKENS + CSA_RATIO - 1
 
 
-def _starts_block(position: int) -> bool:
+def starts_block(position: int) -> bool:
     """Whether a request at `position` needs another block for its next token."""
     return position % BLOCK_TOKENS == CSA_RATIO - 1
 

@@ -43,14 +43,19 @@ class ExpertHome(Protocol):
 class ParameterStore:
     """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert.
 
-    `home`, where given, takes the routed experts; an expert goes there with its last matrix.
+    `home`, where given, takes the routed experts; an expert goes there with its last matrix. `experts`: those that
+    stacks have room for, all by default.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device | str, home: ExpertHome | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device | str, home: ExpertHome | None = None,
+        experts: range | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.device = torch.device(device)
         self._weights: dict[str, Weight] = {}
         self._home = home
+        self._own = range(config.n_routed_experts) if experts is None else experts
         self._unfinished: dict[tuple[int, int], dict[str, Weight]] = {}  # layer and expert: its matrices so far
 
     def put(self, tensor: LogicalTensor, weight: Weight) -> None:
@@ -65,8 +70,8 @@ class ParameterStore:
             self._send_home(self._home, tensor, weight)
             return
         if name not in self._weights:
-            self._weights[name] = _empty_stack(weight, self.config.n_routed_experts, self.device)
-        _fill(self._weights[name], tensor.expert_idx, weight)
+            self._weights[name] = _empty_stack(weight, len(self._own), self.device)
+        _fill(self._weights[name], tensor.expert_idx - self._own.start, weight)
 
     def _send_home(self, home: ExpertHome, tensor: LogicalTensor, weight: Weight) -> None:
         assert tensor.expert_idx is not None

@@ -36,6 +36,7 @@ def load_params(
     device: torch.device | str = "cpu",
     dequantize_to: torch.dtype | None = None,
     home: ExpertHome | None = None,
+    experts: range | None = None,
     progress: Progress = False,
 ) -> ModelParams:
     """Read the whole model.
@@ -43,6 +44,7 @@ def load_params(
     dequantize_to: None keeps every weight as stored (quantised weights become `QuantTensor`; hyper-connections, `ape`,
     sinks and router bias are fp32); a float dtype makes every weight that dtype (the `exact` numerics) except tables.
     home: takes the routed experts, one at a time; None stacks them on `device`.
+    experts: of every layer only these are read, and stacked from the first one on; None reads all.
     progress: True for a bar on stderr, or a function of (bytes done, bytes in total).
     """
     if dequantize_to is not None and not dequantize_to.is_floating_point:
@@ -50,9 +52,12 @@ def load_params(
     plan = plan_load(checkpoint, config)
     for note in plan.notes:
         warnings.warn(note, CheckpointWarning, stacklevel=2)
-    store = ParameterStore(config, device, home)
-    sources = plan.sources if home is None else expert_by_expert(plan.sources)
-    with byte_progress(progress, plan.nbytes, "loading weights") as advance:
+    own = range(config.n_routed_experts) if experts is None else experts
+    store = ParameterStore(config, device, home, own)
+    sources = [source for source in plan.sources if _is_own(source, own)]
+    if home is not None:
+        sources = expert_by_expert(sources)
+    with byte_progress(progress, share_bytes(plan, own), "loading weights") as advance:
         for source in sources:
             weight = read_weight(checkpoint, source, config)
             if dequantize_to is not None and source.tensor.role is not Role.TABLE:
@@ -61,6 +66,15 @@ def load_params(
             advance(source.nbytes)
     checkpoint.close()
     return store.build(plan.num_mtp)
+
+
+def share_bytes(plan: LoadPlan, experts: range) -> int:
+    """What `load_params` reads if only these experts are asked for."""
+    return sum(source.nbytes for source in plan.sources if _is_own(source, experts))
+
+
+def _is_own(source: Source, experts: range) -> bool:
+    return source.tensor.expert_idx is None or source.tensor.expert_idx in experts
 
 
 def expert_by_expert(sources: Sequence[Source]) -> list[Source]:

@@ -44,7 +44,7 @@ def block(
     ops = context.ops
     attn_out, entries = attention(start, params.attn, layer, cache, batch, context, shared)
     middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context, has_codes=False)
-    ffn_out, experts = moe(middle.hidden, params.ffn, batch.token_ids, context)
+    ffn_out, experts = moe(middle.hidden, params.ffn, batch, context)
     if following is None:
         streams, next_start = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb), None
     else:

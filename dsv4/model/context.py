@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.dist.exchange import Exchange
 from dsv4.model.branches import Branches
 from dsv4.ops import Backend, OpSet
 from dsv4.ops.rows import rope_frequencies
@@ -16,7 +17,8 @@ from dsv4.schedule import AttentionKind, LayerSpec
 
 @dataclass(frozen=True)
 class ModelContext:
-    """The config, the backend, the activation dtype, the two rope tables' frequencies (fp32), and branches."""
+    """The config, the backend, the activation dtype, the two rope tables' frequencies (fp32), branches; and, where
+    other ranks hold some of the experts, the way to them."""
 
     config: ModelConfig
     backend: Backend
@@ -24,9 +26,13 @@ class ModelContext:
     window_freqs: Tensor
     compressed_freqs: Tensor
     branches: Branches
+    exchange: Exchange | None = None
 
     @classmethod
-    def build(cls, config: ModelConfig, backend: Backend, dtype: torch.dtype, device: torch.device) -> ModelContext:
+    def build(
+        cls, config: ModelConfig, backend: Backend, dtype: torch.dtype, device: torch.device,
+        exchange: Exchange | None = None,
+    ) -> ModelContext:  # fmt: skip
         rope_dim = config.qk_rope_head_dim
         return cls(
             config=config,
@@ -35,6 +41,7 @@ class ModelContext:
             window_freqs=rope_frequencies(rope_dim, config.rope_theta, None).to(device),
             compressed_freqs=rope_frequencies(rope_dim, config.compress_rope_theta, config.rope_scaling).to(device),
             branches=Branches(device),
+            exchange=exchange,
         )
 
     @property

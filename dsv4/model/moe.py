@@ -1,21 +1,31 @@
-"""One feed-forward sublayer: choose experts, run them and the shared expert."""
+"""One feed-forward sublayer: choose experts, run them and the shared expert.
+
+Where experts are divided among ranks (`ModelContext.exchange`) the same happens in two halves: every rank computes the
+parts of its own experts for all ranks' tokens, and each token's rank sums the parts as one process would.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from dsv4.cache.batch import TokenBatch
+from dsv4.dist.exchange import NOBODY
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import MoeParams
 
 
-def moe(x: Tensor, params: MoeParams, token_ids: Tensor, context: ModelContext) -> tuple[Tensor, Tensor]:
+def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) -> tuple[Tensor, Tensor]:
     """x [T, D] (normed) -> the sublayer's output [T, D], and the experts chosen [T, k], ascending."""
     config = context.config
     experts, weights = context.ops.route(
-        x, params.gate, params.bias, params.tid2eid, token_ids,
+        x, params.gate, params.bias, params.tid2eid, batch.token_ids,
         top_k=config.num_experts_per_tok, scale=config.routed_scaling_factor,
     )  # fmt: skip
-    out = context.ops.moe(
-        x, experts, weights, params.experts.matrices, params.shared.matrices, limit=config.swiglu_limit
-    )
-    return out, experts
+    routed, shared, limit = params.experts.matrices, params.shared.matrices, config.swiglu_limit
+    exchange = context.exchange
+    if exchange is None:
+        return context.ops.moe(x, experts, weights, routed, shared, limit=limit), experts
+    wanted = experts.masked_fill((batch.slots < 0).unsqueeze(-1), NOBODY)  # padding costs no owner anything
+    rows = exchange.dispatch(x, wanted, weights)
+    parts = context.ops.moe_parts(rows.x, rows.experts, rows.weights, routed, shared, limit=limit)
+    return context.ops.moe_fold(x, exchange.collect(parts, rows), routed, shared, limit=limit), experts

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import ModelConfig
+from dsv4.dist.exchange import Exchange
 from dsv4.model.block import BlockOutput, block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.mtp import mtp_block
@@ -24,15 +25,18 @@ class Transformer:
 
     Numerics follow from what it is handed: quantised weights, bf16 activations and quantised cache rows compute the
     published (`official`) function; plain weights, plain rows and any float dtype the `exact` one.
+
+    exchange  where other ranks hold some of the experts: the way to them. Every rank then makes the same calls
     """
 
     def __init__(
-        self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, backend: Backend = TORCH
-    ) -> None:
+        self, config: ModelConfig, params: ModelParams, dtype: torch.dtype, *, backend: Backend = TORCH,
+        exchange: Exchange | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.params = params
         self.schedule = build_schedule(config, with_mtp=bool(params.draft_blocks))
-        self.context = ModelContext.build(config, backend, dtype, params.embed.device)
+        self.context = ModelContext.build(config, backend, dtype, params.embed.device, exchange)
 
     def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
         """One main layer on given streams [T, n, D]."""

@@ -44,7 +44,7 @@ from dsv4.ops.linear import (
     linears_ref,
     prepare_grouped,
 )
-from dsv4.ops.moe import moe, moe_ref, prepare_experts
+from dsv4.ops.moe import moe, moe_fold, moe_fold_ref, moe_parts, moe_parts_ref, moe_ref, prepare_experts
 from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.router import route, route_ref
 from dsv4.ops.rows import append_swa, append_swa_ref, rope, rope_ref, window_rows, window_rows_ref
@@ -118,6 +118,8 @@ TORCH = Backend(
         grouped_linear=grouped_linear_ref,
         route=route_ref,
         moe=moe_ref,
+        moe_parts=moe_parts_ref,
+        moe_fold=moe_fold_ref,
         attention_inputs=attention_inputs_ref,
         rope=rope_ref,
         window_rows=window_rows_ref,
@@ -153,6 +155,8 @@ TRITON = Backend(
         grouped_linear=grouped_linear,
         route=route,
         moe=moe,
+        moe_parts=moe_parts,
+        moe_fold=moe_fold,
         attention_inputs=attention_inputs,
         rope=rope,
         window_rows=window_rows,

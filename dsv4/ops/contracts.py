@@ -97,6 +97,16 @@ class Moe(Protocol):
     ) -> Tensor: ...
 
 
+class MoeParts(Protocol):
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+    ) -> Tensor: ...
+
+
+class MoeFold(Protocol):
+    def __call__(self, x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, limit: float) -> Tensor: ...
+
+
 class AttentionInputs(Protocol):
     def __call__(
         self, q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float,
@@ -183,6 +193,8 @@ class OpSet:
     grouped_linear: GroupedLinear
     route: Route
     moe: Moe
+    moe_parts: MoeParts
+    moe_fold: MoeFold
     attention_inputs: AttentionInputs
     rope: Rope
     window_rows: WindowRows

@@ -16,10 +16,11 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
-from dsv4.serve.load import DeviceOption
+from dsv4.serve.load import DeviceOption, GpusOption
 from dsv4.tools.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
+    from dsv4.tools.bench import Report
     from dsv4.tools.bench_serve import EngineTarget, Load
 
 bench_app = typer.Typer(no_args_is_help=True)
@@ -81,6 +82,7 @@ def bench_model_command(
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.", min=3)] = 20,
     sections: Annotated[str, typer.Option(help="Which of decode,layers,stream,prefill,serving,memory.")] = "all",
     device: DeviceOption = "cpu",
+    gpus: GpusOption = 1,
     bandwidth: Annotated[
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,
@@ -101,8 +103,7 @@ def bench_model_command(
     """
     from dsv4.tools.bench import SECTIONS, Settings, run_bench  # here: they load torch
     from dsv4.tools.bench_context import build_model, build_offloaded
-    from dsv4.tools.bench_plot import plot_report
-    from dsv4.tools.bench_text import print_report
+    from dsv4.tools.bench_ranks import bench_ranks
 
     chosen = next((name for name in EXPERT_FORMATS if name == experts), None)
     if chosen is None:
@@ -117,13 +118,26 @@ def bench_model_command(
         bandwidth=None if bandwidth is None else 1e12 * bandwidth,
     )  # fmt: skip
     kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
+    if gpus != 1:
+        _report(bench_ranks(target, gpus, device, settings, _note), as_json, plot)
+        return
     if offload:
         if kinds is not None:
             raise ConfigError("--offload-experts takes no --schedule")
         model = build_offloaded(target, layers=layers, experts=chosen, device=device, context=max(settings.contexts))
     else:
         model = build_model(target, layers=layers, schedule=kinds, experts=chosen, device=device)
-    report = run_bench(model, settings, lambda what: print(f"dsv4: {what}", file=sys.stderr))
+    _report(run_bench(model, settings, _note), as_json, plot)
+
+
+def _note(what: str) -> None:
+    print(f"dsv4: {what}", file=sys.stderr)
+
+
+def _report(report: Report, as_json: bool, plot: Path | None) -> None:
+    from dsv4.tools.bench_plot import plot_report  # here: they load torch
+    from dsv4.tools.bench_text import print_report
+
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:

@@ -18,6 +18,7 @@ from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DtypeOption,
+    GpusOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -67,6 +68,7 @@ def chat_command(
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     threads: ThreadsOption = None,
 ) -> None:
@@ -91,7 +93,7 @@ def chat_command(
     limits = engine_limits(config, context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
-        offload_experts=offload, threads=threads,
+        offload_experts=offload, gpus=gpus, threads=threads,
     )  # fmt: skip
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dsv4 import __version__
+from dsv4.dist.errors import RankFailed
 from dsv4.serve.audit_command import audit_command
 from dsv4.serve.bench_command import bench_app
 from dsv4.serve.cache_command import cache_app
@@ -76,12 +77,15 @@ def dsv4(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; the process's own arguments unless given. It always ends in `SystemExit`.
 
-    Bad input ends with one paragraph on stderr and exit code 2, never with a traceback.
+    Bad input ends with one paragraph on stderr and exit code 2, never with a traceback; a failed rank with code 1.
     """
     try:
         app(arguments)
     except (ValueError, OSError) as error:
         print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
+    except RankFailed as error:
+        print(f"dsv4: error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

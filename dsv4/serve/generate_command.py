@@ -22,6 +22,7 @@ from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DtypeOption,
+    GpusOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -67,6 +68,7 @@ def generate_command(
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
@@ -105,7 +107,7 @@ def generate_command(
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, threads=threads,
+        offload_experts=offload, gpus=gpus, threads=threads,
     )  # fmt: skip
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json

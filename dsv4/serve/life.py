@@ -115,7 +115,9 @@ class HttpServer(uvicorn.Server):
 
     @property
     def exit_status(self) -> int:
-        """0 after SIGTERM, 130 after Ctrl-C, as shells expect."""
+        """0 after SIGTERM, 130 after Ctrl-C, as shells expect; 1 after a rank failed."""
+        if self.engine.has_failed:
+            return 1
         return 130 if self.first_signal == signal.SIGINT else 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -50,6 +50,9 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="What --numerics exact computes in: float64, float32 (its default) or bfloat16.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+GpusOption = Annotated[
+    int, typer.Option(help="GPUs that share the model, a process each; with --device cpu, processes on this machine.")
+]
 OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
 ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
 TemperatureOption = Annotated[
@@ -130,12 +133,14 @@ def parse_offload(text: str | None) -> str | int | None:
 
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
-    offload_experts: str | int | None = None, threads: int | None = None,
+    offload_experts: str | int | None = None, gpus: int = 1, threads: int | None = None,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     config = ModelConfig.from_pretrained(model)
     if threads is not None and threads < 1:
         raise RequestError(f"--threads must be at least 1, found {threads}")
+    if threads is not None and gpus > 1:
+        raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
     if device == "cpu":
         check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
 
@@ -143,7 +148,7 @@ def load_llm(
 
     from dsv4.llm import LLM
 
-    if device.startswith("cuda") and torch.cuda.is_available():
+    if device.startswith("cuda") and torch.cuda.is_available() and gpus == 1:
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         check_gpu_memory(
             model, config, limits, free, numerics=numerics, dtype=dtype, keeps_experts=offload_experts is None
@@ -153,7 +158,7 @@ def load_llm(
         llm = LLM(
             model, device=device, numerics="exact" if numerics == "exact" else "official",
             dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
-            progress=True,
+            gpus=gpus, progress=True,
         )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)

@@ -18,6 +18,7 @@ from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DtypeOption,
+    GpusOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -67,6 +68,7 @@ def serve_command(
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     threads: ThreadsOption = None,
     generation_config: Annotated[
@@ -92,6 +94,8 @@ def serve_command(
       DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
       dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
       dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
+
+      dsv4 serve --model ./checkpoint --device cuda --gpus 4 --requests 256
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
@@ -134,7 +138,7 @@ def serve_command(
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, threads=threads,
+        offload_experts=offload, gpus=gpus, threads=threads,
     )  # fmt: skip
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from dsv4.dist.errors import RankFailed
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.llm import LLM
 from dsv4.request import RequestError
@@ -63,10 +64,19 @@ class Server:
         self.config = config
         self.tokenizer = llm.tokenizer
         self.live = LiveView(llm.engine)
-        self.engine = AsyncEngine(llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step)
+        self.failure: RankFailed | None = None
+        self.stop_serving: Callable[[], None] = lambda: None  # set by whoever runs the app
+        self.engine = AsyncEngine(
+            llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step, on_failure=self._end
+        )
         self.metrics = Metrics(self.engine, config.name)
         self.jobs = JobMaker(llm.engine, llm.tokenizer, config)
         self._created = int(time.time())
+
+    def _end(self, error: RankFailed) -> None:
+        """Without its ranks a server has nothing to serve."""
+        self.failure = error
+        self.stop_serving()
 
     # ---- generation ----
 
@@ -264,9 +274,15 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
     """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
-    not wait. Returns the exit status."""
+    not wait. Returns the exit status. `RankFailed` if a rank ended it."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    server = make_uvicorn(create_app(llm, config), config)
+    app = create_app(llm, config)
+    web, server = make_uvicorn(app, config), app.state.server
+    server.stop_serving = lambda: setattr(web, "should_exit", True)
     if config.sampling_defaults:
         _LOG.info("requests that do not say otherwise: %s (%s)", describe(config.sampling_defaults), FILE_NAME)
-    return run_process(server, listener)
+    status = run_process(web, listener)
+    llm.close()
+    if server.failure is not None:
+        raise server.failure
+    return status

@@ -280,9 +280,14 @@ def measure_serving(model: BenchModel, concurrency: int, prompt_tokens: int, out
     context = prompt_tokens + output_tokens
     limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
     llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool)
+    return serve_requests(llm, concurrency, prompt_tokens, output_tokens)
+
+
+def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens: int) -> Record:
+    """`measure_serving` with a model that is there already."""
     generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(0, model.config.vocab_size, (concurrency, prompt_tokens), generator=generator).tolist()
-    if model.device.type == "cuda":
+    prompts = torch.randint(0, llm.config.vocab_size, (concurrency, prompt_tokens), generator=generator).tolist()
+    if llm.cache.device.type == "cuda":
         _serve(llm, prompts, min(output_tokens, 4))  # compiles, captures
     before = llm.engine.stats()
     started, stamps = time.perf_counter(), _serve(llm, prompts, output_tokens)
@@ -296,7 +301,7 @@ def measure_serving(model: BenchModel, concurrency: int, prompt_tokens: int, out
         "between_tokens_ms": round(1e3 * statistics.median(ordered), 3),
         "between_tokens_ms_p99": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
         "tokens_per_second": round(sum(map(len, stamps)) / total, 2),
-    } | ({} if model.pool is None else _moved(before, llm.engine.stats()))  # fmt: skip
+    } | ({} if llm.pool is None else _moved(before, llm.engine.stats()))  # fmt: skip
 
 
 def _moved(before: EngineStats, after: EngineStats) -> Record:

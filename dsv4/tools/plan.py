@@ -1,8 +1,9 @@
 """How much memory a model takes and what fits on which GPU, before anything is loaded. No torch, no GPU, no weights.
 
 Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
-allocates by). Reserves, not measurements: workspace, CUDA graphs and context, by the formulas of `workspace_bytes`,
-`graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of offloaded experts are counted too).
+allocates by). Reserves, not measurements: workspace, exchange between GPUs, CUDA graphs and context, by the formulas of
+`workspace_bytes`, `exchange_bytes`, `graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of
+offloaded experts are counted too).
 
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
@@ -15,7 +16,15 @@ from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
-from dsv4.engine.offload.placement import CONTEXT_BYTES, ModelBytes, divide_slots, graph_bytes, workspace_bytes
+from dsv4.dist.shares import check_ranks, rank_limits
+from dsv4.engine.offload.placement import (
+    CONTEXT_BYTES,
+    ModelBytes,
+    divide_slots,
+    exchange_bytes,
+    graph_bytes,
+    workspace_bytes,
+)
 from dsv4.schedule import build_schedule
 from dsv4.tools.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.sizes import ExpertFormat, WeightSizes, count_weights
@@ -40,10 +49,11 @@ class MemoryBudget:
     graphs: int
     context: int
     host: int
+    exchange: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.workspace + self.graphs + self.context
+        return self.weights + self.cache + self.workspace + self.exchange + self.graphs + self.context
 
     @property
     def without_cache(self) -> int:
@@ -143,6 +153,7 @@ class Plan:
                 "weights_bytes": budget.weights,
                 "cache_bytes": budget.cache,
                 "workspace_bytes": budget.workspace,
+                "exchange_bytes": budget.exchange,
                 "graph_bytes": budget.graphs,
                 "context_bytes": budget.context,
                 "total_bytes": budget.total,
@@ -171,8 +182,7 @@ def plan(
 
     `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
     """
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= config.n_routed_experts:
-        raise ConfigError(f"gpus must be from 1 to the number of experts {config.n_routed_experts}, found {gpus!r}")
+    check_ranks(gpus, config.n_routed_experts)
     if engine.max_draft_tokens and not (with_draft and config.num_draft_layers):
         raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs draft blocks, and they are not loaded")
     kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
@@ -230,7 +240,7 @@ class _Planner:
     def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
         """One GPU's share of the workload `engine`."""
         offload = self.offload_experts if offload_experts is None else offload_experts
-        share = replace(engine, max_concurrent_requests=-(-engine.max_concurrent_requests // gpus))
+        share = rank_limits(engine, gpus)
         routed, num_experts = self.routed_bytes, self.config.n_routed_experts
         on_gpu = routed // num_experts * -(-num_experts // gpus)
         if offload:
@@ -242,6 +252,7 @@ class _Planner:
             graphs=graph_bytes(len(self.schedule), share),
             context=CONTEXT_BYTES,
             host=routed if offload else 0,
+            exchange=exchange_bytes(self.config, share, gpus),
         )
 
     def fit(self, gpu: Gpu, gpus: int) -> GpuFit:
@@ -335,7 +346,7 @@ class _Planner:
         more = [] if fit.min_gpus is None else [f"--gpus {fit.min_gpus}"]
         if budget.without_cache > fit.gpu.usable_bytes:
             offloaded = self.budget(engine, fit.gpus, offload_experts=True)
-            if not self.offload_experts and offloaded.total <= fit.gpu.usable_bytes:
+            if fit.gpus == 1 and not self.offload_experts and offloaded.total <= fit.gpu.usable_bytes:
                 more.append(f"--offload-experts ({_gib(offloaded.host)} of host memory)")
             problem = (
                 f"weights and reserves limit: {_gib(budget.without_cache)} a GPU, {_gib(fit.gpu.usable_bytes)} usable"

@@ -86,6 +86,7 @@ def _budget(plan: Plan) -> Table:
         ("weights", budget.weights),
         ("KV cache", budget.cache),
         ("workspace (reserve)", budget.workspace),
+        *([("exchange (reserve)", budget.exchange)] if plan.gpus > 1 else []),
         ("CUDA graphs (reserve)", budget.graphs),
         ("CUDA context (reserve)", budget.context),
         ("total", budget.total),

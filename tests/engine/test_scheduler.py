@@ -7,7 +7,7 @@ from scheduler_cases import Books, collect, make_sequence, pieces_of, run_step, 
 
 from dsv4.cache.errors import IntegrityError, RequestNeverFits
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.scheduler import _starts_block, last_position
+from dsv4.engine.scheduler import last_position, starts_block
 
 
 def test_positions_of_blocks():
@@ -16,7 +16,7 @@ def test_positions_of_blocks():
         assert blocks_at_position(most) == num_blocks
         assert blocks_at_position(most + 1) == num_blocks + 1
     for position in range(600):
-        assert _starts_block(position) == (blocks_at_position(position + 1) > blocks_at_position(position))
+        assert starts_block(position) == (blocks_at_position(position + 1) > blocks_at_position(position))
 
 
 def test_a_prompt_is_fed_in_chunks_and_decoding_goes_first():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
+from dsv4.dist.shares import most_rows
 
 GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
@@ -128,7 +129,7 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     all tokens that its draws may need.
     """
     sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
-    num_tokens = max(engine.max_chunk_tokens, sampled)
+    num_tokens = most_rows(engine)
     hidden = config.hidden_size
     streams = 2 * 2 * config.hc_mult * hidden + 3 * 2 * hidden + 4 * hidden
     heads = 2 * config.num_attention_heads * config.head_dim
@@ -143,6 +144,19 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     logits = 2 * 4 * sampled * config.vocab_size
     draws = 2 * 4 * engine.max_concurrent_requests * config.vocab_size
     return num_tokens * (streams + max(attention, experts)) + scores + states + logits + draws
+
+
+def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) -> int:
+    """What several ranks need on each, for calls of T tokens a rank (see `workspace_bytes`): N T rows of inputs with
+    their routing, T tokens' parts on their way back, and for N T rows at once what the experts make of them: inputs in
+    both forms, hidden values, parts. 0 for one rank.
+    """
+    if num_ranks == 1:
+        return 0
+    num_tokens, hidden, top_k = most_rows(engine), config.hidden_size, config.num_experts_per_tok
+    inputs = 2 * hidden + (8 + 4) * top_k  # BF16; int64 ids and FP32 weights
+    made = 2 * 2 * hidden + top_k * 2 * (config.moe_intermediate_size + hidden)
+    return num_tokens * (num_ranks * (inputs + made) + top_k * 2 * hidden)
 
 
 def graph_bytes(num_layers: int, engine: EngineConfig) -> int:

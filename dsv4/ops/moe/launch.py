@@ -38,11 +38,21 @@ def moe(
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
     Weights of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
     """
-    if not all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared)):
+    if not are_prepared(routed, shared):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)
-    num_experts, *sizes = routed[0].shape
-    config = pick_moe_config(x.shape[0], experts.shape[1], num_experts, min(sizes))
+    config = config_for(x, experts, routed)
     return launch_moe(x, experts, weights, cast(_Shuffled, routed), cast(_Shuffled, shared), limit, config)
+
+
+def are_prepared(routed: Matrices, shared: Matrices) -> bool:
+    """Whether the kernels take these weights."""
+    return all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared))
+
+
+def config_for(x: Tensor, experts: Tensor, routed: Matrices) -> MoeConfig:
+    """How the work of this call is divided."""
+    num_experts, *sizes = routed[0].shape
+    return pick_moe_config(x.shape[0], experts.shape[1], num_experts, min(sizes))
 
 
 def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
@@ -51,33 +61,40 @@ def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tu
 
 
 def launch_moe(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig
+    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
+    *, has_shared: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`moe` with the work divided as `config` says."""
+    """`moe` with the work divided as `config` says. Without the shared expert: `moe_parts`. No token is complete then,
+    so nobody sums.
+    """
     _check(x, experts, weights, routed, shared)
     w1, w2, _ = routed
     num_tokens, dim = x.shape
     top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return out
+        return out if has_shared else x.new_empty((0, top_k, dim))
     if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
+    if not has_shared and config.down.split and config.ranges.of(config.ranges.down, width) > 1:
+        raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if config.wide:
-        _launch_wide(x, experts, weights, routed, shared, limit, config, out)
-        return out
+        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_shared)
+        return out if has_shared else parts[: experts.numel()].view(num_tokens, top_k, dim)
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
     is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
     if is_direct:
         # what the programs do not read stands for what is not there
         order, ordered, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, x, num_pairs
-        arrivals = arrival_counters("moe", x.device)
+        # counters are set back by whoever sums
+        counts = arrival_counters("moe", x.device)
+        arrivals = counts if has_shared else torch.zeros_like(counts[:num_arrivals])
     else:
         order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
         num_tiles = len(order.tile_experts)
-    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
@@ -119,14 +136,14 @@ def launch_moe(
         RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128,
         SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, **down.options,
     )  # fmt: skip
-    return out
+    return out if has_shared else parts.view(num_tokens, top_k, dim)
 
 
 def _launch_wide(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    out: Tensor,
-) -> None:  # fmt: skip
-    """The wide form: out [T, D] of T > 0 tokens."""
+    out: Tensor, has_shared: bool,
+) -> Tensor:  # fmt: skip
+    """The wide form: out [T, D] of T > 0 tokens, if the shared expert runs; returns the parts, pair by pair."""
     (w1, w2, _), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
     num_experts, width = w1.shape[:2]
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
@@ -136,7 +153,7 @@ def _launch_wide(
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
-    num_shared_tiles = -(-num_tokens // config.shared_rows)
+    num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_tiles = len(order.tile_experts) + num_shared_tiles
     common = {
         "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
@@ -154,6 +171,7 @@ def _launch_wide(
         BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
         QUANTISE=gate_up.block != 128, PAIR=down.pair, **down.options,
     )  # fmt: skip
+    return parts
 
 
 def _prepare(

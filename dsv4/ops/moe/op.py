@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
@@ -42,12 +41,29 @@ def moe_ref(
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
     expert id outside 0 .. E - 1 (-1 by convention) is left out.
     """
-    routed, shared = (_as_loaded(matrices) for matrices in (routed, shared))
-    acc = accumulator(x)
-    parts = torch.zeros((*experts.shape, x.shape[1]), dtype=acc, device=x.device)  # [T, k, D]
-    chosen = experts[(experts >= 0) & (experts < routed[0].shape[0])].unique()
+    parts = moe_parts_ref(x, experts, weights, routed, shared, limit=limit)
+    return moe_fold_ref(x, parts, routed, shared, limit=limit)
+
+
+def moe_parts_ref(
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+) -> Tensor:  # fmt: skip
+    """The first half of `moe_ref`, where experts live on several ranks: what each chosen expert adds, [T, k, D] in x's
+    dtype. Parts of ids outside 0 .. E - 1 are not computed and hold anything. `shared` is not run: kernels take it
+    because they are compiled for its format too.
+    """
+    stacks = _as_loaded(routed)
+    parts = x.new_zeros((*experts.shape, x.shape[1]))
+    chosen = experts[(experts >= 0) & (experts < stacks[0].shape[0])].unique()
     for expert_idx in chosen.tolist():
         rows, places = (experts == expert_idx).nonzero(as_tuple=True)
-        w1, w2, w3 = (stack[expert_idx] for stack in routed)
-        parts[rows, places] = expert_ref(x[rows], w1, w2, w3, limit, weights[rows, places]).to(acc)
-    return (ordered_sum(parts, 1) + expert_ref(x, *shared, limit, None).to(acc)).to(x.dtype)
+        w1, w2, w3 = (stack[expert_idx] for stack in stacks)
+        parts[rows, places] = expert_ref(x[rows], w1, w2, w3, limit, weights[rows, places])
+    return parts
+
+
+def moe_fold_ref(x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, limit: float) -> Tensor:
+    """The second half: parts [T, k, D], complete, and the shared expert on x [T, D] -> [T, D]. `routed` is not run."""
+    acc = accumulator(x)
+    part = expert_ref(x, *_as_loaded(shared), limit, None)  # [T, D]
+    return (ordered_sum(parts.to(acc), 1) + part.to(acc)).to(x.dtype)

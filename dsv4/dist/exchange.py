@@ -1,0 +1,118 @@
+"""`Exchange`: what a layer's experts need of other ranks. Inputs and routing go out, parts come back.
+
+    rank A: x, routing --dispatch--> every rank: rows of all ranks
+    owners:            moe_parts on the rows that chose their experts
+    rank A: parts      <--collect--  owners; A folds them in ascending expert order, its shared expert last
+
+Every product and every sum is made whole, by one rank, in the order of one process: the bits cannot depend on how many
+there are. Ranks call in step and with the same number of rows; those with fewer pad, those with none pad too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4.dist.group import Group
+from dsv4.dist.shares import expert_range
+
+NOBODY = -1  # an expert id that stands for none: padding, or an expert of another rank
+
+
+class Rows(NamedTuple):
+    """The rows of all N ranks, [N T] of them, rank by rank.
+
+    x        [N T, D]
+    experts  int64 [N T, k]: places in this rank's stacks, -1 where an expert is not its own
+    weights  [N T, k]
+    routing  int64 [N T, k]: the model's expert ids, -1 for padding
+    """
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    routing: Tensor
+
+
+class Exchange(Protocol):
+    """One layer at a time: `dispatch`, then `collect`. `size`: ranks. `can_capture`: whether a CUDA graph may hold it."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def can_capture(self) -> bool: ...
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
+        """x [T, D], experts (-1 for none) and weights [T, k] of this rank -> those of all ranks."""
+
+    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+        """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks.
+
+        What belongs to no expert holds anything."""
+
+
+class CollectiveExchange:
+    """Through collectives that move and do not add. An owner sends back the parts it made and nothing else.
+
+    How many those are is read by the host, so a call cannot be captured.
+    """
+
+    can_capture = False
+
+    def __init__(self, group: Group, num_experts: int) -> None:
+        self._group = group
+        self.size = group.size
+        ranges = [expert_range(num_experts, group.size, rank) for rank in range(group.size)]
+        self._own = ranges[group.rank]
+        self._owners = torch.tensor([rank for rank, own in enumerate(ranges) for _ in own])  # [E]
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
+        given = x, experts.to(torch.int64), weights
+        mine = torch.cat([_as_bytes(part) for part in given], 1)  # [T, bytes of a row]
+        gathered = self._group.all_gather(mine.flatten()).reshape(-1, mine.shape[1])
+        widths = [part.shape[1] * part.element_size() for part in given]
+        columns = gathered.split(widths, 1)
+        x, routing, weights = (
+            column.contiguous().view(part.dtype) for column, part in zip(columns, given, strict=True)
+        )
+        is_own = (routing >= self._own.start) & (routing < self._own.stop)
+        return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, routing)
+
+    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+        size, rank = self._group.size, self._group.rank
+        num_rows, top_k, dim = parts.shape
+        num_tokens = num_rows // size
+        is_own = rows.experts >= 0  # [N T, k]
+        num_sent = is_own.view(size, -1).sum(1).tolist()
+        routing = rows.routing.view(size, num_tokens * top_k)[rank].cpu()
+        owners = torch.where(routing >= 0, self._owners[routing.clamp_min(0)], NOBODY)  # [T k]
+        places = [(owners == owner).nonzero().flatten() for owner in range(size)]
+        received = self._group.all_to_all(_as_bytes(parts[is_own]), num_sent, [len(place) for place in places])
+        collected = parts.new_zeros((num_tokens * top_k, dim))
+        collected[torch.cat(places).to(parts.device)] = received.view(parts.dtype)
+        return collected.view(num_tokens, top_k, dim)
+
+
+class StandInExchange:
+    """Tensors of the right shapes and nothing in them: for calls on "meta", which only compile."""
+
+    can_capture = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
+        x, experts, weights = (part.new_empty((self.size * len(part), part.shape[1])) for part in (x, experts, weights))
+        return Rows(x, experts, weights, experts)
+
+    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+        return parts.new_empty((len(parts) // self.size, *parts.shape[1:]))
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """[R, ...] -> uint8 [R, bytes]."""
+    width = rows[0].numel() * rows.element_size() if len(rows) else rows.shape[-1] * rows.element_size()
+    return rows.contiguous().view(torch.uint8).view(len(rows), width)

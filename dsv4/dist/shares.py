@@ -1,0 +1,37 @@
+"""Which rank owns which experts, and which requests it may hold. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsv4.config import ConfigError, EngineConfig, is_size, shown
+
+
+def check_ranks(gpus: int, num_experts: int) -> int:
+    """The number of ranks; `ConfigError` if a model of so many experts cannot have it."""
+    if not is_size(gpus) or gpus > num_experts:
+        raise ConfigError(f"gpus must be from 1 to the number of experts {num_experts}, found {shown(gpus)}")
+    return gpus
+
+
+def expert_range(num_experts: int, num_ranks: int, rank: int) -> range:
+    """Experts of one rank: neighbours, as many as on any other rank or one less."""
+    return range(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks)
+
+
+def most_rows(engine: EngineConfig) -> int:
+    """Rows of one rank's largest forward call."""
+    return max(engine.max_chunk_tokens, engine.max_concurrent_requests * (1 + engine.max_draft_tokens))
+
+
+def rank_limits(engine: EngineConfig, num_ranks: int) -> EngineConfig:
+    """One rank's share of the limits: requests are divided; context, chunk and blocks are each rank's own. Several ranks
+    keep no prefixes: what rank 0 knows of the others' caches are slots and blocks."""
+    if num_ranks == 1:
+        return engine
+    if engine.cache_dir is not None or engine.verify_hits:
+        raise ConfigError("several ranks keep no prefixes yet: leave out cache_dir and verify_hits, or use one rank")
+    return replace(
+        engine, max_concurrent_requests=-(-engine.max_concurrent_requests // num_ranks), prefix_cache_bytes=0,
+        cache_host_bytes=0,
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""`RankScheduler`: which requests run next, on which rank. Pure Python, no torch.
+
+Every rank has a `Scheduler` of its own over the books of its cache, with its own budgets of tokens and blocks: requests
+that live on it decode, prefill and preempt one another as on one rank. New requests wait together, in one order; the
+first of them goes to the rank with most room as soon as one has room for it, and stays there. Nobody is placed past the
+first. One that finds no room, but whose priority may displace somebody, goes to the rank whose last request is the one
+to be displaced.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cache.errors import RequestNeverFits, require_integrity
+from dsv4.cache.schema import blocks_at_position
+from dsv4.engine.rank_books import RankBooks
+from dsv4.engine.scheduler import Scheduler, StepPlan, expire, starts_block
+from dsv4.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class RanksPlan(StepPlan):
+    """One forward call of every rank: `shares[rank]` is its own part of it, perhaps empty."""
+
+    shares: tuple[StepPlan, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows every rank runs: the tokens of the busiest one."""
+        return max(share.num_tokens for share in self.shares)
+
+
+class _Waiting(NamedTuple):
+    rank: tuple[int, int]
+    submitted: float
+    sequence: Sequence
+
+
+@dataclass
+class _Room:
+    """What a rank could still take in, while a plan is made."""
+
+    num_slots: int
+    num_blocks: int
+    num_tokens: int
+
+
+class RankScheduler:
+    """As `Scheduler`, over several caches. `max_batched_tokens` is of one rank's part of a call."""
+
+    def __init__(self, books: SequenceOf[RankBooks], *, max_batched_tokens: int, aging_steps: int = 1024) -> None:
+        self.books = tuple(books)
+        self.shares = tuple(
+            Scheduler(one, num_blocks=one.num_blocks, max_batched_tokens=max_batched_tokens, aging_steps=aging_steps)
+            for one in books
+        )
+        self.max_batched_tokens = max_batched_tokens
+        self._aging_steps = aging_steps
+        self._queue: list[_Waiting] = []  # by rank
+        self._homes: dict[Sequence, int] = {}
+        self._plan: RanksPlan | None = None
+        self.num_steps = self._num_added = 0
+        self._num_aborted = self._num_failed = 0  # of those that were never placed
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + sum(share.num_waiting for share in self.shares)
+
+    @property
+    def num_running(self) -> int:
+        return sum(share.num_running for share in self.shares)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue) or any(share.has_work for share in self.shares)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._total("num_prompt_tokens")
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        return self._total("num_recomputed_tokens")
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._total("num_preemptions")
+
+    @property
+    def num_finished(self) -> int:
+        return self._total("num_finished")
+
+    @property
+    def num_aborted(self) -> int:
+        return self._total("num_aborted") + self._num_aborted
+
+    @property
+    def num_failed(self) -> int:
+        return self._total("num_failed") + self._num_failed
+
+    def add(self, sequence: Sequence, now: float = 0.0) -> None:
+        """Queue a new request. `now` is the clock its deadline is counted from."""
+        if sequence.rank is not None or sequence.is_done or any(one.sequence is sequence for one in self._queue):
+            raise ValueError("the request was queued before; make a new one")
+        needed, most = blocks_at_position(sequence.max_len), max(one.num_blocks for one in self.books)
+        if needed > most:
+            raise RequestNeverFits(
+                f"a request of {sequence.max_len} tokens needs {needed} blocks, the whole cache of a rank has {most}"
+            )
+        rank = (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
+        self._num_added += 1
+        insort(self._queue, _Waiting(rank, now, sequence), key=lambda one: one.rank)
+
+    def schedule(self, now: float = 0.0) -> RanksPlan:
+        """The next step, to be followed by `commit` or `discard`. Without pieces when nothing can run now."""
+        assert self._plan is None, "the last plan is neither committed nor discarded"
+        self._expire(now)
+        self._place()
+        shares = tuple(share.schedule(now) for share in self.shares)
+        pieces = tuple(piece for share in shares for piece in share.pieces)
+        preempted = tuple(sequence for share in shares for sequence in share.preempted)
+        self._plan = RanksPlan(pieces, preempted, shares)
+        return self._plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan's forward call is launched on every rank."""
+        for share, part in zip(self.shares, self._end(plan).shares, strict=True):
+            share.commit(part)
+        self.num_steps += bool(plan.pieces)
+        self._forget()
+
+    def settle(self, sequence: Sequence) -> None:
+        """What the request drew is known. If that was its end, or it failed, it leaves."""
+        if sequence in self._homes:
+            self.shares[self._homes[sequence]].settle(sequence)
+            if sequence.is_done:
+                del self._homes[sequence]
+
+    def discard(self, plan: StepPlan) -> None:
+        """The plan's forward call failed: its requests are aborted."""
+        for share, part in zip(self.shares, self._end(plan).shares, strict=True):
+            share.discard(part)
+        self._forget()
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a request and free what it holds, at any moment. One that has left, or never came, is left as it is."""
+        if sequence in self._homes:
+            self.shares[self._homes.pop(sequence)].abort(sequence)
+            return
+        for place, one in enumerate(self._queue):
+            if one.sequence is sequence:
+                del self._queue[place]
+                sequence.is_aborted = True
+                self._num_aborted += 1
+                return
+
+    def check_integrity(self) -> None:
+        """Recompute the truth of every rank's scheduler and of what waits here. Between two steps."""
+        require_integrity(self._plan is None, "a plan is under way")
+        for share in self.shares:
+            share.check_integrity()
+        ranks = [one.rank for one in self._queue]
+        require_integrity(ranks == sorted(set(ranks)), "the waiting requests are out of order")
+        here = sum(share.num_waiting + share.num_running for share in self.shares)
+        require_integrity(len(self._homes) == here, f"{len(self._homes)} requests have a home, {here} are there")
+        ended = self.num_finished + self.num_aborted + self.num_failed
+        require_integrity(
+            self._num_added == ended + here + len(self._queue),
+            f"{self._num_added} came, {ended} left, {here + len(self._queue)} are here",
+        )
+
+    # ---- placing ----
+
+    def _place(self) -> None:
+        rooms = [self._room(rank) for rank in range(len(self.shares))]
+        while self._queue:
+            rank, submitted, sequence = self._queue[0]
+            needed = blocks_at_position(min(sequence.num_pending, self.max_batched_tokens))
+            home = self._with_most_room(rooms, needed)
+            if home is not None:
+                room = rooms[home]
+                room.num_slots -= 1
+                room.num_blocks -= needed
+                room.num_tokens -= sequence.num_pending
+            else:
+                home = self._with_last_victim(rank, sequence)
+                if home is None:
+                    return
+            del self._queue[0]
+            self._homes[sequence] = home
+            self.shares[home].add(sequence, submitted, rank)
+
+    def _room(self, rank: int) -> _Room:
+        """None where requests of its own wait already: they are ahead."""
+        share, books = self.shares[rank], self.books[rank]
+        if share.num_waiting:
+            return _Room(0, 0, 0)
+        growing = sum(starts_block(sequence.num_processed) for sequence in share.running)
+        pending = sum(sequence.num_pending for sequence in share.running)
+        return _Room(books.num_free_slots, books.num_free_blocks - growing, self.max_batched_tokens - pending)
+
+    def _with_most_room(self, rooms: list[_Room], needed: int) -> int | None:
+        fitting = [
+            (room.num_blocks, room.num_slots, -rank)
+            for rank, room in enumerate(rooms)
+            if room.num_slots > 0 and room.num_tokens > 0 and room.num_blocks >= needed
+        ]
+        return -max(fitting)[2] if fitting else None
+
+    def _with_last_victim(self, rank: tuple[int, int], sequence: Sequence) -> int | None:
+        """Where the worst-ranked request runs that this one may displace."""
+        found: tuple[tuple[int, int], int] | None = None
+        for home, share in enumerate(self.shares):
+            if share.num_waiting:
+                continue
+            for running in share.running:
+                assert running.rank is not None
+                is_victim = running.params.priority < sequence.params.priority and running.rank > rank
+                if is_victim and (found is None or running.rank > found[0]):
+                    found = running.rank, home
+        return None if found is None else found[1]
+
+    # ---- coming and going ----
+
+    def _expire(self, now: float) -> None:
+        late = [
+            one
+            for one in self._queue
+            if one.sequence.params.deadline is not None and now >= one.submitted + one.sequence.params.deadline
+        ]
+        for one in late:
+            self._queue.remove(one)
+            one.sequence.error = expire(one.sequence)
+            self._num_failed += 1
+
+    def _end(self, plan: StepPlan) -> RanksPlan:
+        assert plan is self._plan, "commit and discard take the plan that was made last"
+        assert isinstance(plan, RanksPlan)
+        self._plan = None
+        return plan
+
+    def _total(self, name: str) -> int:
+        return sum(getattr(share, name) for share in self.shares)
+
+    def _forget(self) -> None:
+        self._homes = {sequence: home for sequence, home in self._homes.items() if not sequence.is_done}

@@ -1,0 +1,218 @@
+"""A step of all ranks as one flat list of int64, and what each rank drew, on the way back. No torch.
+
+    plan    step, rows, then for each rank: its length, and
+            cache changes   count, (slot, max_tokens)...
+            new requests    count, (slot, max_len, prompt_len, scored, parameters, number of tokens, tokens)...
+            pieces          count, (slot, start, length, draws)...
+            masks           count, (slot, number of words, words)...: the tokens its rules allow, a bit each
+    answer  step, checksum, and
+            drawn           count, then for each request that draws: 1, token, log-probabilities; or 0, a reason
+            scored          count, (slot, count, (token, log-probabilities)...)...: tokens of prompts
+
+Text, stop strings, rules and deadlines stay on rank 0: the others need none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.dist.messages import bits_float, float_bits, text_numbers
+from dsv4.engine.rank_books import CacheChange
+from dsv4.request import SamplingParams, TokenLogprobs
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A request a rank has not seen: everything it knows, and how it draws."""
+
+    slot: int
+    max_len: int
+    prompt_len: int
+    num_scored: int
+    params: SamplingParams
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankPiece:
+    slot: int
+    start: int
+    length: int
+    draws: bool
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's part of a step. A mask: slot, and 32 tokens a word, the lowest bit first."""
+
+    changes: tuple[CacheChange, ...] = ()
+    openings: tuple[Opening, ...] = ()
+    pieces: tuple[RankPiece, ...] = ()
+    masks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """What a request drew, or why it could not."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """What a rank's requests drew, in the order of the plan, and what was scored of their prompts, by slot."""
+
+    drawn: tuple[DrawnToken, ...] = ()
+    scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+
+
+def drawing_params(params: SamplingParams, eos_token_id: int) -> SamplingParams:
+    """What drawing depends on, without what rank 0 decides in every step (rules, ends)."""
+    allowed = params.allowed_token_ids
+    if allowed is not None and not params.ignore_eos:
+        allowed = (*allowed, eos_token_id)
+    return SamplingParams(
+        top_k=params.top_k, seed=params.seed, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs,
+        logit_bias=params.logit_bias or None, allowed_token_ids=allowed, ignore_eos=True,
+        bad_words_ids=tuple(word for word in params.bad_words_ids if len(word) == 1),
+        **{name: getattr(params, name) for name in _REALS},
+    )  # fmt: skip
+
+
+def encode_plan(step: int, num_rows: int, shares: Sequence[RankShare]) -> list[int]:
+    numbers = [step, num_rows]
+    for share in shares:
+        section = _encode_share(share)
+        numbers += [len(section), *section]
+    return numbers
+
+
+def decode_plan(numbers: Sequence[int], rank: int) -> tuple[int, int, RankShare]:
+    """Step, rows, and the share of `rank`."""
+    start = 2
+    for _ in range(rank):
+        start += 1 + numbers[start]
+    end = start + 1 + numbers[start]
+    return numbers[0], numbers[1], _decode_share(iter(numbers[start + 1 : end]))
+
+
+def _encode_share(share: RankShare) -> list[int]:
+    numbers = [len(share.changes)]
+    for change in share.changes:
+        numbers += change
+    numbers.append(len(share.openings))
+    for opening in share.openings:
+        numbers += [opening.slot, opening.max_len, opening.prompt_len, opening.num_scored]
+        numbers += _encode_params(opening.params)
+        numbers += [len(opening.token_ids), *opening.token_ids]
+    numbers.append(len(share.pieces))
+    for piece in share.pieces:
+        numbers += [piece.slot, piece.start, piece.length, int(piece.draws)]
+    numbers.append(len(share.masks))
+    for slot, words in share.masks:
+        numbers += [slot, len(words), *words]
+    return numbers
+
+
+def _decode_share(numbers: Iterator[int]) -> RankShare:
+    changes = tuple(CacheChange(next(numbers), next(numbers)) for _ in range(next(numbers)))
+    openings = tuple(
+        Opening(next(numbers), next(numbers), next(numbers), next(numbers), _decode_params(numbers), _take(numbers))
+        for _ in range(next(numbers))
+    )
+    pieces = tuple(
+        RankPiece(next(numbers), next(numbers), next(numbers), bool(next(numbers))) for _ in range(next(numbers))
+    )
+    masks = tuple((next(numbers), _take(numbers)) for _ in range(next(numbers)))
+    return RankShare(changes, openings, pieces, masks)
+
+
+def encode_answer(step: int, checksum: int, answer: RankAnswer) -> list[int]:
+    numbers = [step, checksum, len(answer.drawn)]
+    for one in answer.drawn:
+        if one.error is not None:
+            numbers += [0, *text_numbers(one.error)]
+            continue
+        numbers += [1, one.token_id]
+        numbers += [_NONE] if one.logprobs is None else _encode_logprobs(one.logprobs)
+    numbers.append(len(answer.scores))
+    for slot, scores in answer.scores:
+        numbers += [slot, len(scores)]
+        for score in scores:
+            numbers += [score.token_id, *_encode_logprobs(score)]
+    return numbers
+
+
+def decode_answer(numbers: Sequence[int]) -> tuple[int, int, RankAnswer]:
+    """Step, checksum, and what was drawn and scored."""
+    values = iter(numbers)
+    step, checksum = next(values), next(values)
+    drawn = tuple(_decode_token(values) for _ in range(next(values)))
+    scores = tuple((next(values), _decode_scores(values)) for _ in range(next(values)))
+    return step, checksum, RankAnswer(drawn, scores)
+
+
+def _encode_logprobs(logprobs: TokenLogprobs) -> list[int]:
+    numbers = [len(logprobs.top), float_bits(logprobs.logprob)]
+    for token_id, logprob in logprobs.top:
+        numbers += [token_id, float_bits(logprob)]
+    return numbers
+
+
+def _decode_logprobs(token_id: int, values: Iterator[int]) -> TokenLogprobs | None:
+    num_top = next(values)
+    if num_top == _NONE:
+        return None
+    logprob = bits_float(next(values))
+    return TokenLogprobs(token_id, logprob, tuple((next(values), bits_float(next(values))) for _ in range(num_top)))
+
+
+def _decode_token(values: Iterator[int]) -> DrawnToken:
+    if next(values) == 0:
+        return DrawnToken(0, None, bytes(_take(values)).decode())
+    token_id = next(values)
+    return DrawnToken(token_id, _decode_logprobs(token_id, values))
+
+
+def _decode_scores(values: Iterator[int]) -> tuple[TokenLogprobs, ...]:
+    scores = (_decode_logprobs(next(values), values) for _ in range(next(values)))
+    return tuple(score for score in scores if score is not None)
+
+
+def _encode_params(params: SamplingParams) -> list[int]:
+    """Of `drawing_params`."""
+    optional = (_NONE if value is None else value for value in (params.logprobs, params.prompt_logprobs))
+    numbers = [params.top_k, params.seed, *optional, *(float_bits(getattr(params, name)) for name in _REALS)]
+    biases = params.logit_bias or {}
+    numbers.append(len(biases))
+    for token_id, bias in biases.items():
+        numbers += [token_id, float_bits(bias)]
+    allowed = params.allowed_token_ids
+    numbers += [_NONE] if allowed is None else [len(allowed), *allowed]
+    banned = [word[0] for word in params.bad_words_ids]
+    return [*numbers, len(banned), *banned]
+
+
+def _decode_params(numbers: Iterator[int]) -> SamplingParams:
+    top_k, seed = next(numbers), next(numbers)
+    logprobs, prompt_logprobs = (None if value == _NONE else value for value in (next(numbers), next(numbers)))
+    reals: dict[str, Any] = {name: bits_float(next(numbers)) for name in _REALS}
+    biases = {next(numbers): bits_float(next(numbers)) for _ in range(next(numbers))}
+    num_allowed = next(numbers)
+    allowed = None if num_allowed == _NONE else tuple(next(numbers) for _ in range(num_allowed))
+    return SamplingParams(
+        top_k=top_k, seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, logit_bias=biases or None,
+        allowed_token_ids=allowed, bad_words_ids=tuple((token_id,) for token_id in _take(numbers)), ignore_eos=True,
+        **reals,
+    )  # fmt: skip
+
+
+def _take(numbers: Iterator[int]) -> tuple[int, ...]:
+    return tuple(next(numbers) for _ in range(next(numbers)))

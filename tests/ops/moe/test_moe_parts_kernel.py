@@ -1,0 +1,132 @@
+"""The experts' work in two halves, as ranks divide it: parts from owners, folded by the token's rank: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_moe_kernel import (
+    EXPERTS,
+    LAYERS,
+    LIMIT,
+    ORDERED,
+    READY,
+    SPLIT,
+    TOP_K,
+    WIDE,
+    choices,
+    experts_of,
+    fp8,
+    inputs,
+    nvfp4,
+)
+
+from dsv4.ops.lib.arrivals import arrival_counters
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.moe import (
+    MoeConfig,
+    Ranges,
+    fold_parts,
+    launch_moe,
+    moe,
+    moe_fold,
+    moe_fold_ref,
+    moe_parts,
+    moe_parts_ref,
+    moe_ref,
+    prepare_experts,
+)
+from dsv4.testing.inputs import kernel_device, normal
+from dsv4.testing.numeric import assert_bitwise
+
+OWNERS = (range(0, 2), range(2, 2), range(2, EXPERTS))  # one of them has no expert at all
+
+
+def own(experts, owner):
+    """Ids as a rank sees them: its own from 0 on, the others -1."""
+    return torch.where((experts >= owner.start) & (experts < owner.stop), experts - owner.start, -1)
+
+
+def gathered(experts, parts_of):
+    """Parts [T, k, D], each taken from the rank that owns its expert; NaN from all others."""
+    taken = None
+    for owner in OWNERS:
+        if len(owner) == 0:
+            continue
+        parts = parts_of(own(experts, owner), owner)
+        is_own = ((experts >= owner.start) & (experts < owner.stop)).unsqueeze(-1)
+        taken = torch.full_like(parts, float("nan")) if taken is None else taken
+        taken = torch.where(is_own, parts, taken)
+    return taken
+
+
+def slices(matrices, owner):
+    return tuple(weight[owner.start : owner.stop] for weight in matrices)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_oracles_of_both_halves(tokens, dtype):
+    routed, shared = (tuple(weight.dequantize().to(dtype) for weight in part) for part in LAYERS["nvfp4"])
+    x, experts, weights = inputs(tokens)
+    x = x.to(dtype)
+    parts = gathered(
+        experts,
+        lambda ids, owner: moe_parts_ref(x, ids, weights, slices(routed, owner), shared, limit=LIMIT),
+    )
+    folded = moe_fold_ref(x, parts, routed, shared, limit=LIMIT)
+    assert_bitwise(folded, moe_ref(x, experts, weights, routed, shared, limit=LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("nvfp4", SPLIT), ("nvfp4", ORDERED), ("nvfp4", WIDE), ("mxfp4", ORDERED)],
+    ids=["split", "ordered", "wide", "mxfp4 ordered"],
+)
+def test_kernels_of_both_halves(name, config):
+    """Whatever the form of the launch: parts by owner and the fold have the bits of one launch."""
+    x, experts, weights = inputs(3, seed=3)
+    routed, shared = READY[name]
+
+    def parts_of(ids, owner):
+        here = prepare_experts(slices(LAYERS[name][0], owner))
+        return launch_moe(x, ids, weights, here, shared, LIMIT, config, has_shared=False)
+
+    folded = moe_fold(x, gathered(experts, parts_of), routed, shared, limit=LIMIT)
+    assert_bitwise(folded, launch_moe(x, experts, weights, routed, shared, LIMIT, config))
+    assert not arrival_counters("moe", x.device).any(), "nobody counted for the next launch"
+
+
+def test_the_set_of_kernels_follows_the_oracle_and_takes_plain_weights():
+    x, experts, weights = inputs(1)
+    routed, shared = READY["mxfp4"]
+    parts = moe_parts(x, experts, weights, routed, shared, limit=LIMIT)
+    assert_bitwise(
+        moe_fold(x, parts, routed, shared, limit=LIMIT), moe(x, experts, weights, routed, shared, limit=LIMIT)
+    )
+    plain = tuple(tuple(weight.dequantize().bfloat16() for weight in part) for part in LAYERS["mxfp4"])
+    expected = moe_parts_ref(x, experts, weights, *plain, limit=LIMIT)
+    assert_bitwise(moe_parts(x, experts, weights, *plain, limit=LIMIT), expected)
+    assert_bitwise(moe_fold(x, expected, *plain, limit=LIMIT), moe_fold_ref(x, expected, *plain, limit=LIMIT))
+
+
+def test_the_order_of_the_fold_is_seen():
+    """Parts whose sum depends on their order: the largest first loses the small ones."""
+    shared = torch.zeros(1, 160, dtype=torch.bfloat16, device=kernel_device())
+    values = torch.tensor([2.0**25, 1.0, -(2.0**25)], dtype=torch.bfloat16, device=kernel_device())
+    parts = values.view(1, 3, 1).expand(1, 3, 160)
+    assert_bitwise(fold_parts(parts, shared), torch.zeros_like(shared))
+    assert_bitwise(fold_parts(parts[:, [0, 2, 1]], shared), torch.ones_like(shared))
+
+
+def test_no_tokens_and_rejections():
+    x, _, weights = inputs(0)
+    ready = READY["nvfp4"]
+    assert moe_parts(x, choices(0), weights, *ready, limit=LIMIT).shape == (0, TOP_K, x.shape[1])
+    assert moe_fold(x, x.new_empty(0, TOP_K, x.shape[1]), *ready, limit=LIMIT).shape == x.shape
+    x, experts, weights = inputs(3)
+    with pytest.raises(KernelInputError, match="expected bf16 parts \\[3, k, 256\\]"):
+        moe_fold(x, normal((3, TOP_K, 128)), *ready, limit=LIMIT)
+    several = MoeConfig(8, 8, SPLIT.gate_up, SPLIT.down, Ranges(down=2), direct=True)
+    wider = prepare_experts(experts_of(nvfp4, width=256)), prepare_experts(experts_of(fp8, None, width=256))
+    with pytest.raises(KernelInputError, match="parts made by one program"):
+        launch_moe(x, experts, weights, *wider, LIMIT, several, has_shared=False)

@@ -1,0 +1,120 @@
+"""Several ranks inside one process: a thread each, with the real sockets, gloo groups, engine and followers."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.dist.control import Follower, Leader, Progress
+from dsv4.dist.exchange import CollectiveExchange
+from dsv4.dist.group import CheckedGroup, gloo_group
+from dsv4.dist.shares import expert_range, rank_limits
+from dsv4.engine.offload.trees import map_tensors
+from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
+from dsv4.engine.rank_worker import RankExecutor, follow
+from dsv4.engine.runner import Runner
+from dsv4.model.transformer import Transformer
+from dsv4.schedule import build_schedule
+
+HOST, TOKEN = "127.0.0.1", b"sixteen bytes ok"
+
+# One layer of each kind, an MTP block; six experts, three a token: their order in a sum shows.
+SMALL = ModelConfig.tiny(
+    vocab_size=300, hidden_size=128, num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128, 0),
+    num_nextn_predict_layers=1, num_attention_heads=2, q_lora_rank=128, o_lora_rank=64, n_routed_experts=6,
+    num_experts_per_tok=3, moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=1024,
+)  # fmt: skip
+
+
+def share_of(params, experts):
+    """The parameters a rank has that owns these experts."""
+
+    def own(block):
+        stacks = map_tensors(block.ffn.experts, lambda part: part[experts.start : experts.stop])
+        return replace(block, ffn=replace(block.ffn, experts=stacks))
+
+    drafts = [replace(draft, block=own(draft.block)) for draft in params.mtp]
+    return replace(params, layers=[own(block) for block in params.layers], mtp=drafts)
+
+
+class _Rank:
+    """One rank's model, cache and runner."""
+
+    def __init__(self, ranks, rank, tick, link):
+        group = gloo_group(ranks.store, rank, ranks.size, HOST, tick, lambda: link.is_lost)
+        self.group = ranks.wrap(rank, group)
+        group = CheckedGroup(self.group) if ranks.is_checked else self.group
+        config, own = ranks.config, expert_range(ranks.config.n_routed_experts, ranks.size, rank)
+        exchange = CollectiveExchange(group, config.n_routed_experts)
+        self.plain_dtype = None if ranks.dtype is torch.bfloat16 else ranks.dtype
+        self.model = Transformer(config, share_of(ranks.params, own), ranks.dtype, exchange=exchange)
+        self.cache = self.make_cache(ranks.limits, build_schedule(config, with_mtp=False))
+        self.runner = Runner(self.model, self.cache, buckets=(), use_graphs=False)
+
+    def make_cache(self, limits, schedule):
+        config = self.model.config
+        return KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=self.plain_dtype)
+
+    def make_drafts(self):
+        return self.make_cache(EngineConfig(max_context_tokens=256, max_concurrent_requests=1), self.model.schedule)
+
+
+class ThreadedRanks:
+    """`engine` is rank 0's. `errors[rank]` holds what ended a follower. Close it."""
+
+    def __init__(
+        self, config, params, size, limits, *, dtype=torch.bfloat16, tokenizer=None, is_checked=False,
+        wrap=lambda rank, group: group, stalled_seconds=8.0, clock=None, change=lambda rank, made: None,
+    ):  # fmt: skip
+        self.config, self.params, self.size, self.dtype = config, params, size, dtype
+        self.limits = rank_limits(limits, size)
+        self.is_checked, self.wrap, self.change = is_checked, wrap, change
+        self.store = dist.HashStore()
+        self.errors = {}
+        progress = Progress()
+        self.link = Leader(size, HOST, TOKEN, progress, stalled_seconds=stalled_seconds)
+        self.threads = [threading.Thread(target=self._follow, args=(rank,), daemon=True) for rank in range(1, size)]
+        for thread in self.threads:
+            thread.start()
+        self.link.connect()
+        self.own = _Rank(self, 0, progress.tick, self.link)
+        change(0, self.own)
+        self.link.answers()  # everybody is ready
+        more = {} if clock is None else {"clock": clock}
+        self.engine = RankEngine(
+            self.own.model, self.own.cache, tokenizer, self.link, size, runner=self.own.runner, **more
+        )
+        self.model = LeadingTransformer(self.own.model, self.link)
+
+    def _follow(self, rank):
+        progress = Progress()
+        link = Follower(self.link.address, rank, TOKEN, progress, on_lost=lambda why: None)
+        try:
+            made = _Rank(self, rank, progress.tick, link)
+            self.change(rank, made)
+            link.answer(b"")
+            follow(RankExecutor(made.runner), link, rank, made.make_drafts)
+        except BaseException as error:
+            link.report(error)
+            self.errors[rank] = error
+        finally:
+            link.close()
+
+    def run(self, requests):
+        """(prompt, params) each -> completions, in order."""
+        sequences = [self.engine.add(prompt, params) for prompt, params in requests]
+        while self.engine.has_work:
+            self.engine.step()
+            self.engine.check_integrity()
+        return [sequence.completion() for sequence in sequences]
+
+    def close(self):
+        self.link.stop()
+        for thread in self.threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in self.threads), "a rank is left behind"

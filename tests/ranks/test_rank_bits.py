@@ -1,0 +1,143 @@
+"""Logits, tokens and log-probabilities do not depend on the number of ranks: bit for bit those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_cases import SMALL
+
+from dsv4.dist.exchange import CollectiveExchange
+from dsv4.dist.shares import expert_range
+from dsv4.request import SamplingParams
+
+PARAMS = [
+    SamplingParams(max_tokens=5, temperature=0, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=1, logprobs=0, ignore_eos=True),
+    SamplingParams(max_tokens=6, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(max_tokens=3, seed=5, min_p=0.05, presence_penalty=1.0, ignore_eos=True, prompt_logprobs=2),
+    SamplingParams(max_tokens=4, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
+    SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
+    SamplingParams(max_tokens=0, prompt_logprobs=30),
+]
+
+
+def prompts_of(*lengths, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = prompts_of(3, 130, 1, 127, 20, 4, 128, 140)
+ALONE: dict = {}
+
+
+@pytest.fixture
+def alone(one):
+    """Each request on one process, alone."""
+    for numerics in ("official", "exact"):
+        if numerics not in ALONE:
+            llm = one(numerics)
+            ALONE[numerics] = [
+                llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+            ]
+    return ALONE
+
+
+@pytest.mark.parametrize(
+    ("size", "numerics", "limits"),
+    [
+        (2, "official", {}),
+        (2, "exact", {}),
+        (4, "official", {"max_chunk_tokens": 23}),
+        (3, "official", {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 128}),
+        (5, "official", {"max_concurrent_requests": 5}),
+    ],
+)
+def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits):
+    """Mixed, chunked, scarce blocks, one slot a rank; five ranks have one expert or two."""
+    ranks = make_ranks(size, numerics, limits)
+    assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone[numerics]
+    homes = [books.num_free_slots for books in ranks.engine.scheduler.books]
+    assert homes == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
+
+
+def test_arrivals_at_random(make_ranks, one):
+    """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(118, 136, (10,), generator=generator).tolist()
+    prompts = prompts_of(*lengths, seed=9)
+    params = [
+        SamplingParams(max_tokens=3 + i % 6, seed=i, logprobs=1, ignore_eos=True, priority=i % 3 - 1) for i in range(10)
+    ]
+    llm = one()
+    expected = llm.generate(prompts, params)
+    ranks = make_ranks(3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200})
+    engine, sequences, dropped = ranks.engine, [], set()
+    while len(sequences) < 10 or engine.has_work:
+        for _ in range(int(torch.randint(0, 4, (), generator=generator))):
+            if len(sequences) < 10:
+                sequences.append(engine.add(prompts[len(sequences)], params[len(sequences)]))
+        if len(sequences) == 9 and not dropped:
+            engine.abort(sequences[8])
+            engine.abort(sequences[2])
+            dropped |= {i for i in (2, 8) if sequences[i].is_aborted}
+        engine.step()
+        engine.check_integrity()
+    for place, (sequence, completion) in enumerate(zip(sequences, expected, strict=True)):
+        if place not in dropped:
+            assert sequence.completion() == completion, place
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_finished, stats.num_aborted) == (10 - len(dropped), len(dropped))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_of_every_kind_of_layer_and_of_the_mtp_block(make_ranks, one, size):
+    ids = prompts_of(133)[0]
+    llm, ranks = one(), make_ranks(size)
+    other = one()
+    other.model, other.cache = ranks.model, ranks.own.cache
+    assert torch.equal(other.logits(ids, [5, 100, 28]), llm.logits(ids))
+    assert torch.equal(other.mtp_logits(ids[:40], [30, 9]), llm.mtp_logits(ids[:40]))
+    for mine, theirs in zip(other.trace(ids[:9]), llm.trace(ids[:9]), strict=True):
+        assert torch.equal(mine.streams, theirs.streams)
+        assert torch.equal(mine.experts, theirs.experts)
+    streams = torch.randn(3, SMALL.hc_mult, SMALL.hidden_size, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(other.layer(1, streams, [5, 6, 7]).streams, llm.layer(1, streams, [5, 6, 7]).streams)
+
+
+def test_a_rank_that_is_idle_and_one_whose_experts_nobody_chose(make_ranks, one):
+    """One request on two ranks: the other only serves. Its first layer's choices (by token id) may all be elsewhere."""
+    own = expert_range(SMALL.n_routed_experts, 2, 1)
+    llm = one()
+    table = llm.model.params.layers[0].ffn.tid2eid
+    lonely = [token for token in range(2, SMALL.vocab_size) if not any(int(e) in own for e in table[token])]
+    assert lonely, "some token's experts are all on rank 0"
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
+    ranks = make_ranks(2)
+    assert ranks.run([(lonely[:1], params)]) == llm.generate([lonely[:1]], params)
+
+
+def test_padding_is_poisoned(make_ranks, alone):
+    """Padded rows carry token 0, whose embedding is NaN here, on every rank; more rows than the busiest rank has."""
+    assert all(0 not in done.token_ids for done in alone["official"])
+
+    def poison(rank, made):
+        made.model.params.embed = made.model.params.embed.clone()
+        made.model.params.embed[0] = float("nan")
+        made.runner.padded = lambda rows: rows + 3
+
+    ranks = make_ranks(2, change=poison)
+    assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone["official"]
+
+
+def test_a_wrong_order_would_be_seen(make_ranks, one, monkeypatch):
+    """The tests above can fail: parts folded in another order are other bits (in fp64: sums of bf16 are exact)."""
+    collect = CollectiveExchange.collect
+    monkeypatch.setattr(CollectiveExchange, "collect", lambda self, parts, rows: collect(self, parts, rows).flip(1))
+    llm, other = one("exact"), one("exact")
+    ranks = make_ranks(2, "exact")
+    other.model, other.cache = ranks.model, ranks.own.cache
+    mine, theirs = (model.trace([5, 6, 7, 8])[0].ffn_out for model in (other, llm))
+    assert not torch.equal(mine, theirs)
+    torch.testing.assert_close(mine, theirs)

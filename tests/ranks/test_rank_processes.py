@@ -1,0 +1,226 @@
+"""Ranks as processes: the same bits, and no process outlives the others, whoever is killed and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from rank_cases import SMALL
+
+from dsv4.config import ConfigError, EngineConfig
+from dsv4.dist import world
+from dsv4.dist.errors import RankFailed
+from dsv4.llm import LLM
+from dsv4.loader.synth import write_checkpoint
+from dsv4.request import RequestError, SamplingParams
+from dsv4.serve.cli import main
+
+LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)
+PROMPTS = [[5, 6, 7, 8], [9] * 140, [10, 11], [12, 13, 14], [15]]
+PARAMS = [SamplingParams(max_tokens=4, seed=i, logprobs=2, temperature=0.9, ignore_eos=True) for i in range(5)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "small"
+    write_checkpoint(path, SMALL)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As many threads in every rank as here; a CPU's sums depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def processes_of(llm):
+    return llm.engine._link.processes
+
+
+def wait_until_gone(pids, seconds=10):
+    until = time.monotonic() + seconds
+    while alive := [pid for pid in pids if _is_alive(pid)]:
+        assert time.monotonic() < until, f"processes {alive} are left"
+        time.sleep(0.1)
+
+
+def _is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_four_processes_and_one_killed_while_nothing_runs(folder):
+    alone = LLM(folder, engine=LIMITS)
+    shown = []
+    llm = LLM(
+        folder, engine=LIMITS, gpus=4, check_exchange=True, progress=lambda done, total: shown.append((done, total))
+    )
+    assert shown[-1][0] == shown[-1][1], "every byte of every rank was counted"
+    assert llm.generate(PROMPTS, PARAMS) == alone.generate(PROMPTS, PARAMS)
+    assert torch.equal(llm.logits(PROMPTS[1], [100, 40]), alone.logits(PROMPTS[1]))
+    assert torch.equal(llm.mtp_logits(PROMPTS[1][:20]), alone.mtp_logits(PROMPTS[1][:20]))
+    sizes = [len(llm.model.params.layers[0].ffn.experts.w1.data), SMALL.n_routed_experts]
+    assert sizes == [1, 6], "rank 0 of four has one of six experts, the others one or two"
+    pids = [process.pid for process in processes_of(llm)]
+    told = []
+    llm.engine.when_failed(told.append)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until_gone(pids)
+    expected = rf"rank 2 \(process {pids[1]}\) was ended by SIGKILL"
+    with pytest.raises(RankFailed, match=expected):
+        llm.generate(PROMPTS[:1], PARAMS[:1])
+    assert len(told) == 1
+    llm.close()
+    with pytest.raises(RankFailed, match=expected):
+        llm.logits([5])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.processes)], ids=["killed", "stopped"]
+)
+def test_the_miniature_on_two_and_one_killed_or_stopped_in_a_step(number):
+    limits = EngineConfig(max_context_tokens=64, max_concurrent_requests=4)
+    params = SamplingParams(max_tokens=3, seed=7, logprobs=3)
+    llm = LLM(engine=limits, gpus=2)
+    (pid,) = (process.pid for process in processes_of(llm))
+    if number is signal.SIGKILL:
+        assert llm.generate(["SCENE I.", "And"], params) == LLM(engine=limits).generate(["SCENE I.", "And"], params)
+    stream = llm.stream("SCENE I.", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    os.kill(pid, number)
+    start = time.monotonic()
+    name = "was ended by SIGKILL" if number is signal.SIGKILL else "has not been heard of for 6 s"
+    with pytest.raises(RankFailed, match=rf"rank 1 \(process {pid}\) {name}"):
+        list(stream)
+    assert time.monotonic() - start < 10
+    wait_until_gone([pid])
+    assert not llm.engine.has_work
+    llm.close()
+
+
+@pytest.mark.processes
+def test_no_rank_outlives_the_first(folder, tmp_path):
+    """Killed without a word, in the middle of generating."""
+    program = (
+        "import sys\nfrom dsv4 import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], gpus=2)\n"
+        "print(llm.engine._link.processes[0].pid, flush=True)\n"
+        "while True: llm.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True))\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+    child = int(run.stdout.readline())
+    time.sleep(0.5)
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    wait_until_gone([child])
+
+
+@pytest.mark.processes
+def test_torchrun_and_an_interrupt(folder):
+    """Every process runs the same command; rank 0 alone prints. Ctrl-C ends all of them."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        "-m", "dsv4", "generate", "--model", str(folder), "--gpus", "2", "--ids", "5,6,7", "--seed", "3", "--json",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--max-tokens", "4", "--ignore-eos"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    (expected,) = LLM(folder, engine=LIMITS).generate([[5, 6, 7]], params)
+    assert json.loads(done.stdout)["token_ids"] == list(expected.token_ids)
+    endless = [sys.executable, *command[command.index("-m", 3) :], "--max-tokens", "100000", "--ignore-eos"]
+    run = subprocess.Popen(
+        endless, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    while not (children := _children(run.pid)):
+        time.sleep(0.1)
+    time.sleep(6)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(10) == 130
+    wait_until_gone(children)
+
+
+@pytest.mark.processes
+def test_a_server_ends_with_its_ranks(tmp_path):
+    """Its client is told why; it exits with code 1. Told to end while it loads, it leaves nobody either."""
+    command = [sys.executable, "-m", "dsv4", "serve", "--gpus", "2", "--context", "128"]
+    log = (tmp_path / "log").open("w+")
+    run = subprocess.Popen([*command, "--port", str(port := _free_port())], stderr=log)
+    while "running on" not in (tmp_path / "log").read_text():
+        assert run.poll() is None
+        time.sleep(0.2)
+    (child,) = _children(run.pid)
+    body = {"model": "flash-mini", "prompt": "SCENE", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(child, signal.SIGKILL)
+        assert f"rank 1 (process {child}) was ended by SIGKILL" in "".join(lines)
+    assert run.wait(10) == 1
+    assert f"dsv4: error: rank 1 (process {child}) was ended by SIGKILL" in (tmp_path / "log").read_text()
+    run = subprocess.Popen([*command, "--port", str(_free_port())], stderr=log)
+    while not (children := _children(run.pid)):
+        time.sleep(0.05)
+    run.terminate()
+    run.wait(10)
+    wait_until_gone(children)
+    log.close()
+
+
+def _free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _children(pid):
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):
+    with pytest.raises(ConfigError, match="gpus must be from 1 to the number of experts 6, found 7"):
+        LLM(folder, gpus=7)
+    with pytest.raises(RequestError, match="offload_experts needs gpus=1"):
+        LLM(folder, gpus=2, offload_experts=4)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--model", str(folder), "--ids", "5", "--gpus", "0"])
+    assert ended.value.code == 2
+    assert "gpus must be from 1" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="gpus is 2, but torchrun started 4 processes"):
+        LLM(folder, gpus=2)
+
+
+@pytest.mark.processes
+def test_a_rank_that_cannot_load(folder, monkeypatch):
+    """Its own error, not a lost connection: here, limits that only it gets."""
+    start = world._start
+
+    def wrong(rank, size, port, settings):
+        return start(rank, size, port, {**settings, "path": str(folder.parent / "nowhere")})
+
+    monkeypatch.setattr(world, "_start", wrong)
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) ended with code 1 before it was ready"):
+        LLM(folder, engine=LIMITS, gpus=2)

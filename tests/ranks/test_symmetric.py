@@ -1,0 +1,69 @@
+"""The exchange through shared memory, with buffers of one process in place of GPUs: the kernels, not the barriers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.dist.exchange import NOBODY
+from dsv4.dist.shares import expert_range
+from dsv4.dist.symmetric import Layout, SymmetricExchange
+from dsv4.ops.lib.guard import KernelInputError
+from dsv4.testing.inputs import kernel_device
+
+EXPERTS, TOP_K, DIM, MAX_ROWS = 7, 3, 1100, 5
+
+
+def ranks_of(size):
+    layout = Layout.of(size, MAX_ROWS, TOP_K, DIM)
+    # NaN, whatever is read
+    buffers = [torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=kernel_device()) for _ in range(size)]
+    pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device=kernel_device())
+    shape = {"max_rows": MAX_ROWS, "num_experts": EXPERTS, "top_k": TOP_K, "dim": DIM}
+    return [
+        SymmetricExchange(buffer, pointers, lambda: None, rank, layout, **shape) for rank, buffer in enumerate(buffers)
+    ]
+
+
+@pytest.mark.parametrize(("size", "num_tokens"), [(2, 5), (3, 2)])
+def test_inputs_reach_owners_and_parts_come_back(size, num_tokens):
+    """Two calls, the second with other rows: nothing of the first is left where it matters."""
+    ranks = ranks_of(size)
+    columns = torch.arange(DIM, device=kernel_device()) / 1024
+    generator = torch.Generator().manual_seed(size)
+    for _ in range(2):
+        x = torch.randn(size, num_tokens, DIM, generator=generator).bfloat16()
+        scores = torch.rand(size, num_tokens, EXPERTS, generator=generator)
+        experts = scores.topk(TOP_K).indices.sort(-1).values
+        experts[-1, -1] = NOBODY  # padding
+        weights = torch.rand(size, num_tokens, TOP_K, generator=generator)
+        x, experts, weights = (part.to(kernel_device()) for part in (x, experts, weights))
+        for rank, exchange in enumerate(ranks):  # all store, then all read: what the barrier is for
+            exchange.dispatch(x[rank], experts[rank], weights[rank])
+        all_rows = [exchange.dispatch(x[rank], experts[rank], weights[rank]) for rank, exchange in enumerate(ranks)]
+        sent = []
+        for rank, rows in enumerate(all_rows):
+            own = expert_range(EXPERTS, size, rank)
+            assert torch.equal(rows.routing, experts.view(-1, TOP_K))
+            assert torch.equal(rows.weights, weights.view(-1, TOP_K))
+            is_own = (rows.routing >= own.start) & (rows.routing < own.stop)
+            assert torch.equal(rows.experts, torch.where(is_own, rows.routing - own.start, NOBODY))
+            wanted = is_own.any(1)
+            assert torch.equal(rows.x[wanted], x.view(-1, DIM)[wanted])
+            # a part that says which expert made it, for which token
+            marks = rows.routing.unsqueeze(-1) + rows.x[:, None, :1].float() + columns
+            sent.append(torch.where(is_own.unsqueeze(-1), marks, float("nan")).bfloat16())
+        for rank, exchange in enumerate(ranks):
+            exchange.collect(sent[rank], all_rows[rank])
+        for rank, exchange in enumerate(ranks):
+            parts = exchange.collect(sent[rank], all_rows[rank])
+            expected = experts[rank].unsqueeze(-1) + x[rank][:, None, :1].float() + columns
+            chosen = experts[rank] >= 0
+            assert torch.equal(parts[chosen], expected.bfloat16()[chosen])
+
+
+def test_rejects_more_rows_than_the_buffers_hold():
+    exchange = ranks_of(2)[0]
+    x = torch.zeros(MAX_ROWS + 1, DIM, dtype=torch.bfloat16)
+    with pytest.raises(KernelInputError, match="expected at most 5 bf16 rows of 1100 .* feed them in chunks"):
+        exchange.dispatch(x, torch.zeros(MAX_ROWS + 1, TOP_K, dtype=torch.int64), torch.zeros(MAX_ROWS + 1, TOP_K))
