@@ -84,7 +84,7 @@ def test_no_folder_can_hide_an_editable_install(tmp_path):
     checkout called dsv4 would hide the package from a Python that runs in the folder above it."""
     checkout = tmp_path / "dsv4"
     (checkout / "dsv4").mkdir(parents=True)
-    (checkout / "dsv4" / "__init__.py").write_text("here = True\n")
+    (checkout / "dsv4" / "__init__.py").write_text('__version__ = "0"\nhere = True\n')
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
     program = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"

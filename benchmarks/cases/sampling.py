@@ -57,7 +57,6 @@ VARIANTS = {
     "": SAMPLE_CONFIG,
     "-warps8": SampleConfig(num_warps=8),
     "-programs4096": SampleConfig(programs=4096),
-    "-chunks32": SampleConfig(max_chunks=32),
 }
 
 

@@ -210,14 +210,14 @@ def test_the_budget_of_files_is_kept(tmp_path):
     for token in range(20, 30):
         serve(manager, [token] * 300)
         manager.tiers.flush()
-        assert sum(file.stat().st_size for file in files_of(tmp_path)) <= manager.engine.cache_disk_bytes
+        assert sum(file.stat().st_size for file in files_of(tmp_path)) <= manager.limits.cache_disk_bytes
     assert serve(manager, [29] * 300) == 256
     manager.close()
     smaller = open_manager(tmp_path, disk_files=2)
     smaller.tiers.flush()
     assert serve(smaller, [29] * 300) == 256
     smaller.close()
-    assert sum(file.stat().st_size for file in files_of(tmp_path)) <= smaller.engine.cache_disk_bytes
+    assert sum(file.stat().st_size for file in files_of(tmp_path)) <= smaller.limits.cache_disk_bytes
 
 
 def test_the_command(filled):

@@ -109,8 +109,8 @@ def keys():
 def launch_without_running(runner, size):
     """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are."""
     is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
-    embed, vocab_size = Transformer._embed, SMALL.vocab_size
-    runner.model._embed = lambda ids: embed(runner.model, ids.clamp(0, vocab_size - 1))  # no launch has made the ids
+    embed, vocab_size = Transformer.embed, SMALL.vocab_size
+    runner.model.embed = lambda ids: embed(runner.model, ids.clamp(0, vocab_size - 1))  # no launch has made the ids
     with launches_only_compile() as launched:
         guard.LAUNCH_DEVICES |= {"cpu"}
         runner._compile(size)

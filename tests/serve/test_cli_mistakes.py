@@ -165,7 +165,7 @@ def test_a_broken_tokenizer(dsv4, damaged, content):
         (["--min-p", "2"], ["min_p"]),
         (["--repetition-penalty", "0"], ["repetition_penalty"]),
         (["--max-tokens", "0"], ["max_tokens"]),
-        (["--seed", "-1"], ["seed"]),
+        (["--seed", "9223372036854775808"], ["seed"]),
         (["--stop", ""], ["stop"]),
         (["--logprobs", "3"], ["--logprobs needs --json"]),
         (["--numerics", "fast"], ["--numerics", "official, exact", "fast"]),

@@ -223,7 +223,10 @@ def test_too_many_requests_for_this_machine(dsv4, checkpoint):
 
 def test_memory_of_a_gpu(checkpoint):
     """By arithmetic: what is free on the GPU is given."""
-    config, limits = ModelConfig.from_pretrained(checkpoint), EngineConfig(max_context_tokens=1024)
+    config, limits = (
+        ModelConfig.from_pretrained(checkpoint),
+        EngineConfig(max_context_tokens=1024, prefix_cache_bytes=0),
+    )
     check = partial(check_gpu_memory, checkpoint, config, limits, numerics="official", dtype=None)
     check(2**40, keeps_experts=True)
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -391,7 +391,7 @@ class Tampered:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            for state in args[:3]:
+            for state in args[0]:
                 self.change(state)
             self.kernel[grid](*args, **kwargs)
 
