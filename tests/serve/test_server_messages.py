@@ -23,11 +23,11 @@ CALL = (
 SAYS, THINKS, CALLS = range(3)  # the seeds
 
 
-@pytest.fixture(scope="module")
 def prompt_tokens(usage):
     return usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+@pytest.fixture(scope="module")
 def server(served_params):
     running = start_server(let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL))
     yield running
