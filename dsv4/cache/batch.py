@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from dsv4.cache.transfer import to_device
@@ -23,21 +25,22 @@ class Chunk(NamedTuple):
     token_ids: Sequence[int]
 
 
-def columns_of(chunks: Iterable[Chunk], pad_to: int = 0) -> list[list[int]]:
-    """The numbers of a batch, [5][T] in the order of `COLUMNS`: the chunks side by side, then padding (slot -1, all
-    else 0) up to `pad_to` tokens."""
-    columns: list[list[int]] = [[] for _ in COLUMNS]
-    token_ids, positions, slots, chunk_starts, chunk_ends = columns
-    for chunk in chunks:
-        length, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
-        token_ids += chunk.token_ids
-        positions += range(chunk.start, end)
-        slots += [chunk.slot] * length
-        chunk_starts += [chunk.start] * length
-        chunk_ends += [end] * length
-    num_padding = max(0, pad_to - len(token_ids))
-    for column in columns:
-        column += [PADDED_SLOT if column is slots else 0] * num_padding
+def columns_of(
+    slots: ArrayLike, starts: ArrayLike, lengths: ArrayLike, token_ids: Sequence[int], pad_to: int = 0
+) -> NDArray[np.int64]:
+    """The numbers of a batch, [5, T] in the order of `COLUMNS`: chunks of `lengths` tokens side by side, then padding
+    (slot -1, all else 0) up to `pad_to` tokens. `token_ids` are those of all chunks."""
+    slots, starts, lengths = (np.asarray(values, dtype=np.int64) for values in (slots, starts, lengths))
+    num_tokens = len(token_ids)
+    columns = np.zeros((len(COLUMNS), max(num_tokens, pad_to)), dtype=np.int64)
+    columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
+    columns[:, :num_tokens] = (
+        token_ids,
+        np.arange(num_tokens) + np.repeat(starts + lengths - np.cumsum(lengths), lengths),
+        np.repeat(slots, lengths),
+        np.repeat(starts, lengths),
+        np.repeat(starts + lengths, lengths),
+    )
     return columns
 
 
@@ -70,8 +73,12 @@ class TokenBatch:
     @classmethod
     def of(cls, chunks: Iterable[Chunk], block_table: Tensor) -> TokenBatch:
         """The chunks side by side, copied to the table's device at once."""
-        columns = torch.tensor(columns_of(chunks), dtype=torch.int64)
-        return cls.over(to_device(columns, block_table.device), block_table)
+        chunks = list(chunks)
+        columns = columns_of(
+            [chunk.slot for chunk in chunks], [chunk.start for chunk in chunks],
+            [len(chunk.token_ids) for chunk in chunks], [token for chunk in chunks for token in chunk.token_ids],
+        )  # fmt: skip
+        return cls.over(to_device(torch.from_numpy(columns), block_table.device), block_table)
 
     @property
     def num_tokens(self) -> int:

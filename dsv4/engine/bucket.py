@@ -109,7 +109,7 @@ class BucketGraph:
 
 def padding_batch(size: int, block_table: Tensor) -> tuple[Tensor, TokenBatch]:
     """The columns [5, T] of a batch of padding, and the batch over them."""
-    columns = torch.tensor(columns_of((), size), dtype=torch.int64, device=block_table.device)
+    columns = torch.from_numpy(columns_of((), (), (), (), size)).to(block_table.device)
     return columns, TokenBatch.over(columns, block_table)
 
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ from dsv4.request import RequestError, SamplingParams, check_params, check_promp
 from dsv4.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """One request's new token in a step, and the text that became certain with it."""
 
     sequence: Sequence
@@ -306,7 +306,8 @@ class Engine:
                 self._take(sequence, outcome)
         for piece in plan.pieces:
             piece.sequence.end_if_read(piece.start + piece.length)
-            self.scheduler.settle(piece.sequence)
+            if piece.sequence.is_done:
+                self.scheduler.settle(piece.sequence)
 
     def _take(self, sequence: Sequence, outcome: Drawn | Undrawable) -> None:
         if isinstance(outcome, Undrawable):

@@ -100,7 +100,8 @@ class Runner:
             if self.cache.device.type == "cuda":
                 sizes = self._direct_sizes()
                 self._precompile(sizes, progress)
-                for done, size in enumerate(sizes):
+                torch.cuda.empty_cache()
+                for done, size in enumerate(reversed(sizes)):  # smaller calls find room in what the largest took
                     self._compile(size)
                     progress("first calls", done + 1, len(sizes))
                 torch.cuda.synchronize()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
@@ -18,16 +20,14 @@ NUM_TOP = (20, 100)  # likeliest tokens listed beside a log-probability: kernels
 _WORD_BITS = 32
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A request's next token, and its log-probabilities where it asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True)
-class Undrawable:
+class Undrawable(NamedTuple):
     """A request that has no next token, and why. It says nothing about the others of the call."""
 
     reason: str
@@ -52,37 +52,33 @@ def make_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> Masks:
     if not bound:
         return Masks()
     num_words = -(-vocab_size // _WORD_BITS)
-    bits = torch.empty(len(sequences), num_words, dtype=torch.int32)
-    is_masked = torch.zeros(len(sequences), dtype=torch.int32)
+    bits = np.empty((len(sequences), num_words), dtype=np.int32)
+    is_masked = np.zeros(len(sequences), dtype=np.int32)
     stuck: dict[int, str] = {}
     for row in bound:
         try:
-            allowed = _allowed(sequences[row], vocab_size)
+            _allow(bits[row], sequences[row], vocab_size)
+            is_masked[row] = 1
         except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
             stuck[row] = constraint_failure(error)
-            continue
-        packed = np.zeros(num_words * _WORD_BITS // 8, dtype=np.uint8)
-        packed[: -(-vocab_size // 8)] = np.packbits(allowed.numpy(), bitorder="little")
-        bits[row] = torch.from_numpy(packed.view(np.int32))
-        is_masked[row] = 1
-    return Masks(bits, is_masked, stuck)
+    return Masks(torch.from_numpy(bits), torch.from_numpy(is_masked), stuck)
 
 
-def _allowed(sequence: Sequence, vocab_size: int) -> Tensor:
-    """bool [vocab]. `ConstraintError` if that is nothing."""
+def _allow(words: NDArray[np.int32], sequence: Sequence, vocab_size: int) -> None:
+    """Set a bit of `words` for each token the request may draw. `ConstraintError` if that is nothing."""
+    octets = words.view(np.uint8)
     if sequence.constraint is None:
-        allowed = torch.ones(vocab_size, dtype=torch.bool)
+        words[:] = -1
     else:
         allowed = sequence.constraint.allowed()
         if allowed.dtype != torch.bool or allowed.shape != (vocab_size,):
             raise ConstraintError(f"the constraint gave {allowed.dtype} {list(allowed.shape)}, not bool [{vocab_size}]")
-    forbidden = sequence.forbidden_ids()
-    if forbidden:
-        allowed = allowed.clone()
-        allowed[forbidden] = False
-    if not allowed.any():
+        packed = np.packbits(allowed.numpy(), bitorder="little")
+        octets[: len(packed)], octets[len(packed) :] = packed, 0
+    for token_id in {*range(vocab_size, len(octets) * 8), *sequence.forbidden_ids()}:
+        octets[token_id // 8] &= 0xFF ^ 1 << token_id % 8
+    if not words.any():
         raise ConstraintError("the constraint allows no token")
-    return allowed
 
 
 def constraint_failure(error: Exception) -> str:

@@ -130,7 +130,7 @@ class Sequence:
         return (
             self.constraint is not None
             or len(self.token_ids) - self.prompt_len < params.min_tokens
-            or any(len(word) > 1 for word in params.bad_words_ids)
+            or bool(params.bad_words_ids and any(len(word) > 1 for word in params.bad_words_ids))
         )
 
     def forbidden_ids(self) -> list[int]:

@@ -7,18 +7,21 @@ cache's own tensor, brought up to date before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import COLUMNS, Chunk, TokenBatch, columns_of
+from dsv4.cache.batch import COLUMNS, TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
-from dsv4.engine.scheduler import StepPlan
+from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.engine.sequence import Sequence
 
 LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last
+_SLOTS, _POSITIONS = COLUMNS.index("slots"), COLUMNS.index("positions")
 _ALIGNED = 2  # numbers: a draw's column begins at a multiple of 16 bytes, since kernels are compiled apart for others
 
 
@@ -51,29 +54,29 @@ class StepBuilder:
     def build(self, plan: StepPlan, *, pad_to: int = 0) -> StepInput:
         """Give the plan's requests the blocks its tokens need, and make the tensors, of at least `pad_to` rows."""
         pieces = plan.pieces
-        self._cache.prepare_forward(
-            [piece.slot for piece in pieces], [piece.start for piece in pieces], [piece.length for piece in pieces]
-        )
-        chunks, drawing, num_tokens = [], [], 0
-        draws: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots, positions
-        for piece in pieces:
-            end = piece.start + piece.length
-            token_ids = piece.sequence.token_ids[piece.start : end]
-            if len(token_ids) < piece.length:
-                token_ids.append(LAST_DRAWN)
-            chunks.append(Chunk(piece.slot, piece.start, token_ids))
-            num_tokens += piece.length
-            if piece.draws:
-                for column, value in zip(draws, (num_tokens - 1, piece.slot, end - 1), strict=True):
-                    column.append(value)
-                drawing.append(piece.sequence)
-        numbers = [number for column in columns_of(chunks, pad_to) for number in column]
-        split, starts = len(numbers), []
-        for column in draws:
-            numbers += [0] * (len(numbers) % _ALIGNED)
-            starts.append(len(numbers))
-            numbers += column
-        values = to_device(torch.tensor(numbers, dtype=torch.int64), self._cache.device)
-        batch = TokenBatch.over(values[:split].view(len(COLUMNS), -1), self._cache.block_table)
-        draw_rows, draw_slots, draw_positions = (values[start : start + len(drawing)] for start in starts)  # [R] each
-        return StepInput(batch, draw_rows, draw_slots, draw_positions, tuple(drawing), num_tokens)
+        slots, starts = [piece.slot for piece in pieces], [piece.start for piece in pieces]
+        lengths = [piece.length for piece in pieces]
+        self._cache.prepare_forward(slots, starts, lengths)
+        columns = columns_of(slots, starts, lengths, _tokens_of(pieces), pad_to)
+        last_rows = np.cumsum(lengths)[[piece.draws for piece in pieces]] - 1  # rows [R]
+        draws = np.stack([last_rows, columns[_SLOTS, last_rows], columns[_POSITIONS, last_rows]])
+        num_drawn, width = draws.shape[1], draws.shape[1] + draws.shape[1] % _ALIGNED
+        first = columns.size + columns.size % _ALIGNED
+        numbers = np.zeros(first + len(draws) * width, dtype=np.int64)
+        numbers[: columns.size] = columns.reshape(-1)
+        numbers[first:].reshape(len(draws), width)[:, :num_drawn] = draws
+        values = to_device(torch.from_numpy(numbers), self._cache.device)
+        batch = TokenBatch.over(values[: columns.size].view(columns.shape), self._cache.block_table)
+        draw_rows, draw_slots, draw_positions = values[first:].view(len(draws), width)[:, :num_drawn].unbind(0)
+        drawing = tuple(piece.sequence for piece in pieces if piece.draws)
+        return StepInput(batch, draw_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
+
+
+def _tokens_of(pieces: Iterable[Piece]) -> list[int]:
+    token_ids: list[int] = []
+    for piece in pieces:
+        known, end = piece.sequence.token_ids, piece.start + piece.length
+        token_ids += known[piece.start : end]
+        if end > len(known):
+            token_ids.append(LAST_DRAWN)
+    return token_ids

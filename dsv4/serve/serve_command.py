@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import os
@@ -145,6 +146,8 @@ def serve_command(
 
     from dsv4.serve.server import serve  # here: it loads torch
 
+    gc.collect()
+    gc.freeze()  # the model stays: looking through it again would take a millisecond from some steps
     status = serve(llm, settings, listener)
     llm.close()
     raise typer.Exit(status)

@@ -9,22 +9,25 @@ from dsv4.cache.batch import COLUMNS, Chunk, TokenBatch, columns_of
 CHUNKS = [Chunk(3, 7, [10, 11]), Chunk(0, 0, []), Chunk(1, 4, [12])]
 
 
+def columns(pad_to=0):
+    slots, starts, lengths = [3, 0, 1], [7, 0, 4], [2, 0, 1]
+    return columns_of(slots, starts, lengths, [10, 11, 12], pad_to).tolist()
+
+
 def test_chunks_stand_side_by_side_and_padding_behind():
-    assert columns_of(CHUNKS) == [[10, 11, 12], [7, 8, 4], [3, 3, 1], [7, 7, 4], [9, 9, 5]]
-    assert columns_of(CHUNKS, pad_to=2) == columns_of(CHUNKS)
-    padded = columns_of(CHUNKS, pad_to=5)
-    assert [column[3:] for column in padded] == [[0, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
-    assert columns_of([]) == [[]] * 5
+    assert columns() == [[10, 11, 12], [7, 8, 4], [3, 3, 1], [7, 7, 4], [9, 9, 5]]
+    assert columns(pad_to=2) == columns()
+    assert [column[3:] for column in columns(pad_to=5)] == [[0, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
+    assert columns_of([], [], [], []).tolist() == [[]] * 5
 
 
 def test_a_batch_has_the_columns_by_name():
     table = torch.zeros(4, 2, dtype=torch.int32)
     batch = TokenBatch.of(CHUNKS, table)
-    assert {name: getattr(batch, name).tolist() for name in COLUMNS} == dict(
-        zip(COLUMNS, columns_of(CHUNKS), strict=True)
-    )
+    assert [getattr(batch, name).tolist() for name in COLUMNS] == columns()
     assert batch.block_table is table
     assert all(getattr(batch, name).dtype == torch.int64 for name in COLUMNS)
+    assert TokenBatch.of([], table).num_tokens == 0
 
 
 def test_a_batch_over_columns_is_a_view():
