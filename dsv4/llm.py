@@ -150,11 +150,12 @@ class LLM:
     def from_params(
         cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
-        backend: Backend | None = None, pool: ExpertPool | None = None,
+        backend: Backend | None = None, pool: ExpertPool | None = None, fingerprint: str = "",
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on.
 
         pool: holds the experts of `params`, where they are offloaded (engine/offload/pool.py); it brings its backend.
+        fingerprint: a name for all that decides the bits of a row, for `EngineConfig.cache_dir`; a checkpoint has one.
         """
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)
@@ -162,7 +163,7 @@ class LLM:
         if pool is not None:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
-        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool)
+        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint)
         return llm
 
     def _set_up(

@@ -1,11 +1,14 @@
 """`HostTier`: segments in host memory, pinned where the device is a GPU. One allocation, made at the start.
 
 The memory is divided into units; a segment takes as many as it needs, wherever they are. Copies to and from a GPU run
-in the order of its stream and nothing waits for them; `fence` waits where the host itself is to touch the bytes.
+in a stream of their own, in order, beside the steps: only what is computed from them waits for them. `fence` waits
+where the host itself is to touch the bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -27,6 +30,7 @@ class HostTier:
         self._arena = torch.empty((num_units, UNIT_BYTES), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._free = list(range(num_units - 1, -1, -1))
         self._units: dict[bytes, list[int]] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -73,31 +77,42 @@ class HostTier:
         return self.views(self._units[segment.key], num_bytes)
 
     def write(self, units: list[int], flat: Tensor) -> None:
-        """From the device."""
-        start = 0
-        for view in self.views(units, flat.numel()):
-            view.copy_(flat[start : start + view.numel()], non_blocking=True)
-            start += view.numel()
-        self._record()
+        """From the device, where `flat` is made by what was launched until now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            flat.record_stream(self._stream)
+        with self._copying():
+            start = 0
+            for view in self.views(units, flat.numel()):
+                view.copy_(flat[start : start + view.numel()], non_blocking=True)
+                start += view.numel()
 
     def read(self, segment: Segment, num_bytes: int) -> Tensor:
-        """To the device: uint8 [n]."""
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        start = 0
-        for view in self.bytes_of(segment, num_bytes):
-            flat[start : start + view.numel()].copy_(view, non_blocking=True)
-            start += view.numel()
-        self._record()
+        """To the device: uint8 [n], for what is launched from now on."""
+        with self._copying():
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            start = 0
+            for view in self.bytes_of(segment, num_bytes):
+                flat[start : start + view.numel()].copy_(view, non_blocking=True)
+                start += view.numel()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            flat.record_stream(torch.cuda.current_stream(self._device))
         return flat
 
     def fence(self) -> torch.cuda.Event | None:
         """What to wait for before the host reads or writes bytes that were copied until now."""
         return self._copied
 
-    def _record(self) -> None:
-        if self._device.type == "cuda":
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self._device))
+            self._copied.record(self._stream)
 
     def check_integrity(self, num_reserved: int) -> None:
         """`num_reserved` units belong to segments that are still on their way here."""

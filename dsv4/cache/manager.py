@@ -196,7 +196,7 @@ class KVCacheManager:
 
     def _write_table(self, slot: int) -> None:
         blocks = self._blocks[slot]
-        self._table[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).to(self.device)
+        self._table[slot, : len(blocks)].copy_(to_device(torch.tensor(blocks, dtype=torch.int32), self.device))
 
     def prepare_forward(
         self, slots: Sequence[int], positions_before: Sequence[int], num_new_tokens: Sequence[int]
@@ -373,8 +373,7 @@ class KVCacheManager:
         kept = payload.views(payload.gather(blocks, nodes[-1].snapshot), len(blocks))
         cold = payload.views(payload.gather(self._blocks[slot], spare), len(blocks))
         self.prefix.tree.give_back(spare)
-        as_bytes = {name: (kept[name].view(torch.uint8), cold[name].view(torch.uint8)) for name in kept}
-        return [name for name, (ours, theirs) in as_bytes.items() if not torch.equal(ours, theirs)]
+        return [name for name in kept if not torch.equal(kept[name], cold[name])]
 
     def forget(self, chain: ChainKeys) -> None:
         """The prefix cache never gives this prefix again."""

@@ -1,7 +1,7 @@
 """`Payload`: the bytes of a segment: blocks of the paged cache and a snapshot, gathered and scattered on the device.
 
-Parts are ordered by the size of their elements, so that each is aligned where the last one ends; a file has the same
-bytes in the same order.
+Parts are ordered by the width of the words they are copied in, so that each is aligned where the last one ends; a file
+has the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.pool import Pool
 from dsv4.cache.snapshots import SnapshotStore
+from dsv4.cache.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,19 @@ class Payload:
     def __init__(self, paged: PagedCache, snapshots: SnapshotStore) -> None:
         parts = [Part(name, pool, True) for name, pool in paged.pools.items()]
         parts += [Part(name, pool, False) for name, pool in snapshots.pools.items()]
-        self.parts = sorted(parts, key=lambda part: (-part.pool.schema.itemsize, part.name))
+        self.parts = sorted(parts, key=lambda part: (-part.pool.words.itemsize, part.name))
         self.device = parts[-1].pool.storage.device
 
     def num_bytes(self, num_blocks: int) -> int:
         return sum(part.num_bytes(num_blocks) for part in self.parts)
 
     def views(self, flat: Tensor, num_blocks: int) -> dict[str, Tensor]:
-        """The parts of a segment's bytes uint8 [n], typed."""
+        """The parts of a segment's bytes uint8 [n], in words: [layers, blocks, rows, words], or without blocks."""
         views, start = {}, 0
         for part in self.parts:
-            end = start + part.num_bytes(num_blocks)
-            views[part.name] = flat[start:end].view(part.pool.all_layers.dtype).view(part.shape(num_blocks))
+            end, words = start + part.num_bytes(num_blocks), part.pool.words
+            shape = (*part.shape(num_blocks)[:-1], words.shape[-1])
+            views[part.name] = flat[start:end].view(words.dtype).view(shape)
             start = end
         return views
 
@@ -63,9 +65,9 @@ class Payload:
         views, ids = self.views(flat, len(blocks)), self._ids(blocks)
         for part in self.parts:
             if part.is_paged:
-                torch.index_select(part.pool.all_layers, 1, ids, out=views[part.name])
+                torch.index_select(part.pool.words, 1, ids, out=views[part.name])
             else:
-                views[part.name].copy_(part.pool.all_layers[:, snapshot])
+                views[part.name].copy_(part.pool.words[:, snapshot])
         return flat
 
     def scatter(self, flat: Tensor, num_blocks: int, rows: Sequence[int], blocks: Sequence[int]) -> None:
@@ -75,15 +77,14 @@ class Payload:
         views, source, target = self.views(flat, num_blocks), self._ids(rows), self._ids(blocks)
         for part in self.parts:
             if part.is_paged:
-                part.pool.all_layers.index_copy_(1, target, views[part.name].index_select(1, source))
+                part.pool.words.index_copy_(1, target, views[part.name].index_select(1, source))
 
     def put_snapshot(self, flat: Tensor, num_blocks: int, snapshot: int) -> None:
         """The segment's snapshot into one of the device's."""
         views = self.views(flat, num_blocks)
         for part in self.parts:
             if not part.is_paged:
-                part.pool.all_layers[:, snapshot].copy_(views[part.name])
+                part.pool.words[:, snapshot].copy_(views[part.name])
 
     def _ids(self, numbers: Sequence[int]) -> Tensor:
-        ids = torch.tensor(numbers, dtype=torch.int64)
-        return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

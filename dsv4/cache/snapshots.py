@@ -3,15 +3,15 @@
 A snapshot holds, for every layer, the window's rows, and on CSA layers the `following` rows of the last four tokens.
 Nothing else is needed there: own tails are empty at a multiple of both ratios, positions follow from the number of
 tokens. Rows lie in ascending position, whatever the ring's length was. Every copy is a slice between device tensors:
-ordered by the stream, and nothing waits for it.
+ordered by the stream, and nothing waits for it. One launch moves a component of all layers (two where its ring wraps
+around), so a save is six launches and a restore seven, however many layers there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from dsv4.cache.pool import Pool
 from dsv4.cache.schema import CacheSchema
@@ -38,36 +38,29 @@ class SnapshotStore:
         self._positions = positions.all_layers  # [layers, slots, ring_len]
         self._ahead_rows = [positions.schema.layer_ids.index(layer_idx) for layer_idx in ahead_layers]
         self._window = schema.window_len
+        self._offsets = torch.arange(self._window, dtype=torch.int32, device=device)
 
     def save(self, slot: int, position: int, snapshot: int) -> None:
         """The state of a request at `position`; it may have gone on by as many tokens as its rings hold beyond that."""
         targets, sources = [], []
         for name, pool in self.pools.items():
             for rows, ring in _pairs(pool, self._ring(name), position):
-                targets.append(pool.all_layers[:, snapshot, rows])
-                sources.append(self._ring(name).all_layers[:, slot, ring])
+                targets.append(pool.words[:, snapshot, rows])
+                sources.append(self._ring(name).words[:, slot, ring])
         torch._foreach_copy_(targets, sources)
 
     def restore(self, slot: int, position: int, snapshot: int) -> None:
         """A fresh slot becomes that of a request at `position`."""
-        self.write_slot(slot, position, self.rows(snapshot))
-
-    def rows(self, snapshot: int) -> dict[str, Tensor]:
-        """By pool, [layers, rows, ...]: views."""
-        return {name: pool.all_layers[:, snapshot] for name, pool in self.pools.items()}
-
-    def write_slot(self, slot: int, position: int, rows: Mapping[str, Tensor]) -> None:
-        """`restore` from rows that lie anywhere on the device, in the shapes of `rows`."""
         targets, sources = [], []
         for name, pool in self.pools.items():
-            for stored, ring in _pairs(pool, self._ring(name), position):
-                targets.append(self._ring(name).all_layers[:, slot, ring])
-                sources.append(rows[name][:, stored])
+            for rows, ring in _pairs(pool, self._ring(name), position):
+                targets.append(self._ring(name).words[:, slot, ring])
+                sources.append(pool.words[:, snapshot, rows])
         torch._foreach_copy_(targets, sources)
-        first = position - self._window
-        held = torch.arange(first, position, dtype=torch.int32, device=self._positions.device).clamp_(min=NO_POSITION)
-        for stored, ring in _runs(self._window, self._positions.shape[2], first):
-            self._positions[:, slot, ring] = held[stored]
+        first = max(0, position - self._window)  # a short prompt has not filled its window
+        held = self._offsets[: position - first].expand(len(self._positions), -1)
+        for rows, ring in _runs(position - first, self._positions.shape[2], first):
+            torch.add(held[:, rows], first, out=self._positions[:, slot, ring])
         for row in self._ahead_rows:
             self._positions[row, slot, (position - 1) % self._positions.shape[2]] = NO_POSITION
 

@@ -1,0 +1,357 @@
+"""What the prefix cache costs and saves on one GPU: copies of all 43 layers, first tokens through a four-layer model.
+
+    python benchmarks/prefix_gpu.py --out benchmarks/results/nvidia-h200-prefix.jsonl
+
+| section | what | records (`kind`) |
+|---|---|---|
+| copies | the whole of Flash's cache, no weights: save, restore, hits on device, host, disk | snapshot, hit, file |
+| first token | SWA, CSA, HCA, CSA with NVFP4 experts, graphs on: a long prompt cold and from each tier | first_token |
+| steps | decode steps that take a snapshot against those that do not | step |
+| bits | every hit of the run read again without the cache, all rows and snapshots compared | bits |
+
+The model of 43 layers (`modelled`): the copies as measured, and the steps of four layers times 43 / 4. Files are
+dropped from the page cache before they are read, where the system lets us. Hits are compared with the cold run, tokens
+and log-probabilities. `--preset tiny --device cpu --tokens 1024` tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
+
+from model_gpu import FLASH_COUNTS, Session, four_layers, free_memory
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.payload import Payload
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.llm import LLM
+from dsv4.request import Completion, SamplingParams
+from dsv4.schedule import build_schedule
+from dsv4.testing import bench as records_of
+from dsv4.tools import bench
+from dsv4.tools.bench_context import BenchModel, cut_config, fill_cache
+from dsv4.tools.targets import PRESETS
+
+NUM_LAYERS = sum(FLASH_COUNTS.values())
+ANSWER = SamplingParams(max_tokens=8, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)
+
+
+# ---- the copies of a whole model's cache ----
+
+
+class Copies:
+    """A cache of every layer, with made-up rows, and one prefix that passes through its tiers."""
+
+    def __init__(self, options: argparse.Namespace, folder: str, num_tokens: int) -> None:
+        self.device = torch.device(options.device)
+        self.repeats = options.repeats
+        config = cut_config(PRESETS[options.preset]())
+        limits = limits_of(options, folder, num_tokens, host_bytes=options.host_mib * 2**20, slots=2)
+        self.cache = KVCacheManager(
+            config, build_schedule(config, with_mtp=False), limits, device=self.device, plain_dtype=None,
+            fingerprint="copies",
+        )  # fmt: skip
+        fill_cache(self.cache)
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(1, config.vocab_size, (num_tokens + 1,), generator=generator).tolist()
+
+    def pass_through(self) -> tuple[float, int, torch.Tensor]:
+        """A request of these tokens, as the engine would run it: seconds until it has what the cache knows, how much
+        that is, and the bytes of it."""
+        cache = self.cache
+        chain = cache.chain(self.tokens, None)
+        wait(self.device)
+        began = time.perf_counter()
+        while cache.match(chain).is_loading:
+            time.sleep(1e-4)
+        slot = cache.admit(len(self.tokens), chain)
+        wait(self.device)
+        seconds, start = time.perf_counter() - began, cache.position(slot)
+        position = start
+        while position < len(self.tokens):
+            end = min(len(self.tokens), cache.next_stop(slot), position + cache.limits.max_chunk_tokens)
+            cache.make_batch([slot], [self.tokens[position:end]])
+            cache.launched(slot)
+            position = end
+        node = cache.prefix.path_to(chain)[-1]
+        flat = Payload(cache._paged, cache._snapshots).gather(cache._blocks[slot][: node.depth], node.snapshot)
+        cache.release(slot)
+        return seconds, start, flat.cpu()
+
+    def run(self) -> list[dict[str, Any]]:
+        records = [self.snapshot("save"), self.snapshot("restore")]
+        _, _, expected = self.pass_through()
+        self.cache.tiers.flush()
+        size = {
+            "bytes": expected.numel(),
+            "tokens": len(self.tokens) - 1,
+            "layers": self.cache.config.num_hidden_layers,
+        }
+        for tier in ("device", "host", "disk"):
+            times, is_same = [], True
+            for _ in range(3):
+                forget_above(self.cache, tier)
+                seconds, start, found = self.pass_through()
+                assert start == len(self.tokens) - 1, f"{tier}: a hit of {start} tokens"
+                times.append(seconds)
+                is_same = is_same and torch.equal(found, expected)
+            seconds = statistics.median(times)
+            speed = {} if tier == "device" else {"gb_per_second": round(1e-9 * expected.numel() / seconds, 2)}
+            records.append({"kind": "hit", "tier": tier, "ms": 1e3 * seconds, "same_bytes": is_same, **size, **speed})
+        return [*records, self.file_speed()]
+
+    def snapshot(self, what: str) -> dict[str, Any]:
+        """Time on the device with the launches queued, and time the host takes to launch them."""
+        call = partial(getattr(self.cache._snapshots, what), 0, len(self.tokens) - 1, 0)
+        times = bench.time_calls(call, self.device, self.repeats)
+        wait(self.device)
+        began = time.perf_counter()
+        for _ in range(self.repeats):
+            call()
+        host = (time.perf_counter() - began) / self.repeats
+        wait(self.device)
+        launches = bench.kernels_of(call, self.device)
+        schema = self.cache.schema
+        return {
+            "kind": "snapshot", "what": what, "layers": self.cache.config.num_hidden_layers,
+            "bytes": schema.bytes_per_snapshot, "bytes_per_token": float(schema.bytes_per_token),
+            "us_between_events": 1e6 * statistics.median(times), "us_of_host": 1e6 * host,
+            "us_of_kernels": None if launches is None else round(sum(us for _, us in launches), 2),
+            "launches": None if launches is None else len(launches),
+        }  # fmt: skip
+
+    def file_speed(self) -> dict[str, Any]:
+        """The same files, read once more into one buffer and thrown away: what the disk and the checksum allow."""
+        files = sorted(self.cache.tiers.disk.folder.glob("*.safetensors"))
+        drop_pages(files)
+        size = sum(file.stat().st_size for file in files)
+        buffer = bytearray(max(file.stat().st_size for file in files))
+        began = time.perf_counter()
+        for file in files:
+            with file.open("rb") as stream:
+                stream.readinto(buffer)
+        read = time.perf_counter() - began
+        began = time.perf_counter()
+        hashlib.blake2b(buffer, digest_size=32).hexdigest()
+        hashed = time.perf_counter() - began
+        return {
+            "kind": "file", "files": len(files), "bytes": size, "read_gb_per_second": round(1e-9 * size / read, 2),
+            "checksum_gb_per_second": round(1e-9 * len(buffer) / hashed, 2),
+        }  # fmt: skip
+
+
+def run_copies(session: Session) -> None:
+    with tempfile.TemporaryDirectory(dir=session.options.disk) as folder:
+        for num_tokens in (session.options.tokens, 128):
+            session.attempt(f"copies, {num_tokens} tokens", lambda n=num_tokens: copies(session.options, folder, n))
+
+
+def copies(options: argparse.Namespace, folder: str, num_tokens: int) -> list[dict[str, Any]]:
+    made = Copies(options, folder, num_tokens)
+    try:
+        return made.run()
+    finally:
+        made.cache.close()
+
+
+# ---- through the engine ----
+
+
+def run_engine(session: Session, model: BenchModel) -> None:
+    options = session.options
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        made: list[LLM] = []
+        session.attempt("engine", lambda: made.append(make_llm(model, options, folder)) or [])
+        if made:
+            llm = made.pop()
+            session.attempt("first token", lambda: measure_first_token(llm, session))
+            session.attempt("steps", lambda: [measure_steps(llm, batch) for batch in (1, 4)])
+            session.attempt("bits", lambda: measure_bits(llm))
+            llm.close()
+    free_memory()
+
+
+def make_llm(model: BenchModel, options: argparse.Namespace, folder: str) -> LLM:
+    limits = limits_of(options, folder, options.tokens + 1024, host_bytes=2**28, slots=4, verify=1.0)
+    return LLM.from_params(model.config, model.params, engine=limits, backend=model.backend, fingerprint="bench")
+
+
+def measure_first_token(llm: LLM, session: Session) -> list[dict[str, Any]]:
+    """A prompt that ends in the middle of a block, new each time; then the same one from each tier."""
+    records = []
+    times: dict[str, list[float]] = {"cold": [], "device": [], "host": [], "disk": []}
+    is_same = True
+    for seed in range(3):
+        prompt = random_prompt(llm.config, session.options.tokens - 77, seed)
+        seconds, cold = first_token(llm, prompt)
+        times["cold"].append(seconds)
+        assert cold.num_cached_tokens == 0, "the prompt is not new"
+        llm.cache.tiers.flush()
+        for tier in ("device", "host", "disk"):
+            forget_above(llm.cache, tier)
+            seconds, hit = first_token(llm, prompt)
+            times[tier].append(seconds)
+            is_same = is_same and hit == cold
+            assert hit.num_cached_tokens == (len(prompt) - 1) // 128 * 128, (tier, hit.num_cached_tokens)
+    for tier, found in times.items():
+        records.append({
+            "kind": "first_token", "tier": tier, "tokens": len(prompt), "layers": llm.config.num_hidden_layers,
+            "ms": 1e3 * statistics.median(found[1:] if tier == "cold" else found),
+            "ms_all": [1e3 * one for one in found],
+            "same_tokens_and_logprobs": is_same, "has_graphs": bool(llm.engine.runner._graphs),
+        })  # fmt: skip
+    return [*records, *model_whole(records, session)]
+
+
+def model_whole(records: list[dict[str, Any]], session: Session) -> list[dict[str, Any]]:
+    """Time to the first token of 43 layers: steps times 43 / 4, and the copies of 43 layers as measured."""
+    ms = {one["tier"]: one["ms"] for one in records}
+    copies = {one["tier"]: one["ms"] for one in session.records if one["kind"] == "hit" and one["tokens"] > 128}
+    if not copies:
+        return []
+    scale = NUM_LAYERS / records[0]["layers"]
+    last_piece = ms["device"] * scale
+    whole = {"cold": ms["cold"] * scale, "device": last_piece}
+    whole |= {tier: last_piece + copies[tier] for tier in ("host", "disk")}
+    return [{"kind": "modelled", "tier": tier, "layers": NUM_LAYERS, "ms": value} for tier, value in whole.items()]
+
+
+def first_token(llm: LLM, prompt: list[int]) -> tuple[float, Completion]:
+    wait(llm.cache.device)
+    began = time.perf_counter()
+    sequence = llm.engine.add(prompt, ANSWER)
+    while sequence.num_output == 0:
+        llm.engine.step()
+    seconds = time.perf_counter() - began
+    while llm.engine.has_work:
+        llm.engine.step()
+    return seconds, sequence.completion()
+
+
+def measure_steps(llm: LLM, batch: int) -> dict[str, Any]:
+    """Steps at which every request passes a multiple of 128, beside all others."""
+    num_tokens = 3 * 128 + 8
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+    prompts = [random_prompt(llm.config, 70, 100 + seed) for seed in range(batch)]
+    sequences = [llm.engine.add(prompt, params) for prompt in prompts]
+    while any(sequence.num_output < 8 for sequence in sequences):
+        llm.engine.step()
+    plain, taking = [], []
+    saved = llm.cache.prefix.stats.num_saved
+    while all(sequence.num_output < num_tokens - 4 for sequence in sequences):
+        began = time.perf_counter()
+        llm.engine.step()
+        seconds = time.perf_counter() - began
+        (taking if llm.cache.prefix.stats.num_saved > saved else plain).append(seconds)
+        saved = llm.cache.prefix.stats.num_saved
+    while llm.engine.has_work:
+        llm.engine.step()
+    llm.engine.check_integrity()
+    return {
+        "kind": "step", "batch": batch, "us_without": 1e6 * statistics.median(plain),
+        "us_with": [round(1e6 * one, 1) for one in taking],
+        "us_more": 1e6 * (statistics.median(taking) - statistics.median(plain)),
+        "compiled_late": list(llm.engine.runner.compiled_late),
+    }  # fmt: skip
+
+
+def measure_bits(llm: LLM) -> dict[str, Any]:
+    """Every hit of this run that is still on the device, read again without the cache."""
+    while llm.engine.has_idle_work:
+        llm.engine.idle_step()
+    stats = llm.engine.stats()
+    return {
+        "kind": "bits", "verified": stats.num_verified_hits, "wrong": stats.num_wrong_hits,
+        "hits": stats.num_prefix_hits, "host_hits": stats.num_prefix_host_hits, "disk_hits": stats.num_prefix_disk_hits,
+        "bad_files": stats.num_prefix_bad_files,
+    }  # fmt: skip
+
+
+# ---- shared ----
+
+
+def limits_of(
+    options: argparse.Namespace, folder: str, num_tokens: int, *, host_bytes: int, slots: int, verify: float = 0.0
+) -> EngineConfig:
+    return EngineConfig(
+        max_context_tokens=num_tokens + 128, max_concurrent_requests=slots, max_chunk_tokens=min(4096, num_tokens),
+        cache_host_bytes=host_bytes, cache_dir=folder, verify_hits=verify,
+    )  # fmt: skip
+
+
+def random_prompt(config: ModelConfig, length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, config.vocab_size, (length,), generator=generator).tolist()
+
+
+def forget_above(cache: KVCacheManager, tier: str) -> None:
+    """Nothing runs; what is known is forgotten everywhere above this tier."""
+    if tier == "device":
+        return
+    cache.prefix.tree.make_room(cache.schema.num_blocks)
+    assert cache.prefix.tree.num_snapshots == 0, "a snapshot is left"
+    for pool in (*cache._paged.pools.values(), *cache._snapshots.pools.values()):
+        pool.storage.fill_(255)  # what comes back has come from below
+    if tier == "disk":
+        cache.tiers.flush()
+        host = cache.tiers.host
+        units = host.reserve(host.tree.max_bytes, None)
+        assert units is not None, "a segment is pinned"
+        host.give_back(units)
+        drop_pages(cache.tiers.disk.folder.glob("*.safetensors"))
+
+
+def drop_pages(files: Iterable[Path]) -> None:
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("prefix.jsonl"))
+    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt; a multiple of 128")
+    parser.add_argument("--host-mib", type=int, default=1024)
+    parser.add_argument("--disk", help="folder for the files; by default the system's for temporary ones")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=170.0, help="begin nothing after so many")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="commit to record where there is no git repository")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    is_cuda = options.device != "cpu"
+    origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
+    session = Session(options, {"gpu": "none"} | origin)
+    run_copies(session)
+    built: list[BenchModel] = []
+    session.attempt("four layers", lambda: built.append(four_layers(options)) or [])
+    if built:
+        run_engine(session, built[0])
+    for record in session.records:
+        print(record)
+    return int(any(record["kind"] == "error" for record in session.records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
