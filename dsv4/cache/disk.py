@@ -4,7 +4,8 @@ Files of one fingerprint lie in a folder of their own. One process at a time wri
 lock, which the kernel drops with the process); others only read. Nothing that fails here fails a request: the file is
 named in the log and is not used again.
 
-The calling thread owns the tree. Two threads of this object's own read and write files and touch nothing else.
+The calling thread owns the tree. Threads of this object's own read and write files and touch nothing else: one writes,
+in order; several read, since a checksum takes longer than a disk.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dsv4.cache.segments import Segment, SegmentTree
 
 _LOG = logging.getLogger("dsv4.cache")
 LOCK_NAME = "lock"
+_NUM_READERS = 4
 
 
 class DiskTier:
@@ -49,7 +51,7 @@ class DiskTier:
                 raise OSError(error.errno, f"cache_dir {directory} cannot be made: {error.strerror}") from None
         self._lock = self._take_lock()
         self._writer = ThreadPoolExecutor(1, "dsv4-cache-write")
-        self._reader = ThreadPoolExecutor(1, "dsv4-cache-read")
+        self._reader = ThreadPoolExecutor(_NUM_READERS, "dsv4-cache-read")
         self._scan()
 
     @property
