@@ -88,14 +88,18 @@ def random_params(
     device: torch.device | str = "cpu",
     dequantize_to: torch.dtype | None = None,
     with_mtp: bool = True,
+    own: range | None = None,
 ) -> ModelParams:
-    """The model `write_checkpoint` would write and `load_params` would read, made in memory on `device`.
+    """The model `write_checkpoint` would write and `load_params` would read, made in memory on `device`. `own`: the
+    routed experts of one rank alone.
 
     Bit for bit the same on the CPU; a GPU draws its own numbers of the same kind, and is much faster for large models.
     """
     recipe = Recipe(config, experts, mtp_experts, seed)
-    store = ParameterStore(config, device)
+    store = ParameterStore(config, device, experts=own)
     for tensor in expected_tensors(config, with_mtp):
+        if own is not None and tensor.expert_idx is not None and tensor.expert_idx not in own:
+            continue
         weight = random_weight(tensor, recipe, device)
         if dequantize_to is not None and tensor.role is not Role.TABLE:
             weight = dequantize(weight, dequantize_to)

@@ -189,8 +189,8 @@ def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: fl
     """One layer of each kind by itself, against the bytes it must read."""
     transformer = model.transformer()
     records = []
-    for layer in _one_of_each(transformer.schedule[: model.config.num_hidden_layers]):
-        call = _layer_call(transformer, made, layer)
+    for layer in one_of_each(transformer.schedule[: model.config.num_hidden_layers]):
+        call = layer_call(transformer, made, layer)
         timed, mode = call, "direct"
         if model.device.type == "cuda":
             try:
@@ -216,7 +216,7 @@ def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: fl
     return records
 
 
-def _layer_call(transformer: Transformer, made: Context, layer: LayerSpec) -> Callable[[], Any]:
+def layer_call(transformer: Transformer, made: Context, layer: LayerSpec) -> Callable[[], Any]:
     """From one block's attention input to the next one's, as inside the model."""
     params, context = transformer.params.layers[layer.layer_idx], transformer.context
     cache = made.cache.handle(layer.layer_idx)
@@ -229,7 +229,7 @@ def _streams_of(call: Callable[[], Any]) -> Tensor:
     return call().streams
 
 
-def _one_of_each(schedule: Sequence[LayerSpec]) -> Iterator[LayerSpec]:
+def one_of_each(schedule: Sequence[LayerSpec]) -> Iterator[LayerSpec]:
     """The last layer of every kind of attention: routers of later layers are the common kind."""
     last = {layer.attention: layer for layer in schedule}
     yield from sorted(last.values(), key=lambda layer: layer.layer_idx)

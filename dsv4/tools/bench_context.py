@@ -20,6 +20,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, ConfigError, EngineConfig, ModelConfig
+from dsv4.dist.exchange import Exchange
 from dsv4.engine.offload.load import choose_placement, load_offloaded
 from dsv4.engine.offload.placement import STAGED_EXPERT_LAYERS, Placement
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
@@ -59,9 +60,10 @@ class BenchModel:
     device: torch.device
     backend: Backend
     pool: ExpertPool | None = None
+    exchange: Exchange | None = None  # where it is one rank's share: the way to the others
 
     def transformer(self) -> Transformer:
-        return Transformer(self.config, self.params, torch.bfloat16, backend=self.backend)
+        return Transformer(self.config, self.params, torch.bfloat16, backend=self.backend, exchange=self.exchange)
 
 
 def cut_config(

@@ -9,6 +9,7 @@ from dsv4.dist.exchange import NOBODY
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.ops.lib.guard import KernelInputError
+from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 from dsv4.testing.inputs import kernel_device
 
 EXPERTS, TOP_K, DIM, MAX_ROWS = 7, 3, 1100, 5
@@ -67,3 +68,11 @@ def test_rejects_more_rows_than_the_buffers_hold():
     x = torch.zeros(MAX_ROWS + 1, DIM, dtype=torch.bfloat16)
     with pytest.raises(KernelInputError, match="expected at most 5 bf16 rows of 1100 .* feed them in chunks"):
         exchange.dispatch(x, torch.zeros(MAX_ROWS + 1, TOP_K, dtype=torch.int64), torch.zeros(MAX_ROWS + 1, TOP_K))
+
+
+def test_compiles_for_gpus():
+    found = reports(["tests.ranks.exchange_cases"])
+    assert [report.error for report in found if isinstance(report, CompileFailure)] == []
+    names = {(report.kernel, report.arch) for report in found}
+    assert names == {(name, arch) for name in ("_send_rows_kernel", "_send_parts_kernel") for arch in ARCHITECTURES}
+    assert all(report.spill_bytes == 0 for report in found)

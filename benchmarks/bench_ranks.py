@@ -1,0 +1,392 @@
+"""Several ranks on one GPU: the bits of one process through shared memory; a model of their speed.
+
+    python benchmarks/bench_ranks.py --out benchmarks/results/nvidia-h200-ranks.jsonl [--section NAME ...]
+
+| section | what | records (`kind`) |
+|---|---|---|
+| bits | 2 and 4 processes, Flash layers of each kind, NVFP4 and MXFP4: logits against one process | rank_bits |
+| engine | the shipped miniature through `LLM(gpus=2)`: tokens and log-probabilities against `LLM()` | rank_engine |
+| speed | one rank's share of 2, 4 and 8 (rank_speed.py) | rank_decode, rank_prefill, rank_throughput |
+
+Processes that share one GPU take turns, so the first two say nothing about speed. Each part runs in processes of its
+own, with a time limit; one that fails leaves an `error` record. `--preset tiny --device cpu` tries everything without a
+GPU, through gloo (`speed` needs TRITON_INTERPRET=1 there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
+os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch: several ranks on one GPU
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import rank_speed
+from dsv4.cache.batch import Chunk, TokenBatch, columns_of
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.transfer import to_device
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.dist.exchange import CollectiveExchange, Exchange
+from dsv4.dist.group import gloo_group
+from dsv4.dist.shares import expert_range
+from dsv4.dist.symmetric import symmetric_exchange
+from dsv4.engine.precompile import precompile
+from dsv4.engine.runner import Runner
+from dsv4.llm import LLM
+from dsv4.loader.synth import random_params
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops import backend_for
+from dsv4.request import SamplingParams
+from dsv4.testing import bench as records_of
+from dsv4.tools.bench import describe_machine
+from dsv4.tools.bench_context import cut_config
+from dsv4.tools.targets import PRESETS
+
+SECTIONS = ("bits", "engine", "speed")
+SCHEDULE = ("swa", "csa", "hca")
+FORMATS = ("nvfp4", "mxfp4")
+RANKS = (2, 4)
+STEPS = 3  # decode steps of a batch
+_HOST = "127.0.0.1"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the ranks run: batches of short prompts and `STEPS` decode steps; one long prompt on every rank."""
+
+    batches: tuple[int, ...]
+    short: int
+    long: int
+
+    @classmethod
+    def of(cls, preset: str) -> Sizes:
+        return cls((1, 3, 5), 12, 40) if preset == "tiny" else cls((1, 16, 64), 24, 1024)
+
+    @property
+    def limits(self) -> EngineConfig:
+        return EngineConfig(
+            max_context_tokens=self.long + STEPS, max_concurrent_requests=self.batches[-1],
+            max_chunk_tokens=self.batches[-1], prefix_cache_bytes=0,  # longer calls are compiled apart
+        )  # fmt: skip
+
+    @property
+    def calls(self) -> list[int]:
+        """Rows of every call that one process may make: ranks make some of them, and smaller ones."""
+        powers = [1 << bit for bit in range(self.max_rows.bit_length())]
+        return sorted({self.long, *(count * length for count in self.batches for length in (1, self.short)), *powers})
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.long, self.batches[-1] * self.short)
+
+    def tokens(self, num_requests: int, length: int, vocab_size: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(num_requests)
+        return torch.randint(1, vocab_size, (num_requests, length + STEPS), generator=generator).tolist()
+
+
+# ---- one rank ----
+
+
+class RankUnderTest:
+    """A rank's share of the model, and requests on it. With one rank: all of it."""
+
+    def __init__(self, size: int, rank: int, port: int, preset: str, experts: str, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self.sizes = Sizes.of(preset)
+        self.config = cut_config(PRESETS[preset](), schedule=SCHEDULE, hash_layers=1)
+        backend = backend_for(device, "official")
+        own = expert_range(self.config.n_routed_experts, size, rank)
+        params = random_params(self.config, experts=experts, device=device, with_mtp=False, own=own)  # type: ignore[arg-type]
+        params = prepare_params(params, backend)
+        store = dist.TCPStore(_HOST, port, is_master=rank == 0, wait_for_workers=False)
+        exchange = None if size == 1 else _exchange(store, size, rank, self.config, self.sizes.max_rows, device)
+        self.model = Transformer(self.config, params, torch.bfloat16, backend=backend, exchange=exchange)
+        self.cache = KVCacheManager(
+            self.config, self.model.schedule, self.sizes.limits, device=device, plain_dtype=None
+        )  # fmt: skip
+        if device.type == "cuda":  # one process for all: the others find the kernels on disk
+            if rank:
+                store.wait(["compiled"])
+            precompile(self.model, self.cache, self.sizes.calls)
+            store.set("compiled", "1")
+        self.runners = {"eager": Runner(self.model, self.cache, buckets=(), use_graphs=False)}
+        if device.type == "cuda" and size > 1:
+            captured = Runner(self.model, self.cache, buckets=self.sizes.batches, use_graphs=True)
+            captured.warm_up()
+            self.runners["graphs"] = captured
+
+    def home(self, request: int) -> int:
+        """Unevenly: rank 0 has twice as many as the others."""
+        return request % (self.size + 1) % self.size
+
+    def decode(self, runner: Runner, num_requests: int) -> list[Tensor]:
+        """Logits of this rank's requests, [R, vocab]: after their prompts, and after every step."""
+        given = self.sizes.tokens(num_requests, self.sizes.short, self.config.vocab_size)
+        return self._feed(runner, given, [self.home(request) for request in range(num_requests)], self.sizes.short)
+
+    def prefill(self, runner: Runner) -> list[Tensor]:
+        """The same for a long prompt on each of the most ranks that are tried."""
+        given = self.sizes.tokens(max(RANKS), self.sizes.long, self.config.vocab_size)
+        if self.size == 1:  # one after the other: a call has room for one
+            alone = [self._feed(runner, [tokens], [0], self.sizes.long) for tokens in given]
+            return [torch.cat(parts) for parts in zip(*alone, strict=True)]
+        return self._feed(runner, given[: self.size], list(range(self.size)), self.sizes.long)
+
+    def _feed(self, runner: Runner, given: list[list[int]], homes: list[int], prompt_len: int) -> list[Tensor]:
+        mine = [tokens for tokens, home in zip(given, homes, strict=True) if home == self.rank]
+        most = max(homes.count(rank) for rank in range(self.size))
+        slots = [self.cache.admit(len(tokens)) for tokens in mine]
+        found, start = [], 0
+        for length in [prompt_len] + [1] * STEPS:
+            pieces = [tokens[start : start + length] for tokens in mine]
+            self.cache.prepare_forward(slots, [start] * len(slots), [length] * len(slots))
+            columns = columns_of([Chunk(slot, start, piece) for slot, piece in zip(slots, pieces, strict=True)],
+                                 most * length)  # fmt: skip
+            batch = TokenBatch.over(
+                to_device(torch.tensor(columns, dtype=torch.int64), self.device), self.cache.block_table
+            )
+            rows = torch.arange(len(slots), device=self.device) * length + length - 1
+            found.append(runner.forward(batch, rows).logits.float().cpu())
+            start += length
+        for slot in slots:
+            self.cache.release(slot)
+        return found
+
+    def results(self, runner: Runner) -> dict[str, list[Tensor]]:
+        found = {f"decode {count}": self.decode(runner, count) for count in self.sizes.batches}
+        return found | {f"prefill {self.sizes.long}": self.prefill(runner)}
+
+    def own_rows(self, case: str) -> list[int]:
+        """Rows of the reference that are this rank's."""
+        what, count = case.split()
+        if what == "prefill":
+            return [self.rank]
+        return [request for request in range(int(count)) if self.home(request) == self.rank]
+
+
+def _exchange(
+    store: Any, size: int, rank: int, config: ModelConfig, max_rows: int, device: torch.device
+) -> Exchange:  # fmt: skip
+    if device.type != "cuda":
+        return CollectiveExchange(gloo_group(store, rank, size, _HOST), config.n_routed_experts)
+    dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=size)
+    return symmetric_exchange(
+        dist.group.WORLD, max_rows=max_rows, num_experts=config.n_routed_experts,
+        top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
+    )  # fmt: skip
+
+
+def run_rank(given: Record) -> list[Record]:
+    """Rank `given["rank"]` of `given["size"]` against the logits in `given["reference"]`; one rank of 1 writes them."""
+    rank = RankUnderTest(
+        given["size"], given["rank"], given["port"], given["preset"], given["experts"], torch.device(given["device"])
+    )
+    reference = Path(given["reference"])
+    if rank.size == 1:
+        torch.save(rank.results(rank.runners["eager"]), reference)
+        return []
+    expected = torch.load(reference, mmap=True)
+    records = []
+    for mode, runner in rank.runners.items():
+        began = time.perf_counter()
+        for case, found in rank.results(runner).items():
+            rows = rank.own_rows(case)
+            wanted = [logits[rows] for logits in expected[case]]
+            pairs = list(zip(found, wanted, strict=True))
+            same = sum(int((one == other).all(1).sum()) for one, other in pairs)
+            furthest = max([0.0, *(float((one - other).abs().max()) for one, other in pairs if len(one))])
+            record = {
+                "kind": "rank_bits", "experts": given["experts"], "ranks": rank.size, "rank": rank.rank, "mode": mode,
+                "case": case, "rows": sum(map(len, found)), "rows_equal": same, "largest_difference": furthest,
+                "is_finite": all(bool(one.isfinite().all()) for one in found),
+            }  # fmt: skip
+            records.append(record)
+        seconds = round(time.perf_counter() - began, 2)
+        replays = {"replays": runner.num_replays, "direct": runner.num_direct, "late": list(runner.compiled_late)}
+        records.append({"kind": "rank_run", "rank": rank.rank, "mode": mode, "seconds": seconds, **replays})
+    return records
+
+
+# ---- the engine, and speed ----
+
+
+def run_engine(given: Record) -> list[Record]:
+    """Requests of several kinds through one process and through two ranks."""
+    texts = ["SCENE I.", "And it came to pass", "A street in Verona. Enter", "The", "What light through yonder"]
+    params = [
+        SamplingParams(max_tokens=24, seed=seed, temperature=0.8 * (seed % 2), logprobs=2, ignore_eos=True)
+        for seed in range(len(texts))
+    ]
+    limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=4, max_chunk_tokens=32)
+    found, seconds = [], []
+    for gpus in (1, 2):
+        began = time.perf_counter()
+        llm = LLM(device=given["device"], gpus=gpus, engine=limits)
+        found.append(llm.generate(texts, params))
+        captured = len(llm.engine.runner.captured)
+        llm.close()
+        seconds.append(round(time.perf_counter() - began, 1))
+    record = {"ranks": 2, "requests": len(texts), "same": found[0] == found[1], "text": found[0][0].text[:60]}
+    return [{"kind": "rank_engine", **record, "captured": captured, "seconds": seconds}]
+
+
+def run_speed(given: Record) -> list[Record]:
+    requests, context, prefill = [1, 64, 256, 1024], 8192, 8192
+    if given["preset"] == "tiny":
+        requests, context, prefill = [1, 5], 200, 16
+    return rank_speed.measure_share(
+        given["preset"], given["size"], requests, context, prefill, given["repeats"], torch.device(given["device"])
+    )
+
+
+WORK = {"rank": run_rank, "engine": run_engine, "speed": run_speed}
+
+
+# ---- the command ----
+
+
+class Session:
+    """Runs work in processes of its own, and keeps what they found."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.records: list[Record] = []
+        self.began = time.monotonic()
+        is_cuda = options.device != "cpu"
+        machine = describe_machine(torch.device("cpu"))
+        self.origin = records_of.provenance(options.commit) if is_cuda else {"gpu": "none"} | machine
+
+    def attempt(self, what: str, works: list[Record], seconds: float) -> None:
+        """All of `works` at once, one process each. Any that fails ends the others."""
+        left = self.options.seconds - (time.monotonic() - self.began)
+        if left < 10:
+            self._add([{"kind": "skipped", "what": what}])
+            return
+        began, until = time.monotonic(), time.monotonic() + min(seconds, left)
+        processes, outputs = [], []
+        for place, work in enumerate(works):
+            out, log = self.folder / f"out-{place}.json", self.folder / f"log-{place}.txt"
+            out.unlink(missing_ok=True)
+            command = [sys.executable, __file__, "--work", json.dumps(work | {"out": str(out)})]
+            with log.open("wb") as file:
+                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+            outputs.append((out, log))
+        try:
+            while any(process.poll() is None for process in processes) and time.monotonic() < until:
+                if any(process.poll() not in (None, 0) for process in processes):
+                    time.sleep(3)  # the others may have something to say
+                    break
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        took = round(time.monotonic() - began, 1)
+        for place, (out, log) in enumerate(outputs):
+            if out.exists():
+                self._add(json.loads(out.read_text(encoding="utf-8")))
+            else:
+                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
+                code = processes[place].returncode
+                self._add([{"kind": "error", "what": f"{what}, process {place}", "code": code, "lines": lines}])
+        print(f"[{time.monotonic() - self.began:6.1f}] {what}: {took} s", flush=True)
+
+    def _add(self, records: list[Record]) -> None:
+        self.records += records
+        records_of.write_records(self.options.out, records, self.origin)
+
+    def bits(self) -> None:
+        common = {"work": "rank", "preset": self.options.preset, "device": self.options.device}
+        for experts in self.options.experts:
+            common |= {"experts": experts, "reference": str(self.folder / f"{experts}.pt")}
+            self.attempt(f"{experts}, one process", [common | {"size": 1, "rank": 0, "port": 0}], 150)
+            for size in RANKS:
+                port = _free_port()
+                works = [common | {"size": size, "rank": rank, "port": port} for rank in range(size)]
+                self.attempt(f"{experts}, {size} ranks", works, 150)
+
+    def engine(self) -> None:
+        self.attempt("engine, 2 ranks", [{"work": "engine", "device": self.options.device}], 200)
+
+    def speed(self) -> None:
+        common = {"work": "speed", "preset": self.options.preset, "device": self.options.device}
+        for size in (4, 1, 2, 8):
+            work = common | {"size": size, "repeats": self.options.repeats}
+            self.attempt(f"speed of one rank of {size}", [work], 120)
+        self._add(rank_speed.conclusions(self.records))
+
+
+def _free_port() -> int:
+    """Of a store that is gone when this returns; the ranks' own takes it."""
+    return int(dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False).port)
+
+
+def summary(records: list[Record]) -> str:
+    lines = []
+    grouped: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if record["kind"] == "rank_bits":
+            key = tuple(record[name] for name in ("experts", "ranks", "mode", "case"))
+            grouped.setdefault(key, []).append(record)
+        elif record["kind"] in ("error", "skipped"):
+            lines.append(f"{record['kind'].upper()}: {record['what']}: {' | '.join(record.get('lines', ()))[-1500:]}")
+        elif record["kind"] in ("rank_engine", "rank_run"):
+            lines.append(json.dumps(record))
+    lines.append(f"{'experts':8} {'ranks':>5} {'mode':7} {'case':14} {'rows':>5} {'equal':>5} {'furthest':>9}")
+    for (experts, ranks, mode, case), parts in grouped.items():
+        rows, same = sum(part["rows"] for part in parts), sum(part["rows_equal"] for part in parts)
+        furthest = max(part["largest_difference"] for part in parts)
+        is_good = rows == same and all(part["is_finite"] for part in parts)
+        mark = "" if is_good else "  DIFFERENT"
+        lines.append(f"{experts:8} {ranks:5} {mode:7} {case:14} {rows:5} {same:5} {furthest:9.2g}{mark}")
+    return "\n".join([*lines, rank_speed.table(records)])
+
+
+def is_bad(record: Record) -> bool:
+    if record["kind"] == "rank_bits":
+        return record["rows"] != record["rows_equal"] or not record["is_finite"]
+    return record["kind"] == "error" or not record.get("same", True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("ranks.jsonl"))
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this; may be repeated")
+    parser.add_argument("--experts", action="append", choices=FORMATS, help="of the section bits; may be repeated")
+    parser.add_argument("--seconds", type=float, default=560.0, help="end everything after so many")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--preset", choices=("flash", "tiny"), default="flash")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="commit to record where there is no git repository")
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is not None:
+        found = WORK[options.work["work"]](options.work)
+        Path(options.work["out"]).write_text(json.dumps(found), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(0)  # nothing of a rank is taken down: the others may be gone
+    options.experts = options.experts or list(FORMATS)
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(options, Path(folder))
+        for name in options.section or SECTIONS:
+            getattr(session, name)()
+    print(summary(session.records))
+    return int(any(map(is_bad, session.records)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A model of several GPUs' speed from one: one rank's share of the layers, measured; links and barriers, computed.
+
+One rank of N holds E / N experts and runs its own T rows of attention, and its experts for the rows of all ranks. Here
+the buffers of all ranks are on one GPU, so that everything a rank stores is stored; no byte crosses a link, nobody is
+waited for. What comes from other ranks is made up: rows and parts at random, and a routing drawn as often as `_DRAWS`
+says, of which the one with a median load of its busiest rank is taken, and that rank is measured.
+
+    step = sum over 43 layers (measured) + head (measured) + 43 x (2 barriers + bytes sent / link speed)
+
+Barrier and link speed are from the literature, and the links' time is added in full: nothing overlaps. Drawing tokens
+and the host are left out. Used by bench_ranks.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.dist.exchange import NOBODY, Rows
+from dsv4.dist.shares import expert_range
+from dsv4.dist.symmetric import Layout, SymmetricExchange
+from dsv4.engine.graphs import capture_graph
+from dsv4.engine.precompile import precompile
+from dsv4.loader.synth import random_params
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops import backend_for
+from dsv4.schedule import AttentionKind
+from dsv4.tools.bench import layer_call, one_of_each, time_calls
+from dsv4.tools.bench_context import BenchModel, Context, cut_config, make_context
+from dsv4.tools.targets import PRESETS
+
+SCHEDULE = ("swa", "csa", "hca")
+COUNTS = {AttentionKind.SWA: 2, AttentionKind.CSA: 21, AttentionKind.HCA: 20}  # layers of each kind in all of Flash
+BARRIER_SECONDS = 5e-6  # NVLink, small data: 4 to 6 us
+LINK_BYTES_PER_SECOND = 350e9  # what copies reach of NVLink 4's 450 GB/s in one direction
+PUBLISHED = {  # SGLang, Flash on 4 H200, 8K in and 1K out; tokens/s count both
+    "one request, MTP, ms a token": 3.37, "saturated, MTP, tokens/s a GPU": 4546,
+    "saturated, DSpark, tokens/s a GPU": 4872,
+}  # fmt: skip
+_DRAWS = 51
+Record = dict[str, Any]
+
+
+class LocalExchange:
+    """As the busiest of `size` ranks sees it. `num_rows` of the rows of all ranks belong to requests."""
+
+    can_capture = True
+
+    def __init__(self, size: int, config: ModelConfig, max_rows: int, device: torch.device) -> None:
+        self.size = size
+        self._experts, self._top_k, self._dim = config.n_routed_experts, config.num_experts_per_tok, config.hidden_size
+        layout = Layout.of(size, max_rows, self._top_k, self._dim)
+        values = torch.randn(layout.size // 2 + 1, device=device, dtype=torch.bfloat16)
+        self._buffers = [values.clone().view(torch.uint8)[: layout.size] for _ in range(size)]
+        pointers = torch.tensor([buffer.data_ptr() for buffer in self._buffers], dtype=torch.int64, device=device)
+        self._inner = SymmetricExchange(
+            self._buffers[0], pointers, lambda: None, 0, layout, max_rows=max_rows, num_experts=self._experts,
+            top_k=self._top_k, dim=self._dim,
+        )  # fmt: skip
+        self.take(size * max_rows, max_rows)
+
+    def take(self, num_requests: int, num_tokens: int) -> None:
+        """Make up the routing of calls of `num_tokens` rows a rank, `num_requests` of them real."""
+        drawn = [self._draw(num_requests, num_tokens, seed) for seed in range(_DRAWS if num_tokens < 2048 else 1)]
+        self._chosen, self.bytes_sent, self.num_choices = sorted(drawn, key=lambda one: one[2])[len(drawn) // 2]
+        self._chosen = self._chosen.to(self._buffers[0].device)
+
+    def _draw(self, num_requests: int, num_tokens: int, seed: int) -> tuple[Tensor, int, int]:
+        """The busiest rank's places, [N T, k]; the bytes it sends in a layer; how many of the choices are its own."""
+        size, dim = self.size, self._dim
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(size * num_tokens, self._experts, generator=generator)
+        routing = scores.topk(self._top_k).indices.sort(1).values
+        is_real = torch.arange(size * num_tokens).view(num_tokens, size).T.flatten() < num_requests  # spread evenly
+        routing[~is_real] = NOBODY
+        owners = [expert_range(self._experts, size, rank) for rank in range(size)]
+        is_of = [(routing >= own.start) & (routing < own.stop) for own in owners]
+        busiest = max(range(size), key=lambda rank: int(is_of[rank].sum()))
+        own_rows = slice(busiest * num_tokens, (busiest + 1) * num_tokens)
+        rows_out = sum(int(is_of[rank][own_rows].any(1).sum()) for rank in range(size) if rank != busiest)
+        num_own = int(is_of[busiest].sum())
+        parts_back = num_own - int(is_of[busiest][own_rows].sum())
+        places = torch.where(is_of[busiest], routing - owners[busiest].start, NOBODY)
+        places = places.clamp_max(len(owners[0]) - 1)  # shares may differ by one expert
+        return places, 2 * dim * (rows_out + parts_back), num_own
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
+        rows = self._inner.dispatch(x, experts, weights)
+        return rows._replace(experts=self._chosen, weights=torch.full_like(rows.weights, 1 / self._top_k))
+
+    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+        return self._inner.collect(parts, rows)
+
+
+def build_share(preset: str, size: int, max_rows: int, device: torch.device) -> BenchModel:
+    """Layers of every kind with one rank's share of NVFP4 experts."""
+    config = cut_config(PRESETS[preset](), schedule=SCHEDULE, hash_layers=0)
+    backend = backend_for(device, "official")
+    own = expert_range(config.n_routed_experts, size, 0)
+    params = random_params(config, experts="nvfp4", device=device, with_mtp=False, own=own)
+    exchange = None if size == 1 else LocalExchange(size, config, max_rows, device)
+    return BenchModel(preset, config, prepare_params(params, backend), "nvfp4", device, backend, exchange=exchange)
+
+
+def measure_share(
+    preset: str, size: int, requests: list[int], context: int, prefill: int, repeats: int, device: torch.device
+) -> list[Record]:
+    """Decode steps of so many requests in all, and a prompt of `prefill` tokens on every rank."""
+    sizes = [-(-count // size) for count in requests]
+    model = build_share(preset, size, max(*sizes, prefill), device)
+    if device.type == "cuda":
+        made = make_context(model, max(sizes), context)
+        precompile(model.transformer(), made.cache, sorted({*sizes, prefill}))
+        del made
+    records = []
+    for count, rows in zip(requests, sizes, strict=True):
+        made = make_context(model, rows, context)
+        records.append(_step(model, made, count, repeats) | {"kind": "rank_decode", "ranks": size, "requests": count})
+    made = _prompt(model, prefill)
+    found = _step(model, made, size * prefill, max(3, repeats // 4), num_drawn=1)
+    records.append(found | {"kind": "rank_prefill", "ranks": size, "tokens": prefill})
+    return records
+
+
+def _prompt(model: BenchModel, num_tokens: int) -> Context:
+    limits = EngineConfig(
+        max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens, prefix_cache_bytes=0
+    )
+    transformer = model.transformer()
+    cache = KVCacheManager(model.config, transformer.schedule, limits, device=model.device, plain_dtype=None)
+    slot = cache.admit(num_tokens)
+    tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    return Context(cache, [slot], cache.make_batch([slot], [tokens.tolist()]), num_tokens)
+
+
+@torch.no_grad()
+def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, num_drawn: int | None = None) -> Record:
+    """Milliseconds of all of Flash's layers and its head: measured, and with what is between GPUs."""
+    transformer, exchange, rows = model.transformer(), model.exchange, made.batch.num_tokens
+    if isinstance(exchange, LocalExchange):
+        exchange.take(num_requests, rows)
+    layers = {}
+    for layer in one_of_each(transformer.schedule):
+        layers[layer.attention] = _time(layer_call(transformer, made, layer), model.device, repeats)
+    head = _time(_head_call(transformer, num_drawn or rows), model.device, repeats)
+    measured = head + sum(count * layers[kind] for kind, count in COUNTS.items())
+    added, sent, choices = 0.0, 0, num_requests * model.config.num_experts_per_tok
+    if isinstance(exchange, LocalExchange):
+        sent, choices = exchange.bytes_sent, exchange.num_choices
+        added = sum(COUNTS.values()) * (2 * BARRIER_SECONDS + sent / LINK_BYTES_PER_SECOND)
+    layer_us = {kind.value: round(1e6 * seconds, 1) for kind, seconds in layers.items()}
+    return {
+        "rows": rows, "context": made.context, "layer_us": layer_us,
+        "head_us": round(1e6 * head, 1), "measured_ms": round(1e3 * measured, 3), "added_ms": round(1e3 * added, 3),
+        "ms": round(1e3 * (measured + added), 3), "bytes_sent_a_layer": sent, "choices_of_this_rank": choices,
+    }  # fmt: skip
+
+
+def _head_call(transformer: Transformer, num_rows: int) -> Callable[[], Any]:
+    config = transformer.config
+    streams = torch.randn(
+        num_rows, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=transformer.params.embed.device
+    )
+    return lambda: transformer.logits(streams)
+
+
+def _time(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median seconds: of a graph's replay on a GPU, of a call elsewhere."""
+    timed = capture_graph(call) if device.type == "cuda" else call
+    return statistics.median(time_calls(timed, device, repeats))
+
+
+def conclusions(records: list[Record], prompt_tokens: int = 8192, output_tokens: int = 1024) -> list[Record]:
+    """Tokens a second of a GPU that is never idle: every request costs its prompt, and its part of `output_tokens`
+    steps."""
+    found = []
+    for step in (record for record in records if record["kind"] == "rank_decode"):
+        prefill = next((r for r in records if r["kind"] == "rank_prefill" and r["ranks"] == step["ranks"]), None)
+        if prefill is None:
+            continue
+        on_each = step["requests"] / step["ranks"]
+        seconds = 1e-3 * (prefill["ms"] * prompt_tokens / prefill["tokens"] + output_tokens * step["ms"] / on_each)
+        record = {
+            "kind": "rank_throughput", "ranks": step["ranks"], "requests": step["requests"],
+            "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
+            "tokens_per_second_per_gpu": round((prompt_tokens + output_tokens) / seconds, 1),
+        }  # fmt: skip
+        found.append(record)
+    return found
+
+
+def table(records: list[Record]) -> str:
+    lines = [f"{'ranks':>5} {'what':>22} {'rows':>6} {'measured':>9} {'+ links':>8} {'= ms':>9} {'tokens/s/GPU':>13}"]
+    for record in records:
+        if record["kind"] == "rank_throughput":
+            what = f"{record['prompt_tokens']}+{record['output_tokens']}, {record['requests']} req."
+            lines.append(f"{record['ranks']:5} {what:>22} {'':35} {record['tokens_per_second_per_gpu']:13.0f}")
+        elif record["kind"] in ("rank_decode", "rank_prefill"):
+            is_decode = record["kind"] == "rank_decode"
+            what = f"decode, {record['requests']} requests" if is_decode else f"prefill, {record['tokens']} each"
+            tokens = record["requests"] / record["ranks"] if is_decode else record["tokens"]
+            lines.append(
+                f"{record['ranks']:5} {what:>22} {record['rows']:6} {record['measured_ms']:9.2f} "
+                f"{record['added_ms']:8.2f} {record['ms']:9.2f} {1e3 * tokens / record['ms']:13.0f}"
+            )
+    published = "; ".join(f"{what} {value}" for what, value in PUBLISHED.items())
+    return "\n".join([*lines, f"SGLang's published 4 x H200: {published}"])

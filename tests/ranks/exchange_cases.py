@@ -1,0 +1,30 @@
+"""The exchange through shared memory, as four ranks of Flash launch it: for the compile check."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.dist.symmetric import Layout, SymmetricExchange
+from dsv4.testing.bench import BenchCase, Work
+
+RANKS, EXPERTS, TOP_K, DIM = 4, 256, 6, 4096
+
+
+def _case(num_tokens: int) -> BenchCase:
+    def build(device: torch.device) -> Work:
+        layout = Layout.of(RANKS, num_tokens, TOP_K, DIM)
+        buffer = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        pointers = torch.empty(RANKS, dtype=torch.int64, device=device)
+        exchange = SymmetricExchange(
+            buffer, pointers, lambda: None, 1, layout, max_rows=num_tokens, num_experts=EXPERTS, top_k=TOP_K, dim=DIM
+        )
+        x = torch.empty(num_tokens, DIM, dtype=torch.bfloat16, device=device)
+        experts = torch.empty(num_tokens, TOP_K, dtype=torch.int32, device=device)
+        weights = torch.empty(num_tokens, TOP_K, device=device)
+        parts = torch.empty(RANKS * num_tokens, TOP_K, DIM, dtype=torch.bfloat16, device=device)
+        return Work(lambda: exchange.collect(parts, exchange.dispatch(x, experts, weights)), 0, 0)
+
+    return BenchCase("exchange", f"flash-{num_tokens}-of-{RANKS}", {"tokens": num_tokens, "ranks": RANKS}, build)
+
+
+CASES = [_case(num_tokens) for num_tokens in (1, 64, 2048)]
