@@ -160,8 +160,8 @@ class Trace:
         stats, cache = self._warm.engine.stats(), self._warm.cache
         held = {
             "device": cache._snapshots.memory_bytes(), "host": cache.tiers.host.nbytes,
-            "disk": folder_bytes(self.folder), "used.device": stats.num_snapshot_bytes, "used.host": stats.num_prefix_host_bytes,
-            "used.disk": stats.num_prefix_disk_bytes,
+            "disk": folder_bytes(self.folder), "used.device": stats.num_snapshot_bytes,
+            "used.host": stats.num_prefix_host_bytes, "used.disk": stats.num_prefix_disk_bytes,
         }  # fmt: skip
         for tier, budget in self.budgets.items():
             if max(held[tier], held[f"used.{tier}"]) > budget:

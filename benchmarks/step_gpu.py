@@ -150,20 +150,24 @@ def measure_first(llm: LLM) -> list[Record]:
 
 
 def measure_load(llm: LLM, count: int, prompt: int, output: int) -> Record:
-    """All at once. The prompts are new: nothing of them is cached."""
-    started = time.perf_counter()
-    sequences = submit(llm, count, prompt, output, "top-p 0.9", 77)
-    before = llm.engine.stats()
-    while not all(sequence.is_done for sequence in sequences):
-        llm.engine.step()
-    seconds = time.perf_counter() - started
-    waited = llm.engine.stats().seconds_waiting - before.seconds_waiting
-    finish(llm, sequences)
+    """All at once. The prompts are new: nothing of them is cached. Busy is that of as many requests once more."""
+
+    def run(seed: int) -> None:
+        sequences = submit(llm, count, prompt, output, "top-p 0.9", seed)
+        while not all(sequence.is_done for sequence in sequences):
+            llm.engine.step()
+        finish(llm, sequences)
+
+    before, started = llm.engine.stats(), time.perf_counter()
+    run(77)
+    seconds, after = time.perf_counter() - started, llm.engine.stats()
+    busy = busy_seconds(lambda: run(78), llm.cache.device)
     return {
         "kind": "load", "requests": count, "prompt": prompt, "output": output, "seconds": round(seconds, 4),
-        "output_tokens_per_second": round(count * output / seconds, 1), "host_share": round(1 - waited / seconds, 3),
-        "steps": llm.engine.stats().num_steps - before.num_steps,
-        "compiled_late": list(llm.engine.runner.compiled_late),
+        "output_tokens_per_second": round(count * output / seconds, 1),
+        "busy_seconds": None if busy is None else round(busy, 4),
+        "host_share": round(1 - (after.seconds_waiting - before.seconds_waiting) / seconds, 3),
+        "steps": after.num_steps - before.num_steps, "compiled_late": list(llm.engine.runner.compiled_late),
     }  # fmt: skip
 
 

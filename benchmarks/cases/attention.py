@@ -134,7 +134,6 @@ CASES = [
     *(case("flash", CSA, M1, batch) for batch in (1, 64)),
     *(case("flash", CSA, K64, 1, chunk) for chunk in (2048, 8192)),
     case("pro", CSA, K64, 1, 8192),
-    _inputs(1, False, True),
-    _inputs(1, True, True),
+    *(_inputs(tokens, has_index, True) for tokens in (1, 16, 64, 256) for has_index in (False, True)),
     *(_inputs(tokens, has_index, False) for tokens in (16, 64, 256, 4096) for has_index in (False, True)),
 ]

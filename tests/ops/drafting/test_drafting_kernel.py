@@ -79,7 +79,8 @@ def test_confidence_follows_the_oracle(rows, width, rank):
     def oracle(dtype):
         return confidence_ref(hidden.to(dtype), embedded.to(dtype), weight.to(dtype))
 
-    assert_close_to_oracle(found.unsqueeze(-1), lambda dtype: oracle(dtype).unsqueeze(-1))
+    # one value a row, a sum of up to 7,680 products in another order: measured 3.1e-7 of it on an H200
+    assert_close_to_oracle(found.unsqueeze(-1), lambda dtype: oracle(dtype).unsqueeze(-1), step=2.0**-22)
     assert_bitwise(confidence(hidden[rows - 1 :], embedded[rows - 1 :], weight), found[rows - 1 :], "alone")
     assert confidence(hidden[:0], embedded[:0], weight).shape == (0,)
 
