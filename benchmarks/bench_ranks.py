@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import rank_speed
-from dsv4.cache.batch import Chunk, TokenBatch, columns_of
+from dsv4.cache.batch import TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
 from dsv4.config import EngineConfig, ModelConfig
@@ -154,11 +154,9 @@ class RankUnderTest:
         for length in [prompt_len] + [1] * STEPS:
             pieces = [tokens[start : start + length] for tokens in mine]
             self.cache.prepare_forward(slots, [start] * len(slots), [length] * len(slots))
-            columns = columns_of([Chunk(slot, start, piece) for slot, piece in zip(slots, pieces, strict=True)],
-                                 most * length)  # fmt: skip
-            batch = TokenBatch.over(
-                to_device(torch.tensor(columns, dtype=torch.int64), self.device), self.cache.block_table
-            )
+            ids = [token for piece in pieces for token in piece]
+            columns = columns_of(slots, [start] * len(slots), [length] * len(slots), ids, most * length)
+            batch = TokenBatch.over(to_device(torch.from_numpy(columns), self.device), self.cache.block_table)
             rows = torch.arange(len(slots), device=self.device) * length + length - 1
             found.append(runner.forward(batch, rows).logits.float().cpu())
             start += length

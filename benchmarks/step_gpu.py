@@ -59,10 +59,14 @@ def make_prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]
 
 
 def submit(llm: LLM, count: int, length: int, output: int, kind: str, seed: int) -> list[Any]:
+    return submit_all(llm, make_prompts(llm, count, length, seed), output, kind)
+
+
+def submit_all(llm: LLM, prompts: list[list[int]], output: int, kind: str) -> list[Any]:
     settings = KINDS[kind] | {"max_tokens": output, "min_tokens": output if kind == "rules" else 0}
     sequences = [
         llm.engine.prepare(prompt, SamplingParams(ignore_eos=True, seed=index, **settings))
-        for index, prompt in enumerate(make_prompts(llm, count, length, seed))
+        for index, prompt in enumerate(prompts)
     ]
     for sequence in sequences:
         llm.engine.submit(sequence)
@@ -152,18 +156,20 @@ def measure_first(llm: LLM) -> list[Record]:
 def measure_load(llm: LLM, count: int, prompt: int, output: int) -> Record:
     """All at once. The prompts are new: nothing of them is cached. Busy is that of as many requests once more."""
 
-    def run(seed: int) -> None:
-        sequences = submit(llm, count, prompt, output, "top-p 0.9", seed)
+    def run(prompts: list[list[int]]) -> None:
+        sequences = submit_all(llm, prompts, output, "top-p 0.9")
         while not all(sequence.is_done for sequence in sequences):
             llm.engine.step()
         finish(llm, sequences)
 
+    first, second = make_prompts(llm, count, prompt, 77), make_prompts(llm, count, prompt, 78)
     before, started = llm.engine.stats(), time.perf_counter()
-    run(77)
+    run(first)
     seconds, after = time.perf_counter() - started, llm.engine.stats()
-    busy = busy_seconds(lambda: run(78), llm.cache.device)
+    busy = busy_seconds(lambda: run(second), llm.cache.device)
     return {
-        "kind": "load", "requests": count, "prompt": prompt, "output": output, "seconds": round(seconds, 4),
+        "kind": "load", "requests": count, "prompt": prompt, "output": output,
+        "chunk": llm.cache.limits.max_chunk_tokens, "seconds": round(seconds, 4),
         "output_tokens_per_second": round(count * output / seconds, 1),
         "busy_seconds": None if busy is None else round(busy, 4),
         "host_share": round(1 - (after.seconds_waiting - before.seconds_waiting) / seconds, 3),
@@ -233,6 +239,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("step.jsonl"))
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this; may be repeated")
     parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
     parser.add_argument("--device", default="cuda")
@@ -260,7 +267,9 @@ def main() -> int:
     most, prompt = max(batches), 512 if is_cuda else 32
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
     if set(wanted) - {"memory"}:
-        limits = EngineConfig(max_context_tokens=prompt + 64, max_concurrent_requests=most)
+        limits = EngineConfig(
+            max_context_tokens=prompt + 64, max_concurrent_requests=most, max_chunk_tokens=options.chunk
+        )
         began = time.perf_counter()
         llm = LLM.from_params(model.config, model.params, engine=limits)
         gc.collect()
@@ -279,6 +288,7 @@ def main() -> int:
             add(measure_load(llm, most, prompt, 64))
         llm.engine.check_integrity()
         del llm
+        gc.unfreeze()
         free_memory()
     for requests, context, chunk in (
         ((1, 65536, 2048), (64, 8192, 8192), (256, 2048, 2048)) if "memory" in wanted else ()

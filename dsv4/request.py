@@ -217,8 +217,11 @@ def check_token_ids(
 ) -> list[int]:  # fmt: skip
     """The ids as plain integers (numpy's and torch's are taken too); `RequestError` for any outside the vocabulary,
     with `name` for what one of them is and `field` for where they are."""
+    given = list(token_ids)
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < vocab_size:  # nearly always; long prompts
+        return given
     checked = []
-    for place, token_id in enumerate(token_ids):
+    for place, token_id in enumerate(given):
         try:
             plain = -1 if isinstance(token_id, bool) else operator.index(token_id)
         except TypeError:

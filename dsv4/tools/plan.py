@@ -1,7 +1,7 @@
 """How much memory a model takes and what fits on which GPU, before anything is loaded. No torch, no GPU, no weights.
 
 Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
-allocates by). Reserves, not measurements: workspace, exchange between GPUs, CUDA graphs and context, by the formulas of
+allocates by). Reserves, by formulas fitted to measurements: workspace, exchange between GPUs, CUDA graphs and context:
 `workspace_bytes`, `exchange_bytes`, `graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of
 offloaded experts are counted too).
 

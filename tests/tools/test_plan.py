@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
+from dsv4.engine.offload.placement import HELD_PER_ALLOCATED
 from dsv4.ops.attention import PLAN
 from dsv4.schedule import build_schedule
 from dsv4.serve.plan_command import plan_command
@@ -115,12 +116,18 @@ def test_reserves_by_hand():
     engine = EngineConfig(max_context_tokens=8192, max_concurrent_requests=5, max_chunk_tokens=16, max_draft_tokens=3)
     # 256 wide, 4 streams, 4 heads of 128: attention 2 * (1024 + 384 + 512) + 64 = 3904, experts 3 * 2 * 640 = 3840
     per_token = 4096 + 1536 + 1024 + 3904
-    assert workspace_bytes(TINY, engine) == 20 * per_token + 4 * 20 * 2048 + 8 * 25 * 512
+    draws = 8 * 25 * 512
+
+    def held(alive):
+        return int(HELD_PER_ALLOCATED * alive)
+
+    assert workspace_bytes(TINY, engine) == held(20 * per_token + 4 * 20 * 2048 + draws)
     long = replace(engine, max_context_tokens=131_073)  # two runs of attention for each token
-    assert workspace_bytes(TINY, long) == 20 * per_token + 4 * 20 * 32_769 + 4 * 64 * 128 * 40 + 8 * 25 * 512
-    assert workspace_bytes(FLASH, replace(long, max_chunk_tokens=8192)) - workspace_bytes(
+    assert workspace_bytes(TINY, long) == held(20 * per_token + 4 * 20 * 32_769 + 4 * 64 * 128 * 40 + draws)
+    more = workspace_bytes(FLASH, replace(long, max_chunk_tokens=8192)) - workspace_bytes(
         FLASH, replace(long, max_chunk_tokens=8192, max_context_tokens=131_072)
-    ) == 4 * 256 + PLAN.max_states * 4 * 64 * 512  # fmt: skip
+    )
+    assert abs(more - held(4 * 256 + PLAN.max_states * 4 * 64 * 512)) <= 1
     assert [graph_bytes(1, EngineConfig(max_concurrent_requests=n)) >> 18 for n in (1, 2, 3, 4, 5, 8)] == [
         1,
         2,

@@ -13,7 +13,10 @@ from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import most_rows
 
 GIB = 2**30
-CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, fragmentation
+# Measured on an H200 after warm-up and a full load, three sets of limits (benchmarks/step_gpu.py, section memory): CUDA
+# context 0.65 GB, loaded kernels 0.1, pools of the branch stream and of small tensors 0.38
+CONTEXT_BYTES = 1080 * 2**20
+HELD_PER_ALLOCATED = 1.62  # the allocator's memory over the tensors alive at once in a forward call; same measurement
 GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
 ATTENTION_STATES = 4224  # of 64 heads, stored at once where HCA entries are many (ops/attention)
@@ -119,7 +122,8 @@ def place_experts(
 
 
 def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Activations alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens.
+    """Memory for the tensors alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens:
+    `HELD_PER_ALLOCATED` times their bytes, since memory of one size is not always there for another.
 
     Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
     experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
@@ -143,7 +147,8 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     states = 4 * 64 * config.head_dim * min(num_states, ATTENTION_STATES)
     logits = 2 * 4 * sampled * config.vocab_size
     draws = 2 * 4 * engine.max_concurrent_requests * config.vocab_size
-    return num_tokens * (streams + max(attention, experts)) + scores + states + logits + draws
+    alive = num_tokens * (streams + max(attention, experts)) + scores + states + logits + draws
+    return int(HELD_PER_ALLOCATED * alive)
 
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) -> int:
