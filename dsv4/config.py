@@ -17,6 +17,7 @@ BLOCK_TOKENS = 128  # one logical cache block: lcm of the two compression ratios
 CSA_RATIO = 4
 HCA_RATIO = 128
 MAX_DRAFT_BLOCKS = 64  # far above any release: a larger number is a damaged file
+MAX_MTP_DRAFTS = 3  # by one MTP block, which was trained for the first
 MAX_DRAFT_TOKENS = 64  # a request may be asked to draft at once
 NUM_DSPARK_LAYERS = 3  # of published heads; `compress_ratios` may say otherwise
 
@@ -110,6 +111,13 @@ class ModelConfig:
         if self.dspark is None:
             return self.num_nextn_predict_layers
         return len(self.compress_ratios) - self.num_hidden_layers or NUM_DSPARK_LAYERS
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens its drafter says in one go, for a request; 0 without one."""
+        if self.dspark is not None:
+            return self.dspark.block_size
+        return MAX_MTP_DRAFTS if self.num_draft_layers else 0
 
     @property
     def num_spare_ratios(self) -> int:

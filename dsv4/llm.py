@@ -24,7 +24,11 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.dist.shares import check_ranks, rank_limits
 from dsv4.dist.world import World, join_world
+from dsv4.engine.bucket import Drafting
 from dsv4.engine.cpu_threads import set_threads
+from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.engine.drafting.make import make_drafter
+from dsv4.engine.drafting.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.drafting.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import run_fingerprint
@@ -70,6 +74,10 @@ class LLM:
               for a model larger than the GPU: routed experts live in host memory and are copied to the GPU when a layer
               chooses them. "auto" (or True) keeps as many on the GPU as fit, by the arithmetic of `dsv4 plan`, all of
               them if they do; a number keeps that many of each layer. None (or False) keeps all. The same bits anyway
+    drafts    how many tokens a request may be ahead of itself: a step verifies drafts of the checkpoint's MTP block or
+              DSpark head, and keeps those that are what would have been drawn anyway. "auto" chooses by measured times
+              and acceptance, a number is always asked for, "off" is the default. Tokens and log-probabilities are those
+              of "off", bit for bit. Needs official numerics, gpus=1 and no offloaded experts
     gpus      ranks that share the model, a process and a device each; experts and requests are divided among them, and
               the bits are those of one. On a CPU they are processes beside this one. Limits are of all ranks together,
               `num_blocks` and `max_chunk_tokens` of each. Under torchrun: as many as it started; the constructor then
@@ -88,7 +96,8 @@ class LLM:
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, backend: Backend | None = None,
-        offload_experts: OffloadExperts = None, gpus: int = 1, check_exchange: bool = False, progress: bool = False,
+        offload_experts: OffloadExperts = None, drafts: Drafts = "off", gpus: int = 1, check_exchange: bool = False,
+        progress: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
@@ -96,9 +105,11 @@ class LLM:
         exact_dtype = compute_dtype if numerics == "exact" else None
         # limits and tokenizer come before the weights: what can fail at once should
         num_ranks = check_ranks(gpus, config.n_routed_experts)
-        wanted = _limits(config, engine, exact_dtype)
+        offload = check_offload(offload_experts, config)
+        drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=num_ranks, offloads=offload is not None)
+        wanted = draft_limits(_limits(config, engine, exact_dtype), config, drafts)
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
-        if check_offload(offload_experts, config) is not None and num_ranks > 1:
+        if offload is not None and num_ranks > 1:
             raise RequestError("offload_experts needs gpus=1: with several GPUs each holds its share of the experts")
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
@@ -138,19 +149,21 @@ class LLM:
                 )  # fmt: skip
         fingerprint = ""
         if limits.cache_dir is not None:
-            schedule = build_schedule(config, with_mtp=bool(params.mtp) and limits.max_draft_tokens > 0)
+            schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
             itemsize = None if exact_dtype is None else exact_dtype.itemsize
             fingerprint = run_fingerprint(
                 checkpoint, config, build_cache_schema(config, schedule, limits, plain_itemsize=itemsize),
                 numerics=numerics, dtype=compute_dtype, device=chosen_device, backend=chosen_backend.name,
             )  # fmt: skip
-        self._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint)
+        self._set_up(
+            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint, drafts=drafts
+        )
 
     @classmethod
     def from_params(
         cls, config: ModelConfig, params: ModelParams, *, numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, tokenizer: Tokenizer | None = None,
-        backend: Backend | None = None, pool: ExpertPool | None = None, fingerprint: str = "",
+        backend: Backend | None = None, pool: ExpertPool | None = None, drafts: Drafts = "off", fingerprint: str = "",
     ) -> LLM:  # fmt: skip
         """Over parameters already in memory (for `exact`, plain tensors of `dtype`), on the device they are on.
 
@@ -159,17 +172,21 @@ class LLM:
         """
         llm = cls.__new__(cls)
         compute_dtype = _compute_dtype(numerics, dtype)
+        drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=1, offloads=pool is not None)
         limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
+        limits = draft_limits(limits, config, drafts)
         if pool is not None:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
-        llm._set_up(config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint)
+        llm._set_up(
+            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint, drafts=drafts
+        )
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
-        fingerprint: str = "", world: World | None = None,
+        fingerprint: str = "", world: World | None = None, drafts: Drafts = "off",
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
@@ -189,15 +206,24 @@ class LLM:
             self.cache = self._make_cache(limits, schedule, fingerprint)
         has_kernels = backend.can_capture(params.embed.device)
         uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
-        buckets = decode_buckets(limits.max_concurrent_requests)
-        runner = Runner(self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool)
+        if isinstance(drafts, int) and not params.draft_blocks:
+            raise RequestError(f"drafts is {drafts}, but this checkpoint has no drafter (no mtp.* tensors)")
+        choice = make_choice(config, drafts if params.draft_blocks else "off")
+        drafting = None if choice is None else self._make_drafting(choice)
+        buckets = decode_buckets(limits.max_concurrent_requests, 0 if choice is None else choice.max_drafts)
+        runner = Runner(
+            self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool, drafting=drafting
+        )
         if has_kernels:
             with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
                 runner.warm_up()
                 # an engine of its own: nothing of it is counted
-                rehearse_requests(Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool))
+                uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
+                rehearse_requests(
+                    Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=uncounted)
+                )
         if world is None:
-            self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool)
+            self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=choice)
         else:
             self._take_place(world, runner)
 
@@ -219,6 +245,11 @@ class LLM:
         if self._end_ranks is not None:
             self._end_ranks()
         self.cache.close()
+
+    def _make_drafting(self, choice: FixedDrafts) -> Drafting:
+        drafter = make_drafter(self.model, self.cache)
+        assert drafter is not None
+        return Drafting(drafter, choice.max_drafts, choice.choices)
 
     def _make_cache(
         self, limits: EngineConfig, schedule: Sequence[LayerSpec], fingerprint: str = ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ from dsv4.cache.errors import (
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.host import HostTier
 from dsv4.cache.paged import PagedCache
-from dsv4.cache.payload import Payload
+from dsv4.cache.payload import Part, Payload
 from dsv4.cache.prefix import NO_STOP, Match, PrefixCache
 from dsv4.cache.prefix_tree import ChainKeys
 from dsv4.cache.schema import CacheSchema, blocks_at_position, build_cache_schema
@@ -296,8 +296,9 @@ class KVCacheManager:
 
         Exact up to `max_draft_tokens` behind the last token ever written to the slot. Position p of a ring of length n
         is overwritten by p + n, and each ring is `max_draft_tokens` longer than what a token reads behind itself, so
-        all that a continuation reads is still there; the rows taken back are rewritten before they are read. Repeated
-        rewinds do not add up: the distance counts from the highest position written, not from the current one.
+        all that a continuation reads is still there; the rows taken back are rewritten before they are read. So nothing
+        happens on the device, unless a block is given back. Repeated rewinds do not add up: the distance counts from
+        the highest position written, not from the current one.
         """
         self._check_admitted(slot)
         current, slack = self._positions[slot], self.schema.max_draft_tokens
@@ -320,8 +321,6 @@ class KVCacheManager:
         self._positions[slot] = position
         if self.prefix is not None:
             self.prefix.rewind(slot, position)
-        # the tails need nothing: their readers go by the request's position and rewrite these rows first
-        self._state.forget_positions(slot, position)
 
     def release(self, slot: int, *, keep: bool = True) -> None:
         """The request is over: its blocks and its slot are free again. `keep` leaves its prefix to the prefix cache;
@@ -373,7 +372,16 @@ class KVCacheManager:
         kept = payload.views(payload.gather(blocks, nodes[-1].snapshot), len(blocks))
         cold = payload.views(payload.gather(self._blocks[slot], spare), len(blocks))
         self.prefix.tree.give_back(spare)
-        return [name for name in kept if not torch.equal(kept[name], cold[name])]
+        return [
+            part.name
+            for part in payload.parts
+            if not torch.equal(self._deciding(part, kept), self._deciding(part, cold))
+        ]
+
+    def _deciding(self, part: Part, views: Mapping[str, Tensor]) -> Tensor:
+        """The part's rows that decide a token: those of a drafter do not."""
+        layers = [row for row, idx in enumerate(part.pool.schema.layer_ids) if not self.schedule[idx].is_mtp]
+        return views[part.name][layers]
 
     def forget(self, chain: ChainKeys) -> None:
         """The prefix cache never gives this prefix again."""
@@ -412,13 +420,13 @@ class KVCacheManager:
         require_integrity(self.memory_bytes() == self.schema.total_bytes, "the bytes held differ from the schema")
 
     def _check_ring_positions(self) -> None:
-        """A ring row holds no position, or one that belongs in that row and lies before the request's position.
+        """A ring row holds no position, or one that belongs in that row and was written: before the highest one.
 
         A draft block runs ahead of the main layers by the tokens it drafts.
         """
         ring_len = self.schema.layers[0].ring_len
         slack = ring_len - self.config.sliding_window
-        limits = torch.tensor(self._positions)[:, None]
+        limits = torch.tensor(self._highest)[:, None]
         held = torch.tensor([max_tokens > 0 for max_tokens in self._max_tokens])
         for layer in self.schedule:
             ahead = slack if layer.is_mtp else 0

@@ -24,7 +24,6 @@ class StateCache:
         self.pools = {pool.name: Pool(pool, _dtype_of(pool, plain_dtype), device) for pool in schema.state_pools}
         for pool in self.pools.values():
             pool.all_layers.fill_(_fresh_value(pool.schema.name))
-        self._positions = self.pools["window.positions"].all_layers  # [layers, slots, ring_len]
         self._windows = [self._window_view(layer) for layer in schema.layers]
         self._compressors = [self._compressor_view(layer, "compressor") for layer in schema.layers]
         self._index_compressors = [self._compressor_view(layer, "index_compressor") for layer in schema.layers]
@@ -45,12 +44,6 @@ class StateCache:
         self._check_slot(slot)
         for pool in self.pools.values():
             pool.all_layers[:, slot].fill_(_fresh_value(pool.schema.name))
-
-    def forget_positions(self, slot: int, position: int) -> None:
-        """Mark the ring rows of `position` and later as absent in every layer."""
-        self._check_slot(slot)
-        rows = self._positions[:, slot]
-        rows.masked_fill_(rows >= position, NO_POSITION)
 
     def memory_bytes(self) -> int:
         """Bytes really held."""

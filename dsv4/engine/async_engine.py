@@ -194,8 +194,7 @@ class AsyncEngine:
         for result in results:
             sequence = result.sequence
             stream, choice = self._owners[sequence]
-            logprobs = sequence.logprobs[-1] if sequence.logprobs else None
-            token = TokenEvent(choice, result.token_id, result.text, logprobs, sequence.finish_reason, seconds)
+            token = TokenEvent(choice, result.token_id, result.text, result.logprobs, result.finish_reason, seconds)
             events[stream].append(token)
         for sequence in [one for one in self._owners if one.is_done]:
             stream, choice = self._owners[sequence]

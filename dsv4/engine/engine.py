@@ -7,6 +7,10 @@ collected, so the host works while the device does: the token a request has just
 and an end the host sees one step late costs one row whose result is dropped. No token depends on that: what a row
 computes is a function of its own request. How requests wait, share and lose the cache: scheduler.py.
 
+An engine that drafts feeds a decoding request its newest token and some drafts, draws from every row, and keeps the
+draws up to the first that differs from its draft: those of an engine that does not draft. Each step is then collected
+before the next is planned, since only its draws say where requests stand.
+
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
 
@@ -29,11 +33,13 @@ from dsv4.cache.transfer import OnTheWay, to_device
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.bucket import Forwarded
 from dsv4.engine.constraint import Constraint
+from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.engine.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.rank_scheduler import RankScheduler
 from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Drawn, Undrawable, constraint_failure, make_masks, num_top_for, outcomes
-from dsv4.engine.scheduler import Scheduler, StepPlan
+from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, num_top_for, outcomes
+from dsv4.engine.scheduler import Piece, Scheduler, StepPlan
 from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.stats import EngineStats
@@ -41,16 +47,19 @@ from dsv4.engine.step import StepBuilder, StepInput
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingRows
-from dsv4.request import RequestError, SamplingParams, check_params, check_prompt
+from dsv4.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, check_params, check_prompt
 from dsv4.text.tokenizer import Tokenizer
 
 
 class StepResult(NamedTuple):
-    """One request's new token in a step, and the text that became certain with it."""
+    """One request's new token, the text that became certain with it, and whether it was the last. A step may have
+    several of a request."""
 
     sequence: Sequence
     token_id: int
     text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
 
 
 @dataclass
@@ -63,6 +72,7 @@ class _Flight:
     scores: Scores
     experts: OnTheWay | None
     drawn: OnTheWay | None = None
+    drafted: OnTheWay | None = None
     stuck: dict[int, str] = field(default_factory=dict)
 
 
@@ -73,6 +83,7 @@ class Engine:
     overlap     launch a step before the one before it is collected; by default on a GPU
     experts     the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
     scheduler   who runs next; by default over this cache alone
+    drafts      how many drafts the runner's drafter is asked for; None does not draft
     clock       seconds, for deadlines
     on_experts  when set, is told the experts that each step chose: int64 [layers, tokens, k] on the host
     """
@@ -81,6 +92,7 @@ class Engine:
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
         experts: ExpertPool | None = None, scheduler: Scheduler | RankScheduler | None = None,
+        drafts: FixedDrafts | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
@@ -90,10 +102,13 @@ class Engine:
         )
         self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)
         self.on_experts: Callable[[Tensor], None] | None = None
-        self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
+        assert drafts is None or self.runner.drafting is not None, "drafts need a runner with a drafter"
+        self._drafts = drafts
+        overlaps = cache.device.type == "cuda" if overlap is None else overlap
+        self._depth = int(overlaps and self.runner.drafting is None)
         self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
         self._results: list[StepResult] = []  # collected and not returned
-        self._builder = StepBuilder(cache)
+        self._builder = StepBuilder(cache, 0 if self.runner.drafting is None else self.runner.drafting.max_drafts)
         self._clock = clock
         self._experts = experts
         self._num_output_tokens = 0
@@ -146,6 +161,7 @@ class Engine:
             seconds_waiting=self._seconds_waiting,
             num_verified_hits=self._verifier.num_verified,
             num_wrong_hits=self._verifier.num_wrong,
+            drafts=None if self._drafts is None else self._drafts.stats(),
             **self.cache.prefix_stats(),
         )
 
@@ -191,11 +207,14 @@ class Engine:
         no block can ever be free fails alone (`Sequence.error`). If a call itself fails, every request in it is
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
+        started = time.perf_counter()
         launched = self._launch()
         while len(self._flights) > (self._depth if launched else 0):
             self._collect()
         if launched is not None and launched.drawn is None:
             self._draw(launched)
+        if launched is not None and self._drafts is not None:
+            self._drafts.took(launched.plan.num_tokens, time.perf_counter() - started)
         return self.take_results()
 
     def take_results(self) -> list[StepResult]:
@@ -239,6 +258,9 @@ class Engine:
 
     def _plan(self) -> StepPlan | None:
         """What to run next; None if nothing can run now."""
+        if self._drafts is not None:
+            assert isinstance(self.scheduler, Scheduler), "ranks do not draft"
+            self._drafts.cut(self.scheduler.running)
         plan = self.scheduler.schedule(self._clock())
         if plan.pieces:
             return plan
@@ -262,12 +284,13 @@ class Engine:
         step, device = flight.step, self.cache.device
         try:
             masks = make_masks(step.drawing, self.model.config.vocab_size)
-            rows = SamplingRows(step.draw_slots, step.draw_positions)
+            rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
             if masks.bits is not None and masks.is_masked is not None:
                 bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
                 rows = replace(rows, mask=bits, is_masked=is_masked)
             num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
             drawn = self.runner.draw(flight.forwarded, rows, num_top) if step.drawing else None
+            flight.drafted = self._draft(flight.forwarded, step, None if drawn is None else drawn.token_ids)
             flight.drawn = OnTheWay([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
             flight.stuck = masks.stuck
             flight.forwarded = None  # its memory may be used again
@@ -275,6 +298,15 @@ class Engine:
             self._flights.remove(flight)
             self._drop(flight)
             raise
+
+    def _draft(self, forwarded: Forwarded, step: StepInput, token_ids: Tensor | None) -> OnTheWay | None:
+        """Launch the drafter behind the draw: its rows of the step's tokens, and what it says comes next."""
+        if step.fed is None:
+            return None
+        num_requests = step.fed.slots.shape[0]
+        wanted = self._drafts.how_many(num_requests) if self._drafts is not None and num_requests else 0
+        drafted = self.runner.draft(forwarded, step.batch, token_ids, step.fed, wanted)
+        return None if drafted is None else OnTheWay([part for part in drafted if part is not None])
 
     # ---- collecting ----
 
@@ -285,42 +317,72 @@ class Engine:
         try:
             started = time.perf_counter()
             found = flight.drawn.wait()
+            drafted = () if flight.drafted is None else flight.drafted.wait()
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
+            sequences = flight.step.drawing
+            drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
             if flight.experts is not None and self.on_experts is not None:
-                self.on_experts(flight.experts.wait()[0])
+                self.on_experts(flight.experts.wait()[0][:, kept_rows(flight.plan, drawn)])
         except BaseException:  # the device failed: nothing that was launched can be trusted
             while self._flights:
                 self._drop(self._flights.popleft())
             raise
         self._flights.popleft()
-        sequences = flight.step.drawing
-        drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
-        self._settle(flight.plan, sequences, drawn)
+        self._settle(flight.plan, drawn)
+        self._offer(flight.plan, drafted)
 
-    def _settle(self, plan: StepPlan, drawing: SequenceOf[Sequence], drawn: SequenceOf[Drawn | Undrawable]) -> None:
-        """Each request of a step gets what it drew; those that are over leave."""
-        for sequence, outcome in zip(drawing, drawn, strict=True):
-            sequence.num_unread -= 1
-            if not sequence.is_done:  # or aborted, or over, while the step ran
-                self._take(sequence, outcome)
-        for piece in plan.pieces:
-            piece.sequence.end_if_read(piece.start + piece.length)
-            if piece.sequence.is_done:
-                self.scheduler.settle(piece.sequence)
+    def _settle(self, plan: StepPlan, drawn: SequenceOf[Outcome]) -> None:
+        """Each request of a step gets what it drew; those that are over leave. `drawn` has an outcome for every piece
+        that draws, and one more for each of its drafts."""
+        for piece, found in by_piece(plan, drawn):
+            sequence = piece.sequence
+            if found:
+                sequence.num_unread -= 1
+                num_true = num_accepted(piece, found)
+                num_taken = sum(self._take(sequence, outcome) for outcome in found[: 1 + num_true])
+                if piece.num_drafts:
+                    self._keep(piece, num_true, num_taken)
+                sequence.drafts = ()
+            sequence.end_if_read(piece.end)
+            if sequence.is_done:
+                self.scheduler.settle(sequence)
 
-    def _take(self, sequence: Sequence, outcome: Drawn | Undrawable) -> None:
+    def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
+        """The books of a piece whose first drafts came true, of whose draws the request took so many before its end."""
+        assert isinstance(self.scheduler, Scheduler), "ranks do not draft"
+        self.scheduler.keep(piece, num_true)
+        if self._drafts is not None and num_taken:
+            is_over = num_taken <= num_true  # at a draft: those behind it were not tried
+            self._drafts.record(num_taken if is_over else piece.num_drafts, min(num_taken, num_true))
+
+    def _offer(self, plan: StepPlan, drafted: SequenceOf[Tensor]) -> None:
+        """Each request that drew gets what the drafter says comes next."""
+        if not drafted or self._drafts is None:
+            return
+        drafts, *confidences = (part.tolist() for part in drafted)
+        drawing = [piece.sequence for piece in plan.pieces if piece.draws]
+        for place, sequence in enumerate(drawing):
+            if not sequence.is_done and sequence.slot is not None:
+                self._drafts.offer(sequence, drafts[place], confidences[0][place] if confidences else None)
+
+    def _take(self, sequence: Sequence, outcome: Outcome) -> bool:
+        """Whether the request is still there to take it: it may be over, or aborted, since the step was launched."""
+        if sequence.is_done:
+            return False
         if isinstance(outcome, Undrawable):
             sequence.error = outcome.reason
-            return
+            return True
         text = sequence.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
-        self._results.append(StepResult(sequence, outcome.token_id, text))
+        result = StepResult(sequence, outcome.token_id, text, outcome.logprobs, sequence.finish_reason)
+        self._results.append(result)
         if sequence.finish_reason is None and sequence.constraint is not None:
             try:
                 sequence.constraint.accept(outcome.token_id)
             except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
                 sequence.error = constraint_failure(error)
+        return True
 
     def _drop(self, flight: _Flight) -> None:
         """The step failed: its requests are aborted."""

@@ -68,16 +68,17 @@ def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
 
 def precompile(
     model: Transformer, cache: KVCacheManager, sizes: Sequence[int], experts: ExpertPool | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None, max_draws: int | None = None,
 ) -> None:  # fmt: skip
     """Compile what forward calls of these numbers of tokens launch, for the current GPU; `progress` hears how many
-    kernels are compiled, of how many. Logits are those of as many rows as there are tokens, or requests."""
+    kernels are compiled, of how many. Logits are those of as many rows as there are tokens, at most `max_draws`, which
+    is one for each request by default."""
     resident = stand_in(model, cache, experts)
     # a call whose experts may not fit the slots finds all of them in a staging stack
     staged = None if experts is None else stand_in(model, cache, experts, num_stacked=experts.num_experts)
     with launches_only_compile(), compiled_in_parallel(progress):
         for size in sorted(sizes, reverse=True):  # the kernels of many rows take longest
-            num_rows = min(size, cache.schema.num_slots)
+            num_rows = min(size, max_draws or cache.schema.num_slots)
             resident.launch(size, num_rows)
             if staged is not None and experts is not None and not experts.always_fits(size):
                 staged.launch(size, num_rows)

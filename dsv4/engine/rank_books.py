@@ -56,6 +56,9 @@ class RankBooks:
     def launched(self, slot: int) -> None:
         pass
 
+    def rewind(self, slot: int, position: int) -> None:
+        raise AssertionError("ranks do not draft")
+
     def blocks_freed_by(self, slots: Sequence[int]) -> int:
         return sum(blocks_at_position(self._positions[slot]) for slot in slots)
 

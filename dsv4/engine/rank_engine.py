@@ -122,7 +122,7 @@ class RankEngine(Engine):
         drawing = [piece.sequence for piece in plan.pieces if piece.draws]
         drawn = [one for answer in answers for one in answer.drawn]
         found = [_outcome(one, stuck.get(sequence)) for sequence, one in zip(drawing, drawn, strict=True)]
-        self._settle(plan, drawing, found)
+        self._settle(plan, found)
 
     def _run(self, plan: RanksPlan, stuck: dict[Sequence, str]) -> list[RankAnswer]:
         """The plan on every rank; what each of them says."""
@@ -146,7 +146,7 @@ class RankEngine(Engine):
         books, opened = self._books[rank], self._opened[rank]
         opened -= {sequence for sequence in opened if sequence.slot is None}
         openings, pieces = [], []
-        for sequence, slot, start, length, draws in part.pieces:
+        for sequence, slot, start, length, draws, _ in part.pieces:
             books.advance(slot, length)
             pieces.append(RankPiece(slot, start, length, draws))
             if start == 0 or sequence not in opened:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.engine.bucket import BucketGraph, Draws, Forwarded, padded_from, padding_batch
+from dsv4.engine.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch, padding_rows
+from dsv4.engine.drafting.round import Drafted, FedDrafts, extend, propose
 from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.precompile import precompile, rehearse
@@ -40,8 +41,12 @@ SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, s
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
 
 
-def decode_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Powers of two up to `max_tokens`, and `max_tokens` itself: padding at most doubles a call."""
+MAX_DRAFT_BUCKET = 512  # tokens: larger steps with drafts are few, and their logits many
+
+
+def decode_buckets(max_requests: int, max_drafts: int = 0) -> tuple[int, ...]:
+    """Powers of two up to the tokens of a decode step, and that number itself: padding at most doubles a call."""
+    max_tokens = max(max_requests, min(max_requests * (1 + max_drafts), MAX_DRAFT_BUCKET))
     powers = [1 << bit for bit in range(max_tokens.bit_length()) if 1 << bit < max_tokens]
     return (*powers, max_tokens)
 
@@ -52,13 +57,15 @@ class Runner:
     buckets         numbers of tokens that get a graph
     use_graphs      False on a CPU, or to run every call directly
     experts         the pool of a model whose experts are offloaded
+    drafting        the drafter whose rows every call writes, and how many drafts it may be asked for
     capture         how a call is captured; by default as CUDA graphs
     forbid_compiles a kernel compiled after `warm_up` raises `RunnerError`; otherwise `compiled_late` lists it
     """
 
     def __init__(
         self, model: Transformer, cache: KVCacheManager, *, buckets: Sequence[int], use_graphs: bool,
-        experts: ExpertPool | None = None, capture: Capture | None = None, forbid_compiles: bool = False,
+        experts: ExpertPool | None = None, drafting: Drafting | None = None, capture: Capture | None = None,
+        forbid_compiles: bool = False,
     ) -> None:  # fmt: skip
         if any(not isinstance(bucket, int) or bucket < 1 for bucket in buckets):
             raise ValueError(f"buckets must be positive numbers of tokens, found {list(buckets)}")
@@ -67,6 +74,7 @@ class Runner:
         self.model = model
         self.cache = cache
         self.experts = experts
+        self.drafting = drafting
         self.buckets = tuple(sorted(set(buckets)))
         self.use_graphs = use_graphs
         self.forbid_compiles = forbid_compiles
@@ -82,6 +90,12 @@ class Runner:
     def captured(self) -> tuple[int, ...]:
         """Buckets that have a graph."""
         return tuple(sorted(self._graphs))
+
+    @property
+    def max_draws(self) -> int:
+        """Rows of a step that draw, at most."""
+        most = 0 if self.drafting is None else self.drafting.max_drafts
+        return self.cache.schema.num_slots * (1 + most)
 
     @property
     def compiled_late(self) -> tuple[str, ...]:
@@ -148,6 +162,25 @@ class Runner:
         return drawn
 
     @torch.no_grad()
+    def draft(
+        self, forwarded: Forwarded, batch: TokenBatch, token_ids: Tensor | None, fed: FedDrafts, num_drafts: int
+    ) -> Drafted | None:
+        """Let the drafter write its rows of the last forward call, and ask it for `num_drafts` drafts for each request
+        of `fed`; None for 0. token_ids [N]: what the last draw gave, None if nothing drew."""
+        drafting, ops, state = self.drafting, self.model.context.ops, self.slots.state
+        assert drafting is not None, "a runner without a drafter"
+        with self._compiles:
+            if forwarded.bucket is not None:
+                made = forwarded.bucket.draft(fed, num_drafts)
+            else:
+                assert forwarded.hidden is not None
+                drawn = fed.slots[:0] if token_ids is None else token_ids
+                ends = extend(drafting.drafter, ops, state, batch, forwarded.hidden, drawn, fed)
+                made = propose(drafting.drafter, ops, state, ends, num_drafts) if num_drafts else None
+        self._check_compiles(f"drafting for {fed.slots.shape[0]} requests")
+        return made
+
+    @torch.no_grad()
     def score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
         """Log-probabilities of given tokens [SCORED_ROWS] after the batch rows `rows`, as `sampled_logprobs`."""
         assert rows.shape == token_ids.shape == (SCORED_ROWS,), f"always {SCORED_ROWS} rows"
@@ -172,20 +205,26 @@ class Runner:
         ops, last_tokens = self.model.context.ops, self.slots.state.last_tokens
         batch = replace(batch, token_ids=ops.resolve_tokens(batch.token_ids, batch.slots, last_tokens))
         experts: list[Tensor] = []
+        tap = None if self.drafting is None else self.drafting.drafter.tap(batch.num_tokens)
 
         def keep(layer_idx: int, output: BlockOutput) -> None:
             experts.append(output.experts)
+            if tap is not None:
+                tap(layer_idx, output)
 
         with padded_from(self.experts, num_valid):
             streams = self.model.forward(batch, self.cache.handle, keep)
-            return Forwarded(self.model.logits(streams.index_select(0, draw_rows)), streams, tuple(experts))
+            logits = self.model.logits(streams.index_select(0, draw_rows))
+            return Forwarded(logits, streams, tuple(experts), None if tap is None else tap.hidden)
 
     def _precompile(self, sizes: Sequence[int], progress: Progress) -> None:
         """A help, not a condition: what fails here fails again where it matters, or did not matter."""
         if not self.model.context.backend.has_kernels or not can_compile_in_parallel():
             return
         try:
-            precompile(self.model, self.cache, sizes, self.experts, partial(progress, "compiling"))
+            precompile(
+                self.model, self.cache, sizes, self.experts, partial(progress, "compiling"), max_draws=self.max_draws
+            )
         except Exception as error:
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
@@ -194,10 +233,20 @@ class Runner:
         rows = self._padding_rows(size)
         made = self._compute(batch, rows, num_valid=0)
         rehearse(self.model.context.ops, made.logits, self.slots.state)
+        if self.drafting is not None:
+            self._rehearse_drafts(self.drafting, made, batch)
         if self.experts is not None and not self.experts.always_fits(size):
             self.experts.stages_always = True
             self._compute(batch, rows, num_valid=0)
             self.experts.stages_always = False
+
+    def _rehearse_drafts(self, drafting: Drafting, made: Forwarded, batch: TokenBatch) -> None:
+        num_draws, num_requests = made.logits.shape[0], min(batch.num_tokens, self.cache.schema.num_slots)
+        fed = FedDrafts.padding(batch.num_tokens, num_requests, drafting.max_drafts, self.cache.device)
+        rows = padding_rows(num_draws, self.model.config.vocab_size, self.cache.device, drafting.max_drafts)
+        token_ids = self.model.context.ops.sample(made.logits, rows, self.slots.state)
+        for num_drafts in drafting.choices:
+            self.draft(made, batch, token_ids, fed, num_drafts)
 
     # ---- graphs ----
 
@@ -219,13 +268,13 @@ class Runner:
         return sorted(size for size in sizes if size <= max(largest, *self.buckets, 1))
 
     def _padding_rows(self, size: int) -> Tensor:
-        return torch.zeros(min(size, self.cache.schema.num_slots), dtype=torch.int64, device=self.cache.device)
+        return torch.zeros(min(size, self.max_draws), dtype=torch.int64, device=self.cache.device)
 
     @torch.no_grad()
     def _make_graph(self, bucket: int) -> BucketGraph:
         graph = BucketGraph(
-            bucket, self.cache.block_table, self.slots.state, self.model.context.ops, self.experts
-        )  # fmt: skip
+            bucket, self.cache.block_table, self.slots.state, self.model.context.ops, self.experts, self.drafting
+        )
         graph.capture(self._compute, self._capture)
         return graph
 

@@ -7,7 +7,8 @@ change, so two requests cannot take turns at displacing each other.
 
 `schedule` spends two budgets, tokens and cache blocks, in this order:
 
-1. **Decode.** Every running request with one token left to feed gets it.
+1. **Decode.** Every running request with one token left to feed gets it. Then those that have drafts get them too, as
+   far as the blocks they hold reach, and half of the tokens that are left: drafts cost nobody a block.
 2. **Prefill and admission**, in rank order. Running requests with more to feed get chunks, as far as tokens and blocks
    reach. The best waiting request, and only that one, is admitted when a slot is free and the blocks of its first chunk
    are; then the next. Nobody is admitted past it, or past a running request that lacks blocks.
@@ -19,7 +20,8 @@ behind it a request keeps what it holds and waits. The best-ranked request there
 the best-ranked one sooner or later: nobody starves. A waiting request of strictly higher priority preempts likewise.
 
 A plan is made before the tokens of the step before it are known: the next one of a request is counted
-(`Sequence.num_unread`) and fed all the same. What it was, and whether it was the last, `settle` hears later.
+(`Sequence.num_unread`) and fed all the same. What it was, and whether it was the last, `settle` hears later. Drafts are
+not counted before `keep` says which of them came true.
 
 A request starts from the longest prefix the cache still has, one that was preempted too. The head of the queue waits
 while a request ahead of it reads the same tokens, and takes them over: a prompt that many share is read once. Pieces
@@ -64,6 +66,8 @@ class CacheBooks(Protocol):
 
     def stop_at(self, slot: int, position: int) -> None: ...
 
+    def rewind(self, slot: int, position: int) -> None: ...
+
     def release(self, slot: int, *, keep: bool = True) -> None: ...
 
     def blocks_freed_by(self, slots: SequenceOf[int]) -> int: ...
@@ -72,13 +76,20 @@ class CacheBooks(Protocol):
 
 
 class Piece(NamedTuple):
-    """The tokens `start` to `start + length - 1` of a request. `draws`: they are the last it knows, a token follows."""
+    """The tokens `start` to `start + length - 1` of a request. `draws`: they are the last it knows, a token follows.
+    The last `num_drafts` of them are drafts, which it may turn out not to have."""
 
     sequence: Sequence
     slot: int
     start: int
     length: int
     draws: bool
+    num_drafts: int = 0
+
+    @property
+    def end(self) -> int:
+        """Behind its tokens that are certain."""
+        return self.start + self.length - self.num_drafts
 
 
 @dataclass(frozen=True)
@@ -182,11 +193,16 @@ class Scheduler:
                 draft.lengths[sequence] = 1
             else:
                 self._feed(draft, sequence)
+        num_drafts = self._grant_drafts(draft, decoding)
         for sequence in prefilling:
             self._admit(draft, ahead_of=_rank(sequence))
             self._feed(draft, sequence)
         self._admit(draft)
-        decodes = [_piece(sequence, 1) for sequence in decoding if draft.lengths.pop(sequence, 0)]
+        decodes = [
+            _piece(sequence, length, num_drafts.get(sequence, 0))
+            for sequence in decoding
+            if (length := draft.lengths.pop(sequence, 0))
+        ]
         others = sorted(draft.lengths, key=lambda sequence: (sequence.num_pending > 1, _rank(sequence)))
         prefills = [_piece(sequence, draft.lengths[sequence]) for sequence in others]
         self._plan = StepPlan((*decodes, *prefills), tuple(draft.preempted))
@@ -198,7 +214,7 @@ class Scheduler:
         self._plan = None
         self.num_steps += bool(plan.pieces)
         for piece in plan.pieces:
-            sequence, end = piece.sequence, piece.start + piece.length
+            sequence, end = piece.sequence, piece.end
             if sequence.slot is None:
                 continue  # aborted meanwhile
             if piece.start < sequence.prompt_len or piece.start < sequence.num_read:
@@ -208,8 +224,21 @@ class Scheduler:
             sequence.num_unread += piece.draws
             if end > sequence.num_read:
                 sequence.num_read = end
-            if end // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
+            if not piece.num_drafts and end // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
                 self._cache.launched(piece.slot)
+
+    def keep(self, piece: Piece, num_accepted: int) -> None:
+        """So many of the piece's drafts came true; the others were never fed, as far as the books know."""
+        sequence = piece.sequence
+        if not piece.num_drafts or not self._is_here(sequence) or sequence.slot is None:
+            return
+        # of a request that ended at one of them, what follows is not known either
+        end = min(piece.end + num_accepted, len(sequence.token_ids))
+        sequence.num_processed = end
+        sequence.num_read = max(sequence.num_read, end)
+        self._cache.rewind(sequence.slot, end)
+        if end // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
+            self._cache.launched(sequence.slot)
 
     def settle(self, sequence: Sequence) -> None:
         """What the request drew is known. If that was its end, or it failed, it leaves."""
@@ -288,6 +317,25 @@ class Scheduler:
             draft.num_blocks += freed
         elif draft.first_short is None or _rank(sequence) < draft.first_short:
             draft.first_short = _rank(sequence)
+
+    def _grant_drafts(self, draft: _Draft, decoding: list[Sequence]) -> dict[Sequence, int]:
+        """How many drafts each request that decodes is fed besides its token."""
+        granted: dict[Sequence, int] = {}
+        room = draft.num_tokens // 2  # the other half is for prompts
+        for sequence in decoding:
+            if not sequence.drafts or sequence not in draft.lengths:
+                continue
+            start = sequence.num_processed + 1
+            held = last_position(blocks_at_position(start))
+            stop = self._cache.next_stop(_slot(sequence))
+            # a step draws one token more than it has drafts
+            count = min(len(sequence.drafts), room, min(held, stop) - start, sequence.max_len - start - 1)
+            if count > 0:
+                granted[sequence] = count
+                draft.lengths[sequence] += count
+                draft.num_tokens -= count
+                room -= count
+        return granted
 
     def _admit(self, draft: _Draft, ahead_of: tuple[int, int] | None = None) -> None:
         while self._waiting and draft.num_tokens:
@@ -386,6 +434,7 @@ class Scheduler:
         draft.preempted.append(sequence)
         self._give_back(sequence)
         sequence.num_processed = 0
+        sequence.drafts = ()
         insort(self._waiting, sequence, key=_rank)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -438,9 +487,9 @@ def _slot(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def _piece(sequence: Sequence, length: int) -> Piece:
-    draws = length == sequence.num_pending and not sequence.draws_nothing
-    return Piece(sequence, _slot(sequence), sequence.num_processed, length, draws)
+def _piece(sequence: Sequence, length: int, num_drafts: int = 0) -> Piece:
+    draws = length - num_drafts == sequence.num_pending and not sequence.draws_nothing
+    return Piece(sequence, _slot(sequence), sequence.num_processed, length, draws, num_drafts)
 
 
 def _blocks_held(sequence: Sequence) -> int:

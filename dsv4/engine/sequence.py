@@ -37,8 +37,9 @@ class Sequence:
 
     A request that loses its slot (preemption) starts again with everything it knows, so it draws no token twice;
     `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is its place in the
-    scheduler's order, smaller first. `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many
-    of them it did not have to feed when it first started.
+    scheduler's order, smaller first. `drafts` are tokens that may follow the last known one, to be fed with it and
+    verified; whatever they are, they change nothing but how soon it is done. `chain` is what the prefix cache knows its
+    tokens by, `num_cached_tokens` how many of them it did not have to feed when it first started.
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
@@ -56,6 +57,7 @@ class Sequence:
     num_scored: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    drafts: tuple[int, ...] = ()
     chain: ChainKeys | None = None
     rank: tuple[int, int] | None = None
     finish_reason: FinishReason | None = None

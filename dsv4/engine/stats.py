@@ -5,6 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True)
+class DraftStats:
+    """Totals of drafting. `num_steps` counts every request's steps in which drafts of it were verified; the drafts, and
+    those that came true, are counted by their place behind the newest token."""
+
+    num_steps: int
+    verified_by_place: tuple[int, ...]
+    accepted_by_place: tuple[int, ...]
+
+    @property
+    def num_verified(self) -> int:
+        return sum(self.verified_by_place)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_by_place)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length: the drafts that came true and the token behind them."""
+        return 1 + self.num_accepted / max(self.num_steps, 1)
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Of the drafts verified at each place, first to last, the share that came true (with all before them)."""
+        pairs = zip(self.accepted_by_place, self.verified_by_place, strict=True)
+        return tuple(accepted / verified for accepted, verified in pairs if verified)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """What waits, what runs, what is held, and totals since the engine was made.
@@ -19,6 +48,7 @@ class EngineStats:
     `num_cached_tokens` were not fed because the prefix cache had them; of its hits, some came from host memory and some
     from disk. `num_*_bytes` are what it holds of snapshots, in host memory and on disk, `num_idle_blocks` the blocks
     that it keeps and any request may take.
+    `drafts` is None where the engine does not draft.
     """
 
     num_waiting: int
@@ -51,3 +81,4 @@ class EngineStats:
     num_prefix_bad_files: int = 0
     num_verified_hits: int = 0
     num_wrong_hits: int = 0
+    drafts: DraftStats | None = None

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.config import MAX_MTP_DRAFTS
 from dsv4.model.block import BlockOutput
 from dsv4.model.drafter import Choose, DraftEnds, Proposal
 from dsv4.model.transformer import Transformer
-
-MAX_MTP_DRAFTS = 3
 
 
 class MtpTap:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
-from dsv4.serve.load import DeviceOption, GpusOption
+from dsv4.serve.load import DeviceOption, DraftsOption, GpusOption, parse_drafts
 from dsv4.tools.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def bench_model_command(
     offload: Annotated[
         bool, typer.Option("--offload-experts", help="Experts that do not fit on the device live in host memory.")
     ] = False,
+    drafts: DraftsOption = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of decode speed (PNG).")] = None,
 ) -> None:
@@ -115,7 +116,7 @@ def bench_model_command(
         prefill_tokens=_numbers("--prefill", prefill), concurrencies=_numbers("--concurrency", concurrency),
         prompt_tokens=prompt, output_tokens=output, repeats=repeats,
         sections=SECTIONS if sections == "all" else tuple(part.strip() for part in sections.split(",")),
-        bandwidth=None if bandwidth is None else 1e12 * bandwidth,
+        bandwidth=None if bandwidth is None else 1e12 * bandwidth, drafts=parse_drafts(drafts),
     )  # fmt: skip
     kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
     if gpus != 1:

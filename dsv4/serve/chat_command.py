@@ -17,6 +17,7 @@ from dsv4.request import FinishReason, SamplingParams
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
+    DraftsOption,
     DtypeOption,
     GpusOption,
     ModelOption,
@@ -30,6 +31,7 @@ from dsv4.serve.load import (
     engine_limits,
     find_model,
     load_llm,
+    parse_drafts,
     parse_offload,
     with_defaults,
 )
@@ -70,6 +72,7 @@ def chat_command(
     device: DeviceOption = "cpu",
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
+    drafts: DraftsOption = "off",
     threads: ThreadsOption = None,
 ) -> None:
     """Talk to a model in the terminal. Type /help for the commands; lines from a pipe are answered one by one.
@@ -81,7 +84,7 @@ def chat_command(
       dsv4 chat --model ./checkpoint --device cuda --offload-experts auto
     """
     check_numerics(numerics, dtype)
-    offload = parse_offload(offload_experts)
+    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     notes = Console(stderr=True)
     folder = find_model(model, notes)
     config = ModelConfig.from_pretrained(folder)
@@ -93,7 +96,7 @@ def chat_command(
     limits = engine_limits(config, context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
-        offload_experts=offload, gpus=gpus, threads=threads,
+        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
     )  # fmt: skip
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch

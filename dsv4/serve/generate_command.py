@@ -21,6 +21,7 @@ from dsv4.request import Completion, RequestError, SamplingParams
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
+    DraftsOption,
     DtypeOption,
     GpusOption,
     ModelOption,
@@ -33,11 +34,13 @@ from dsv4.serve.load import (
     engine_limits,
     find_model,
     load_llm,
+    parse_drafts,
     parse_offload,
     with_defaults,
 )
 
 if TYPE_CHECKING:
+    from dsv4.engine.stats import DraftStats
     from dsv4.llm import LLM, Prompt
     from dsv4.tools.experts import ExpertCounter, LayerExperts
 
@@ -70,9 +73,12 @@ def generate_command(
     device: DeviceOption = "cpu",
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
+    drafts: DraftsOption = "off",
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Also show which experts each layer used.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also show which experts each layer used, and drafts.")
+    ] = False,
 ) -> None:
     """Continue a prompt and print the text as it comes.
 
@@ -100,20 +106,25 @@ def generate_command(
     given = {name: value for name, value in options.items() if value is not None}
     replace(params, **given)  # type: ignore[arg-type]  # mistakes are told before the checkpoint is looked at
     check_numerics(numerics, dtype)
-    offload = parse_offload(offload_experts)
+    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     console = Console(stderr=True)
     folder = find_model(model, console)
     params = with_defaults(params, options, folder, console)
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, gpus=gpus, threads=threads,
+        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
     )  # fmt: skip
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json
     run = complete(llm, source, params, console, _write if streams_text else None)
+    drafted = llm.engine.stats().drafts
     if as_json:
-        used = {} if counter is None else {"experts": [list(layer.counts) for layer in counter.layers()]}
+        used: dict[str, object] = (
+            {} if counter is None else {"experts": [list(layer.counts) for layer in counter.layers()]}
+        )
+        if stats and drafted is not None:
+            used["drafts"] = _draft_fields(drafted)
         print(json.dumps({**_to_dict(run), **used}, ensure_ascii=False))
     elif streams_text:
         print()
@@ -122,6 +133,8 @@ def generate_command(
     console.print(f"[dim]{_summary(run)}; {numerics} numerics on {device}[/dim]", highlight=False, soft_wrap=True)
     if counter is not None and not as_json:
         console.print(_experts_table(counter.layers()))
+        if drafted is not None:
+            console.print(f"[dim]{_draft_line(drafted)}[/dim]", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -237,6 +250,19 @@ def _experts_table(layers: list[LayerExperts]) -> Table:
         kinds = (str(one.layer.attention), str(one.layer.router))
         table.add_row(str(one.layer.layer_idx), *kinds, f"{one.num_used} of {len(one.counts)}", shown)
     return table
+
+
+def _draft_line(drafts: DraftStats) -> str:
+    shares = ", ".join(f"{100 * share:.0f} %" for share in drafts.acceptance)
+    came_true = f"{drafts.num_accepted} of {drafts.num_verified} drafts came true"
+    return f"{came_true}{f' (by place {shares})' if shares else ''}, {drafts.tokens_per_step:.2f} tokens a step"
+
+
+def _draft_fields(drafts: DraftStats) -> dict[str, object]:
+    return {
+        "steps": drafts.num_steps, "verified": list(drafts.verified_by_place),
+        "accepted": list(drafts.accepted_by_place), "tokens_per_step": round(drafts.tokens_per_step, 3),
+    }  # fmt: skip
 
 
 def _to_dict(run: Run) -> dict[str, object]:

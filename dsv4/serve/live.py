@@ -52,6 +52,8 @@ class LiveView:
             output_tokens=stats.num_output_tokens,
             cache=cache_kinds(self._engine.cache.schema, stats),
             experts=_digits(self._counts.clone()),
+            step_tokens=None if stats.drafts is None else stats.drafts.tokens_per_step,
+            accepted=[] if stats.drafts is None else list(stats.drafts.acceptance),
         )
 
 

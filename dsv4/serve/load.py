@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.drafting.options import Drafts, draft_limits, why_off
 from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
 from dsv4.serve.defaults import FILE_NAME, describe, read_sampling_defaults
@@ -52,6 +53,10 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 GpusOption = Annotated[
     int, typer.Option(help="GPUs that share the model, a process each; with --device cpu, processes on this machine.")
+]
+DraftsOption = Annotated[
+    str,
+    typer.Option(help="Drafts to verify in a step: auto (as many as pay), a number, or off. The text is the same."),
 ]
 OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
 ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
@@ -131,9 +136,18 @@ def parse_offload(text: str | None) -> str | int | None:
     return int(text)
 
 
+def parse_drafts(text: str) -> Drafts:
+    """`--drafts`, before torch is loaded; what the model can have is checked with its config."""
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else "off"
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(f"--drafts must be auto, off or a number of tokens, found {text!r}")
+    return int(text)
+
+
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
-    offload_experts: str | int | None = None, gpus: int = 1, threads: int | None = None,
+    offload_experts: str | int | None = None, drafts: Drafts = "off", gpus: int = 1, threads: int | None = None,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     config = ModelConfig.from_pretrained(model)
@@ -141,6 +155,11 @@ def load_llm(
         raise RequestError(f"--threads must be at least 1, found {threads}")
     if threads is not None and gpus > 1:
         raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
+    obstacle = why_off(config, numerics=numerics, num_ranks=gpus, offloads=offload_experts is not None)
+    if drafts == "auto" and obstacle is not None:
+        print_note(f"drafts are off: {obstacle}", console)
+        drafts = "off"
+    limits = draft_limits(limits, config, drafts)
     if device == "cpu":
         check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
 
@@ -158,7 +177,7 @@ def load_llm(
         llm = LLM(
             model, device=device, numerics="exact" if numerics == "exact" else "official",
             dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
-            gpus=gpus, progress=True,
+            drafts=drafts, gpus=gpus, progress=True,
         )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)

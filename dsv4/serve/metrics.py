@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.stats import DraftStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -77,6 +78,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        drafts = stats.drafts or DraftStats(0, (), ())
         gauges = (
             ("num_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
             ("num_requests_running", "Requests in the batch.", stats.num_running),
@@ -122,6 +124,9 @@ class _EngineCollector(Collector):
              stats.num_prefix_bad_files),
             ("prefix_verified", "Hits read again without the cache.", stats.num_verified_hits),
             ("prefix_wrong", "Hits that differed from a cold run.", stats.num_wrong_hits),
+            ("spec_decode_num_drafts", "Requests' steps in which drafts were verified.", drafts.num_steps),
+            ("spec_decode_num_draft_tokens", "Drafts verified.", drafts.num_verified),
+            ("spec_decode_num_accepted_tokens", "Drafts that came true.", drafts.num_accepted),
         )  # fmt: skip
         for name, text, value in counters:
             counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
@@ -137,6 +142,13 @@ class _EngineCollector(Collector):
         ):  # fmt: skip
             hits.add_metric((self._model, tier), number)
         yield hits
+        places = CounterMetricFamily(
+            "dsv4_spec_decode_num_accepted_tokens_per_pos", "Drafts that came true, by their place behind the token.",
+            labels=(_LABEL, "position"),
+        )  # fmt: skip
+        for place, accepted in enumerate(drafts.accepted_by_place):
+            places.add_metric((self._model, str(place)), accepted)
+        yield places
 
 
 class RequestTimer:

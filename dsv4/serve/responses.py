@@ -238,7 +238,9 @@ class CacheKind(Answer):
 
 
 class Live(Answer):
-    """The engine at this moment. `experts` is one string of digits per layer, 0 (idle) to 9 (the busiest expert)."""
+    """The engine at this moment. `experts` is one string of digits per layer, 0 (idle) to 9 (the busiest expert).
+    With drafts, `accepted` is the share that came true by place, `step_tokens` the mean of a request's tokens a step.
+    """
 
     model: str
     seconds: float
@@ -252,3 +254,5 @@ class Live(Answer):
     output_tokens: int
     cache: list[CacheKind]
     experts: list[str]
+    step_tokens: float | None
+    accepted: list[float]

@@ -18,6 +18,7 @@ from dsv4.serve.defaults import read_sampling_defaults
 from dsv4.serve.load import (
     DEFAULT_CONTEXT,
     DeviceOption,
+    DraftsOption,
     DtypeOption,
     GpusOption,
     ModelOption,
@@ -29,6 +30,7 @@ from dsv4.serve.load import (
     engine_limits,
     find_model,
     load_llm,
+    parse_drafts,
     parse_offload,
     print_note,
 )
@@ -71,6 +73,7 @@ def serve_command(
     device: DeviceOption = "cpu",
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
+    drafts: DraftsOption = "off",
     threads: ThreadsOption = None,
     generation_config: Annotated[
         bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
@@ -102,7 +105,7 @@ def serve_command(
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install -e '.[serve]' in a checkout")
     check_numerics(numerics, dtype)
-    offload = parse_offload(offload_experts)
+    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
     console = Console(stderr=True)
@@ -139,7 +142,7 @@ def serve_command(
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, gpus=gpus, threads=threads,
+        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
     )  # fmt: skip
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
+from dsv4.engine.drafting.options import Drafts
 from dsv4.engine.graphs import RunnerError, capture_graph
 from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.runner import Runner
@@ -53,6 +54,7 @@ class Settings:
     repeats: int = 20
     sections: tuple[str, ...] = SECTIONS
     bandwidth: float | None = None  # bytes a second; None looks the device up
+    drafts: Drafts = "off"  # of the requests that are served
 
 
 @dataclass(frozen=True)
@@ -275,11 +277,13 @@ def measure_prefill(model: BenchModel, num_tokens: int, repeats: int) -> Record:
     }  # fmt: skip
 
 
-def measure_serving(model: BenchModel, concurrency: int, prompt_tokens: int, output_tokens: int) -> Record:
+def measure_serving(
+    model: BenchModel, concurrency: int, prompt_tokens: int, output_tokens: int, drafts: Drafts = "off"
+) -> Record:
     """Requests through the engine, all at once: time to the first token, between tokens, tokens a second."""
     context = prompt_tokens + output_tokens
     limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
-    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool)
+    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool, drafts=drafts)
     return serve_requests(llm, concurrency, prompt_tokens, output_tokens)
 
 
@@ -301,7 +305,17 @@ def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens
         "between_tokens_ms": round(1e3 * statistics.median(ordered), 3),
         "between_tokens_ms_p99": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
         "tokens_per_second": round(sum(map(len, stamps)) / total, 2),
-    } | ({} if llm.pool is None else _moved(before, llm.engine.stats()))  # fmt: skip
+    } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
+
+
+def _drafted(stats: EngineStats) -> Record:
+    """What drafts did so far, where there were any."""
+    if stats.drafts is None:
+        return {}
+    return {
+        "tokens_per_step": round(stats.drafts.tokens_per_step, 3),
+        "accepted_by_place": [round(share, 3) for share in stats.drafts.acceptance],
+    }
 
 
 def _moved(before: EngineStats, after: EngineStats) -> Record:
@@ -395,7 +409,7 @@ def run_bench(model: BenchModel, settings: Settings, note: Callable[[str], None]
     for count in settings.prefill_tokens if "prefill" in settings.sections else ():
         add(f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4)))
     for count in settings.concurrencies if "serving" in settings.sections else ():
-        sizes = settings.prompt_tokens, settings.output_tokens
+        sizes = settings.prompt_tokens, settings.output_tokens, settings.drafts
         add(f"serving, {count} requests", partial(measure_serving, model, count, *sizes))
     if "memory" in settings.sections:
         add("memory", lambda: measure_memory(model, max(settings.batches), max(settings.contexts)))

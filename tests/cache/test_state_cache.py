@@ -71,22 +71,8 @@ def test_views_are_contiguous_and_aligned_alike_on_every_layer():
             assert (view.data_ptr() - pool.storage.data_ptr()) % ALIGNMENT == 0
 
 
-def test_forget_positions():
-    state = make_state()
-    for layer in state.schema.layers:
-        positions = state.window(layer.layer_idx).positions
-        positions[:] = torch.arange(129, dtype=torch.int32) + layer.layer_idx
-    state.forget_positions(1, 100)
-    for layer in state.schema.layers:
-        expected = (torch.arange(129, dtype=torch.int32) + layer.layer_idx).repeat(4, 1)
-        expected[1][expected[1] >= 100] = -1
-        assert torch.equal(state.window(layer.layer_idx).positions, expected)
-
-
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_slots_that_do_not_exist(slot):
     state = make_state()
     with pytest.raises(UnknownSlot, match="is not one of 0 .. 3"):
         state.reset_slot(slot)
-    with pytest.raises(UnknownSlot, match="is not one of 0 .. 3"):
-        state.forget_positions(slot, 0)

@@ -58,6 +58,12 @@ class Books:
         del self._positions[slot]
         self._free_slots.append(slot)
 
+    def rewind(self, slot, position):
+        keep = blocks_at_position(position)
+        self._allocator.release(self._blocks[slot][keep:])
+        del self._blocks[slot][keep:]
+        self._positions[slot] = position
+
     def position(self, slot):
         return self._positions[slot]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.config import ConfigError
-from dsv4.engine.drafting.policy import LEAST_TRIES, AcceptanceMeter, DraftPolicy, StepTimes
+from dsv4.engine.drafting.policy import LEAST_TRIES, AcceptanceMeter, DraftPolicy, LearnedTimes, StepTimes
 
 FLAT = StepTimes({1: 1.0, 1024: 1.0})  # more rows cost nothing
 LINEAR = StepTimes({1: 1.0})  # a row costs what a row costs
@@ -69,8 +69,41 @@ def test_no_other_choice_gives_more_tokens_a_second(survivals, table, drafting, 
 
 def test_a_draft_is_probed_now_and_then():
     policy = DraftPolicy(LINEAR, probe_steps=4)
-    chosen = [policy.choose([[0.1, 0.1], []]) for _ in range(9)]
-    assert chosen == [[0, 0]] * 3 + [[1, 0]] + [[0, 0]] * 3 + [[1, 0]] + [[0, 0]]
+    asked = [policy.ask([0.1, 0.1], 2) for _ in range(9)]
+    assert asked == [(0, False)] * 3 + [(1, True)] + [(0, False)] * 3 + [(1, True)] + [(0, False)]
+    assert DraftPolicy(LINEAR, probe_steps=1).ask([], 2) == (0, True)
+
+
+@given(chances, tables, st.floats(0, 2), st.integers(1, 6))
+def test_asking_for_another_number_gives_no_more(chances, table, drafting, num_requests):
+    verify, draft = StepTimes(table), StepTimes({1: drafting}) if drafting > 0 else None
+
+    def rate(count):
+        seconds = verify.seconds(num_requests * (1 + count))
+        if count and draft is not None:
+            seconds += draft.seconds(num_requests)
+        return (1 + sum(chances[:count])) / seconds
+
+    count, is_probe = DraftPolicy(verify, draft).ask(chances, num_requests)
+    assert not is_probe
+    assert rate(count) >= max(map(rate, range(len(chances) + 1))) * (1 - 1e-9)
+
+
+def test_times_are_learned():
+    times = LearnedTimes(memory=10, weight=0.5)
+    assert times.seconds(1) == times.seconds(0) == 0
+    times.record(1, 1.0)
+    assert (times.seconds(1), times.seconds(6)) == (1.0, 1.0), "a size that was not seen is worth a try"
+    times.record(2, 3.0)
+    times.record(4, 2.0)
+    assert [times.seconds(rows) for rows in (1, 2, 3, 4, 100)] == [1, 3, 3, 3, 3], "never faster than a smaller one"
+    times.record(2, 1.0)
+    assert times.seconds(2) == 2.0
+    for _ in range(11):
+        times.record(1, 1.5)
+    assert times.seconds(4) == times.seconds(1), "what was seen long ago is forgotten"
+    times.record(60, 9.0)
+    assert times.seconds(33) == 9.0, "large steps are grouped"
 
 
 def test_meter_finds_the_rates_and_follows_a_change():

@@ -13,10 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from dsv4.config import ConfigError, is_positive_real, is_size, shown
 
 LEAST_TRIES = 200  # before acceptance says anything about a drafter
+_MOMENT = 1e-12  # seconds, where nothing is known
 BROKEN_RATE = 0.02  # first drafts accepted less often than this: not a drafter of this model
 
 
@@ -46,6 +48,43 @@ class StepTimes:
         if place < len(self._rows):
             return self._seconds[place]
         return self._seconds[-1] * num_rows / self._rows[-1]
+
+
+class LearnedTimes:
+    """Seconds of a step by its number of rows, from the steps there were. Sizes are grouped by powers of two.
+
+    What was not seen for `memory` steps counts as fast as the next smaller size that was: so it is tried, and then
+    known. A larger step never counts as faster than a smaller one.
+    """
+
+    def __init__(self, *, memory: int = 512, weight: float = 0.2) -> None:
+        self._memory, self._weight = memory, weight
+        self._seen: dict[int, tuple[float, int]] = {}  # by size: seconds, and when
+        self._num_steps = 0
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        self._num_steps += 1
+        size = _size(num_rows)
+        before, _ = self._seen.get(size, (seconds, 0))
+        self._seen[size] = before + self._weight * (seconds - before), self._num_steps
+
+    def seconds(self, num_rows: int) -> float:
+        """0 for no rows, or as long as nothing is known."""
+        oldest = self._num_steps - self._memory
+        size = _size(num_rows)
+        known = [took for seen, (took, when) in self._seen.items() if seen <= size and when >= oldest]
+        return max(known, default=0.0) if num_rows > 0 else 0.0
+
+
+def _size(num_rows: int) -> int:
+    return num_rows if num_rows <= 8 else 1 << (num_rows - 1).bit_length()
+
+
+class Times(Protocol):
+    """Seconds of a step by its number of rows."""
+
+    def seconds(self, num_rows: int) -> float: ...
 
 
 class AcceptanceMeter:
@@ -90,35 +129,39 @@ class AcceptanceMeter:
 
 
 class DraftPolicy:
-    """Chooses the number of drafts of every request of a step.
+    """Chooses how many drafts to ask for, and how many of each request of a step to verify.
 
     verify       seconds of a step by its rows
     draft        seconds of drafting by the number of requests; None: it costs nothing
-    probe_steps  after so many steps in which drafts did not pay, one is verified for each request that may have any,
-                 so that a better time is noticed
+    probe_steps  after so many steps in which drafts did not pay, one is asked for, so that a better time is noticed
     """
 
-    def __init__(self, verify: StepTimes, draft: StepTimes | None = None, *, probe_steps: int = 64) -> None:
+    def __init__(self, verify: Times, draft: Times | None = None, *, probe_steps: int = 64) -> None:
         self._verify = verify
         self._draft = draft
         self._probe_steps = probe_steps
         self._idle_steps = 0
 
+    def ask(self, chances: Sequence[float], num_requests: int) -> tuple[int, bool]:
+        """How many drafts to ask for if each of `num_requests` requests has these survivals, and whether only to see
+        how they do."""
+
+        def rate(count: int) -> float:
+            drafting = 0.0 if self._draft is None or not count else self._draft.seconds(num_requests)
+            seconds = drafting + self._verify.seconds(num_requests * (1 + count))
+            return (1 + sum(chances[:count])) / max(seconds, _MOMENT)
+
+        best = max(range(len(chances) + 1), key=lambda count: (rate(count), -count))
+        self._idle_steps = 0 if best else self._idle_steps + 1
+        if best or self._idle_steps < self._probe_steps:
+            return best, False
+        self._idle_steps = 0
+        return min(1, len(chances)), True
+
     def choose(self, survivals: Sequence[Sequence[float]], other_rows: int = 0) -> list[int]:
         """How many drafts to verify for each request, given each one's survivals (as many as it may have drafts) and
         the rows of the step that are not theirs.
         """
-        counts = self._best(survivals, other_rows)
-        if any(counts):
-            self._idle_steps = 0
-            return counts
-        self._idle_steps += 1
-        if self._idle_steps < self._probe_steps:
-            return counts
-        self._idle_steps = 0
-        return [min(1, len(chances)) for chances in survivals]
-
-    def _best(self, survivals: Sequence[Sequence[float]], other_rows: int) -> list[int]:
         num_requests = len(survivals)
         order = sorted(
             (-chance, place, request)  # ties by place, then by request: never by what else is in the step
@@ -127,11 +170,11 @@ class DraftPolicy:
         )
         base_rows = other_rows + num_requests
         drafting = 0.0 if self._draft is None else self._draft.seconds(num_requests)
-        best_rate, best_count = num_requests / max(self._verify.seconds(base_rows), 1e-12), 0
+        best_rate, best_count = num_requests / max(self._verify.seconds(base_rows), _MOMENT), 0
         expected = float(num_requests)
         for count, (negative, _, _) in enumerate(order, start=1):
             expected -= negative
-            rate = expected / (drafting + self._verify.seconds(base_rows + count))
+            rate = expected / max(drafting + self._verify.seconds(base_rows + count), _MOMENT)
             if rate > best_rate:
                 best_rate, best_count = rate, count
         counts = [0] * num_requests

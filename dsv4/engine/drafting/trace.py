@@ -17,7 +17,6 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, is_size, shown
 from dsv4.engine.drafting.make import make_drafter
 from dsv4.model.drafter import DraftEnds, Drafter
-from dsv4.model.mtp_drafter import MAX_MTP_DRAFTS
 from dsv4.model.transformer import Transformer
 from dsv4.ops.select import topk_select_ref
 from dsv4.request import RequestError, check_token_ids
@@ -46,7 +45,7 @@ def trace_drafts(
     """See `LLM.draft_trace`. `make_cache(limits, schedule)` makes a cache of the model's numerics."""
     pairs = _check_verified(verified)
     anchors = check_token_ids([anchor, *(bonus for _, bonus in pairs)], model.config.vocab_size, "anchor or bonus")
-    most = MAX_MTP_DRAFTS if model.config.dspark is None else model.config.dspark.block_size
+    most = model.config.max_drafts
     max_tokens, room = len(token_ids) + (1 + most) * len(pairs), model.config.max_position_embeddings
     if max_tokens > room:
         raise RequestError(f"prompt and drafts may reach {max_tokens} tokens, the model's longest context is {room}")

@@ -87,25 +87,26 @@ def _draw_chunk(values_ptr, limits, seed, step, num_ties, start, end):
 
 
 @jit
-def _finish(token_ids_ptr, state, row, slot, token, vocab_size):
+def _finish(token_ids_ptr, state, row, slot, remembers, token, vocab_size):
     """The row's answer, and what its slot remembers of it."""
     tl.store(token_ids_ptr + row, token)
-    if slot >= 0:
+    if (slot >= 0) & (remembers != 0):
         tl.store(state.last_tokens + slot, tl.maximum(token, 0))
         if (token >= 0) & ((tl.load(state.flags + slot) & _HAS_PENALTIES) != 0):
             tl.atomic_add(state.token_counts + slot * vocab_size + token, 1, sem="relaxed")
 
 
-@jit(do_not_specialize=("slots_ptr", "positions_ptr", "token_ids_ptr", "chunk_len", "num_chunks"))
+@jit(do_not_specialize=("slots_ptr", "positions_ptr", "remembers", "token_ids_ptr", "chunk_len", "num_chunks"))
 def _draw_kernel(
-    slots_ptr, positions_ptr, state, scratch, token_ids_ptr, vocab_size, chunk_len, num_chunks, C_BLOCK: tl.constexpr
+    slots_ptr, positions_ptr, remembers, state, scratch, token_ids_ptr, vocab_size, chunk_len, num_chunks,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     fields_ptr = scratch.row_fields + row * _ROW_FIELDS
     if tl.load(fields_ptr + _STAGE) == _KNOWN:
         if chunk == 0:
-            _finish(token_ids_ptr, state, row, slot, tl.load(fields_ptr + _TOKEN), vocab_size)
+            _finish(token_ids_ptr, state, row, slot, remembers, tl.load(fields_ptr + _TOKEN), vocab_size)
     else:
         place = row * num_chunks + chunk
         inverse = _inverse_temperature(tl.load(state.temperature + slot))
@@ -130,4 +131,4 @@ def _draw_kernel(
         tl.store(scratch.best_index + place, best_index)
         if _is_last(scratch.arrivals, row, num_chunks):
             _best, token = _row_best(scratch.best, scratch.best_index, row, num_chunks, C_BLOCK)
-            _finish(token_ids_ptr, state, row, slot, token.to(tl.int64), vocab_size)
+            _finish(token_ids_ptr, state, row, slot, remembers, token.to(tl.int64), vocab_size)

@@ -124,8 +124,11 @@ def _still_a_number(was_number, x):
 
 
 @jit
-def _penalise(x, token_counts_ptr, columns, is_token, repetition, presence, frequency):
+def _penalise(x, token_counts_ptr, drafts, columns, is_token, repetition, presence, frequency):
     words = tl.load(token_counts_ptr + columns, mask=is_token, other=0)
+    drafts_ptr, num_drafts = drafts
+    for i in range(num_drafts):
+        words += (columns == tl.load(drafts_ptr + i)).to(tl.int32)
     counts = (words & _COUNT_BITS).to(tl.float32)
     was_number = x > float("-inf")
     # torch.where(seen, where(logits > 0, logits / factor, logits * factor), logits) - frequency * counts -
@@ -186,7 +189,7 @@ def _row_best(values_ptr, indices_ptr, row, num_chunks, C_BLOCK: tl.constexpr):
 
 
 @jit
-def _load_allowed(logits_ptr, mask_ptr, is_masked, state, slot, flags, settings, columns, vocab_size):
+def _load_allowed(logits_ptr, mask_ptr, is_masked, state, slot, flags, settings, drafts, columns, vocab_size):
     """fp32 logits of a row after bias, penalties and mask, -inf beyond the vocabulary; whether one of them was NaN."""
     is_token = columns < vocab_size
     x = tl.load(logits_ptr + columns, mask=is_token, other=float("-inf")).to(tl.float32)
@@ -198,7 +201,7 @@ def _load_allowed(logits_ptr, mask_ptr, is_masked, state, slot, flags, settings,
     if (flags & _HAS_PENALTIES) != 0:
         repetition, presence, frequency = settings
         counts_ptr = state.token_counts + slot * vocab_size
-        x = _penalise(x, counts_ptr, columns, is_token, repetition, presence, frequency)
+        x = _penalise(x, counts_ptr, drafts, columns, is_token, repetition, presence, frequency)
     x = _numbers(x)
     if is_masked != 0:
         words = tl.load(mask_ptr + columns // 32, mask=is_token, other=0)
@@ -232,12 +235,16 @@ def _open_row(fields_ptr, state, slot, temperature, is_poisoned, largest, index,
 
 
 # what has one value a row may begin anywhere: it is not compiled for an alignment
-@jit(do_not_specialize=("slots_ptr", "has_mask", "mask_ptr", "is_masked_ptr", "chunk_len", "num_chunks"))
+@jit(
+    do_not_specialize=(
+        "slots_ptr", "has_mask", "mask_ptr", "is_masked_ptr", "drafts_ptr", "num_drafts", "chunk_len", "num_chunks"
+    )
+)  # fmt: skip
 def _scan_kernel(
-    logits_ptr, slots_ptr, has_mask, mask_ptr, is_masked_ptr, state, scratch, stride_lr, vocab_size,
-    chunk_len, num_chunks, C_BLOCK: tl.constexpr,
+    logits_ptr, slots_ptr, has_mask, mask_ptr, is_masked_ptr, drafts_ptr, num_drafts, state, scratch, stride_lr,
+    vocab_size, chunk_len, num_chunks, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where has_mask is 0, mask_ptr [R, words] and is_masked_ptr [R] are not read."""
+    """Where has_mask is 0, mask_ptr [R, words] and is_masked_ptr [R] are not read; drafts_ptr is [R, num_drafts]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     fields_ptr = scratch.row_fields + row * _ROW_FIELDS
@@ -255,14 +262,16 @@ def _scan_kernel(
         if has_mask != 0:
             is_masked = tl.load(is_masked_ptr + row)
         mask_ptr += row * ((vocab_size + 31) // 32)
+        drafts = (drafts_ptr + row * num_drafts, num_drafts)
         start = chunk * chunk_len
         best, best_index = tl.full([], float("-inf"), tl.float32), start
         smallest, is_poisoned = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int32)
         for tile in range(start, tl.minimum(start + chunk_len, scratch.pitch), _TILE):
             columns = tile + tl.arange(0, _TILE)
             values, has_nan = _load_allowed(
-                logits_ptr + row * stride_lr, mask_ptr, is_masked, state, slot, flags, settings, columns, vocab_size
-            )
+                logits_ptr + row * stride_lr, mask_ptr, is_masked, state, slot, flags, settings, drafts, columns,
+                vocab_size,
+            )  # fmt: skip
             is_poisoned = is_poisoned | has_nan
             largest = tl.max(values, 0)
             index = tl.min(tl.where(values == largest, columns, _MAX_INDEX), 0)

@@ -51,20 +51,23 @@ def launch_sample(logits: Tensor, rows: SamplingRows, state: SamplingState, conf
     mask = is_masked = slots.view(torch.int32)  # of the right type, and not read
     if rows.mask is not None and rows.is_masked is not None:
         mask, is_masked = rows.mask.contiguous(), rows.is_masked.contiguous()
+    drafts, num_drafts = slots, 0  # not read either
+    if rows.drafts is not None:
+        drafts, num_drafts = rows.drafts.contiguous(), rows.drafts.shape[1]
     slot_arguments = SlotArguments(*(getattr(state, name) for name in SlotArguments._fields))
     grid, sizes = (num_chunks, num_rows), (chunk_tiles * TILE, num_chunks)
     options = {"num_warps": config.num_warps, **OPTIONS}
     c_block = next_power_of_2(config.max_chunks)
     _scan_kernel[grid](
-        logits, slots, int(rows.mask is not None), mask, is_masked, slot_arguments, scratch, logits.stride(0),
-        vocab_size, *sizes, C_BLOCK=c_block, **options,
+        logits, slots, int(rows.mask is not None), mask, is_masked, drafts, num_drafts, slot_arguments, scratch,
+        logits.stride(0), vocab_size, *sizes, C_BLOCK=c_block, **options,
     )  # fmt: skip
     for _ in range(NUM_PASSES):
         _narrow_kernel[grid](slots, slot_arguments, scratch, *sizes, **options)
     _tie_kernel[grid](scratch, *sizes, **options)
     _draw_kernel[grid](
-        slots, rows.positions.contiguous(), slot_arguments, scratch, token_ids, vocab_size, *sizes, C_BLOCK=c_block,
-        **options,
+        slots, rows.positions.contiguous(), int(rows.drafts is None), slot_arguments, scratch, token_ids, vocab_size,
+        *sizes, C_BLOCK=c_block, **options,
     )  # fmt: skip
     return token_ids
 
@@ -126,7 +129,7 @@ def resolve_tokens(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Ten
 
 def _check(logits: Tensor, rows: SamplingRows, state: SamplingState) -> None:
     columns = {spec.name: getattr(state, spec.name) for spec in fields(state)}
-    check_launch(logits, rows.slots, rows.positions, rows.mask, rows.is_masked, *columns.values())
+    check_launch(logits, rows.slots, rows.positions, rows.mask, rows.is_masked, rows.drafts, *columns.values())
     if logits.dim() != 2 or not logits.dtype.is_floating_point or not 0 < logits.shape[1] < 1 << 18:
         raise KernelInputError(f"expected logits [R, V], V below 2^18, found {logits.dtype} {tuple(logits.shape)}")
     num_rows, vocab_size = logits.shape
@@ -139,6 +142,7 @@ def _check(logits: Tensor, rows: SamplingRows, state: SamplingState) -> None:
         ("slots", rows.slots, torch.int64, (num_rows,)), ("positions", rows.positions, torch.int64, (num_rows,)),
         ("is_masked", rows.is_masked, torch.int32, (num_rows,)),
         ("mask", rows.mask, torch.int32, (num_rows, -(-vocab_size // 32))),
+        ("drafts", rows.drafts, torch.int64, (num_rows, 0 if rows.drafts is None else rows.drafts.shape[-1])),
     ):  # fmt: skip
         if row_column is not None:
             _expect(name, row_column, dtype, shape)

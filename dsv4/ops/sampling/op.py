@@ -80,17 +80,21 @@ class SamplingState:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Which request each row of logits belongs to. R rows, at most one of a slot.
+    """Which request each row of logits belongs to. R rows; without `drafts`, at most one of a slot.
 
     `slots` int64 [R], -1 where a row is padding; `positions` int64 [R]: that of the token whose logits the row has, so
     the token drawn is number positions + 1 - prompt_lens of its request. `mask` int32 [R, ceil(V / 32)], bit v % 32 of
     word v // 32 set where token v is allowed, read only where `is_masked` int32 [R] is not 0. Both or neither.
+
+    `drafts` int64 [R, k]: tokens between what the slot has counted and the row, none of them certain; below 0 where
+    there are fewer. Penalties count them. The state is then left as it is: which rows count is known later.
     """
 
     slots: Tensor
     positions: Tensor
     mask: Tensor | None = None
     is_masked: Tensor | None = None
+    drafts: Tensor | None = None
 
     def steps(self, state: SamplingState) -> Tensor:
         """int64 [R]: how many tokens each row's request has drawn before; any number for padding."""
@@ -104,8 +108,8 @@ def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tens
     see each other. +inf wins over every number. A row with a NaN among its logits gives POISONED, one in which nothing
     above -inf is left NOTHING_ALLOWED, padding -1.
 
-    Written in place, except by padding: last_tokens[slot], to the token or to 0 where there is none, and with
-    HAS_PENALTIES token_counts[slot, token] + 1.
+    Written in place, except by padding and by rows with drafts: last_tokens[slot], to the token or to 0 where there is
+    none, and with HAS_PENALTIES token_counts[slot, token] + 1.
     """
     slots = rows.slots.clamp(min=0)
     wide = allowed_logits(logits, rows, state)
@@ -120,7 +124,8 @@ def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tens
     token_ids = topk_select_ref(drawn, 1).squeeze(-1)
     token_ids = token_ids.masked_fill((wide == float("-inf")).all(-1), NOTHING_ALLOWED)
     token_ids = token_ids.masked_fill(logits.isnan().any(-1) | (rows.slots < 0), POISONED)
-    _remember(token_ids, rows.slots, state)
+    if rows.drafts is None:
+        _remember(token_ids, rows.slots, state)
     return token_ids
 
 
@@ -131,7 +136,7 @@ def allowed_logits(logits: Tensor, rows: SamplingRows, state: SamplingState) -> 
     wide = logits.double()
     wide = torch.where((flags & HAS_BIAS) != 0, wide + state.bias[slots].double(), wide)
     penalised = apply_penalties(
-        wide, state.token_counts[slots], state.repetition_penalty[slots], state.presence_penalty[slots],
+        wide, _token_counts(rows, state), state.repetition_penalty[slots], state.presence_penalty[slots],
         state.frequency_penalty[slots],
     )  # fmt: skip
     wide = _numbers(torch.where((flags & HAS_PENALTIES) != 0, penalised, wide))
@@ -140,6 +145,14 @@ def allowed_logits(logits: Tensor, rows: SamplingRows, state: SamplingState) -> 
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     is_allowed = (rows.mask[:, tokens // 32] >> (tokens % 32)) & 1 != 0
     return wide.masked_fill((rows.is_masked != 0).unsqueeze(-1) & ~is_allowed, float("-inf"))
+
+
+def _token_counts(rows: SamplingRows, state: SamplingState) -> Tensor:
+    """int32 [R, V]: those of the rows' slots, and their drafts."""
+    counts = state.token_counts[rows.slots.clamp(min=0)]
+    if rows.drafts is None:
+        return counts
+    return counts.scatter_add(1, rows.drafts.clamp(min=0), (rows.drafts >= 0).to(counts.dtype))
 
 
 def _remember(token_ids: Tensor, slots: Tensor, state: SamplingState) -> None:

@@ -22,6 +22,11 @@ function showLive(now) {
   last = now;
   $("running").textContent = `${now.running} of ${now.slots}`; $("waiting").textContent = now.waiting;
   $("batch").value = now.running / now.slots;
+  $("drafts").hidden = now.step_tokens === null;
+  if (now.step_tokens !== null) {
+    $("step-tokens").textContent = now.step_tokens.toFixed(2);
+    $("drafts").title = "Drafts that came true, by place: " + now.accepted.map((share) => Math.round(100 * share) + " %").join(", ");
+  }
   $("blocks").textContent = `${now.blocks_used} of ${now.blocks}`;
   if ($("cache").childElementCount !== 2 * now.cache.length) {
     $("cache").replaceChildren(...now.cache.flatMap((kind) => {

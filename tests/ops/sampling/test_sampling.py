@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sampling_cases import copied, make, make_rows, make_state, random_case, take
 
 from dsv4.ops.sampling import (
+    HAS_PENALTIES,
     IN_PROMPT,
     NOTHING_ALLOWED,
     POISONED,
@@ -464,3 +466,21 @@ def test_log_probabilities_are_the_models_own():
     expected = torch.tensor([[1 / 4, 3 / 4, 0.0], [1 / 3, 1 / 3, 1 / 3]])
     # one rounding of the logarithm to fp32 each
     assert ((probabilities - expected).abs() <= 2 * torch.finfo(torch.float32).eps).all()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 5])
+def test_drafts_count_as_if_they_had_been_drawn(num_drafts):
+    """Penalties see the slot's tokens and the row's drafts; what a slot remembers does not change."""
+    logits, rows, state = random_case(8, 40)
+    drafts = torch.randint(0, 40, (8, num_drafts), generator=torch.Generator().manual_seed(2))
+    drafts[3, num_drafts // 2 :] = -1
+    told = copied(state)
+    for slot, row in enumerate(drafts.tolist()):
+        for token in row:
+            if token >= 0 and told.flags[slot] & HAS_PENALTIES:
+                told.token_counts[slot, token] += 1
+    expected, before = sample_ref(logits, rows, told), copied(state)
+    found = sample_ref(logits, replace(rows, drafts=drafts), state)
+    assert torch.equal(found, expected)
+    assert torch.equal(state.token_counts, before.token_counts)
+    assert torch.equal(state.last_tokens, before.last_tokens)

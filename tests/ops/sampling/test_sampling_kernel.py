@@ -73,6 +73,16 @@ def test_everything_at_once(vocab_size):
     assert_draws(*random_case(6, vocab_size))
 
 
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_drafts_before_a_row(num_drafts):
+    """Several rows of a slot, some with fewer drafts than others; the state stays as it is."""
+    logits, rows, state = random_case(6, 37)
+    drafts = torch.randint(0, 37, (6, num_drafts), generator=generator(3))
+    drafts[4, 1:] = -1
+    rows = take(replace(rows, drafts=drafts), torch.tensor([0, 1, 1, 3, 4, 5]))
+    assert_draws(logits, rows, state)
+
+
 @pytest.mark.parametrize("vocab_size", [TILE - 1, TILE, TILE + 1])
 def test_one_off_a_tile(vocab_size):
     assert_draws(*random_case(3, vocab_size))

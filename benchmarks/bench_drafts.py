@@ -1,0 +1,253 @@
+"""What drafts cost and bring on one GPU: four Flash layers with an MTP block or a DSpark head, random weights.
+
+    python benchmarks/bench_drafts.py --out benchmarks/results/nvidia-h200-drafts.jsonl [--seconds 400]
+
+Requests of `--context` tokens decode together: without drafts, then with k drafts a step of which a fixed share is
+made to come true (`ACCEPTANCE`, as reported for Flash). A run before says which drafts are right; the drafter runs all
+the same. Every run must give the tokens of the first, bit for bit.
+
+A record (`kind` drafts) has the median of a step and of its parts (forward call, draw, drafter: GPU time), the tokens a
+request gets in a step, and `ms_per_token_43_layers`: head, draw, drafter and the host's part of a step as measured, and
+43/4 of the layers. That is a model: a mean layer, and all experts on one GPU. `--preset tiny --device cpu` tries it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.engine.drafting.policy import DraftPolicy, StepTimes
+from dsv4.engine.engine import Engine
+from dsv4.engine.sequence import Sequence as Request
+from dsv4.llm import LLM
+from dsv4.loader.synth import random_params
+from dsv4.request import SamplingParams
+from dsv4.testing import bench as records_of
+from dsv4.tools.bench import describe_machine, time_calls
+from dsv4.tools.bench_context import cut_config
+from dsv4.tools.targets import PRESETS
+
+SCHEDULE = ("swa", "csa", "hca", "csa")
+FLASH_LAYERS = 43
+ACCEPTANCE = {"mtp": (0.8, 0.64, 0.512), "dspark": (0.82, 0.67, 0.55, 0.45, 0.37)}  # by place, with all before it
+
+
+def config_of(preset: str, drafter: str) -> ModelConfig:
+    config = cut_config(PRESETS[preset](), schedule=SCHEDULE, hash_layers=1)
+    if drafter == "dspark":
+        return config.with_dspark(noise_token_id=config.vocab_size - 1, markov_rank=256)
+    return replace(config, num_nextn_predict_layers=1, compress_ratios=(*config.compress_ratios, 0))
+
+
+class MadeTrue(FixedDrafts):
+    """`count` drafts a step, each place right as often as `ACCEPTANCE` says; 0 drafts nothing."""
+
+    def __init__(self, max_drafts: int, choices: Sequence[int], shares: Sequence[float]) -> None:
+        super().__init__(max_drafts)
+        self.choices = tuple(choices)
+        self.count = 0
+        self.truth: dict[tuple[int, ...], list[int]] = {}
+        self._shares, self._random = shares, random.Random(0)
+
+    def how_many(self, num_requests: int) -> int:
+        return next((choice for choice in self.choices if choice >= self.count), 0) if self.count else 0
+
+    def offer(self, request: Request, drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
+        place, luck = len(request.token_ids), self._random.random()
+        text = self.truth[tuple(request.token_ids[: request.prompt_len])][place : place + self.count]
+        right = [token if luck < share else token ^ 1 for token, share in zip(text, self._shares, strict=False)]
+        super().offer(request, right, confidences)
+
+
+class Stopwatch:
+    """GPU milliseconds (on a CPU, the host's) of a runner's calls, by what they are."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._is_cuda = engine.cache.device.type == "cuda"
+        self._spans: dict[str, list[Any]] = defaultdict(list)
+        for name in ("forward", "draw", "draft"):
+            self._watch(engine.runner, name)
+
+    def _watch(self, runner: Any, name: str) -> None:
+        call = getattr(runner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = self._now()
+            made = call(*arguments, **options)
+            self._spans[name].append((start, self._now()))
+            return made
+
+        setattr(runner, name, timed)
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def medians(self) -> dict[str, float]:
+        """Milliseconds; forgets what it knew."""
+        found = {}
+        for name, spans in self._spans.items():
+            taken = [a.elapsed_time(b) if self._is_cuda else 1e3 * (b - a) for a, b in spans]
+            found[name] = statistics.median(taken)
+        self._spans.clear()
+        return found
+
+
+def decode(
+    engine: Engine, prompts: list[list[int]], num_tokens: int, watch: Stopwatch
+) -> tuple[list[Any], float, dict[str, float]]:
+    """Tokens, and medians of a step after all prompts are read and of its parts, in milliseconds."""
+    params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    sequences = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    while any(sequence.num_output == 0 for sequence in sequences):
+        engine.step()
+    watch.medians()
+    times = []
+    while not any(sequence.is_done for sequence in sequences):
+        started = time.perf_counter()
+        engine.step()
+        times.append(1e3 * (time.perf_counter() - started))
+    parts = watch.medians()
+    while engine.has_work:
+        engine.step()
+    return (
+        [sequence.completion().token_ids for sequence in sequences],
+        statistics.median(times) if times else 0.0,
+        parts,
+    )
+
+
+def head_ms(llm: LLM, rows: int, repeats: int = 10) -> float:
+    config, context = llm.config, llm.model.context
+    streams = torch.zeros(rows, config.hc_mult, config.hidden_size, dtype=context.dtype, device=llm.cache.device)
+    with torch.no_grad():
+        return 1e3 * statistics.median(time_calls(lambda: llm.model.logits(streams), llm.cache.device, repeats))
+
+
+def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace) -> list[Any]:
+    engine, choice = llm.engine, llm.engine._drafts
+    assert isinstance(choice, MadeTrue)
+    source = random.Random(batch)
+    prompts = [[source.randrange(llm.config.vocab_size) for _ in range(options.context)] for _ in range(batch)]
+    watch, records, plain = Stopwatch(engine), [], None
+    for count in counts:
+        choice.count = count
+        before = choice.stats()
+        tokens, step_ms, parts = decode(engine, prompts, options.tokens, watch)
+        if plain is None:
+            plain = tokens
+            choice.truth = {tuple(p): [*p, *t] for p, t in zip(prompts, plain, strict=True)}
+        after, rows = choice.stats(), batch * (1 + count)
+        steps = after.num_steps - before.num_steps
+        per_step = 1 + (after.num_accepted - before.num_accepted) / max(steps, 1)
+        head = head_ms(llm, rows)
+        forward = parts.get("forward", 0.0)
+        layers = max(0.0, forward - head)
+        rest = step_ms - forward  # draw, drafter and host
+        whole = head + layers * FLASH_LAYERS / len(SCHEDULE) + rest
+        records.append({
+            "kind": "drafts", "drafter": drafter, "batch": batch, "drafts": count, "rows": rows,
+            "context": options.context, "step_ms": round(step_ms, 4),
+            **{f"{name}_ms": round(ms, 4) for name, ms in parts.items()}, "head_ms": round(head, 4),
+            "tokens_per_step": round(per_step, 3), "ms_per_token_43_layers": round(whole / per_step, 4),
+            "is_same_as_without": tokens == plain,
+        })  # fmt: skip
+    return records
+
+
+def policy_choices(records: list[dict[str, Any]], drafter: str) -> dict[str, int]:
+    """How many drafts the engine's policy would ask for with these times, by batch."""
+    times = {record["rows"]: record["step_ms"] for record in records}
+    policy = DraftPolicy(StepTimes(times))
+    batches = sorted({record["batch"] for record in records})
+    return {str(batch): policy.ask(ACCEPTANCE[drafter], batch)[0] for batch in batches}
+
+
+def run_drafter(drafter: str, options: argparse.Namespace, add: Callable[[dict[str, Any]], None]) -> None:
+    config = config_of(options.preset, drafter)
+    shares = ACCEPTANCE[drafter][: config.max_drafts]
+    params = random_params(config, experts="nvfp4", mtp_experts="mxfp4", device=torch.device(options.device))
+    limits = EngineConfig(
+        max_context_tokens=options.context + options.tokens, max_concurrent_requests=max(options.batches),
+        max_chunk_tokens=max(2048, 6 * max(options.batches)), prefix_cache_bytes=0,
+    )  # fmt: skip
+    started = time.monotonic()
+    llm = LLM.from_params(config, params, engine=limits, drafts="auto")
+    print(f"{drafter}: ready after {time.monotonic() - started:.1f} s", flush=True)
+    drafting = llm.engine.runner.drafting
+    assert drafting is not None
+    choice = MadeTrue(drafting.max_drafts, drafting.choices, shares)
+    found: list[dict[str, Any]] = []
+    for batch in options.batches:
+        if time.monotonic() - options.started > options.seconds:
+            add({"kind": "skipped", "what": f"{drafter}, batch {batch}"})
+            continue
+        llm.engine = Engine(llm.model, llm.cache, None, runner=llm.engine.runner, drafts=choice)
+        counts = [0, *(count for count in (1, 3, 5) if count <= drafting.max_drafts)]
+        for record in measure(llm, drafter, batch, counts, options):
+            found.append(record)
+            add(record)
+        del llm.engine.runner.forward, llm.engine.runner.draw, llm.engine.runner.draft  # the stopwatch's
+    if found:
+        late = llm.engine.runner.compiled_late
+        add({"kind": "policy", "drafter": drafter, "asks_for": policy_choices(found, drafter), "late": list(late)})
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("drafts.jsonl"))
+    parser.add_argument("--drafter", action="append", choices=tuple(ACCEPTANCE), help="only this; may be repeated")
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=96, help="that every request generates")
+    parser.add_argument("--seconds", type=float, default=400.0, help="begin nothing after so many")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="commit to record where there is no git repository")
+    options = parser.parse_args()
+    options.started = time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    is_cuda = options.device != "cpu"
+    origin = records_of.provenance(options.commit) if is_cuda else describe_machine(torch.device("cpu"))
+    is_wrong = False
+
+    def add(record: dict[str, Any]) -> None:
+        nonlocal is_wrong
+        is_wrong |= record.get("is_same_as_without") is False
+        print(json.dumps(record), flush=True)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record | origin) + "\n")
+
+    for drafter in options.drafter or ACCEPTANCE:
+        run_drafter(drafter, options, add)
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
