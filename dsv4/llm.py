@@ -35,7 +35,7 @@ from dsv4.engine.fingerprint import run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
-from dsv4.engine.rank_load import failing_together, load_share, rank_device
+from dsv4.engine.rank_load import Share, failing_together, rank_device
 from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
 from dsv4.engine.runner import Runner, decode_buckets
@@ -73,7 +73,8 @@ class LLM:
     offload_experts
               for a model larger than the GPU: routed experts live in host memory and are copied to the GPU when a layer
               chooses them. "auto" (or True) keeps as many on the GPU as fit, by the arithmetic of `dsv4 plan`, all of
-              them if they do; a number keeps that many of each layer. None (or False) keeps all. The same bits anyway
+              them if they do; a number keeps that many of each layer. None (or False) keeps all. The same bits anyway.
+              With several ranks: of each rank's own experts
     drafts    how many tokens a request may be ahead of itself: a step verifies drafts of the checkpoint's MTP block or
               DSpark head, and keeps those that are what would have been drawn anyway. "auto" chooses by measured times
               and acceptance, a number is always asked for, "off" is the default. Tokens and log-probabilities are those
@@ -105,12 +106,10 @@ class LLM:
         exact_dtype = compute_dtype if numerics == "exact" else None
         # limits and tokenizer come before the weights: what can fail at once should
         num_ranks = check_ranks(gpus, config.n_routed_experts)
-        offload = check_offload(offload_experts, config)
+        offload = check_offload(offload_experts, config, num_ranks)
         drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=num_ranks, offloads=offload is not None)
         wanted = draft_limits(_limits(config, engine, exact_dtype), config, drafts)
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
-        if offload is not None and num_ranks > 1:
-            raise RequestError("offload_experts needs gpus=1: with several GPUs each holds its share of the experts")
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
         has_tokenizer = (folder / "tokenizer.json").exists()
@@ -121,16 +120,18 @@ class LLM:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
                 "engine": asdict(wanted), "dtype": str(compute_dtype).removeprefix("torch."),
-                "check_exchange": check_exchange, "num_threads": torch.get_num_threads(),
+                "check_exchange": check_exchange, "offload_experts": offload_experts,
+                "num_threads": torch.get_num_threads(),
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
-                with _naming_what_does_not_fit("weights", limits):
-                    params = load_share(
-                        checkpoint, config, world, device=chosen_device, dequantize_to=exact_dtype, progress=progress
-                    )
+                share = Share(checkpoint, config, world, chosen_device, exact_dtype)
+                cache_bytes = _cache_bytes(config, limits, exact_dtype)
+                placement = share.placement(offload_experts, wanted, limits, cache_bytes)
+                with _naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+                    params, pool = share.load(placement, chosen_backend, progress)
                 self._set_up(
-                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, None, world=world
+                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, world=world
                 )
             return
         placement = choose_placement(
@@ -215,6 +216,10 @@ class LLM:
             self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool, drafting=drafting
         )
         if has_kernels:
+            if world is not None:
+                with world.one_first() as is_first:  # the others find the kernels on disk
+                    if is_first:
+                        runner.precompile()
             with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
                 runner.warm_up()
                 # an engine of its own: nothing of it is counted
@@ -236,7 +241,9 @@ class LLM:
                 RankExecutor(runner), world.follower, world.rank, lambda: self._make_cache(drafts, model.schedule)
             )  # fmt: skip
             raise SystemExit(0)
-        self.engine = RankEngine(model, cache, self.tokenizer, world.leader, world.size, runner=runner)
+        self.engine = RankEngine(
+            model, cache, self.tokenizer, world.leader, world.size, runner=runner, experts=self.pool
+        )  # fmt: skip
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
 

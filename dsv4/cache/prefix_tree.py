@@ -31,6 +31,7 @@ class ChainKeys:
 
     def __init__(self, token_ids: Sequence[int], salt: str | None, fingerprint: str = "") -> None:
         self.token_ids = token_ids
+        self.salt = salt
         seed = b"no salt" if salt is None else b"salt " + salt.encode("utf-8", "surrogatepass")
         self._last = _hash(fingerprint.encode("utf-8"), seed)
         self._keys: list[bytes] = []
@@ -39,6 +40,7 @@ class ChainKeys:
         """The chain of a whole number of blocks of these tokens, which stay as they are now."""
         part = object.__new__(ChainKeys)
         part.token_ids = list(self.token_ids[:num_tokens])
+        part.salt = self.salt
         part._keys = self.first(num_tokens // BLOCK_TOKENS)
         part._last = part._keys[-1]
         return part

@@ -166,7 +166,7 @@ class Leader:
             self._working_since = None
 
     def tell(self, payload: bytes) -> None:
-        """Work for every follower; `answers` must be asked for before the next."""
+        """Work for every follower, in this order; some of it is answered."""
         self._progress.tick()
         for peer in self._peers.values():
             try:

@@ -32,6 +32,10 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of calls are."""
+
     def all_gather(self, mine: Tensor) -> Tensor:
         """uint8 [B], the same B on every rank -> [N, B], by rank."""
 
@@ -48,9 +52,11 @@ class TorchGroup:
     """
 
     def __init__(
-        self, process_group: Any, tick: Callable[[], None] = lambda: None, is_lost: Callable[[], bool] | None = None
-    ) -> None:
+        self, process_group: Any, tick: Callable[[], None] = lambda: None, is_lost: Callable[[], bool] | None = None,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
         self._group = process_group
+        self.device = torch.device(device)
         self._tick = tick
         self._is_lost = is_lost
 
@@ -117,6 +123,10 @@ class CheckedGroup:
     def size(self) -> int:
         return self._inner.size
 
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
     def all_gather(self, mine: Tensor) -> Tensor:
         gathered = self._inner.all_gather(torch.cat([mine, _checksum(mine)]))
         for sender, row in enumerate(gathered):
@@ -159,4 +169,4 @@ def nccl_group(store: Any, rank: int, size: int, tick: Callable[[], None] = lamb
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _TIMEOUT
-    return TorchGroup(nccl(dist.PrefixStore("nccl", store), rank, size, options), tick)
+    return TorchGroup(nccl(dist.PrefixStore("nccl", store), rank, size, options), tick, device="cuda")

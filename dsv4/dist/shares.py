@@ -25,13 +25,13 @@ def most_rows(engine: EngineConfig) -> int:
 
 
 def rank_limits(engine: EngineConfig, num_ranks: int) -> EngineConfig:
-    """One rank's share of the limits: requests are divided; context, chunk and blocks are each rank's own. Several ranks
-    keep no prefixes: what rank 0 knows of the others' caches are slots and blocks."""
+    """One rank's share of the limits: requests are divided; context, chunk, blocks and snapshots are each rank's own.
+    `ConfigError` for what rank 0 cannot keep books of: memory and files below the other ranks' devices."""
     if num_ranks == 1:
         return engine
-    if engine.cache_dir is not None or engine.verify_hits:
-        raise ConfigError("several ranks keep no prefixes yet: leave out cache_dir and verify_hits, or use one rank")
-    return replace(
-        engine, max_concurrent_requests=-(-engine.max_concurrent_requests // num_ranks), prefix_cache_bytes=0,
-        cache_host_bytes=0,
-    )  # fmt: skip
+    for name in ("cache_host_bytes", "cache_dir", "verify_hits"):
+        if getattr(engine, name):
+            raise ConfigError(
+                f"{name} needs one rank, found gpus {num_ranks}: prefixes of several ranks stay on their devices"
+            )
+    return replace(engine, max_concurrent_requests=-(-engine.max_concurrent_requests // num_ranks))

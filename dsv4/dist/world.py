@@ -12,8 +12,8 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,6 +52,18 @@ class World:
             self.meeting, max_rows=most_rows(limits), num_experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
         )  # fmt: skip
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the ranks say here. All of them must ask."""
+        mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8).to(self.group.device)
+        return int(self.group.all_gather(mine).view(torch.int64).min())
+
+    @contextmanager
+    def one_first(self) -> Iterator[bool]:
+        """True inside for one rank of every machine; the others of it come out when that one has."""
+        is_first = local_rank() == 0
+        yield is_first
+        self.least(0)
 
     @property
     def leader(self) -> Leader:

@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
 
     plan: StepPlan
@@ -106,7 +106,7 @@ class Engine:
         self._drafts = drafts
         overlaps = cache.device.type == "cuda" if overlap is None else overlap
         self._depth = int(overlaps and self.runner.drafting is None)
-        self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
+        self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
         self._results: list[StepResult] = []  # collected and not returned
         self._builder = StepBuilder(cache, 0 if self.runner.drafting is None else self.runner.drafting.max_drafts)
         self._clock = clock
@@ -162,7 +162,7 @@ class Engine:
             num_verified_hits=self._verifier.num_verified,
             num_wrong_hits=self._verifier.num_wrong,
             drafts=None if self._drafts is None else self._drafts.stats(),
-            **self.cache.prefix_stats(),
+            **self._prefix_stats(),
         )
 
     def prepare(
@@ -233,13 +233,16 @@ class Engine:
         if self._experts is not None:
             self._experts.check_integrity()
 
+    def _prefix_stats(self) -> dict[str, int]:
+        return self.cache.prefix_stats()
+
     def _blocks(self) -> tuple[int, int]:
         """Cache blocks there are, and free ones."""
         return self.cache.schema.num_blocks, self.cache.num_free_blocks
 
     # ---- launching ----
 
-    def _launch(self) -> _Flight | None:
+    def _launch(self) -> Flight | None:
         """The next step, on its way. Its draw too, unless a rule must hear of the step before first."""
         plan = self._plan()
         if plan is None:
@@ -250,7 +253,7 @@ class Engine:
             self.scheduler.discard(plan)
             raise
         self.scheduler.commit(plan)
-        must_wait = bool(self._flights) and any(sequence.has_rules for sequence in flight.step.drawing)
+        must_wait = bool(self._flights) and plan.has_rules
         self._flights.append(flight)
         if not must_wait:
             self._draw(flight)
@@ -269,16 +272,17 @@ class Engine:
             raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
         return None
 
-    def _forward(self, plan: StepPlan) -> _Flight:
-        step = self._builder.build(plan, pad_to=self.runner.padded(plan.num_tokens))
+    def _forward(self, plan: StepPlan, num_rows: int | None = None) -> Flight:
+        """Launch the forward call, of `num_rows` rows where it does not decide that itself."""
+        step = self._builder.build(plan, pad_to=self.runner.padded(plan.num_tokens) if num_rows is None else num_rows)
         self.runner.slots.take(plan.pieces)
         forwarded = self.runner.forward(step.batch, step.draw_rows)
         experts = None
         if self.on_experts is not None:
             experts = OnTheWay([torch.stack(forwarded.experts)[:, : step.num_tokens]])
-        return _Flight(plan, step, forwarded, Scores.launch(self.runner, forwarded, plan), experts)
+        return Flight(plan, step, forwarded, Scores.launch(self.runner, forwarded, plan), experts)
 
-    def _draw(self, flight: _Flight) -> None:
+    def _draw(self, flight: Flight) -> None:
         """Launch the draw. Whatever its requests drew before is known to them, or does not matter to them."""
         assert flight.forwarded is not None
         step, device = flight.step, self.cache.device
@@ -316,21 +320,25 @@ class Engine:
         assert flight.drawn is not None, "a step is drawn before the next one is collected"
         try:
             started = time.perf_counter()
-            found = flight.drawn.wait()
+            found, elsewhere = flight.drawn.wait(), self._drawn_elsewhere(flight.plan)
             drafted = () if flight.drafted is None else flight.drafted.wait()
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
             sequences = flight.step.drawing
             drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
             if flight.experts is not None and self.on_experts is not None:
-                self.on_experts(flight.experts.wait()[0][:, kept_rows(flight.plan, drawn)])
+                chosen = flight.experts.wait()[0]
+                self.on_experts(chosen if self._drafts is None else chosen[:, kept_rows(flight.plan, drawn)])
         except BaseException:  # the device failed: nothing that was launched can be trusted
-            while self._flights:
-                self._drop(self._flights.popleft())
+            self._drop_flights()
             raise
         self._flights.popleft()
-        self._settle(flight.plan, drawn)
+        self._settle(flight.plan, [*drawn, *elsewhere])
         self._offer(flight.plan, drafted)
+
+    def _drawn_elsewhere(self, plan: StepPlan) -> list[Outcome]:
+        """What requests on other ranks drew, in the plan's order. One rank has no other."""
+        return []
 
     def _settle(self, plan: StepPlan, drawn: SequenceOf[Outcome]) -> None:
         """Each request of a step gets what it drew; those that are over leave. `drawn` has an outcome for every piece
@@ -384,7 +392,11 @@ class Engine:
                 sequence.error = constraint_failure(error)
         return True
 
-    def _drop(self, flight: _Flight) -> None:
+    def _drop_flights(self) -> None:
+        while self._flights:
+            self._drop(self._flights.popleft())
+
+    def _drop(self, flight: Flight) -> None:
         """The step failed: its requests are aborted."""
         for piece in flight.plan.pieces:
             self.scheduler.abort(piece.sequence)

@@ -1,91 +1,100 @@
 """`RankBooks`: what rank 0 knows of another rank's cache, without having it. No torch.
 
-A cache's slots and blocks follow from what is done to it: the lowest free slot is given out, blocks follow from
-positions. So rank 0 does the arithmetic, writes down what it did, and the rank repeats it (engine/rank_worker.py).
+What becomes of a cache follows from what is asked of it: slots, blocks, which prefixes are kept. So rank 0 asks books
+without tensors, writes down what it asked, and the rank asks its cache the same in the same order
+(engine/rank_worker.py). What a cache keeps also depends on how many tokens of a request were known then: the changes
+say it, since a rank may know more by the time it hears of them.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsv4.cache.errors import NoFreeSlot, UnknownSlot
-from dsv4.cache.prefix import NO_STOP, Match
+from dsv4.cache.books import HostBooks
 from dsv4.cache.prefix_tree import ChainKeys
-from dsv4.cache.schema import blocks_at_position
+from dsv4.cache.schema import CacheSchema
+from dsv4.config import EngineConfig
 
 
-class CacheChange(NamedTuple):
-    """A slot given to a request of at most `max_tokens`, or, with 0, taken back."""
+class Admitted(NamedTuple):
+    """A slot given to a request of at most `max_tokens`, which starts at `position`: with `token_ids`, those known, it
+    looks for a prefix; without, it does not."""
 
     slot: int
     max_tokens: int
+    position: int
+    token_ids: tuple[int, ...] = ()
+    salt: str | None = None
 
 
-class RankBooks:
-    """`CacheBooks` (engine/scheduler.py) of one rank, for its scheduler."""
+class Released(NamedTuple):
+    """A slot taken back; `keep` leaves what it held to the prefix cache."""
 
-    def __init__(self, num_slots: int, num_blocks: int) -> None:
-        self.num_slots = num_slots
-        self.num_blocks = num_blocks
-        self._free_slots = list(range(num_slots))  # a heap, as the cache's
-        self._positions: dict[int, int] = {}
-        self._changes: list[CacheChange] = []
+    slot: int
+    keep: bool
+    num_known: int
 
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
 
-    @property
-    def num_free_blocks(self) -> int:
-        return self.num_blocks - sum(map(blocks_at_position, self._positions.values()))
+class StopAt(NamedTuple):
+    """Somebody waits for the request's first `position` tokens."""
 
-    def chain(self, token_ids: Sequence[int], salt: str | None) -> None:
-        """Nothing: caches of several ranks keep no prefixes."""
+    slot: int
+    position: int
 
-    def match(self, chain: ChainKeys | None) -> Match:
-        return Match()
 
-    def next_stop(self, slot: int) -> int:
-        return NO_STOP
+class Launched(NamedTuple):
+    """The request's last step is on its way: whatever is to be kept of it is copied now."""
 
-    def stop_at(self, slot: int, position: int) -> None:
-        raise AssertionError("nobody leads where nothing is matched")
+    slot: int
+    num_known: int
 
-    def launched(self, slot: int) -> None:
+
+CacheChange = Admitted | Released | StopAt | Launched
+
+
+class _NoCopies:
+    """The rank has the state that is copied."""
+
+    def save(self, slot: int, position: int, snapshot: int) -> None:
         pass
 
-    def rewind(self, slot: int, position: int) -> None:
-        raise AssertionError("ranks do not draft")
+    def restore(self, slot: int, position: int, snapshot: int) -> None:
+        pass
 
-    def blocks_freed_by(self, slots: Sequence[int]) -> int:
-        return sum(blocks_at_position(self._positions[slot]) for slot in slots)
+
+class RankBooks(HostBooks):
+    """Of one rank's cache, for its scheduler. `take_changes` is what the rank has yet to hear of."""
+
+    def __init__(self, schema: CacheSchema, limits: EngineConfig) -> None:
+        super().__init__(schema, limits, _NoCopies())
+        self._chains: dict[int, ChainKeys | None] = {}  # by slot
+        self._changes: list[CacheChange] = []
 
     def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int:
-        if not self._free_slots:
-            raise NoFreeSlot(f"all {self.num_slots} slots of the rank are taken")
-        slot = heapq.heappop(self._free_slots)
-        self._positions[slot] = 0
-        self._changes.append(CacheChange(slot, max_tokens))
+        slot = super().admit(max_tokens, chain)
+        self._chains[slot] = chain
+        known = ((), None) if chain is None else (tuple(chain.token_ids), chain.salt)
+        self._changes.append(Admitted(slot, max_tokens, self.position(slot), *known))
         return slot
 
     def release(self, slot: int, *, keep: bool = True) -> None:
-        self.position(slot)
-        del self._positions[slot]
-        heapq.heappush(self._free_slots, slot)
-        self._changes.append(CacheChange(slot, 0))
+        super().release(slot, keep=keep)
+        self._changes.append(Released(slot, keep, self._num_known(slot)))
+        del self._chains[slot]
 
-    def position(self, slot: int) -> int:
-        if slot not in self._positions:
-            raise UnknownSlot(f"slot {slot} is free: no request holds it")
-        return self._positions[slot]
+    def stop_at(self, slot: int, position: int) -> None:
+        super().stop_at(slot, position)
+        self._changes.append(StopAt(slot, position))
 
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """The rank is about to process so many tokens of the request."""
-        self._positions[slot] = self.position(slot) + num_tokens
+    def launched(self, slot: int) -> None:
+        super().launched(slot)
+        self._changes.append(Launched(slot, self._num_known(slot)))
 
-    def take_changes(self) -> list[CacheChange]:
-        """What was done since this was last asked, for the rank to repeat."""
+    def take_changes(self) -> tuple[CacheChange, ...]:
+        """What was done since this was last asked, for the rank to repeat before its next step."""
         changes, self._changes = self._changes, []
-        return changes
+        return tuple(changes)
+
+    def _num_known(self, slot: int) -> int:
+        chain = self._chains[slot]
+        return 0 if chain is None else len(chain.token_ids)

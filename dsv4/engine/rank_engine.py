@@ -2,10 +2,11 @@
 
 A step: `RankScheduler` says which requests feed how many tokens on which rank. The plan goes out as one message
 (engine/rank_wire.py). Every rank runs its share, padded to the rows of the busiest one, because each layer's experts
-are everybody's; then it draws, and sends what it drew. Rank 0 takes the tokens as if it had drawn them all.
+are everybody's; then it draws. Rank 0's own share is the step of any other engine. The draw of a step whose requests
+have rules waits for a second message, with what the rules allow; a third asks every rank for what it drew.
 
-Steps do not overlap: rank 0 hears what all ranks drew before it plans again. `on_experts` is told of rank 0's own
-tokens.
+Steps overlap as in `Engine`: the plan of a step goes out before the one before it is collected. `on_experts` is told of
+rank 0's own tokens.
 
 A rank that fails ends the engine (`RankFailed`): requests are spread over all ranks' memory, and none could go on.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,30 +24,32 @@ from types import FrameType
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
-from dsv4.cache.errors import require_integrity
+from dsv4.cache.books import HostBooks
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed, RanksDiverged
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.engine import Engine, StepResult
+from dsv4.engine.engine import Engine, Flight, StepResult
+from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_books import RankBooks
 from dsv4.engine.rank_scheduler import RankScheduler, RanksPlan
 from dsv4.engine.rank_wire import (
     DrawnToken,
+    Masks,
     Opening,
     RankAnswer,
     RankPiece,
     RankShare,
     decode_answer,
-    decode_plan,
     drawing_params,
+    encode_masks,
     encode_plan,
 )
-from dsv4.engine.rank_worker import RankExecutor, RollingChecksum, Work
+from dsv4.engine.rank_worker import RollingChecksum, Work
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Drawn, Undrawable, make_masks
-from dsv4.engine.scheduler import Piece, StepPlan
+from dsv4.engine.scheduler import StepPlan
 from dsv4.engine.sequence import Sequence
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
@@ -57,21 +61,26 @@ class RankEngine(Engine):
 
     def __init__(
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, link: Leader, num_ranks: int, *,
-        runner: Runner | None = None, clock: Callable[[], float] = time.monotonic,
+        runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
+        experts: ExpertPool | None = None,
     ) -> None:  # fmt: skip
-        schema = cache.schema
-        self._books = [RankBooks(schema.num_slots, schema.num_blocks) for _ in range(num_ranks)]
+        self._others = [RankBooks(cache.schema, cache.limits) for _ in range(num_ranks - 1)]
+        self._books: list[HostBooks] = [cache, *self._others]
         scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
-        super().__init__(model, cache, tokenizer, runner=runner, overlap=False, clock=clock, scheduler=scheduler)
+        super().__init__(
+            model, cache, tokenizer, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler
+        )
         self._link = link
-        self._executor = RankExecutor(self.runner)
-        self._num_plans = 0
-        self._checksums = [RollingChecksum() for _ in range(num_ranks - 1)]
-        self._opened: list[set[Sequence]] = [set() for _ in range(num_ranks)]
+        self._num_plans = self._num_collected = 0
+        self._checksums = [RollingChecksum() for _ in self._others]
+        self._opened: dict[
+            Sequence, int
+        ] = {}  # what other ranks know: the request, as it was after so many preemptions
+        self._stuck: dict[Sequence, str] = {}  # requests of other ranks whose rules allow nothing: they draw in vain
 
     @property
     def num_slots(self) -> int:
-        return sum(books.num_slots for books in self._books)
+        return sum(books.schema.num_slots for books in self._books)
 
     def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
         self._link.when_failed(tell)
@@ -81,99 +90,106 @@ class RankEngine(Engine):
         with _interrupts_later():
             try:
                 return super().step()
-            finally:
-                self._follow_books()
-
-    def abort(self, sequence: Sequence) -> None:
-        super().abort(sequence)
-        self._follow_books()
+            except BaseException:
+                if self._link.is_lost:
+                    self._drop_flights()  # nobody will ever say what they drew
+                raise
 
     def check_integrity(self) -> None:
-        """Also rank 0's cache against its books. Other ranks' caches follow theirs in every step, or say so."""
+        """Also the books of the other ranks' caches, which follow them in every step, or say so."""
         super().check_integrity()
-        found = self.cache.num_free_slots, self.cache.num_free_blocks
-        expected = self._books[0].num_free_slots, self._books[0].num_free_blocks
-        require_integrity(found == expected, f"rank 0 has {found} slots and blocks free, its books say {expected}")
-
-    def _follow_books(self) -> None:
-        """Rank 0's cache after its books: calls outside the engine use it too. The others hear with the next plan."""
-        if self._link.is_lost:
-            return  # the plan may have been told to nobody, and no other follows
-        self._executor.follow_books(RankShare(changes=tuple(self._books[0].take_changes())))
+        for books in self._others:
+            books.check_integrity()
 
     def _blocks(self) -> tuple[int, int]:
-        return sum(books.num_blocks for books in self._books), sum(books.num_free_blocks for books in self._books)
+        return sum(one.schema.num_blocks for one in self._books), sum(one.num_free_blocks for one in self._books)
 
-    def _launch(self) -> None:
-        """The next step, and what came of it: nothing is left to collect."""
-        plan = self._plan()
-        if plan is None:
-            return
+    def _prefix_stats(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for books in self._books:
+            total.update(books.prefix_stats())
+        return dict(total)
+
+    # ---- launching ----
+
+    def _forward(self, plan: StepPlan, num_rows: int | None = None) -> Flight:
         assert isinstance(plan, RanksPlan)
-        stuck: dict[Sequence, str] = {}
-        try:
-            answers = self._run(plan, stuck)
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-        self.scheduler.commit(plan)
-        for part, answer in zip(plan.shares, answers, strict=True):
-            _take_scores(part, answer)
-        drawing = [piece.sequence for piece in plan.pieces if piece.draws]
-        drawn = [one for answer in answers for one in answer.drawn]
-        found = [_outcome(one, stuck.get(sequence)) for sequence, one in zip(drawing, drawn, strict=True)]
-        self._settle(plan, found)
-
-    def _run(self, plan: RanksPlan, stuck: dict[Sequence, str]) -> list[RankAnswer]:
-        """The plan on every rank; what each of them says."""
-        num_rows = self.runner.padded(plan.num_rows)
+        rows = self.runner.padded(plan.num_rows)
         self._num_plans += 1
-        shares = [self._share(rank, part, stuck) for rank, part in enumerate(plan.shares)]
-        numbers = encode_plan(self._num_plans, num_rows, shares)
-        payload = pack([Work.STEP, *numbers])
-        self._executor.on_experts = self.on_experts
+        shares = [self._share(books, part) for books, part in zip(self._others, plan.shares[1:], strict=True)]
+        self._opened = {sequence: count for sequence, count in self._opened.items() if sequence.slot is not None}
         with self._link.working():
-            self._link.tell(payload)
-            answers = [self._executor.run(decode_plan(numbers, 0)[2], num_rows)]
-            started = time.perf_counter()
-            for rank, answer in enumerate(self._link.answers(), start=1):
-                answers.append(self._check(rank, payload, answer))
-            self._seconds_waiting += time.perf_counter() - started
-        return answers
+            self._tell(Work.STEP, encode_plan(self._num_plans, rows, not plan.has_rules, shares))
+            flight = super()._forward(plan.shares[0], rows)
+        flight.plan = plan
+        return flight
 
-    def _share(self, rank: int, part: StepPlan, stuck: dict[Sequence, str]) -> RankShare:
-        """What a rank is told. `stuck` gets the requests whose rules allow nothing: they draw in vain."""
-        books, opened = self._books[rank], self._opened[rank]
-        opened -= {sequence for sequence in opened if sequence.slot is None}
-        openings, pieces = [], []
-        for sequence, slot, start, length, draws, _ in part.pieces:
-            books.advance(slot, length)
-            pieces.append(RankPiece(slot, start, length, draws))
-            if start == 0 or sequence not in opened:
-                opened.add(sequence)
-                openings.append(_opening(sequence, slot))
-        masks = self._masks([piece for piece in part.pieces if piece.draws], stuck)
-        return RankShare(tuple(books.take_changes()), tuple(openings), tuple(pieces), masks)
+    def _share(self, books: RankBooks, part: StepPlan) -> RankShare:
+        """What a rank is told."""
+        changes = books.take_changes()
+        books.prepare_forward(
+            [piece.slot for piece in part.pieces], [piece.start for piece in part.pieces],
+            [piece.length for piece in part.pieces],
+        )  # fmt: skip
+        openings = []
+        for piece in part.pieces:
+            sequence = piece.sequence
+            if self._opened.get(sequence) != sequence.num_preemptions:
+                self._opened[sequence] = sequence.num_preemptions
+                openings.append(_opening(sequence, piece.slot))
+        pieces = tuple(RankPiece(piece.slot, piece.start, piece.length, piece.draws) for piece in part.pieces)
+        return RankShare(changes, tuple(openings), pieces)
 
-    def _masks(self, drawing: list[Piece], stuck: dict[Sequence, str]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """By slot, what the rules of these requests allow, in words."""
+    def _draw(self, flight: Flight) -> None:
+        assert isinstance(flight.plan, RanksPlan)
+        with self._link.working():
+            if flight.plan.has_rules:
+                self._tell(Work.DRAW, encode_masks([self._masks(part) for part in flight.plan.shares[1:]]))
+            super()._draw(flight)
+
+    def _masks(self, part: StepPlan) -> Masks:
+        """What rules allow the requests of a rank that draw."""
+        drawing = [piece for piece in part.pieces if piece.draws]
         found = make_masks([piece.sequence for piece in drawing], self.model.config.vocab_size)
-        stuck |= {drawing[row].sequence: why for row, why in found.stuck.items()}
+        self._stuck |= {drawing[row].sequence: why for row, why in found.stuck.items()}
         if found.bits is None or found.is_masked is None:
             return ()
         rows = found.is_masked.nonzero().flatten().tolist()
         return tuple((drawing[row].slot, tuple(found.bits[row].tolist())) for row in rows)
 
-    def _check(self, rank: int, payload: bytes, answer: bytes) -> RankAnswer:
-        """What a rank says, once it has shown that it did what it was told."""
-        step, checksum, found = decode_answer(unpack(answer))
-        if step != self._num_plans:
-            raise RanksDiverged(f"rank {rank} answered plan {step}, expected {self._num_plans}")
-        expected = self._checksums[rank - 1]
-        expected.add(payload)
-        if checksum != expected.add_answer(found):
-            raise RanksDiverged(f"rank {rank}: the checksum of its plans and tokens differs from rank 0's")
+    # ---- collecting ----
+
+    def _collect(self) -> None:
+        with self._link.working():
+            self._tell(Work.COLLECT, [])
+            super()._collect()
+
+    def _drawn_elsewhere(self, plan: StepPlan) -> list[Drawn | Undrawable]:
+        assert isinstance(plan, RanksPlan)
+        self._num_collected += 1
+        found: list[Drawn | Undrawable] = []
+        for rank, payload in enumerate(self._link.answers(), start=1):
+            answer, part = self._check(rank, payload), plan.shares[rank]
+            _take_scores(part, answer)
+            drawing = [piece.sequence for piece in part.pieces if piece.draws]
+            for sequence, one in zip(drawing, answer.drawn, strict=True):
+                found.append(_outcome(one, self._stuck.pop(sequence, None)))
         return found
+
+    def _check(self, rank: int, payload: bytes) -> RankAnswer:
+        """What a rank says, once it has shown that it did what it was told."""
+        step, checksum, answer = decode_answer(unpack(payload))
+        if step != self._num_collected:
+            raise RanksDiverged(f"rank {rank} answered plan {step}, expected {self._num_collected}")
+        if checksum != self._checksums[rank - 1].add_answer(answer):
+            raise RanksDiverged(f"rank {rank}: the checksum of its plans and tokens differs from rank 0's")
+        return answer
+
+    def _tell(self, work: Work, numbers: list[int]) -> None:
+        payload = pack([work, *numbers])
+        for checksum in self._checksums:
+            checksum.add(payload)
+        self._link.tell(payload)
 
 
 class LeadingTransformer(Transformer):
@@ -209,10 +225,9 @@ class LeadingTransformer(Transformer):
 
 
 def _opening(sequence: Sequence, slot: int) -> Opening:
-    return Opening(
-        slot, sequence.max_len, sequence.prompt_len, sequence.num_scored,
-        drawing_params(sequence.params, sequence.eos_token_id), tuple(sequence.token_ids),
-    )  # fmt: skip
+    known = () if sequence.chain is not None else tuple(sequence.token_ids)  # its admission said them
+    params = drawing_params(sequence.params, sequence.eos_token_id)
+    return Opening(slot, sequence.max_len, sequence.prompt_len, sequence.num_scored, params, known)
 
 
 def _take_scores(part: StepPlan, answer: RankAnswer) -> None:

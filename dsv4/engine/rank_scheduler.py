@@ -2,9 +2,12 @@
 
 Every rank has a `Scheduler` of its own over the books of its cache, with its own budgets of tokens and blocks: requests
 that live on it decode, prefill and preempt one another as on one rank. New requests wait together, in one order; the
-first of them goes to the rank with most room as soon as one has room for it, and stays there. Nobody is placed past the
-first. One that finds no room, but whose priority may displace somebody, goes to the rank whose last request is the one
-to be displaced.
+first of them is placed as soon as a rank has room for it, and stays there. Nobody is placed past the first.
+
+It goes to the rank that has the longest prefix of its tokens, unless that rank runs too many requests already: one more
+than the emptiest rank has costs as much as reading `IMBALANCE_TOKENS` tokens again. Where no prefix decides, it goes to
+the rank with most room. One that finds no room, but whose priority may displace somebody, goes to the rank whose last
+request is the one to be displaced.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsv4.cache.books import HostBooks
 from dsv4.cache.errors import RequestNeverFits, require_integrity
+from dsv4.cache.prefix import Match
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.rank_books import RankBooks
+from dsv4.config import BLOCK_TOKENS
 from dsv4.engine.scheduler import Scheduler, StepPlan, expire, starts_block
 from dsv4.engine.sequence import Sequence
+
+IMBALANCE_TOKENS = BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,22 +48,21 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Room:
-    """What a rank could still take in, while a plan is made."""
+    """What a rank could still take in, while a plan is made, and the requests it runs."""
 
     num_slots: int
     num_blocks: int
     num_tokens: int
+    num_running: int
 
 
 class RankScheduler:
     """As `Scheduler`, over several caches. `max_batched_tokens` is of one rank's part of a call."""
 
-    def __init__(self, books: SequenceOf[RankBooks], *, max_batched_tokens: int, aging_steps: int = 1024) -> None:
+    def __init__(self, books: SequenceOf[HostBooks], *, max_batched_tokens: int, aging_steps: int = 1024) -> None:
         self.books = tuple(books)
-        self.shares = tuple(
-            Scheduler(one, num_blocks=one.num_blocks, max_batched_tokens=max_batched_tokens, aging_steps=aging_steps)
-            for one in books
-        )
+        budgets = {"max_batched_tokens": max_batched_tokens, "aging_steps": aging_steps}
+        self.shares = tuple(Scheduler(one, num_blocks=one.schema.num_blocks, **budgets) for one in books)
         self.max_batched_tokens = max_batched_tokens
         self._aging_steps = aging_steps
         self._queue: list[_Waiting] = []  # by rank
@@ -105,11 +111,13 @@ class RankScheduler:
         """Queue a new request. `now` is the clock its deadline is counted from."""
         if sequence.rank is not None or sequence.is_done or any(one.sequence is sequence for one in self._queue):
             raise ValueError("the request was queued before; make a new one")
-        needed, most = blocks_at_position(sequence.max_len), max(one.num_blocks for one in self.books)
+        needed, most = blocks_at_position(sequence.max_len), max(one.schema.num_blocks for one in self.books)
         if needed > most:
             raise RequestNeverFits(
                 f"a request of {sequence.max_len} tokens needs {needed} blocks, the whole cache of a rank has {most}"
             )
+        if sequence.params.prompt_logprobs is None:
+            sequence.chain = self.books[0].chain(sequence.token_ids, sequence.params.cache_salt)
         rank = (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._queue, _Waiting(rank, now, sequence), key=lambda one: one.rank)
@@ -178,13 +186,13 @@ class RankScheduler:
         rooms = [self._room(rank) for rank in range(len(self.shares))]
         while self._queue:
             rank, submitted, sequence = self._queue[0]
-            needed = blocks_at_position(min(sequence.num_pending, self.max_batched_tokens))
-            home = self._with_most_room(rooms, needed)
+            home = self._best_home(rooms, sequence)
             if home is not None:
-                room = rooms[home]
+                match, room = self.books[home].match(sequence.chain), rooms[home]
                 room.num_slots -= 1
-                room.num_blocks -= needed
-                room.num_tokens -= sequence.num_pending
+                room.num_running += 1
+                room.num_blocks -= self._blocks_to_start(sequence, match)
+                room.num_tokens -= sequence.num_pending - match.position
             else:
                 home = self._with_last_victim(rank, sequence)
                 if home is None:
@@ -197,18 +205,33 @@ class RankScheduler:
         """None where requests of its own wait already: they are ahead."""
         share, books = self.shares[rank], self.books[rank]
         if share.num_waiting:
-            return _Room(0, 0, 0)
+            return _Room(0, 0, 0, share.num_running)
         growing = sum(starts_block(sequence.num_processed) for sequence in share.running)
         pending = sum(sequence.num_pending for sequence in share.running)
-        return _Room(books.num_free_slots, books.num_free_blocks - growing, self.max_batched_tokens - pending)
+        num_blocks, num_tokens = books.num_free_blocks - growing, self.max_batched_tokens - pending
+        return _Room(books.num_free_slots, num_blocks, num_tokens, share.num_running)
 
-    def _with_most_room(self, rooms: list[_Room], needed: int) -> int | None:
+    def _blocks_to_start(self, sequence: Sequence, match: Match) -> int:
+        """Of its first chunk. What it takes over from running requests costs nothing."""
+        return blocks_at_position(min(sequence.num_pending, match.position + self.max_batched_tokens)) - match.num_busy
+
+    def _best_home(self, rooms: list[_Room], sequence: Sequence) -> int | None:
+        """The rank to live on; None if none has room."""
+        matches = [books.match(sequence.chain) for books in self.books]
         fitting = [
-            (room.num_blocks, room.num_slots, -rank)
-            for rank, room in enumerate(rooms)
-            if room.num_slots > 0 and room.num_tokens > 0 and room.num_blocks >= needed
+            rank
+            for rank, (room, match) in enumerate(zip(rooms, matches, strict=True))
+            if room.num_slots > 0 and room.num_tokens > 0 and room.num_blocks >= self._blocks_to_start(sequence, match)
         ]
-        return -max(fitting)[2] if fitting else None
+        if not fitting:
+            return None
+        fewest = min(rooms[rank].num_running for rank in fitting)
+
+        def worth(rank: int) -> tuple[int, int, int, int]:
+            saved = matches[rank].position - IMBALANCE_TOKENS * (rooms[rank].num_running - fewest)
+            return max(0, saved), rooms[rank].num_blocks, rooms[rank].num_slots, -rank
+
+        return max(fitting, key=worth)
 
     def _with_last_victim(self, rank: tuple[int, int], sequence: Sequence) -> int | None:
         """Where the worst-ranked request runs that this one may displace."""

@@ -1,9 +1,10 @@
-"""A step of all ranks as one flat list of int64, and what each rank drew, on the way back. No torch.
+"""A step of all ranks as flat lists of int64, and what each rank drew, on the way back. No torch.
 
-    plan    step, rows, then for each rank: its length, and
-            cache changes   count, (slot, max_tokens)...
+    plan    step, rows, whether it draws at once, then for each rank besides 0: its length, and
+            cache changes   count, (kind, numbers)...
             new requests    count, (slot, max_len, prompt_len, scored, parameters, number of tokens, tokens)...
             pieces          count, (slot, start, length, draws)...
+    masks   for each rank besides 0: its length, and
             masks           count, (slot, number of words, words)...: the tokens its rules allow, a bit each
     answer  step, checksum, and
             drawn           count, then for each request that draws: 1, token, log-probabilities; or 0, a reason
@@ -14,21 +15,24 @@ Text, stop strings, rules and deadlines stay on rank 0: the others need none of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4.dist.messages import bits_float, float_bits, text_numbers
-from dsv4.engine.rank_books import CacheChange
+from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, StopAt
 from dsv4.request import SamplingParams, TokenLogprobs
 
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NONE = -1
+_CHANGES: tuple[type[CacheChange], ...] = (Admitted, Released, StopAt, Launched)  # by their numbers
+
+Masks = tuple[tuple[int, tuple[int, ...]], ...]  # slot, and 32 tokens a word, the lowest bit first
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A request a rank has not seen: everything it knows, and how it draws."""
+    """A request a rank has not run: how it draws, and everything it knows, unless its admission has said that."""
 
     slot: int
     max_len: int
@@ -48,12 +52,21 @@ class RankPiece:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a step. A mask: slot, and 32 tokens a word, the lowest bit first."""
+    """One rank's part of a step."""
 
     changes: tuple[CacheChange, ...] = ()
     openings: tuple[Opening, ...] = ()
     pieces: tuple[RankPiece, ...] = ()
-    masks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class RanksStep(NamedTuple):
+    """A step, as every rank hears of it: its number, the rows that all run, and whether they draw without being told
+    what rules allow. `share` is the rank's own."""
+
+    number: int
+    num_rows: int
+    draws_at_once: bool
+    share: RankShare
 
 
 @dataclass(frozen=True)
@@ -86,27 +99,43 @@ def drawing_params(params: SamplingParams, eos_token_id: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def encode_plan(step: int, num_rows: int, shares: Sequence[RankShare]) -> list[int]:
-    numbers = [step, num_rows]
-    for share in shares:
-        section = _encode_share(share)
-        numbers += [len(section), *section]
-    return numbers
+def encode_plan(number: int, num_rows: int, draws_at_once: bool, shares: Sequence[RankShare]) -> list[int]:
+    """`shares[i]` is rank i + 1's."""
+    return [number, num_rows, int(draws_at_once), *_sections(map(_encode_share, shares))]
 
 
-def decode_plan(numbers: Sequence[int], rank: int) -> tuple[int, int, RankShare]:
-    """Step, rows, and the share of `rank`."""
-    start = 2
-    for _ in range(rank):
+def decode_plan(numbers: Sequence[int], rank: int) -> RanksStep:
+    number, num_rows, draws_at_once, *sections = numbers
+    return RanksStep(number, num_rows, bool(draws_at_once), _decode_share(_section(sections, rank)))
+
+
+def encode_masks(masks: Sequence[Masks]) -> list[int]:
+    """`masks[i]` are rank i + 1's."""
+    return _sections([len(own), *(n for slot, words in own for n in (slot, len(words), *words))] for own in masks)
+
+
+def decode_masks(numbers: Sequence[int], rank: int) -> Masks:
+    section = _section(numbers, rank)
+    return tuple((next(section), _take(section)) for _ in range(next(section)))
+
+
+def _sections(sections: Iterable[list[int]]) -> list[int]:
+    """One after the other, each after its length."""
+    return [number for section in sections for number in (len(section), *section)]
+
+
+def _section(numbers: Sequence[int], rank: int) -> Iterator[int]:
+    """Those of a rank besides 0."""
+    start = 0
+    for _ in range(rank - 1):
         start += 1 + numbers[start]
-    end = start + 1 + numbers[start]
-    return numbers[0], numbers[1], _decode_share(iter(numbers[start + 1 : end]))
+    return iter(numbers[start + 1 : start + 1 + numbers[start]])
 
 
 def _encode_share(share: RankShare) -> list[int]:
     numbers = [len(share.changes)]
     for change in share.changes:
-        numbers += change
+        numbers += _encode_change(change)
     numbers.append(len(share.openings))
     for opening in share.openings:
         numbers += [opening.slot, opening.max_len, opening.prompt_len, opening.num_scored]
@@ -115,14 +144,11 @@ def _encode_share(share: RankShare) -> list[int]:
     numbers.append(len(share.pieces))
     for piece in share.pieces:
         numbers += [piece.slot, piece.start, piece.length, int(piece.draws)]
-    numbers.append(len(share.masks))
-    for slot, words in share.masks:
-        numbers += [slot, len(words), *words]
     return numbers
 
 
 def _decode_share(numbers: Iterator[int]) -> RankShare:
-    changes = tuple(CacheChange(next(numbers), next(numbers)) for _ in range(next(numbers)))
+    changes = tuple(_decode_change(numbers) for _ in range(next(numbers)))
     openings = tuple(
         Opening(next(numbers), next(numbers), next(numbers), next(numbers), _decode_params(numbers), _take(numbers))
         for _ in range(next(numbers))
@@ -130,8 +156,33 @@ def _decode_share(numbers: Iterator[int]) -> RankShare:
     pieces = tuple(
         RankPiece(next(numbers), next(numbers), next(numbers), bool(next(numbers))) for _ in range(next(numbers))
     )
-    masks = tuple((next(numbers), _take(numbers)) for _ in range(next(numbers)))
-    return RankShare(changes, openings, pieces, masks)
+    return RankShare(changes, openings, pieces)
+
+
+def _encode_change(change: CacheChange) -> list[int]:
+    kind = _CHANGES.index(type(change))
+    if not isinstance(change, Admitted):
+        return [kind, *map(int, change)]
+    salt = [_NONE] if change.salt is None else _salt_numbers(change.salt)
+    numbers = [kind, change.slot, change.max_tokens, change.position, *salt]
+    return [*numbers, len(change.token_ids), *change.token_ids]
+
+
+def _decode_change(numbers: Iterator[int]) -> CacheChange:
+    made = _CHANGES[next(numbers)]
+    if made is Admitted:
+        slot, max_tokens, position, length = (next(numbers) for _ in range(4))
+        data = None if length == _NONE else bytes(next(numbers) for _ in range(length))
+        salt = None if data is None else data.decode("utf-8", "surrogatepass")
+        return Admitted(slot, max_tokens, position, _take(numbers), salt)
+    if made is Released:
+        return Released(next(numbers), bool(next(numbers)), next(numbers))
+    return StopAt(next(numbers), next(numbers)) if made is StopAt else Launched(next(numbers), next(numbers))
+
+
+def _salt_numbers(salt: str) -> list[int]:
+    data = salt.encode("utf-8", "surrogatepass")  # as its hash takes it
+    return [len(data), *data]
 
 
 def encode_answer(step: int, checksum: int, answer: RankAnswer) -> list[int]:

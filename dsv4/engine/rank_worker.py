@@ -1,30 +1,36 @@
-"""One rank's share of a step: `RankExecutor` repeats what rank 0's books say, runs the tokens and draws.
+"""One rank's share of every step, besides rank 0's: `RankExecutor` repeats what rank 0's books say, runs the tokens and
+draws. `follow` takes work from rank 0 until the end.
 
-Rank 0 has one for its own share and hears it directly; every other rank has one in `follow`, which takes work from
-rank 0 until the end. A rank with nothing to run pads: its experts serve the others.
+Nothing is decided here. Rank 0 says when a step is launched, when it draws (at once, or when rules have been asked) and
+when it is collected; it may launch a step before the one before it is collected, as on one GPU. A rank with nothing to
+run pads: its experts serve the others.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
-from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import OnTheWay, to_device
 from dsv4.dist.control import Follower
 from dsv4.dist.errors import RanksDiverged
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.bucket import padding_batch
+from dsv4.engine.bucket import Forwarded, padding_batch
+from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released
 from dsv4.engine.rank_wire import (
     DrawnToken,
+    Masks,
+    Opening,
     RankAnswer,
-    RankShare,
+    RanksStep,
+    decode_masks,
     decode_plan,
     encode_answer,
 )
@@ -44,77 +50,135 @@ _NO_EOS = -1  # rank 0 decides when a request is over
 class Work(IntEnum):
     """The first number of what rank 0 asks for."""
 
-    STEP = 0  # a plan: run this rank's share
-    FORWARD = 1  # so many rows of padding through all layers
-    BLOCK = 2  # through one layer
-    MTP = 3  # through an MTP block
+    STEP = 0  # a plan: launch this rank's share
+    DRAW = 1  # what rules allow: draw from the step launched last
+    COLLECT = 2  # say what the oldest step drew
+    FORWARD = 3  # so many rows of padding through all layers
+    BLOCK = 4  # through one layer
+    MTP = 5  # through an MTP block
+
+
+@dataclass
+class _Flight:
+    """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
+
+    number: int
+    step: StepInput
+    pieces: tuple[Piece, ...]
+    forwarded: Forwarded
+    scores: Scores
+    drawn: OnTheWay | None = None
 
 
 class RankExecutor:
-    """The requests that live on one rank, as far as drawing needs them.
-
-    on_experts  as `Engine.on_experts`, of this rank's own tokens
-    """
+    """The requests that live on one rank, as far as running and drawing needs them."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.cache = runner.cache
-        self.on_experts: Callable[[Tensor], None] | None = None
         self._builder = StepBuilder(self.cache)
         self._requests: dict[int, Sequence] = {}  # by slot
+        self._known: dict[int, list[int]] = {}  # by slot: tokens the prefix cache knows of
+        self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
 
-    def run(self, share: RankShare, num_rows: int) -> RankAnswer:
-        """The share's tokens, padded to `num_rows`; what those of its pieces drew that draw."""
-        self.follow_books(share)
+    def launch(self, given: RanksStep) -> None:
+        """The share's tokens, padded to the rows that all ranks run."""
+        for change in given.share.changes:
+            self._repeat(change)
+        for opening in given.share.openings:
+            self._open(opening)
         pieces = []
-        for one in share.pieces:
+        for one in given.share.pieces:
             sequence = self._request(one.slot)
-            if one.start + one.length > len(sequence.token_ids):
-                raise RanksDiverged(f"slot {one.slot} knows {len(sequence.token_ids)} tokens, the plan runs to more")
+            if one.start + one.length > sequence.num_known:
+                raise RanksDiverged(f"slot {one.slot} knows {sequence.num_known} tokens, the plan runs to more")
             pieces.append(Piece(sequence, one.slot, one.start, one.length, one.draws))
         plan = StepPlan(tuple(pieces), ())
-        step = self._builder.build(plan, pad_to=num_rows)
+        step = self._builder.build(plan, pad_to=given.num_rows)
         self.runner.slots.take(plan.pieces)
         forwarded = self.runner.forward(step.batch, step.draw_rows)
         scores = Scores.launch(self.runner, forwarded, plan)
-        if self.on_experts is not None and step.num_tokens:
-            self.on_experts(torch.stack(forwarded.experts)[:, : step.num_tokens].cpu())
-        drawn: list[DrawnToken] = []
+        for sequence in step.drawing:
+            sequence.num_unread += 1
+        self._flights.append(_Flight(given.number, step, plan.pieces, forwarded, scores))
+        if given.draws_at_once:
+            self.draw(())
+
+    def draw(self, masks: Masks) -> None:
+        """Launch the draw of the step launched last; `masks` are what rules allow some of its requests."""
+        if not self._flights or self._flights[-1].drawn is not None:
+            raise RanksDiverged("told to draw from a step that was not launched")
+        flight = self._flights[-1]
+        step, tensors = flight.step, []
         if step.drawing:
             num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
-            draws = self.runner.draw(forwarded, self._rows(step, share.masks), num_top)
-            token_ids, *logprobs = OnTheWay([draws.token_ids, *draws.logprobs]).wait()
-            for sequence, outcome in zip(
-                step.drawing, outcomes(token_ids.tolist(), logprobs, step.drawing, {}), strict=True
-            ):
-                if isinstance(outcome, Undrawable):
-                    drawn.append(DrawnToken(0, None, outcome.reason))
-                else:
-                    sequence.token_ids.append(outcome.token_id)
-                    drawn.append(DrawnToken(outcome.token_id, outcome.logprobs))
-        scores.read()
-        return RankAnswer(tuple(drawn), tuple(self._take_scores(pieces)))
+            draws = self.runner.draw(flight.forwarded, self._rows(step, masks), num_top)
+            tensors = [draws.token_ids, *draws.logprobs]
+        flight.drawn = OnTheWay(tensors)
 
-    def follow_books(self, share: RankShare) -> None:
-        """What rank 0's books say happened to this cache, and the requests that are new here."""
-        for slot, max_tokens in share.changes:
-            if max_tokens == 0:
-                self.cache.release(slot)
-                self._requests.pop(slot, None)
-            elif (given := self.cache.admit(max_tokens)) != slot:
-                raise RanksDiverged(f"the cache gave slot {given} where rank 0's books gave {slot}")
-        for opening in share.openings:
-            self._requests[opening.slot] = Sequence(
-                params=opening.params, token_ids=list(opening.token_ids), prompt_len=opening.prompt_len,
-                max_len=opening.max_len, eos_token_id=_NO_EOS, slot=opening.slot, num_scored=opening.num_scored,
-            )  # fmt: skip
+    def collect(self) -> tuple[int, RankAnswer]:
+        """The number of the oldest step, and what those of its pieces drew that draw."""
+        if not self._flights or self._flights[0].drawn is None:
+            raise RanksDiverged("asked for a step that was not launched and drawn")
+        flight = self._flights.popleft()
+        assert flight.drawn is not None
+        found, drawing = flight.drawn.wait(), flight.step.drawing
+        drawn: list[DrawnToken] = []
+        results = outcomes(found[0].tolist(), found[1:], drawing, {}) if drawing else []
+        for sequence, outcome in zip(drawing, results, strict=True):
+            sequence.num_unread -= 1
+            if isinstance(outcome, Undrawable):
+                drawn.append(DrawnToken(0, None, outcome.reason))
+            else:
+                sequence.token_ids.append(outcome.token_id)
+                drawn.append(DrawnToken(outcome.token_id, outcome.logprobs))
+        flight.scores.read()
+        return flight.number, RankAnswer(tuple(drawn), tuple(_take_scores(flight.pieces)))
+
+    def _repeat(self, change: CacheChange) -> None:
+        """What rank 0's books say happened to this cache."""
+        cache, slot = self.cache, change.slot
+        if isinstance(change, Admitted):
+            known = self._known[slot] = list(change.token_ids)
+            chain = cache.chain(known, change.salt) if known else None
+            given = cache.admit(change.max_tokens, chain)
+            if given != slot or cache.position(given) != change.position:
+                raise RanksDiverged(
+                    f"the cache gave slot {given} at token {cache.position(given)} where rank 0's books gave slot "
+                    f"{slot} at {change.position}"
+                )
+        elif isinstance(change, Released):
+            self._learn(slot, change.num_known)
+            cache.release(slot, keep=change.keep)
+            self._requests.pop(slot, None)
+            del self._known[slot]
+        elif isinstance(change, Launched):
+            self._learn(slot, change.num_known)
+            cache.launched(slot)
+        else:
+            cache.stop_at(slot, change.position)
+
+    def _learn(self, slot: int, num_known: int) -> None:
+        """The prefix cache hears of the request's tokens as far as rank 0's books had."""
+        known = self._known[slot]
+        if len(known) < num_known:
+            known += self._request(slot).token_ids[len(known) : num_known]
+        if len(known) < num_known:
+            raise RanksDiverged(f"slot {slot} knows {len(known)} tokens, rank 0's books {num_known}")
+
+    def _open(self, opening: Opening) -> None:
+        token_ids = list(opening.token_ids or self._known.get(opening.slot, ()))
+        self._requests[opening.slot] = Sequence(
+            params=opening.params, token_ids=token_ids, prompt_len=opening.prompt_len, max_len=opening.max_len,
+            eos_token_id=_NO_EOS, slot=opening.slot, num_scored=opening.num_scored,
+        )  # fmt: skip
 
     def _request(self, slot: int) -> Sequence:
         if slot not in self._requests:
             raise RanksDiverged(f"the plan runs slot {slot}, which holds no request here")
         return self._requests[slot]
 
-    def _rows(self, step: StepInput, masks: SequenceOf[tuple[int, tuple[int, ...]]]) -> SamplingRows:
+    def _rows(self, step: StepInput, masks: Masks) -> SamplingRows:
         """The rows to draw from, with what rank 0 says their rules allow."""
         rows = SamplingRows(step.draw_slots, step.draw_positions)
         if not masks:
@@ -126,16 +190,17 @@ class RankExecutor:
         device = self.cache.device
         return replace(rows, mask=to_device(bits, device), is_masked=to_device(is_masked, device))
 
-    def _take_scores(self, pieces: SequenceOf[Piece]) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
-        """What was scored in this step; the requests here keep nothing of it."""
-        for piece in pieces:
-            found, piece.sequence.prompt_logprobs = piece.sequence.prompt_logprobs, []
-            if found:
-                yield piece.slot, tuple(one for one in found if one is not None)
+
+def _take_scores(pieces: SequenceOf[Piece]) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
+    """What was scored in this step; the requests here keep nothing of it."""
+    for piece in pieces:
+        found, piece.sequence.prompt_logprobs = piece.sequence.prompt_logprobs, []
+        if found:
+            yield piece.slot, tuple(one for one in found if one is not None)
 
 
 class RollingChecksum:
-    """Of every plan and of what one rank drew: rank 0 and that rank must come to the same number in every step."""
+    """Of all that rank 0 says of steps, and of what one rank drew: both must come to the same number in every step."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -155,17 +220,23 @@ def follow(
     last_step, checksum = 0, RollingChecksum()
     while (payload := link.work()) is not None:
         kind, *numbers = unpack(payload)
-        if kind != Work.STEP:
-            serve_padding(executor.runner.model, executor.cache, make_drafts, Work(kind), numbers)
+        work = Work(kind)
+        if work in (Work.FORWARD, Work.BLOCK, Work.MTP):
+            serve_padding(executor.runner.model, executor.cache, make_drafts, work, numbers)
             link.answer(b"")
             continue
-        step, num_rows, share = decode_plan(numbers, rank)
-        if step != last_step + 1:
-            raise RanksDiverged(f"plan {step} arrived after plan {last_step}")
-        last_step = step
         checksum.add(payload)
-        answer = executor.run(share, num_rows)
-        link.answer(pack(encode_answer(step, checksum.add_answer(answer), answer)))
+        if work is Work.STEP:
+            given = decode_plan(numbers, rank)
+            if given.number != last_step + 1:
+                raise RanksDiverged(f"plan {given.number} arrived after plan {last_step}")
+            last_step = given.number
+            executor.launch(given)
+        elif work is Work.DRAW:
+            executor.draw(decode_masks(numbers, rank))
+        else:
+            number, answer = executor.collect()
+            link.answer(pack(encode_answer(number, checksum.add_answer(answer), answer)))
 
 
 @torch.no_grad()

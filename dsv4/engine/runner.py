@@ -113,7 +113,7 @@ class Runner:
         with self._compiles:
             if self.cache.device.type == "cuda":
                 sizes = self._direct_sizes()
-                self._precompile(sizes, progress)
+                self.precompile(progress)
                 torch.cuda.empty_cache()
                 for done, size in enumerate(reversed(sizes)):  # smaller calls find room in what the largest took
                     self._compile(size)
@@ -217,14 +217,16 @@ class Runner:
             logits = self.model.logits(streams.index_select(0, draw_rows))
             return Forwarded(logits, streams, tuple(experts), None if tap is None else tap.hidden)
 
-    def _precompile(self, sizes: Sequence[int], progress: Progress) -> None:
-        """A help, not a condition: what fails here fails again where it matters, or did not matter."""
+    def precompile(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Compile on all cores, into the disk cache, where other processes find it too. A help, not a condition: what
+        fails here fails again where it matters, or did not matter."""
         if not self.model.context.backend.has_kernels or not can_compile_in_parallel():
             return
         try:
             precompile(
-                self.model, self.cache, sizes, self.experts, partial(progress, "compiling"), max_draws=self.max_draws
-            )
+                self.model, self.cache, self._direct_sizes(), self.experts, partial(progress, "compiling"),
+                max_draws=self.max_draws,
+            )  # fmt: skip
         except Exception as error:
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
@@ -103,6 +104,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(piece.length for piece in self.pieces)
 
+    @cached_property
+    def has_rules(self) -> bool:
+        """Whether the host must say what may be drawn, which it knows only once the step before is collected. As it was
+        when first asked: rules may end with what that step drew."""
+        return any(piece.sequence.has_rules for piece in self.pieces if piece.draws)
+
 
 @dataclass
 class _Draft:
@@ -168,7 +175,9 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {sequence.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
-        if sequence.params.prompt_logprobs is None:  # whose prompt is scored must read all of it
+        if (
+            sequence.chain is None and sequence.params.prompt_logprobs is None
+        ):  # whose prompt is scored must read all of it
             sequence.chain = self._cache.chain(sequence.token_ids, sequence.params.cache_salt)
         sequence.rank = rank or (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1

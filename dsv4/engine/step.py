@@ -7,7 +7,8 @@ is used where it is. The block table is the cache's own tensor, brought up to da
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,7 +92,9 @@ class StepBuilder:
         sizes = [part.size for part in parts]
         ends = np.cumsum([size + size % _ALIGNED for size in sizes]).tolist()
         numbers = np.zeros(ends[-1], dtype=np.int64)
-        spans = [slice(end - size - size % _ALIGNED, end - size % _ALIGNED) for size, end in zip(sizes, ends, strict=True)]
+        spans = [
+            slice(end - size - size % _ALIGNED, end - size % _ALIGNED) for size, end in zip(sizes, ends, strict=True)
+        ]
         for part, span in zip(parts, spans, strict=True):
             numbers[span] = part.reshape(-1)
         values = to_device(torch.from_numpy(numbers), self._cache.device)

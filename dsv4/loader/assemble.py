@@ -43,8 +43,8 @@ class ExpertHome(Protocol):
 class ParameterStore:
     """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert.
 
-    `home`, where given, takes the routed experts; an expert goes there with its last matrix. `experts`: those that
-    stacks have room for, all by default.
+    `home`, where given, takes the routed experts; an expert goes there with its last matrix. `experts`: those that are
+    put, all by default; in stacks and at home the first of them is number 0.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ParameterStore:
     def _send_home(self, home: ExpertHome, tensor: LogicalTensor, weight: Weight) -> None:
         assert tensor.expert_idx is not None
         block, number, *_, part, _ = tensor.name.split(".")
-        key = (int(number) + (self.config.num_hidden_layers if block == "mtp" else 0), tensor.expert_idx)
+        expert_idx = tensor.expert_idx - self._own.start
+        key = (int(number) + (self.config.num_hidden_layers if block == "mtp" else 0), expert_idx)
         matrices = self._unfinished.setdefault(key, {})
         matrices[part] = weight
         if len(matrices) == 3:

@@ -183,10 +183,10 @@ def load_llm(
         torch.set_num_threads(threads)
     texts = [str(note.message) for note in notes]
     if llm.pool is not None:
-        placement = llm.pool.placement
+        placement, where = llm.pool.placement, "the device" if gpus == 1 else "each GPU"
         texts.append(
-            f"{placement.num_slots} of {llm.config.n_routed_experts} experts of each layer on the device "
-            f"({placement.num_fixed} for good), {llm.pool.host_bytes() / 2**30:,.1f} GiB in host memory"
+            f"{placement.num_slots} of {llm.pool.num_experts} experts of each layer on {where} "
+            f"({placement.num_fixed} for good), {gpus * llm.pool.host_bytes() / 2**30:,.1f} GiB in host memory"
         )
     elif offload_experts is not None:
         texts.append("all experts fit on the device: none is offloaded")

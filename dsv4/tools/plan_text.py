@@ -94,7 +94,8 @@ def _budget(plan: Plan) -> Table:
         table.add_row(name, f"{num_bytes:,}", _size(num_bytes))
     if budget.host:
         table.add_section()
-        table.add_row("host memory for experts", f"{budget.host:,}", _size(budget.host))
+        whose = ", of all GPUs" if plan.gpus > 1 else ""
+        table.add_row(f"host memory for experts{whose}", f"{budget.host:,}", _size(budget.host))
     return table
 
 

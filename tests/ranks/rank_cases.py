@@ -14,11 +14,13 @@ from dsv4.dist.control import Follower, Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.shares import expert_range, rank_limits
+from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
 from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.runner import Runner
 from dsv4.model.transformer import Transformer
+from dsv4.ops import TORCH
 from dsv4.schedule import build_schedule
 
 HOST, TOKEN = "127.0.0.1", b"sixteen bytes ok"
@@ -52,9 +54,15 @@ class _Rank:
         config, own = ranks.config, expert_range(ranks.config.n_routed_experts, ranks.size, rank)
         exchange = CollectiveExchange(group, config.n_routed_experts)
         self.plain_dtype = None if ranks.dtype is torch.bfloat16 else ranks.dtype
-        self.model = Transformer(config, share_of(ranks.params, own), ranks.dtype, exchange=exchange)
+        params, pool = share_of(ranks.params, own), None
+        if ranks.placement is not None:
+            params, pool = offload(
+                params, ranks.placement, TORCH, top_k=config.num_experts_per_tok, device="cpu", num_ranks=ranks.size
+            )
+        self.pool, backend = pool, TORCH if pool is None else pool.backend
+        self.model = Transformer(config, params, ranks.dtype, backend=backend, exchange=exchange)
         self.cache = self.make_cache(ranks.limits, build_schedule(config, with_mtp=False))
-        self.runner = Runner(self.model, self.cache, buckets=(), use_graphs=False)
+        self.runner = Runner(self.model, self.cache, buckets=(), use_graphs=False, experts=pool)
 
     def make_cache(self, limits, schedule):
         config = self.model.config
@@ -70,9 +78,11 @@ class ThreadedRanks:
     def __init__(
         self, config, params, size, limits, *, dtype=torch.bfloat16, tokenizer=None, is_checked=False,
         wrap=lambda rank, group: group, stalled_seconds=8.0, clock=None, change=lambda rank, made: None,
+        overlap=False, placement=None,
     ):  # fmt: skip
         self.config, self.params, self.size, self.dtype = config, params, size, dtype
         self.limits = rank_limits(limits, size)
+        self.placement = placement
         self.is_checked, self.wrap, self.change = is_checked, wrap, change
         self.store = dist.HashStore()
         self.errors = {}
@@ -87,8 +97,9 @@ class ThreadedRanks:
         self.link.answers()  # everybody is ready
         more = {} if clock is None else {"clock": clock}
         self.engine = RankEngine(
-            self.own.model, self.own.cache, tokenizer, self.link, size, runner=self.own.runner, **more
-        )
+            self.own.model, self.own.cache, tokenizer, self.link, size, runner=self.own.runner, overlap=overlap,
+            experts=self.own.pool, **more,
+        )  # fmt: skip
         self.model = LeadingTransformer(self.own.model, self.link)
 
     def _follow(self, rank):

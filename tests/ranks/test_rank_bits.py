@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
-from rank_cases import SMALL
+import torch.distributed as dist
+from rank_cases import HOST, SMALL, ThreadedRanks
 
+from dsv4.config import EngineConfig
 from dsv4.dist.exchange import CollectiveExchange
+from dsv4.dist.group import gloo_group
 from dsv4.dist.shares import expert_range
+from dsv4.dist.world import World
+from dsv4.engine.offload.placement import Placement
+from dsv4.llm import LLM
+from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
 
 PARAMS = [
@@ -44,24 +54,27 @@ def alone(one):
 
 
 @pytest.mark.parametrize(
-    ("size", "numerics", "limits"),
+    ("size", "numerics", "limits", "overlap"),
     [
-        (2, "official", {}),
-        (2, "exact", {}),
-        (4, "official", {"max_chunk_tokens": 23}),
-        (3, "official", {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 128}),
-        (5, "official", {"max_concurrent_requests": 5}),
+        (2, "official", {}, True),
+        (2, "exact", {}, False),
+        (4, "official", {"max_chunk_tokens": 23}, True),
+        (3, "official", {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 128}, False),
+        (3, "official", {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 128}, True),
+        (5, "official", {"max_concurrent_requests": 5}, False),
     ],
 )
-def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits):
-    """Mixed, chunked, scarce blocks, one slot a rank; five ranks have one expert or two."""
-    ranks = make_ranks(size, numerics, limits)
+def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits, overlap):
+    """Mixed, chunked, scarce blocks, one slot a rank; five ranks have one expert or two. Each step launched before the
+    one before it is collected, or after."""
+    ranks = make_ranks(size, numerics, limits, overlap=overlap)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone[numerics]
     homes = [books.num_free_slots for books in ranks.engine.scheduler.books]
     assert homes == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
 
 
-def test_arrivals_at_random(make_ranks, one):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_arrivals_at_random(make_ranks, one, overlap):
     """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(118, 136, (10,), generator=generator).tolist()
@@ -71,7 +84,9 @@ def test_arrivals_at_random(make_ranks, one):
     ]
     llm = one()
     expected = llm.generate(prompts, params)
-    ranks = make_ranks(3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200})
+    ranks = make_ranks(
+        3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
+    )
     engine, sequences, dropped = ranks.engine, [], set()
     while len(sequences) < 10 or engine.has_work:
         for _ in range(int(torch.randint(0, 4, (), generator=generator))):
@@ -89,6 +104,14 @@ def test_arrivals_at_random(make_ranks, one):
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_finished, stats.num_aborted) == (10 - len(dropped), len(dropped))
+
+
+def test_rules_that_end_while_steps_overlap(make_ranks, one):
+    """Least lengths: a draw that was to wait for a rule has none when its turn comes, on both ranks."""
+    params = SamplingParams(max_tokens=5, seed=4, min_tokens=2, logprobs=1, stop_token_ids=tuple(range(2, 20)))
+    prompts = prompts_of(3, 4, 2)
+    ranks = make_ranks(2, overlap=True)
+    assert ranks.run([(prompt, params) for prompt in prompts]) == one().generate(prompts, params)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -116,6 +139,38 @@ def test_a_rank_that_is_idle_and_one_whose_experts_nobody_chose(make_ranks, one)
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
     ranks = make_ranks(2)
     assert ranks.run([(lonely[:1], params)]) == llm.generate([lonely[:1]], params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_rank_offloads_its_own_experts(overlap):
+    """Four slots for each rank's six experts: prompts go through staging, decoding through slots that come and go."""
+    config = replace(SMALL, n_routed_experts=12, num_nextn_predict_layers=0, compress_ratios=SMALL.compress_ratios[:-1])
+    params, limits = random_params(config), EngineConfig(max_context_tokens=512, max_concurrent_requests=2)
+    requests = list(zip(prompts_of(30, 2, 9), PARAMS[:3], strict=True))
+    expected = LLM.from_params(config, params, engine=limits).generate(*map(list, zip(*requests, strict=True)))
+    ranks = ThreadedRanks(config, params, 2, limits, placement=Placement(1, 3), overlap=overlap)
+    try:
+        assert ranks.run(requests) == expected
+        stats = ranks.engine.stats()
+        assert ranks.own.pool.stats.num_staged_layers > 0
+        assert stats.num_expert_hits > stats.num_expert_misses > 0
+    finally:
+        ranks.close()
+
+
+def test_ranks_agree_on_the_least_number():
+    store, found = dist.HashStore(), {}
+
+    def ask(rank):
+        world = World(rank, 3, gloo_group(store, rank, 3, HOST), None, None)
+        found[rank] = world.least([5, 3, 4][rank])
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == {0: 3, 1: 3, 2: 3}
 
 
 def test_padding_is_poisoned(make_ranks, alone):

@@ -61,15 +61,16 @@ def test_a_flipped_bit_is_seen(make_ranks, call):
     assert isinstance(ranks.errors[1], ExchangeDamaged)
 
 
-def test_a_lost_plan_is_seen(make_ranks, monkeypatch):
-    """Rank 1 never hears of the second step: the others wait for it, and it is named."""
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_lost_message_is_seen(make_ranks, monkeypatch, lost):
+    """Rank 1 never hears of a step, or is never asked what it drew: the others wait for it, and it is named."""
     ranks = make_ranks(2, stalled_seconds=2.0)
     channel = ranks.link._peers[1].channel
     send, sent = channel.send, []
 
     def forgetful(kind, payload=b""):
         sent.append(kind)
-        if not (kind is Kind.WORK and sent.count(Kind.WORK) == 2):
+        if not (kind is Kind.WORK and sent.count(Kind.WORK) == lost):
             send(kind, payload)
 
     monkeypatch.setattr(channel, "send", forgetful)
@@ -93,20 +94,21 @@ def test_tokens_that_differ_from_what_a_rank_drew(make_ranks, monkeypatch):
     ranks = make_ranks(2)
     check = ranks.engine._check
 
-    def changed(rank, payload, answer):
-        return check(rank, payload, answer[:-24] + bytes([answer[-24] ^ 1]) + answer[-23:])
+    def changed(rank, answer):
+        return check(rank, answer[:-24] + bytes([answer[-24] ^ 1]) + answer[-23:])
 
     monkeypatch.setattr(ranks.engine, "_check", changed)
     with pytest.raises(RanksDiverged, match="rank 1: the checksum of its plans and tokens differs"):
         ranks.run([(PROMPT, PARAMS), (PROMPT, PARAMS)])
 
 
-def test_an_error_in_a_rank_is_the_end_of_all(make_ranks):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_in_a_rank_is_the_end_of_all(make_ranks, overlap):
     def change(rank, made):
         if rank == 1:
             made.model.forward = _raise
 
-    ranks = make_ranks(2, change=change)
+    ranks = make_ranks(2, change=change, overlap=overlap)
     told = []
     ranks.engine.when_failed(told.append)
     with within(10), pytest.raises(RankFailed, match="rank 1: RuntimeError: out of everything"):
@@ -181,8 +183,9 @@ class Rule:
         self.drawn.append(token_id)
 
 
-def test_constraints_are_asked_on_rank_0_and_hold_everywhere(make_ranks):
-    ranks = make_ranks(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_constraints_are_asked_on_rank_0_and_hold_everywhere(make_ranks, overlap):
+    ranks = make_ranks(2, overlap=overlap)
     engine, rules = ranks.engine, [Rule(9), Rule(9), Rule(2)]
     sequences = [engine.prepare(PROMPT, PARAMS, rule) for rule in rules]
     for sequence in sequences:
@@ -197,7 +200,8 @@ def test_constraints_are_asked_on_rank_0_and_hold_everywhere(make_ranks):
     assert [len(rule.drawn) for rule in rules] == [3, 3, 2], "told of every token but the last"
 
 
-def test_nan_logits_deadlines_and_requests_that_never_fit(make_ranks):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_logits_deadlines_and_requests_that_never_fit(make_ranks, overlap):
     now = [0.0]
 
     def change(rank, made):
@@ -206,7 +210,7 @@ def test_nan_logits_deadlines_and_requests_that_never_fit(make_ranks):
             made.model.logits = lambda streams: logits(streams).fill_(float("nan"))
 
     limits = {"max_concurrent_requests": 2, "num_blocks": 2}
-    ranks = make_ranks(2, limits=limits, change=change, clock=lambda: now[0])
+    ranks = make_ranks(2, limits=limits, change=change, clock=lambda: now[0], overlap=overlap)
     engine = ranks.engine
     with pytest.raises(RequestError, match="which need 4 cache blocks of 2"):
         engine.prepare([5] * 400, PARAMS)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,9 +21,10 @@ from rank_cases import SMALL
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
 from dsv4.dist.errors import RankFailed
+from dsv4.engine.offload.placement import OffloadError
 from dsv4.llm import LLM
 from dsv4.loader.synth import write_checkpoint
-from dsv4.request import RequestError, SamplingParams
+from dsv4.request import SamplingParams
 from dsv4.serve.cli import main
 
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)
@@ -201,8 +203,10 @@ def _children(pid):
 def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):
     with pytest.raises(ConfigError, match="gpus must be from 1 to the number of experts 6, found 7"):
         LLM(folder, gpus=7)
-    with pytest.raises(RequestError, match="offload_experts needs gpus=1"):
+    with pytest.raises(OffloadError, match=r"to 3 \(all there are on a rank\), found 4"):
         LLM(folder, gpus=2, offload_experts=4)
+    with pytest.raises(OffloadError, match="needs as many experts on every rank.*: 6 experts on 4 ranks; change gpus"):
+        LLM(folder, gpus=4, offload_experts="auto")
     with pytest.raises(SystemExit) as ended:
         main(["generate", "--model", str(folder), "--ids", "5", "--gpus", "0"])
     assert ended.value.code == 2
@@ -211,6 +215,21 @@ def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="gpus is 2, but torchrun started 4 processes"):
         LLM(folder, gpus=2)
+
+
+@pytest.mark.processes
+def test_offloaded_experts_of_two_processes(tmp_path):
+    """The draft block's too; all ranks keep as many on the device as the one that has least room."""
+    folder = write_checkpoint(tmp_path / "twelve", replace(SMALL, n_routed_experts=12), experts="nvfp4")
+    alone, llm = LLM(folder, engine=LIMITS), LLM(folder, engine=LIMITS, gpus=2, offload_experts=4)
+    assert llm.generate(PROMPTS, PARAMS) == alone.generate(PROMPTS, PARAMS)
+    assert torch.equal(llm.mtp_logits(PROMPTS[1][:20]), alone.mtp_logits(PROMPTS[1][:20]))
+    assert llm.engine.stats().num_expert_misses > 0
+    assert llm.pool.placement.num_slots == 4
+    llm.close()
+    llm = LLM(folder, engine=LIMITS, gpus=2, offload_experts="auto")
+    assert llm.pool is None, "all of them fit"
+    llm.close()
 
 
 @pytest.mark.processes

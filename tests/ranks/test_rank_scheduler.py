@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_cases import SMALL
 
+from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig
 from dsv4.dist.messages import pack, unpack
 from dsv4.dist.shares import expert_range, rank_limits
-from dsv4.engine.rank_books import CacheChange, RankBooks
+from dsv4.engine.rank_books import Admitted, Launched, RankBooks, Released, StopAt
 from dsv4.engine.rank_scheduler import RankScheduler
 from dsv4.engine.rank_wire import (
     DrawnToken,
@@ -17,21 +19,29 @@ from dsv4.engine.rank_wire import (
     RankAnswer,
     RankPiece,
     RankShare,
+    RanksStep,
     decode_answer,
+    decode_masks,
     decode_plan,
     drawing_params,
     encode_answer,
+    encode_masks,
     encode_plan,
 )
 from dsv4.engine.sequence import Sequence
 from dsv4.request import SamplingParams, TokenLogprobs
+from dsv4.schedule import build_schedule
 
 
-def sequence_of(prompt_len, max_tokens, **params):
-    return Sequence.start(
-        [1] * prompt_len, SamplingParams(max_tokens=max_tokens, **params), max_context_tokens=4096, eos_token_id=0,
-        tokenizer=None,
-    )  # fmt: skip
+def sequence_of(prompt, max_tokens, **params):
+    """`prompt`: token ids, or how many of them."""
+    token_ids = [1] * prompt if isinstance(prompt, int) else prompt
+    asked = SamplingParams(max_tokens=max_tokens, **params)
+    return Sequence.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0, tokenizer=None)
+
+
+def feed(books, pieces):
+    books.prepare_forward(*([piece[place] for piece in pieces] for place in (1, 2, 3)))
 
 
 def run_step(scheduler, now=0.0):
@@ -42,7 +52,8 @@ def run_step(scheduler, now=0.0):
         assert share.num_tokens <= scheduler.max_batched_tokens
         for piece in share.pieces:
             assert piece.start == books.position(piece.slot)
-            books.advance(piece.slot, piece.length)
+        feed(books, share.pieces)
+        books.check_integrity()
         assert books.num_free_blocks >= 0
     scheduler.commit(plan)
     for piece in plan.pieces:
@@ -55,8 +66,17 @@ def run_step(scheduler, now=0.0):
 
 
 def ranks_of(num_ranks, num_slots=2, num_blocks=4, **limits):
-    books = [RankBooks(num_slots, num_blocks) for _ in range(num_ranks)]
+    books = [books_of(num_slots, num_blocks) for _ in range(num_ranks)]
     return RankScheduler(books, **{"max_batched_tokens": 64, **limits})
+
+
+def books_of(num_slots, num_blocks, prefix_cache_bytes=0):
+    limits = EngineConfig(
+        max_context_tokens=1024, max_concurrent_requests=num_slots, num_blocks=num_blocks,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )  # fmt: skip
+    schedule = build_schedule(SMALL, with_mtp=False)
+    return RankBooks(build_cache_schema(SMALL, schedule, limits, plain_itemsize=None), limits)
 
 
 ARRIVALS = st.lists(
@@ -150,6 +170,7 @@ def test_experts_and_limits_are_divided():
 
 
 NUMBERS = st.integers(0, 2**40)
+SALTS = st.text(st.characters())  # lone surrogates too
 PARAMS = st.builds(
     SamplingParams, temperature=st.floats(0, 100), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1),
     top_k=st.integers(0, 2**31 - 1), seed=st.integers(0, 2**63 - 1),
@@ -165,13 +186,18 @@ OPENINGS = st.builds(
     Opening, NUMBERS, NUMBERS, NUMBERS, NUMBERS, PARAMS.map(lambda params: drawing_params(params, 1)),
     st.lists(NUMBERS).map(tuple),
 )  # fmt: skip
+CHANGES = st.one_of(
+    st.builds(Admitted, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS).map(tuple), st.one_of(st.none(), SALTS)),
+    st.builds(Released, NUMBERS, st.booleans(), NUMBERS), st.builds(StopAt, NUMBERS, NUMBERS),
+    st.builds(Launched, NUMBERS, NUMBERS),
+)  # fmt: skip
 SHARES = st.builds(
     RankShare,
-    st.lists(st.builds(CacheChange, NUMBERS, NUMBERS)).map(tuple),
+    st.lists(CHANGES).map(tuple),
     st.lists(OPENINGS, max_size=3).map(tuple),
     st.lists(st.builds(RankPiece, NUMBERS, NUMBERS, NUMBERS, st.booleans())).map(tuple),
-    st.lists(st.tuples(NUMBERS, st.lists(st.integers(-(2**63), 2**63 - 1)).map(tuple)), max_size=3).map(tuple),
 )
+MASKS = st.lists(st.tuples(NUMBERS, st.lists(st.integers(-(2**63), 2**63 - 1)).map(tuple)), max_size=3).map(tuple)
 LOGPROBS = st.builds(
     TokenLogprobs,
     st.just(7),
@@ -185,11 +211,14 @@ DRAWN = st.one_of(
 
 
 @settings(max_examples=50)
-@given(NUMBERS, NUMBERS, st.lists(SHARES, min_size=1, max_size=4))
-def test_a_plan_survives_the_wire(step, num_rows, shares):
-    numbers = unpack(pack(encode_plan(step, num_rows, shares)))
-    for rank, share in enumerate(shares):
-        assert decode_plan(numbers, rank) == (step, num_rows, share)
+@given(NUMBERS, NUMBERS, st.booleans(), st.lists(st.tuples(SHARES, MASKS), min_size=1, max_size=4))
+def test_a_plan_and_its_masks_survive_the_wire(step, num_rows, at_once, ranks):
+    shares, masks = zip(*ranks, strict=True)
+    numbers = unpack(pack(encode_plan(step, num_rows, at_once, shares)))
+    allowed = unpack(pack(encode_masks(masks)))
+    for rank, (share, mask) in enumerate(ranks, start=1):
+        assert decode_plan(numbers, rank) == RanksStep(step, num_rows, at_once, share)
+        assert decode_masks(allowed, rank) == mask
 
 
 @settings(max_examples=50)

@@ -7,11 +7,13 @@ there. The file itself is mapped, not read into memory of our own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 
 from dsv4.config import EngineConfig, ModelConfig, is_size, shown
+from dsv4.dist.shares import expert_range
 from dsv4.engine.offload.placement import (
     CONTEXT_BYTES,
     GIB,
@@ -68,13 +70,15 @@ class _Home:
 
 def load_offloaded(
     checkpoint: Checkpoint, config: ModelConfig, placement: Placement, backend: Backend, *, device: torch.device,
-    dequantize_to: torch.dtype | None = None, progress: Progress = False,
+    dequantize_to: torch.dtype | None = None, progress: Progress = False, num_ranks: int = 1, rank: int = 0,
 ) -> tuple[ModelParams, ExpertPool]:  # fmt: skip
-    """As `load_params`, with the routed experts of every block, draft blocks too, in a pool; they come prepared."""
-    pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, backend, device=device)
+    """As `load_params`, with the routed experts of every block, draft blocks too, in a pool; they come prepared. Of one
+    of several ranks: its own experts."""
+    own = expert_range(config.n_routed_experts, num_ranks, rank)
+    pool = ExpertPool(placement, len(own), config.num_experts_per_tok, backend, device=device, num_ranks=num_ranks)
     home = _Home(pool)
     params = load_params(
-        checkpoint, config, device=device, dequantize_to=dequantize_to, home=home, progress=progress
+        checkpoint, config, device=device, dequantize_to=dequantize_to, home=home, experts=own, progress=progress
     )  # fmt: skip
     home.hand_over(config.num_hidden_layers)
     if device.type == "cuda":
@@ -84,38 +88,48 @@ def load_offloaded(
 
 def choose_placement(
     wanted: OffloadExperts, checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, cache_bytes: int, *,
-    device: torch.device, dequantize_to: torch.dtype | None = None,
+    device: torch.device, dequantize_to: torch.dtype | None = None, num_ranks: int = 1,
 ) -> Placement | None:  # fmt: skip
-    """What `offload_experts` means for this model on this device; None if its experts need not be offloaded.
+    """What `offload_experts` means for this model on this device; None if its experts need not be offloaded. Of one of
+    several ranks: for its share of them, `cache_bytes` being all else that it needs as a rank.
 
     Reads headers only. `OffloadError` for what cannot be, on the device or in the machine's memory.
     """
-    slots = check_offload(wanted, config)
+    slots = check_offload(wanted, config, num_ranks)
     if slots is None:
         return None
     load = plan_load(checkpoint, config)
     sizes = _sizes(load, config, cache_bytes, dequantize_to)
+    num_own = config.n_routed_experts // num_ranks
+    share, sizes = replace(config, n_routed_experts=num_own), replace(sizes, routed=sizes.routed // num_ranks)
     if slots != "auto":
-        placement: Placement | None = divide_slots(int(slots), config, engine)
+        placement: Placement | None = divide_slots(int(slots), share, engine)
     else:
         num_layers = config.num_hidden_layers + (load.num_mtp if engine.max_draft_tokens else 0)
-        placement = place_experts(config, engine, sizes, _usable_bytes(device), num_layers)
+        placement = place_experts(share, engine, sizes, _usable_bytes(device), num_layers)
     if placement is not None:
-        _check_host(sizes.routed // config.n_routed_experts * (config.n_routed_experts - placement.num_fixed))
+        _check_host(num_ranks * (sizes.routed // num_own) * (num_own - placement.num_fixed))
     return placement
 
 
-def check_offload(wanted: OffloadExperts, config: ModelConfig) -> str | int | None:
+def check_offload(wanted: OffloadExperts, config: ModelConfig, num_ranks: int = 1) -> str | int | None:
     """`offload_experts` as None, "auto" or a number of slots; `OffloadError` if it is anything else."""
     if wanted is None or wanted is False:
         return None
+    num_experts = config.n_routed_experts
+    if num_experts % num_ranks or num_experts // num_ranks < config.num_experts_per_tok:
+        raise OffloadError(
+            f"offload_experts needs as many experts on every rank, and at least the {config.num_experts_per_tok} that "
+            f"a token chooses: {num_experts} experts on {num_ranks} ranks; change gpus, or leave it out"
+        )
     if wanted is True or wanted == "auto":
         return "auto"
-    fewest, most = config.num_experts_per_tok, config.n_routed_experts
+    fewest, most = config.num_experts_per_tok, num_experts // num_ranks
     if not is_size(wanted) or not fewest <= int(wanted) <= most:
         raise OffloadError(
             f"offload_experts must be True, 'auto' or the number of experts of a layer to keep on the device, from "
-            f"{fewest} (what a token chooses) to {most} (all there are), found {shown(wanted)}"
+            f"{fewest} (what a token chooses) to {most} (all there are{' on a rank' if num_ranks > 1 else ''}), found "
+            f"{shown(wanted)}"
         )
     return int(wanted)
 

@@ -251,7 +251,8 @@ class _Staging:
 
 
 class ExpertPool:
-    """All offloaded layers of a model, and the `moe` op over them.
+    """All offloaded layers of a model, and the `moe` op over them; of one of several ranks its own experts, as many as
+    any other has, and the op's halves.
 
     `num_valid` (see `only`), `recorder` and `stages_always` are the running call's, and the runner's to set: rows from
     num_valid on are padding; a recorder is there while a call is captured; warm-up stages calls that need not be.
@@ -259,12 +260,13 @@ class ExpertPool:
 
     def __init__(
         self, placement: Placement, num_experts: int, top_k: int, inner: Backend, *, device: torch.device | str,
-        num_staging: int = 2,
+        num_staging: int = 2, num_ranks: int = 1,
     ) -> None:  # fmt: skip
         placement.check(num_experts, top_k)
         self.placement = placement
         self.num_experts = num_experts
         self.top_k = top_k
+        self.num_ranks = num_ranks
         self.device = torch.device(device)
         self.stats = TransferStats()
         self.layers: list[LayerExperts] = []
@@ -279,13 +281,13 @@ class ExpertPool:
 
     @property
     def backend(self) -> Backend:
-        """The given one with `moe` exchanged."""
-        return self.inner.with_ops(moe=self.moe)
+        """The given one with `moe` and its halves exchanged."""
+        return self.inner.with_ops(moe=self.moe, moe_parts=self.moe_parts, moe_fold=self.moe_fold)
 
     def always_fits(self, num_tokens: int) -> bool:
-        """Whether no choice of `num_tokens` tokens can need more experts than there are cached slots."""
+        """Whether no choice of `num_tokens` tokens on each rank can need more experts than there are cached slots."""
         wandering = self.num_experts - self.placement.num_fixed
-        return min(num_tokens * self.top_k, wandering) <= self.placement.num_cached
+        return min(num_tokens * self.num_ranks * self.top_k, wandering) <= self.placement.num_cached
 
     def add_layer(self, like: Any) -> LayerExperts:
         """The next layer, empty; `put` its experts."""
@@ -302,8 +304,8 @@ class ExpertPool:
 
     @contextmanager
     def only(self, num_valid: int | None) -> Iterator[None]:
-        """Rows from `num_valid` on are padding in the calls inside."""
-        before, self.num_valid = self.num_valid, num_valid
+        """Rows from `num_valid` on are padding in the calls inside. Rows of several ranks say it themselves (-1)."""
+        before, self.num_valid = self.num_valid, num_valid if self.num_ranks == 1 else None
         try:
             yield
         finally:
@@ -313,23 +315,40 @@ class ExpertPool:
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
+        return self._over(self.inner.ops.moe, x, experts, weights, routed, shared, limit)
+
+    def moe_parts(
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
+    ) -> Tensor:  # fmt: skip
+        """As `OpSet.moe_parts`, likewise."""
+        return self._over(self.inner.ops.moe_parts, x, experts, weights, routed, shared, limit)
+
+    def moe_fold(self, x: Tensor, parts: Tensor, routed: Any, shared: Any, *, limit: float) -> Tensor:
+        """As `OpSet.moe_fold`: no routed expert is run."""
+        stacks = routed.stack if isinstance(routed, LayerExperts) else routed
+        return self.inner.ops.moe_fold(x, parts, stacks, shared, limit=limit)
+
+    def _over(
+        self, op: Callable[..., Tensor], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,
+        limit: float,
+    ) -> Tensor:  # fmt: skip
         if not isinstance(routed, LayerExperts):
-            return self.inner.ops.moe(x, experts, weights, routed, shared, limit=limit)
+            return op(x, experts, weights, routed, shared, limit=limit)
         if self.recorder is not None:
             boundary = routed.boundary(*experts.shape)
             boundary.experts.copy_(experts, non_blocking=True)
             self.recorder.cut(boundary.cross)
-            return self.inner.ops.moe(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+            return op(x, boundary.slots, weights, routed.stack, shared, limit=limit)
         chosen = experts.cpu()
         slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
         if slots is None:
-            return self._staged_moe(x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
+            return self._staged(op, x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
         self.wait_for_copies()
-        return self.inner.ops.moe(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+        return op(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
 
-    def _staged_moe(
-        self, x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor, routed: LayerExperts, shared: Any,
-        limit: float,
+    def _staged(
+        self, op: Callable[..., Tensor], x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor,
+        routed: LayerExperts, shared: Any, limit: float,
     ) -> Tensor:  # fmt: skip
         needed = _distinct(chosen)
         self.stats.num_uses += len(needed)
@@ -347,7 +366,7 @@ class ExpertPool:
             coming = self._staging_for(following)
             ahead = self._stage(coming, following, range(self.num_experts), in_use=place if coming is staging else None)
             coming.staged[ahead] = following
-        out = self.inner.ops.moe(x, experts, weights, staging.stacks[place], shared, limit=limit)
+        out = op(x, experts, weights, staging.stacks[place], shared, limit=limit)
         if self._is_cuda:
             staging.free_events[place] = torch.cuda.current_stream().record_event()
         return out
@@ -415,14 +434,20 @@ class ExpertPool:
 
 
 def offload(
-    params: ModelParams, placement: Placement, backend: Backend, *, top_k: int, device: torch.device | str
+    params: ModelParams,
+    placement: Placement,
+    backend: Backend,
+    *,
+    top_k: int,
+    device: torch.device | str,
+    num_ranks: int = 1,
 ) -> tuple[ModelParams, ExpertPool]:
     """Main layers' experts of `params` (stacks anywhere, e.g. in host memory) into a pool; everything else as it is.
 
     The stacks of `params` are copied layer by layer and may be dropped afterwards. Draft blocks stay resident.
     """
     num_experts = len(tensors_of(params.layers[0].ffn.experts.matrices)[0])
-    pool = ExpertPool(placement, num_experts, top_k, backend, device=device)
+    pool = ExpertPool(placement, num_experts, top_k, backend, device=device, num_ranks=num_ranks)
     layers = []
     for block in params.layers:
         stacks = block.ffn.experts.matrices
