@@ -154,7 +154,10 @@ class KVCacheManager(HostBooks):
         assert self.prefix is not None and self._positions[slot] == len(chain.token_ids)
         nodes = self.prefix.path_to(chain)
         spare = None if nodes is None else self.prefix.tree.take_snapshot()
-        if nodes is None or spare is None or nodes[-1].snapshot is None:
+        if nodes is None or spare is None:
+            return None
+        if nodes[-1].snapshot is None:  # it was the one to make room
+            self.prefix.tree.give_back(spare)
             return None
         self._snapshots.save(slot, self._positions[slot], spare)
         blocks = [node.block for node in nodes if node.block is not None]

@@ -53,9 +53,11 @@ class ChainKeys:
     def first(self, num_blocks: int) -> list[bytes]:
         """The keys of the first `num_blocks` blocks, whose tokens must be known."""
         assert num_blocks <= self.num_known, (num_blocks, len(self.token_ids))
-        for block in range(len(self._keys), num_blocks):
-            tokens = self.token_ids[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-            self._last = _hash(self._last, array("q", tokens).tobytes())
+        start = len(self._keys)
+        tokens = array("q", self.token_ids[start * BLOCK_TOKENS : num_blocks * BLOCK_TOKENS])
+        for place in range(num_blocks - start):
+            block = tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS]
+            self._last = _hash(self._last, block.tobytes())
             self._keys.append(self._last)
         return self._keys[:num_blocks]
 
@@ -291,8 +293,10 @@ class PrefixTree:
             require_integrity(bool(is_of_use), "a block that can serve no hit is kept")
         owned = {node.block: node for node in self._nodes.values() if node.block is not None}
         require_integrity(owned == self._of_block, "the blocks of nodes differ from the list of them")
-        idle = sum(1 for node in owned.values() if not node.holders)
-        require_integrity(idle == self.num_idle_blocks, f"{idle} blocks are idle, counted {self.num_idle_blocks}")
+        idle = [block_id for block_id, node in owned.items() if not node.holders]
+        require_integrity(len(idle) == self.num_idle_blocks, f"{len(idle)} idle blocks, counted {self.num_idle_blocks}")
+        is_alone = all(self._allocator.num_owners(block_id) == 1 for block_id in idle)
+        require_integrity(is_alone, "a block that counts as idle has another owner")
         held = [node.snapshot for node in self._lru]
         everything = len(held) + len(self._free_snapshots) + num_taken
         require_integrity(everything == self._num_snapshots, f"{everything} snapshots of {self._num_snapshots}")

@@ -38,6 +38,7 @@ def write_rows(manager, slot, labels, num_new):
         recent = positions[-window.ring_len :]
         window.positions[slot, recent % window.ring_len] = recent.int()
         window.rows.data[slot, recent % window.ring_len, 0] = all_labels[recent]
+        window.rows.data[slot, recent % window.ring_len, 1] = all_labels[recent] + layer_idx
     for tail, _, _ in tails(manager):
         recent = positions[-tail.ring_len :]
         tail.kv[slot, recent % tail.ring_len, 0] = all_labels[recent]
@@ -58,6 +59,7 @@ def check_rows(manager, slot, labels):
         read = torch.arange(max(0, end - WINDOW + 1), end)
         assert torch.equal(window.positions[slot, read % window.ring_len].long(), read)
         assert torch.equal(window.rows.data[slot, read % window.ring_len, 0], all_labels[read])
+        assert torch.equal(window.rows.data[slot, read % window.ring_len, 1], all_labels[read] + layer_idx)
     for tail, ratio, blocks_read in tails(manager):
         read = torch.arange(end // ratio * ratio - (blocks_read - 1) * ratio, end)
         absent, read = read[read < 0], read[read >= 0]

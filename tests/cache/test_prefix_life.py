@@ -50,7 +50,7 @@ def chain_labels(salt, token_ids):
     return labels
 
 
-def make_manager(folder, slack, num_snapshots, host_units, disk_files):
+def make_manager(folder, slack, num_snapshots, host_units, disk_files, fingerprint="tests"):
     def engine(**limits):
         return EngineConfig(
             max_context_tokens=MAX_CONTEXT, max_concurrent_requests=NUM_SLOTS, num_blocks=NUM_BLOCKS,
@@ -65,8 +65,9 @@ def make_manager(folder, slack, num_snapshots, host_units, disk_files):
         if disk_files:
             limits |= {"cache_dir": str(folder), "cache_disk_bytes": disk_files * (size + 2**16)}
     return KVCacheManager(
-        CONFIG, build_schedule(CONFIG), engine(**limits), device="cpu", plain_dtype=torch.float64, fingerprint="tests"
-    )
+        CONFIG, build_schedule(CONFIG), engine(**limits), device="cpu", plain_dtype=torch.float64,
+        fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 class PrefixLife(RuleBasedStateMachine):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import resource
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +19,8 @@ from dsv4.serve.cli import main
 SERVER_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx", "openai", "schemathesis")
 if any(importlib.util.find_spec(library) is None for library in SERVER_LIBRARIES):
     collect_ignore_glob = ["test_server_*.py", "test_page*.py"]
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,40 @@ def checkpoint(tmp_path_factory):
         main(["synth", str(folder), "--layers", "2"])
     assert not ended.value.code
     return folder
+
+
+@pytest.fixture
+def start(checkpoint, tmp_path):
+    """`start(options)`: a running `dsv4 serve`, its address and its log. `descriptors` and `file_bytes` limit what it
+    may open, and how long its files may get."""
+    running = []
+
+    def run(*options, descriptors=None, file_bytes=None):
+        def limit():
+            for kind, most in ((resource.RLIMIT_NOFILE, descriptors), (resource.RLIMIT_FSIZE, file_bytes)):
+                if most is not None:
+                    resource.setrlimit(kind, (most, most))
+
+        log = tmp_path / f"log{len(running)}"
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "dsv4", "serve", "--model", str(checkpoint), "--port", "0"]
+            process = subprocess.Popen(
+                [*command, "--context", "4096", *options], cwd=ROOT, stderr=file,
+                env={**os.environ, "DSV4_API_KEY": "k"}, preexec_fn=limit,
+            )  # fmt: skip
+        running.append(process)
+        deadline = time.monotonic() + 60
+        while "running on http" not in (text := log.read_text()):
+            assert process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+        return process, text.partition("running on ")[2].split()[0], log
+
+    yield run
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="session")

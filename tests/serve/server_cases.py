@@ -27,6 +27,7 @@ TWO_LAYERS = ModelConfig.tiny(
 # Enough where only the server matters, and faster: one layer, a window alone.
 SERVED = replace(TWO_LAYERS, num_hidden_layers=1, compress_ratios=(0,), num_nextn_predict_layers=0)
 NAME = "tiny"
+HEADERS = {"authorization": "Bearer k"}  # of the servers that `start` starts
 TOKENIZER = Tokenizer(byte_tokenizer(SERVED.vocab_size), "the byte tokenizer")
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -18,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server_cases import HEADERS
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.request import RequestError
@@ -26,37 +23,7 @@ from dsv4.serve.memory import check_gpu_memory
 ROOT = Path(__file__).parents[2]
 
 
-HEADERS = {"authorization": "Bearer k"}
 BODY = {"model": "small", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
-
-
-@pytest.fixture
-def start(checkpoint, tmp_path):
-    """`start(options)`: a running `dsv4 serve`, its address and its log."""
-    running = []
-
-    def run(*options, descriptors=None):
-        limit = None if descriptors is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, (descriptors,) * 2)
-        log = tmp_path / f"log{len(running)}"
-        with log.open("w") as file:
-            command = [sys.executable, "-m", "dsv4", "serve", "--model", str(checkpoint), "--port", "0"]
-            process = subprocess.Popen(
-                [*command, "--context", "4096", *options], cwd=ROOT, stderr=file,
-                env={**os.environ, "DSV4_API_KEY": "k"}, preexec_fn=limit,
-            )  # fmt: skip
-        running.append(process)
-        deadline = time.monotonic() + 60
-        while "running on http" not in (text := log.read_text()):
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.05)
-        return process, text.partition("running on ")[2].split()[0], log
-
-    yield run
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def test_a_process_serves_and_stops_gracefully(start):
