@@ -31,7 +31,7 @@ from dsv4.engine.drafting.make import make_drafter
 from dsv4.engine.drafting.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.drafting.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
-from dsv4.engine.fingerprint import run_fingerprint
+from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
@@ -131,7 +131,7 @@ class LLM:
                 with _naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
                     params, pool = share.load(placement, chosen_backend, progress)
                 self._set_up(
-                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, world=world
+                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world
                 )
             return
         placement = choose_placement(
@@ -148,16 +148,8 @@ class LLM:
                     checkpoint, config, placement, chosen_backend, device=chosen_device, dequantize_to=exact_dtype,
                     progress=progress,
                 )  # fmt: skip
-        fingerprint = ""
-        if limits.cache_dir is not None:
-            schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
-            itemsize = None if exact_dtype is None else exact_dtype.itemsize
-            fingerprint = run_fingerprint(
-                checkpoint, config, build_cache_schema(config, schedule, limits, plain_itemsize=itemsize),
-                numerics=numerics, dtype=compute_dtype, device=chosen_device, backend=chosen_backend.name,
-            )  # fmt: skip
         self._set_up(
-            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint, drafts=drafts
+            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, drafts=drafts
         )
 
     @classmethod
@@ -180,14 +172,16 @@ class LLM:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
         llm._set_up(
-            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, fingerprint, drafts=drafts
-        )
+            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, drafts=drafts,
+            fingerprint=fingerprint,
+        )  # fmt: skip
         return llm
 
     def _set_up(
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
-        fingerprint: str = "", world: World | None = None, drafts: Drafts = "off",
+        checkpoint: Checkpoint | None = None, world: World | None = None, drafts: Drafts = "off",
+        fingerprint: str = "",
     ) -> None:  # fmt: skip
         if numerics == "official":
             _check_widths(config, params)
@@ -197,6 +191,7 @@ class LLM:
         self.numerics = numerics
         self.tokenizer = tokenizer
         self.pool = pool
+        self.checkpoint = checkpoint
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
         chosen = backend if pool is None else pool.backend
@@ -204,7 +199,7 @@ class LLM:
         # the draft blocks' rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
         with _naming_what_does_not_fit("cache", limits):
-            self.cache = self._make_cache(limits, schedule, fingerprint)
+            self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule, world))
         has_kernels = backend.can_capture(params.embed.device)
         uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
         if isinstance(drafts, int) and not params.draft_blocks:
@@ -231,6 +226,22 @@ class LLM:
             self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=choice)
         else:
             self._take_place(world, runner)
+
+    def identity(self) -> Identity:
+        """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
+        context = self.model.context
+        return identify(
+            self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
+            device=self.model.params.embed.device,
+        )  # fmt: skip
+
+    def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec], world: World | None) -> str:
+        """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
+        if limits.cache_dir is None or self.checkpoint is None or world is not None:
+            return ""
+        itemsize = self.model.context.dtype.itemsize if self.numerics == "exact" else None
+        schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
+        return run_fingerprint(self.identity(), self.config, schema)
 
     def _take_place(self, world: World, runner: Runner) -> None:
         """Rank 0 leads from now on; every other rank serves until it ends, and exits."""

@@ -43,7 +43,7 @@ def workspace(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("document", "least"), [("docs/api.md", 6), ("README.md", 1)])
+@pytest.mark.parametrize(("document", "least"), [("docs/api.md", 6), ("README.md", 1), ("docs/receipts.md", 1)])
 def test_python_examples(workspace, capsys, document, least):
     """The blocks of a document are one program, cut into pieces."""
     found = blocks(document, "python")

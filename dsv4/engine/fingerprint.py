@@ -1,39 +1,93 @@
-"""A name for everything that decides the bits of a cached row, so that a file is used by nobody else.
+"""Names for what decides bits: `Identity` for people and receipts, `run_fingerprint` for files of cached rows.
 
-The checkpoint (every header, and samples of every file's bytes), the numerics, the layout of rows and snapshots, this
-package's own arithmetic, the libraries, and the processor. What provably changes no bit is left out: limits, chunk
-sizes, offloading. Bytes are sampled, not read: a checkpoint edited in a few places between two samples keeps its name.
+The checkpoint (every header, and samples of every file's bytes; its config and tokenizer), the numerics, this package's
+own arithmetic, the libraries, and the processor. What provably changes no bit is left out: limits, chunk sizes,
+offloading, the number of GPUs. Bytes are sampled, not read: a checkpoint edited in a few places between two samples
+keeps its name. `checkpoint_parts` reads every byte, and says which layer it is that differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from dsv4 import __version__
 from dsv4.cache.schema import CacheSchema
 from dsv4.config import ModelConfig
-from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.checkpoint import Checkpoint, TensorInfo
+from dsv4.loader.progress import Progress, byte_progress
 
+IN_MEMORY = "memory"  # instead of a digest: parameters that came from no checkpoint
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_PIECE_BYTES = 2**22
 _ARITHMETIC = ("formats", "ops", "model", "cache")  # the parts whose code decides what is in a row, and where
+_NAME_DIGITS = 12
 
 
-def run_fingerprint(
-    checkpoint: Checkpoint, config: ModelConfig, schema: CacheSchema, *, numerics: str, dtype: torch.dtype,
-    backend: str, device: torch.device,
-) -> str:  # fmt: skip
-    """32 hexadecimal digits."""
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What, besides a request itself, decides its tokens and log-probabilities.
+
+    checkpoint  digest of weights (sampled), config and tokenizer
+    numerics    `official`, or `exact.` and the dtype
+    kernels     digest of the code that computes, the backend's name and the libraries
+    libraries   torch and Triton, with their versions
+    processor   `sm_90.NVIDIA-H200`, or a CPU's architecture, instruction set and threads
+    package     version and digest of the whole package: sampling rules and stop strings are decided there too
+    """
+
+    checkpoint: str
+    numerics: str
+    kernels: str
+    libraries: str
+    processor: str
+    package: str
+
+    @property
+    def name(self) -> str:
+        """One word for answers: checkpoint, numerics, kernels, processor."""
+        checkpoint, kernels = self.checkpoint[:_NAME_DIGITS], self.kernels[:_NAME_DIGITS]
+        return f"dsv4-{checkpoint}-{self.numerics}-{kernels}-{self.processor}"
+
+
+def identify(
+    checkpoint: Checkpoint | None, config: ModelConfig, *, numerics: str, dtype: torch.dtype, backend: str,
+    device: torch.device,
+) -> Identity:  # fmt: skip
+    """Of a model as it runs now; torch's threads are part of it on a CPU."""
+    named = IN_MEMORY
+    if checkpoint is not None:
+        named = _digest([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
+    libraries = _libraries()
+    return Identity(
+        checkpoint=named,
+        numerics=numerics if numerics == "official" else f"{numerics}.{str(dtype).removeprefix('torch.')}",
+        kernels=_digest([_source_digest(_ARITHMETIC), backend, *libraries]),
+        libraries=", ".join(libraries),
+        processor=_processor(device),
+        package=f"{__version__} {_source_digest(('',))}",
+    )
+
+
+def run_fingerprint(identity: Identity, config: ModelConfig, schema: CacheSchema) -> str:
+    """32 hexadecimal digits: whose cached rows these are. Rows do not depend on rules outside the arithmetic."""
     pools = [(one.name, one.layer_ids, one.shape[1:], one.itemsize) for one in schema.paged_pools]
     pools += [(one.name, one.layer_ids, one.shape[1:], one.itemsize) for one in schema.snapshot_pools]
-    facts = [repr(config), repr(pools), numerics, str(dtype), backend, *_libraries(), *_processor(device)]
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (*facts, checkpoint_digest(checkpoint), _source_digest()):
-        digest.update(len(part).to_bytes(8, "little") + part.encode("utf-8"))
-    return digest.hexdigest()
+    facts = (identity.checkpoint, identity.numerics, identity.kernels, identity.processor)
+    return _digest([*facts, repr(config), repr(pools)])
+
+
+# ---- checkpoints ----
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
@@ -53,10 +107,57 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _source_digest() -> str:
+def checkpoint_parts(checkpoint: Checkpoint, config: ModelConfig, progress: Progress = False) -> dict[str, str]:
+    """A digest of every byte of each layer, each draft block and the rest, of the config and of the tokenizer. Where a
+    tensor lies does not matter. Reads the whole checkpoint, on several threads."""
+    units: dict[str, list[str]] = {}
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
+    with (
+        byte_progress(progress, checkpoint.nbytes, "reading the weights once more, for their digests") as advance,
+        ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
+    ):
+        for info, digest in zip(infos, threads.map(_tensor_digest, infos), strict=True):
+            units.setdefault(_unit(info.name), []).append(repr((info.name, info.dtype, info.shape, digest)))
+            advance(info.nbytes)
+    return {**config_parts(checkpoint, config), **{unit: _digest(tensors) for unit, tensors in units.items()}}
+
+
+def config_parts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
+    """Digests of what is beside the weights; the config as it was understood, not its spelling."""
+    file = checkpoint.path / "tokenizer.json"
+    words = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else "none"
+    return {"config.json": _digest([repr(config)]), "tokenizer.json": words}
+
+
+def _tensor_digest(info: TensorInfo) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with info.file.open("rb") as stream:
+        stream.seek(info.start)
+        left = info.nbytes
+        while left:
+            piece = stream.read(min(left, _PIECE_BYTES))
+            if not piece:
+                raise OSError(f"{info.file} ends before tensor {info.name!r} does; it was changed while it was read")
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def _unit(name: str) -> str:
+    """`model.layers.3.mlp.gate.weight` -> `layers.3`."""
+    found = re.search(r"\b(layers|mtp)\.\d+", name)
+    return "embedding and head" if found is None else found[0]
+
+
+# ---- code, libraries, processors ----
+
+
+@cache
+def _source_digest(parts: tuple[str, ...]) -> str:
+    """Of the package's folders `parts`, with all below them."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)
-    for part in _ARITHMETIC:
+    for part in parts:
         for file in sorted((root / part).rglob("*.py")):
             digest.update(file.relative_to(root).as_posix().encode("utf-8") + b"\0" + file.read_bytes())
     return digest.hexdigest()
@@ -71,8 +172,18 @@ def _libraries() -> list[str]:
     return found
 
 
-def _processor(device: torch.device) -> list[str]:
-    """A GPU by its name and capability. A CPU's libraries sum in an order that follows its threads."""
+def _processor(device: torch.device) -> str:
+    """A GPU by its capability and name. A CPU's libraries sum in an order that follows its threads."""
     if device.type == "cuda":
-        return [torch.cuda.get_device_name(device), repr(torch.cuda.get_device_capability(device))]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"]
+        major, minor = torch.cuda.get_device_capability(device)
+        words = [f"sm_{major}{minor}", torch.cuda.get_device_name(device)]
+    else:
+        words = ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()}t"]
+    return ".".join(re.sub(r"[^A-Za-z0-9_]+", "-", word) for word in words)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part.encode("utf-8"))
+    return digest.hexdigest()

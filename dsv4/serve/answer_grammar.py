@@ -44,7 +44,7 @@ def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
     for schema in (of_content, *(parameters for _, parameters in rules.functions)):
         reference = find_empty_reference(schema)
         if reference is not None:
-            raise GrammarError(f"the schema's $ref {reference[:80]!r} refers to itself and to nothing else")
+            raise GrammarError(f"the schema's $ref {reference[:80]!r} refers to itself and no value of it can end")
     dsml = special(PROTOCOL.dsml)
     plain = f"& ~/(?s:.*){PROTOCOL.dsml}(?s:.*)/"
     lines = []

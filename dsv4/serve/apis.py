@@ -12,7 +12,7 @@ from dsv4.serve.assemble import ChatAssembler
 from dsv4.serve.assemble_text import TextAssembler
 from dsv4.serve.body import validate
 from dsv4.serve.errors import ApiError
-from dsv4.serve.jobs import Job, JobMaker
+from dsv4.serve.jobs import Job, JobMaker, Served
 from dsv4.serve.messages_stream import MessageAnswer, MessagesAssembler, TokenCount
 from dsv4.serve.parts import Strict
 from dsv4.serve.protocol import ChatRequest, CompletionRequest
@@ -20,7 +20,6 @@ from dsv4.serve.responses import Answer, ChatCompletion, Detokenized, TextComple
 from dsv4.serve.responses_stream import ResponseAnswer, ResponsesAssembler
 from dsv4.serve.streaming import Assembler
 from dsv4.serve.tokenize_api import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from dsv4.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Api:
     request: type[Strict]
     answer: type[Answer]
     prepare: Callable[[JobMaker, Any], Job]
-    assembler: Callable[[Job, Any, str, Tokenizer], Assembler]
+    assembler: Callable[[Job, Any, Served], Assembler]
 
 
 @dataclass(frozen=True)

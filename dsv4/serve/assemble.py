@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.request import TokenLogprobs
 from dsv4.serve.errors import ApiError
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.protocol import ChatRequest, SamplingFields
 from dsv4.serve.reader import AnswerReader, usage_of_chat
 from dsv4.serve.responses import (
@@ -29,7 +29,6 @@ from dsv4.serve.responses import (
 )
 from dsv4.serve.token_names import TokenNames
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart
-from dsv4.text.tokenizer import Tokenizer
 
 DONE = PlainEvent("[DONE]")
 
@@ -58,11 +57,11 @@ class _ChatState:
 class ChatAssembler:
     """Chunks of a chat completion, and from the same chunks the whole one."""
 
-    def __init__(self, job: Job, asked: ChatRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, asked: ChatRequest, served: Served) -> None:
         self._job = job
         self._asked = asked
-        self._model = model
-        self._names = TokenNames(tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
+        self._served = served
+        self._names = TokenNames(served.tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
         self._id = new_id("chatcmpl-", asked)
         self._created = int(time.time())
         self._states = [_ChatState(AnswerReader(job.thinking)) for _ in job.sequences]
@@ -75,7 +74,7 @@ class ChatAssembler:
     def take(self, event: TokenEvent | EndEvent) -> list[ChatCompletionChunk]:
         """What becomes certain with this token; often nothing inside a tag."""
         state = self._states[event.choice]
-        if event.logprobs is not None:
+        if event.logprobs is not None and self._job.shows_logprobs:
             state.pending.append(event.logprobs)
         if event.token_id is not None and self._asked.return_token_ids:
             state.pending_ids.append(event.token_id)
@@ -120,7 +119,8 @@ class ChatAssembler:
             id=self._id,
             object="chat.completion",
             created=self._created,
-            model=self._model,
+            model=self._served.name,
+            system_fingerprint=self._served.fingerprint,
             choices=[
                 _whole_choice(index, [c.choices[0] for c in chunks if c.choices[0].index == index])
                 for index in range(len(self._states))
@@ -147,8 +147,8 @@ class ChatAssembler:
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         chunk = ChatCompletionChunk(
-            id=self._id, object="chat.completion.chunk", created=self._created, model=self._model,
-            choices=list(choices),
+            id=self._id, object="chat.completion.chunk", created=self._created, model=self._served.name,
+            system_fingerprint=self._served.fingerprint, choices=list(choices),
         )  # fmt: skip
         if self._asked.has_running_usage:
             chunk.usage = self._usage()

@@ -10,12 +10,12 @@ from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.request import TokenLogprobs
 from dsv4.serve.assemble import DONE, error_event, new_id
 from dsv4.serve.errors import ApiError
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.protocol import CompletionRequest
 from dsv4.serve.reader import usage_of
 from dsv4.serve.responses import Sent, TextChoice, TextCompletion, TextLogprobs, Usage
 from dsv4.serve.token_names import TokenNames, finite
-from dsv4.text.tokenizer import Detokenizer, Tokenizer
+from dsv4.text.tokenizer import Detokenizer
 
 
 @dataclass
@@ -33,15 +33,15 @@ class _TextState:
 class TextAssembler:
     """Chunks of a text completion, and from the same chunks the whole one."""
 
-    def __init__(self, job: Job, asked: CompletionRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, asked: CompletionRequest, served: Served) -> None:
         self._job = job
         self._asked = asked
-        self._model = model
-        self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
+        self._served = served
+        self._tokenizer = served.tokenizer
+        self._names = TokenNames(served.tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
         self._id = new_id("cmpl-", asked)
         self._created = int(time.time())
-        self._states = [_TextState(Detokenizer(tokenizer)) for _ in job.sequences]
+        self._states = [_TextState(Detokenizer(served.tokenizer)) for _ in job.sequences]
 
     def opening(self) -> list[Sent]:
         return []
@@ -50,7 +50,7 @@ class TextAssembler:
         """One chunk where text became certain or the choice ended; with the first, what is said about the prompt."""
         state, sequence = self._states[event.choice], self._job.sequences[event.choice]
         state.num_tokens += event.token_id is not None
-        if event.logprobs is not None:
+        if event.logprobs is not None and self._job.shows_logprobs:
             state.pending.append(event.logprobs)
         if event.token_id is not None and self._asked.return_token_ids:
             state.pending_ids.append(event.token_id)
@@ -110,8 +110,9 @@ class TextAssembler:
 
     def _chunk(self, *choices: TextChoice) -> TextCompletion:
         chunk = TextCompletion(
-            id=self._id, object="text_completion", created=self._created, model=self._model, choices=list(choices)
-        )
+            id=self._id, object="text_completion", created=self._created, model=self._served.name,
+            system_fingerprint=self._served.fingerprint, choices=list(choices),
+        )  # fmt: skip
         if self._asked.has_running_usage:
             chunk.usage = self._usage()
         return chunk

@@ -20,6 +20,7 @@ from dsv4.serve.info_command import info_command
 from dsv4.serve.plan_command import plan_command
 from dsv4.serve.quantize_command import quantize_command
 from dsv4.serve.render_command import render_command
+from dsv4.serve.replay_command import replay_command
 from dsv4.serve.serve_command import serve_command
 from dsv4.serve.synth_command import synth_command
 
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "info": info_command,
     "plan": plan_command,
     "render": render_command,
+    "replay": replay_command,
     "serve": serve_command,
     "synth": synth_command,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import llguidance
 import torch
@@ -51,9 +52,9 @@ class GrammarCompiler:
         """A marker of the protocol as a grammar symbol."""
         return f"<[{self._tokenizer.special_id(marker)}]>"
 
-    def compile(self, lark: str) -> CompiledGrammar:
-        """Check and compile; `GrammarError` with what llguidance says. The last few grammars are kept: clients send
-        the same schema again and again."""
+    def compile(self, lark: str, opening: Sequence[int] = ()) -> CompiledGrammar:
+        """Check and compile; `GrammarError` with what llguidance says, or where no token may follow the tokens
+        `opening`. The last few grammars are kept: clients send the same schema again and again."""
         with self._lock:
             known = self._compiled.get(lark)
             if known is not None:
@@ -67,7 +68,9 @@ class GrammarCompiler:
         )
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
-        compiled = CompiledGrammar(matcher, self._has_text)
+        compiled = CompiledGrammar(lark, matcher, self._has_text)
+        if not _can_go_on(compiled.constraint(), opening):
+            raise GrammarError("no text follows this rule")
         with self._lock:
             self._compiled[lark] = compiled
             while len(self._compiled) > _NUM_KEPT:
@@ -78,7 +81,8 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A grammar at its start; every request takes a copy."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+    def __init__(self, lark: str, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self.lark = lark
         self._matcher = matcher
         self._has_text = has_text
 
@@ -103,6 +107,15 @@ class GrammarConstraint:
     def accept(self, token_id: int) -> None:
         if not self._matcher.consume_token(token_id):
             raise ConstraintError(f"the grammar does not allow token {token_id}")
+
+
+def _can_go_on(constraint: GrammarConstraint, opening: Sequence[int]) -> bool:
+    try:
+        for token_id in opening:
+            constraint.accept(token_id)
+        return bool(constraint.allowed().any())
+    except ConstraintError:
+        return False
 
 
 class _Vocabulary:

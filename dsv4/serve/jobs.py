@@ -35,12 +35,29 @@ _EFFORTS = {
 @dataclass(frozen=True)
 class Job:
     """Prepared requests in the order of their choices, `num_answers` of each prompt. `thinking`: the answers begin
-    with reasoning. `num_prompt_tokens` counts each prompt once."""
+    with reasoning. `num_prompt_tokens` counts each prompt once. `shows_logprobs`: those that the tokens have were asked
+    for, not only recorded. `grammar`: the Lark text that all answers follow."""
 
     sequences: tuple[RequestSequence, ...]
     num_prompt_tokens: int
     num_answers: int = 1
     thinking: bool = False
+    shows_logprobs: bool = True
+    grammar: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache. A prompt with several answers counts once."""
+        return sum(sequence.num_cached_tokens for sequence in self.sequences[:: self.num_answers])
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as answers name it. `fingerprint`: checkpoint, numerics, kernels and processor in one word."""
+
+    name: str
+    tokenizer: Tokenizer
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -52,10 +69,16 @@ class Prompt:
 
 
 class JobMaker:
-    """Turns request models into jobs. Its methods may run in any thread."""
+    """Turns request models into jobs. Its methods may run in any thread.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    scores_all  every token gets its log-probability, asked for or not: a receipt has a digest of them
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, *, scores_all: bool = False
+    ) -> None:  # fmt: skip
         self._engine = engine
+        self._scores_all = scores_all
         self.tokenizer = tokenizer
         self._config = config
         self._grammars = GrammarCompiler(
@@ -81,7 +104,9 @@ class JobMaker:
         grammar = self._grammar(_rules(request, rule, prompt.is_open), "tools" if rule is None else rule[1])
         options = self._options(request, logprobs, request.prompt_logprobs)
         sequences = self._prepare([prompt.token_ids], request, options, max_tokens, None, grammar)
-        return Job(sequences, len(prompt.token_ids), request.n or 1, prompt.is_open)
+        return Job(
+            sequences, len(prompt.token_ids), request.n or 1, prompt.is_open, logprobs is not None, _text_of(grammar)
+        )
 
     def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt a conversation becomes."""
@@ -137,7 +162,8 @@ class JobMaker:
             prompt_logprobs = 0  # read the prompt, write nothing: echo alone
         options = self._options(request, request.logprobs, prompt_logprobs)
         sequences = self._prepare(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS, grammar)
-        return Job(sequences, sum(map(len, prompts)), request.n or 1)
+        shows = request.logprobs is not None
+        return Job(sequences, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
 
     def encode(self, prompt: str | list[int], add_bos: bool) -> list[int]:
         """A completion's prompt as ids, after the begin-of-sentence marker where that is asked for."""
@@ -191,7 +217,8 @@ class JobMaker:
             return None
         param = "tools" if rules.calls == "must" or rules.content is None else content_field
         try:
-            return self._grammars.compile(answer_grammar(rules, self._grammars.special))
+            opening = (self.tokenizer.special_id(PROTOCOL.think_close),) if rules.thinking else ()
+            return self._grammars.compile(answer_grammar(rules, self._grammars.special), opening)
         except GrammarError as error:
             raise ApiError(400, f"{param}: {error}", code="unsupported_schema", param=param) from None
 
@@ -208,6 +235,8 @@ class JobMaker:
             options["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
         if request.bad_words:
             options["bad_words_ids"] = self._bad_words(request.bad_words)
+        if logprobs is None and self._scores_all:
+            logprobs = 0
         return {**options, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -275,6 +304,10 @@ def _prompts(request: CompletionRequest) -> list[Any]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
+
+
+def _text_of(grammar: CompiledGrammar | None) -> str | None:
+    return None if grammar is None else grammar.lark
 
 
 def _wrong(field: str, message: str) -> ApiError:

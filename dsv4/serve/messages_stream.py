@@ -9,12 +9,11 @@ from typing import Any
 from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.serve.assemble import new_id
 from dsv4.serve.errors import ApiError
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.messages_api import MessagesRequest
 from dsv4.serve.reader import AnswerReader, usage_of_chat
 from dsv4.serve.responses import Answer, NamedEvent
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from dsv4.text.tokenizer import Tokenizer
 
 
 class ClaudeUsage(Answer):
@@ -46,9 +45,9 @@ class TokenCount(Answer):
 class MessagesAssembler:
     """Thinking, text and tool use, each a block that starts, grows and stops."""
 
-    def __init__(self, job: Job, asked: MessagesRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, asked: MessagesRequest, served: Served) -> None:
         self._job = job
-        self._model = model
+        self._served = served
         self._shows_thinking = asked.thinking is None or asked.thinking.display != "omitted"
         self._reader = AnswerReader(job.thinking)
         self._id = "msg_" + (asked.request_id or new_id(""))
@@ -139,7 +138,7 @@ class MessagesAssembler:
             id=self._id,
             type="message",
             role="assistant",
-            model=self._model,
+            model=self._served.name,
             content=list(self._blocks),
             stop_reason=None if finish is None else "stop_sequence" if stop_text is not None else words[finish],
             stop_sequence=stop_text,

@@ -37,12 +37,11 @@ class AnswerReader:
 
 def usage_of(job: Job, num_written: int, num_reasoning: int = 0) -> Usage:
     """Tokens read, and these written, so far. A prompt with several answers counts once."""
-    cached = sum(sequence.num_cached_tokens for sequence in job.sequences[:: job.num_answers])
     return Usage(
         prompt_tokens=job.num_prompt_tokens,
         completion_tokens=num_written,
         total_tokens=job.num_prompt_tokens + num_written,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptDetails(cached_tokens=job.num_cached_tokens),
         completion_tokens_details=CompletionDetails(reasoning_tokens=num_reasoning),
     )
 

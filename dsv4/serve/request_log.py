@@ -23,6 +23,7 @@ def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, prob
         "request_id": request_id,
         "route": route,
         "prompt_tokens": job.num_prompt_tokens,
+        "cached_tokens": job.num_cached_tokens,
         "output_tokens": output,
         "first_token_seconds": None if first is None else round(first, 4),
         "tokens_per_second": None if rate is None else round(rate, 2),
@@ -30,8 +31,8 @@ def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, prob
         "reason": reason,
     }
     _LOG.info(
-        "%s %s: %d prompt + %d tokens in %.2f s, first after %s, %s tokens/s, %s",
-        request_id, route, job.num_prompt_tokens, output, fields["seconds"],
+        "%s %s: %d prompt (%d cached) + %d tokens in %.2f s, first after %s, %s tokens/s, %s",
+        request_id, route, job.num_prompt_tokens, job.num_cached_tokens, output, fields["seconds"],
         "-" if first is None else f"{first:.3f} s", "-" if rate is None else f"{rate:.1f}", reason,
         extra={"fields": fields},
     )  # fmt: skip

@@ -138,6 +138,7 @@ class ChatCompletion(Answer):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
@@ -149,6 +150,7 @@ class ChatCompletionChunk(Answer):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -179,6 +181,7 @@ class TextCompletion(Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | None = None
 

@@ -10,13 +10,12 @@ from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.request import TokenLogprobs
 from dsv4.serve.assemble import new_id
 from dsv4.serve.errors import ApiError
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.reader import AnswerReader, usage_of_chat
 from dsv4.serve.responses import Answer, NamedEvent
 from dsv4.serve.responses_api import ResponsesRequest
 from dsv4.serve.token_names import TokenNames
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from dsv4.text.tokenizer import Tokenizer
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
@@ -56,11 +55,11 @@ class ResponseAnswer(Answer):
 class ResponsesAssembler:
     """Reasoning, one message and any calls, each an item that opens, grows and closes."""
 
-    def __init__(self, job: Job, asked: ResponsesRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, asked: ResponsesRequest, served: Served) -> None:
         self._job = job
         self._asked = asked
-        self._model = model
-        self._names = TokenNames(tokenizer, by_id=False)
+        self._served = served
+        self._names = TokenNames(served.tokenizer, by_id=False)
         self._reader = AnswerReader(job.thinking)
         self._id = "resp_" + (asked.request_id or new_id(""))
         self._created = int(time.time())
@@ -78,7 +77,7 @@ class ResponsesAssembler:
         ]
 
     def take(self, event: TokenEvent | EndEvent) -> list[NamedEvent]:
-        if event.logprobs is not None:
+        if event.logprobs is not None and self._job.shows_logprobs:
             self._pending.append(event.logprobs)
         events = [made for one in self._reader.take(event) for made in self._read(one)]
         if self._reader.finish is not None:
@@ -213,7 +212,7 @@ class ResponsesAssembler:
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             metadata=asked.metadata or {},
-            model=self._model,
+            model=self._served.name,
             output=[] if is_running else [_copied(item) for item in self._items],
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             previous_response_id=None,

@@ -10,8 +10,8 @@ _MOST_MEMBERS = 10_000
 
 
 def find_empty_reference(schema: Any) -> str | None:
-    """A `$ref` that comes back to itself without anything in between that a value could be made of; None if there is
-    none. (A list whose items are such lists is fine: it can be empty.) References to elsewhere are not followed."""
+    """A `$ref` that comes back to itself before any value is complete; None if there is none. (A list whose items are
+    such lists is fine: it can be empty.) References to elsewhere are not followed."""
     targets = {reference: _resolve(reference, schema) for reference in _references(schema)}
     combined = (part.get(name) for part in _objects(schema) for name in _COMBINED)
     num_members = sum(len(members) for members in combined if isinstance(members, list))
@@ -58,7 +58,21 @@ def _has_value(part: Any, filled: set[str], known: Mapping[str, Any]) -> bool:
             have = (_has_value(one, filled, known) for one in members)
             if not (all(have) if name == "allOf" else any(have)):
                 return False
-    return True
+    return all(_has_value(one, filled, known) for one in _needed(part))
+
+
+def _needed(part: Mapping[str, Any]) -> Iterator[Any]:
+    """What every value of an object or an array holds: required properties, the first items."""
+    properties, required = part.get("properties"), part.get("required")
+    if part.get("type") in ("object", ["object"]) and isinstance(properties, Mapping) and isinstance(required, list):
+        yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
+    least = part.get("minItems")
+    if part.get("type") in ("array", ["array"]) and isinstance(least, int) and least > 0:
+        first = part.get("prefixItems")
+        given = first[:least] if isinstance(first, list) else []
+        yield from given
+        if len(given) < least:
+            yield part.get("items")
 
 
 def _resolve(reference: str, root: Any) -> Any:

@@ -34,8 +34,9 @@ from dsv4.serve.load import (
     parse_offload,
     print_note,
 )
-from dsv4.serve.settings import ServerConfig, TlsFiles
+from dsv4.serve.settings import MIB, ServerConfig, TlsFiles
 from dsv4.text.chat import effort_profile
+from dsv4.tools.receipts.files import RecordFile
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
@@ -89,6 +90,14 @@ def serve_command(
     verify_hits: Annotated[
         float, typer.Option(help="Share of prefix hits that are read again in idle time and compared bit by bit.")
     ] = 0.0,
+    record: Annotated[
+        Path | None, typer.Option(help="Append every request and what came of it, for `dsv4 replay`.")
+    ] = None,
+    record_hashes_only: Annotated[
+        bool, typer.Option("--record-hashes-only", help="Record digests instead of prompts and answers.")
+    ] = False,
+    record_mib: Annotated[int, typer.Option(help="Size at which a record becomes FILE.1 and a new one begins.")] = 256,
+    record_files: Annotated[int, typer.Option(help="How many files of a record are kept.")] = 4,
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 
@@ -98,7 +107,7 @@ def serve_command(
       DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
       dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
       dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
-
+      dsv4 serve --model ./checkpoint --record receipts.jsonl
       dsv4 serve --model ./checkpoint --device cuda --gpus 4 --requests 256
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
@@ -139,6 +148,7 @@ def serve_command(
 
     from dsv4.serve.life import take_address  # here: it loads the web framework
 
+    record_file = _record_file(record, record_mib, record_files, is_asked=record_hashes_only)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
@@ -149,9 +159,14 @@ def serve_command(
 
     from dsv4.serve.server import serve  # here: it loads torch
 
+    recorder = None
+    if record_file is not None:
+        from dsv4.tools.receipts.recorder import Recorder, header_of
+
+        recorder = Recorder(record_file, header_of(llm, hashes_only=record_hashes_only, progress=True))
     gc.collect()
     gc.freeze()  # the model stays: looking through it again would take a millisecond from some steps
-    status = serve(llm, settings, listener)
+    status = serve(llm, settings, listener, recorder)
     llm.close()
     raise typer.Exit(status)
 
@@ -176,6 +191,18 @@ def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None
     return TlsFiles(
         certfile=str(certfile), keyfile=None if keyfile is None else str(keyfile), keyfile_password=password
     )
+
+
+def _record_file(path: Path | None, max_mib: int, num_files: int, *, is_asked: bool) -> RecordFile | None:
+    """Opened before the weights are read: a record that cannot be written should not cost minutes."""
+    if path is None:
+        if is_asked:
+            raise ConfigError("--record-hashes-only needs --record FILE")
+        return None
+    for option, value in {"--record-mib": max_mib, "--record-files": num_files}.items():
+        if value < 1:
+            raise ConfigError(f"{option} must be at least 1, found {value}")
+    return RecordFile(path, max_bytes=max_mib * MIB, num_files=num_files)
 
 
 def _gib(option: str, value: float) -> int:

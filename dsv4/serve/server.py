@@ -30,7 +30,7 @@ from dsv4.serve.body import parse_json, validate
 from dsv4.serve.defaults import FILE_NAME, describe
 from dsv4.serve.errors import ApiError, error_body
 from dsv4.serve.gate import Gate
-from dsv4.serve.jobs import Job, JobMaker
+from dsv4.serve.jobs import Job, JobMaker, Served
 from dsv4.serve.life import make_uvicorn, run_process
 from dsv4.serve.live import LiveView
 from dsv4.serve.memory import give_back_memory
@@ -43,12 +43,14 @@ from dsv4.serve.responses import Answer, Health, ModelCard, ModelList
 from dsv4.serve.settings import MIB, ServerConfig
 from dsv4.serve.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect
 from dsv4.serve.tokenize_api import version
+from dsv4.tools.receipts.recorder import Recorder, answer_of
 
 # The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
 # loop waiting 5 ms for every token it passes on.
 _SWITCH_SECONDS = 0.0005
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
+FINGERPRINT_HEADER = "x-system-fingerprint"  # for interfaces whose answers have no field for it
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _LOG = logging.getLogger("dsv4.serve")
 Route = TypeVar("Route", Api, Question)
@@ -58,11 +60,12 @@ Made = TypeVar("Made")
 class Server:
     """What the routes share. One engine, one thread for it."""
 
-    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, recorder: Recorder | None = None) -> None:
         if llm.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; a server speaks text and needs one")
         self.config = config
-        self.tokenizer = llm.tokenizer
+        self.served = Served(config.name, llm.tokenizer, llm.identity().name)
+        self._recorder = recorder
         self.live = LiveView(llm.engine)
         self.failure: RankFailed | None = None
         self.stop_serving: Callable[[], None] = lambda: None  # set by whoever runs the app
@@ -70,7 +73,7 @@ class Server:
             llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step, on_failure=self._end
         )
         self.metrics = Metrics(self.engine, config.name)
-        self.jobs = JobMaker(llm.engine, llm.tokenizer, config)
+        self.jobs = JobMaker(llm.engine, llm.tokenizer, config, scores_all=recorder is not None)
         self._created = int(time.time())
 
     def _end(self, error: RankFailed) -> None:
@@ -85,7 +88,7 @@ class Server:
         start = time.perf_counter()
         body = await self._body(request)
         asked, job = await self._beside(self._prepare, api, body)
-        assembler = api.assembler(job, asked, self.config.name, self.tokenizer)
+        assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.sequences), start)
         return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream))
 
@@ -135,11 +138,13 @@ class Server:
         except EngineStopped:
             message = "the server is shutting down and takes no more requests"
             raise ApiError(503, message, code="shutting_down", closes=True) from None
-        ended = partial(log_request, request.scope["state"]["request_id"], request.url.path, job, timer)
+        ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
+        headers = {FINGERPRINT_HEADER: self.served.fingerprint}
         if is_stream:
             return EventStream(
-                stream, assembler, self.metrics, timer, on_end=ended, stall_seconds=self.config.stall_seconds
-            )
+                stream, assembler, self.metrics, timer, headers=headers, on_end=ended,
+                stall_seconds=self.config.stall_seconds,
+            )  # fmt: skip
         try:
             chunks = await collect(request, stream, assembler, timer)
         except ClientGone:
@@ -150,7 +155,15 @@ class Server:
             ended(error.code)
             raise
         ended(None)
-        return _json(assembler.whole(chunks))
+        return _json(assembler.whole(chunks), headers=headers)
+
+    def _ended(self, request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
+        """A request is over, whatever ended it (`problem`)."""
+        log_request(request_id, route, job, timer, problem)
+        if self._recorder is not None:
+            for choice, sequence in enumerate(job.sequences):
+                answer = answer_of(sequence, job.grammar, problem)
+                self._recorder.add(answer, request_id=request_id, route=route, choice=choice)
 
     # ---- looking ----
 
@@ -192,13 +205,13 @@ class Server:
         return _json(self.live.snapshot(self.config.name, self.engine.stats))
 
 
-def _json(answer: Answer, status: int = 200) -> Response:
-    return Response(answer.to_json(), status_code=status, media_type="application/json")
+def _json(answer: Answer, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(answer.to_json(), status_code=status, media_type="application/json", headers=headers)
 
 
-def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
+def create_app(llm: LLM, config: ServerConfig, recorder: Recorder | None = None) -> FastAPI:
     """The application. Its engine thread runs from startup to shutdown, which finishes what runs."""
-    server = Server(llm, config)
+    server = Server(llm, config, recorder)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -208,6 +221,8 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         report.cancel()
         server.engine.drop_all()  # whoever runs the app has waited for what runs
         await asyncio.to_thread(server.engine.stop, 0.0, join_timeout=_STEP_SECONDS)
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
 
     app = FastAPI(title="dsv4", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
@@ -272,16 +287,18 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 # ---- running ----
 
 
-def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket, recorder: Recorder | None = None) -> int:
     """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
     not wait. Returns the exit status. `RankFailed` if a rank ended it."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    app = create_app(llm, config)
+    app = create_app(llm, config, recorder)
     web, server = make_uvicorn(app, config), app.state.server
     server.stop_serving = lambda: setattr(web, "should_exit", True)
     if config.sampling_defaults:
         _LOG.info("requests that do not say otherwise: %s (%s)", describe(config.sampling_defaults), FILE_NAME)
     status = run_process(web, listener)
+    if recorder is not None:
+        recorder.close()
     llm.close()
     if server.failure is not None:
         raise server.failure

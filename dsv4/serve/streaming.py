@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -85,8 +85,9 @@ class EventStream(Response):
     def __init__(
         self, stream: RequestStream, assembler: Assembler, metrics: Metrics, timer: RequestTimer,
         *, stall_seconds: float, on_end: Callable[[str | None], None] = lambda problem: None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._stream = stream
         self._assembler = assembler

@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import gbnf_to_lark, regex_to_lark
 
 from dsv4.serve.grammar import GrammarError
+from dsv4.serve.grammar_empty import is_empty_grammar
 from dsv4.serve.parts import JsonObjectFormat, JsonSchemaFormat
 from dsv4.serve.protocol import SamplingFields
 
@@ -67,9 +68,12 @@ class GrammarRule:
 
     def lark(self) -> str:
         try:
-            return f"%lark {{\n{gbnf_to_lark.any_to_lark(self.text)}\n}}"
+            text = gbnf_to_lark.any_to_lark(self.text)
         except (gbnf_to_lark.GbnfToLarkError, RecursionError, ValueError, IndexError) as error:
             raise GrammarError(f"neither Lark (with a rule `start`) nor EBNF (with a rule `root`): {error}") from None
+        if is_empty_grammar(text):
+            raise GrammarError("no text follows this grammar: every way through its first rule goes on for ever")
+        return f"%lark {{\n{text}\n}}"
 
 
 ContentRule = JsonRule | RegexRule | ChoiceRule | GrammarRule

@@ -80,10 +80,10 @@ def chat_body(text="hi", **fields):
     return {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **fields}
 
 
-def start_server(llm, **settings):
+def start_server(llm, recorder=None, **settings):
     """A server on a free port, once it answers."""
     config = ServerConfig(**{"name": NAME, "port": 0, "drain_seconds": 20.0, **settings})
-    app = create_app(llm, config)
+    app = create_app(llm, config, recorder)
     server, listener = make_uvicorn(app, config, log_level="ERROR"), take_address(config)
     url = address_url(config, listener)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -25,6 +25,12 @@ def defs(**parts):
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, None),
         (defs(a={"$ref": "#/$defs/b"}, b={"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}), None),
         (defs(a={"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}), None),
+        (defs(a={"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}), "#/$defs/a"),
+        (defs(a={"properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}), None),  # may be no object
+        (defs(a={"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}), "#/$defs/a"),
+        (defs(a={"type": "array", "prefixItems": [{}, {"$ref": "#/$defs/a"}], "minItems": 1}), None),
+        (defs(a={"type": "array", "prefixItems": [{}, {"$ref": "#/$defs/a"}], "minItems": 2}), "#/$defs/a"),
+        (defs(a={"type": "object", "properties": 3, "required": ["x"]}), None),
         ({"$ref": "https://example.org/schema"}, None),
         ({"$ref": "#/nowhere"}, None),
         ({"$ref": "#/a~1b", "a/b": {"$ref": "#/a~1b"}}, "#/a~1b"),

@@ -16,7 +16,7 @@ from dsv4.config import ConfigError
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.request import SamplingParams
 from dsv4.serve.assemble_text import TextAssembler
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.metrics import Metrics, RequestTimer
 from dsv4.serve.protocol import CompletionRequest
 from dsv4.serve.server import create_app
@@ -230,7 +230,7 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
         stream = engine.submit(job.sequences)
         timer = RequestTimer(metrics, 1, time.perf_counter())
         asked = CompletionRequest(model=NAME, prompt=[5])
-        assembler = TextAssembler(job, asked, NAME, TOKENIZER)
+        assembler = TextAssembler(job, asked, Served(NAME, TOKENIZER, "f"))
         response = EventStream(stream, assembler, metrics, timer, stall_seconds=0.3)
         sent = []
 

@@ -84,6 +84,7 @@ def test_a_line_for_every_request(live, lines):
     assert fields["left"]["reason"] == "disconnected"
     for one in fields.values():
         assert one["prompt_tokens"] > 0
+        assert one["cached_tokens"] == 0
         assert one["seconds"] > 0
     assert any(text.startswith(f"stream {CHAT}: ") and text.endswith("tokens/s, length") for text, _ in lines())
 

@@ -18,7 +18,7 @@ from dsv4.engine.sequence import Sequence
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
 from dsv4.serve.assemble_text import TextAssembler
 from dsv4.serve.body import validate
-from dsv4.serve.jobs import Job
+from dsv4.serve.jobs import Job, Served
 from dsv4.serve.protocol import CompletionRequest
 
 
@@ -39,7 +39,7 @@ def answer(prompt, tokens, **fields):
         None if place == 0 else scored(one, -place / 8, (best[place - 1], -place / 8), (9, -3.0))
         for place, one in enumerate(ids)
     ]
-    assembler = TextAssembler(Job((sequence,), len(ids)), asked, NAME, TOKENIZER)
+    assembler = TextAssembler(Job((sequence,), len(ids)), asked, Served(NAME, TOKENIZER, "f"))
     events = []
     for token_id in tokens:
         text = sequence.append(token_id, scored(token_id, -0.5, (token_id, -0.5)))

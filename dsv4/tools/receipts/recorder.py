@@ -1,0 +1,163 @@
+"""`Recorder`: writes a line for every answer, in a thread of its own.
+
+    with Recorder(RecordFile("receipts.jsonl"), header_of(llm)) as recorder:
+        for params, completion in zip(asked, llm.generate(prompts, asked)):
+            recorder.add(Answer.of(params, completion))
+
+Whoever answers never waits for it, nor fails with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+
+from dsv4.engine.fingerprint import checkpoint_parts
+from dsv4.engine.sequence import Sequence
+from dsv4.llm import LLM
+from dsv4.loader.progress import Progress
+from dsv4.tools.receipts.files import RecordFile
+from dsv4.tools.receipts.lines import ENDS, Answer, Gap, Header, gap_line, header_line, request_line
+
+_LOG = logging.getLogger("dsv4.receipts")
+_MAX_PENDING = 1024  # answers that wait for the disk; more are lost, and counted
+
+
+def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False) -> Header:
+    """What runs here. Reads every byte of the checkpoint once more."""
+    limits, checkpoint = llm.cache.limits, llm.checkpoint
+    return Header(
+        identity=asdict(llm.identity()),
+        parts={} if checkpoint is None else checkpoint_parts(checkpoint, llm.config, progress),
+        model=None if checkpoint is None else str(checkpoint.path.resolve()),
+        settings={
+            "numerics": llm.numerics,
+            "dtype": str(llm.model.context.dtype).removeprefix("torch."),
+            "device": llm.cache.device.type,
+            "max_context_tokens": limits.max_context_tokens,
+            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_chunk_tokens": limits.max_chunk_tokens,
+        },
+        time=_now(),
+        hashes_only=hashes_only,
+    )
+
+
+def answer_of(sequence: Sequence, grammar: str | None, problem: str | None) -> Answer:
+    """A request that is over. `problem` is what ended it early: the engine may go on with it for a moment, so nothing
+    is said but the tokens it has."""
+    logprobs = None if sequence.params.logprobs is None else tuple(sequence.logprobs)
+    output = tuple(sequence.output_ids)
+    if logprobs is not None:  # a token is there before its log-probability
+        output = output[: len(logprobs)]
+    if problem is None:
+        problem = "failed" if sequence.finish_reason is None else sequence.finish_reason.value
+    has_scores = sequence.params.prompt_logprobs is not None and problem in ENDS
+    return Answer(
+        prompt=tuple(sequence.token_ids[: sequence.prompt_len]), params=sequence.params, output=output,
+        finish=problem, logprobs=logprobs, grammar=grammar,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if has_scores else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Entry:
+    answer: Answer
+    request_id: str
+    route: str
+    choice: int
+    time: str
+
+
+class Recorder:
+    """`add` from any thread; `close` writes what is left. A disk that is full or gone is told once, by the log, and
+    tried again with every answer; the record then says how many are missing."""
+
+    def __init__(self, file: RecordFile, header: Header) -> None:
+        self._file = file
+        self._hashes_only = header.hashes_only
+        file.begin(header_line(header))
+        self._queue: queue.Queue[_Entry | None] = queue.Queue(_MAX_PENDING)
+        self._lock = threading.Lock()
+        self._num_lost = 0  # since the last line that was written
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._run, name="dsv4-receipts", daemon=True)
+        self._thread.start()
+
+    def add(self, answer: Answer, *, request_id: str = "", route: str = "", choice: int = 0) -> None:
+        """Never blocks, never raises. An answer that ended early and has no token is nothing to prove."""
+        if not answer.is_whole and not answer.output:
+            return
+        try:
+            self._queue.put_nowait(_Entry(answer, request_id, route, choice, _now()))
+        except queue.Full:
+            self._lose(f"{_MAX_PENDING} answers wait to be written; the disk is too slow")
+
+    def close(self) -> None:
+        """Write what was added; then nothing more is taken. Safe to repeat."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            entry = self._queue.get()
+            if entry is None:
+                return
+            self._write(entry)
+            if self._queue.empty():
+                self._sync()
+            self._queue.task_done()
+
+    def _write(self, entry: _Entry) -> None:
+        try:
+            line = request_line(
+                entry.answer, hashes_only=self._hashes_only, request_id=entry.request_id, route=entry.route,
+                choice=entry.choice, time=entry.time,
+            )  # fmt: skip
+            with self._lock:
+                num_lost = self._num_lost
+            self._file.append((gap_line(Gap(num_lost)) if num_lost else b"") + line)
+        except Exception as error:  # whatever it is, the answers go on
+            self._lose(str(error))
+            return
+        if num_lost:
+            with self._lock:
+                self._num_lost -= num_lost
+                self._is_failing = False
+            _LOG.warning("recording to %s goes on; %d requests before are missing", self._file.path, num_lost)
+
+    def _sync(self) -> None:
+        try:
+            self._file.sync()
+        except OSError as error:
+            _LOG.error("%s may not be on the disk: %s", self._file.path, error)
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            self._num_lost += 1
+            is_first, self._is_failing = not self._is_failing, True
+        if is_first:
+            _LOG.error(
+                "cannot record to %s: %s. Requests are answered and not recorded until it works again",
+                self._file.path, reason,
+            )  # fmt: skip
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

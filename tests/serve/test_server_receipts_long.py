@@ -1,0 +1,110 @@
+"""Five hundred requests of every kind against a real server that is killed in between; then run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from receipt_cases import ask_all, mixed_requests, small_checkpoint
+
+from dsv4.tools.receipts.files import read_record
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder, log, *options, limit=None):
+    """A `dsv4 serve` and its address, once it answers."""
+    command = [sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--port", "0", "--context", "512"]
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=file, preexec_fn=limit)
+    deadline = time.monotonic() + 120
+    while "running on http" not in (text := log.read_text()):
+        assert process.poll() is None, text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return process, text.partition("running on ")[2].split()[0]
+
+
+def replay(*options):
+    ended = subprocess.run(
+        [sys.executable, "-m", "dsv4", "replay", *map(str, options), "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode in (0, 1), ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.slow
+def test_five_hundred_requests(tmp_path):
+    folder, path = small_checkpoint(tmp_path / "model"), tmp_path / "receipts.jsonl"
+    requests = mixed_requests(620, "model", seed=1)
+    server, url = start(folder, tmp_path / "log", "--record", str(path), "--requests", "8")
+    try:
+        assert set(ask_all(url, requests[:250])) == {200}
+        crowd = threading.Thread(target=_ask_until_it_dies, args=(url, requests[250:400]))
+        crowd.start()
+        while path.read_bytes().count(b"\n") < 400:
+            time.sleep(0.05)
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        crowd.join()
+        server, url = start(folder, tmp_path / "log", "--record", str(path), "--requests", "3", "--chunk", "64")
+        assert set(ask_all(url, requests[400:])) == {200}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+    num_asked = len({receipt.request_id for _, _, receipt in read_record([path])})
+    assert num_asked >= 500
+    for options in ((), ("--batch", 1, "--no-prefix-cache"), ("--batch", 16, "--chunk", 33)):
+        report = replay(path, *options)
+        print(options, report["num_requests"], report["num_tokens"], f"{report['seconds']:.1f} s", flush=True)
+        assert report["differences"] == []
+        assert report["changes"] == []
+        assert report["num_requests"] >= num_asked
+        assert len(report["damaged"]) <= 1
+
+
+@pytest.mark.slow
+def test_a_disk_without_room(tmp_path):
+    """The server goes on, says so once, and what is in the file runs again. (A process may write files of 6,000 bytes,
+    its log among them; what it does then is what it would do on a full disk.)"""
+    folder, path = small_checkpoint(tmp_path / "model"), tmp_path / "receipts.jsonl"
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (6000, 6000))
+    server, url = start(folder, tmp_path / "log", "--record", str(path), limit=limit)
+    try:
+        body = {"model": "model", "prompt": "x", "max_tokens": 2}
+        for _ in range(3):
+            assert set(ask_all(url, [("/v1/completions", body)] * 5)) == {200}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+    log = (tmp_path / "log").read_text()
+    assert log.count("cannot record to") == 1
+    assert "Traceback" not in log
+    assert path.stat().st_size <= 6000
+    report = replay(path)
+    assert report["is_same"]
+    assert report["damaged"] == []
+    assert 0 < report["num_requests"] < 15
+
+
+def _ask_until_it_dies(url, requests):
+    try:
+        ask_all(url, requests)
+    except Exception:
+        return  # the server was killed
