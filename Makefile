@@ -4,6 +4,8 @@ PYTHON ?= python3
 GPU_PYTHON ?= python
 VENV ?= .venv
 CLIENTS ?= .venv-clients
+RAY ?= .venv-ray
+OPENAI_2 := tests/clients/test_instructor.py tests/clients/test_litellm.py
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
 BASE ?= main
@@ -15,7 +17,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo serve-demo test quick affected lint types unit-test client-test browser-test slow-test format gpu-test bench clean help
+.PHONY: demo serve-demo test quick affected lint types unit-test client-test ray-test browser-test slow-test format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +27,7 @@ help:
 	@echo "make affected  the tests that what differs from BASE ($(BASE)) can turn red, by the imports"
 	@echo "make lint | types | unit-test | format    one part of it"
 	@echo "make client-test     openai, anthropic, litellm, langchain, ... against a live server"
+	@echo "make ray-test        replicas on a local Ray, on the CPU"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
 	@echo "make slow-test       the tests that take long: a storm on a server"
 	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
@@ -73,15 +76,29 @@ unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
-client-test: $(CLIENTS)/.installed
-	@echo "==> pytest (clients of others against a live server)"
-	@PYTHONPATH=. $(CLIENTS)/bin/python -m pytest -q -m client tests/clients
+# two environments: clients disagree about the version of openai
+client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed
+	@echo "==> pytest (clients with openai 2 against a live server)"
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/openai-2/bin/python -m pytest -q -m client tests/clients/test_sdks.py $(OPENAI_2)
+	@echo "==> pytest (clients with openai 3 against a live server)"
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/openai-3/bin/python -m pytest -q -m client tests/clients $(OPENAI_2:%=--ignore %)
 
-$(CLIENTS)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt
-	@echo "==> installing the clients into $(CLIENTS) (a few gigabytes, minutes the first time)"
-	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check 'torch==2.13.0'
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[serve]' -r tests/clients/requirements.txt
+$(CLIENTS)/%/.installed: pyproject.toml tests/clients/requirements/%.txt
+	@echo "==> installing clients into $(CLIENTS)/$* (a gigabyte or more, minutes the first time)"
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check --editable '.[serve]' \
+	  -r tests/clients/requirements/$*.txt
+	@touch $@
+
+ray-test: $(RAY)/.installed
+	@echo "==> pytest (replicas on a local Ray)"
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RAY)/bin/python -m pytest -q -m ray tests/replicas
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	@echo "==> installing dsv4 with Ray into $(RAY) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[ray]' httpx hypothesis pytest
 	@touch $@
 
 quick: $(DEV)
@@ -118,5 +135,5 @@ bench:
 	@set -e; for file in benchmarks/bench_*.py; do echo "==> $$file"; PYTHONPATH=. $(GPU_PYTHON) "$$file"; done
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(RAY) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dsv4 tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,12 +2,14 @@
 
 Tool calls are written exactly as the protocol writes them (`dsv4.text.chat`), their arguments following each function's
 schema. A string without further rules is written raw, as the model was trained to; one with rules (pattern, length,
-format) is written as JSON, where the rules can be enforced.
+format) is written as JSON, where the rules can be enforced. A function that is not strict is bound as far as its schema
+can be enforced: clients pass on whatever schemas their tools came with.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,20 +21,29 @@ from dsv4.text.protocol import PROTOCOL
 
 _RAW_STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 _NOT_AN_OBJECT = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "minProperties", "maxProperties")
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 Calls = Literal["never", "may", "must"]
+
+
+@dataclass(frozen=True)
+class FunctionRule:
+    """A function that may be called. is_strict: what cannot be enforced of `parameters` is an error, not left out."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRules:
     """thinking: the answer begins inside an open think block. content: the rule of the content, None for any
-    text. calls: whether tools are called. functions: name and parameter schema of those that may be. one_call: at most
-    one call."""
+    text. calls: whether tools are called. functions: those that may be. one_call: at most one call."""
 
     thinking: bool
     content: ContentRule | None = None
     calls: Calls = "never"
-    functions: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    functions: Sequence[FunctionRule] = ()
     one_call: bool = False
 
 
@@ -41,7 +52,7 @@ def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:
     if rules.calls == "must" and not rules.functions:
         raise GrammarError("a tool must be called, and there is none")
     of_content = rules.content.schema if isinstance(rules.content, JsonRule) else None
-    for schema in (of_content, *(parameters for _, parameters in rules.functions)):
+    for schema in (of_content, *(one.parameters for one in rules.functions)):
         reference = find_empty_reference(schema)
         if reference is not None:
             raise GrammarError(f"the schema's $ref {reference[:80]!r} refers to itself and no value of it can end")
@@ -83,19 +94,23 @@ def _block(rules: AnswerRules, dsml: str) -> list[str]:
     more = "" if rules.one_call else r' ("\n<" call)*'
     lines = [f'block: {dsml} {_text(f"{name}>{chr(10)}<")} call{more} "\\n</" {dsml} {_text(f"{name}>")}']
     lines += ["call: " + " | ".join(f"call_{idx}" for idx in range(len(rules.functions)))]
-    for idx, (function, parameters) in enumerate(rules.functions):
-        opening = _text(f'invoke name="{function}">\n')
+    for idx, function in enumerate(rules.functions):
+        opening = _text(f'invoke name="{function.name}">\n')
         lines += [f'call_{idx}: {dsml} {opening} arguments_{idx} "\\n</" {dsml} "invoke>"']
-        lines += _arguments(idx, function, parameters, dsml)
+        lines += _arguments(idx, function, dsml)
     return lines
 
 
-def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) -> list[str]:
+def _arguments(idx: int, function: FunctionRule, dsml: str) -> list[str]:
     """Rules `arguments_<idx>`: the required parameters, then any of the others, in the schema's order."""
-    where = f"the parameters of {function}"
+    where, schema = f"the parameters of {function.name}", function.parameters
     unsupported = [key for key in _NOT_AN_OBJECT if key in schema]
     properties = schema.get("properties", {})
     required = schema.get("required", [])
+    if unsupported and not function.is_strict:
+        if not properties:
+            return _any_arguments(idx, dsml)
+        unsupported = []  # what they add to the properties is left out
     if unsupported or schema.get("type", "object") != "object" or not isinstance(properties, dict):
         found = ", ".join(unsupported) or "another type"
         raise GrammarError(f"{where}: a call can be enforced for an object with properties, found {found}")
@@ -110,7 +125,7 @@ def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) ->
         rule = f"parameter_{idx}_{place}"
         if '"' in name or "\n" in name:
             raise GrammarError(f"{where}: a name with a quote or a line break cannot be written: {name[:40]!r}")
-        lines += [f"{rule}: {_parameter(name, parameter, shared, dsml)}"]
+        lines += [f"{rule}: {_parameter(name, parameter, shared, dsml, function.is_strict)}"]
         (needed if name in required else optional).append(rule)
     # `rest_k`: any of the optional parameters from the k-th on, each after a line break
     for place in reversed(range(len(optional))):
@@ -125,7 +140,18 @@ def _arguments(idx: int, function: str, schema: Mapping[str, Any], dsml: str) ->
     return [f"arguments_{idx}: " + " | ".join([*starts, '""']), *lines]
 
 
-def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> str:
+def _any_arguments(idx: int, dsml: str) -> list[str]:
+    """Rules `arguments_<idx>`: any parameters of any value."""
+    head, closing = f'{dsml} "parameter name=\\"" NAME_{idx}', f'{dsml} "parameter>"'
+    return [
+        f'arguments_{idx}: "<" any_{idx} ("\\n<" any_{idx})* | ""',
+        f'any_{idx}: {head} "\\" string=\\"true\\">" RAW {closing}'
+        f' | {head} "\\" string=\\"false\\">" {JsonRule({}).lark()} "</" {closing}',
+        f"NAME_{idx}: /[A-Za-z0-9_.$-]{{1,64}}/",
+    ]
+
+
+def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str, is_strict: bool) -> str:
     """One parameter, from the marker after its `<` to the end of its closing tag."""
     closing = f'{dsml} "parameter>"'
     head = f'parameter name="{name}" string='
@@ -138,7 +164,21 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], dsml: str) -> 
         raise GrammarError(f"the schema of {name[:40]!r} must be an object, found {type(schema).__name__}")
     inner = {**({} if schema is True else {"not": {}} if schema is False else schema), **shared}
     opening = _text(f'{head}"false">')
-    return f'{dsml} {opening} {JsonRule(inner).lark()} "</" {closing}'
+    inner = inner if is_strict else _without_lookaround(inner)
+    return f'{dsml} {opening} {JsonRule(inner, is_strict=is_strict).lark()} "</" {closing}'
+
+
+def _without_lookaround(schema: Any) -> Any:
+    """A schema without the patterns that look ahead or back, which no grammar can follow."""
+    if isinstance(schema, list):
+        return [_without_lookaround(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_lookaround(value)
+        for key, value in schema.items()
+        if not (key == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+    }
 
 
 def _string_choices(schema: Any) -> list[str] | None:

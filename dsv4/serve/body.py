@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from dsv4.config import shown
 from dsv4.serve.errors import ApiError
-from dsv4.serve.refused import REFUSED, why_refused
+from dsv4.serve.refused import REFUSED, why_refused, why_type_refused
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -85,6 +85,12 @@ def _to_api_error(error: ValidationError) -> ApiError:
     # of the right type, and of those the deepest.
     chosen = max(details, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     unknown = next((one for one in details if one["type"] == "extra_forbidden"), None)
+    kinds = [one for one in details if one["type"] == "literal_error" and one["loc"][-1] == "type"]
+    refused = next((one for one in kinds if why_type_refused(one["input"]) is not None), None)
+    if refused is not None:  # its other fields are unknown because of that
+        param = _path(refused["loc"])
+        message = f"{param}: {why_type_refused(refused['input'])}, found {shown(refused['input'])}"
+        return ApiError(400, message, code="unsupported_parameter", param=param)
     if unknown is not None:
         *parents, name = unknown["loc"]
         path = ".".join(part for part in (_path(tuple(parents)), str(name)[:80]) if part)

@@ -11,7 +11,7 @@ from typing import Any
 from dsv4.engine.engine import Engine
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.request import RequestError, SamplingParams
-from dsv4.serve.answer_grammar import AnswerRules, answer_grammar
+from dsv4.serve.answer_grammar import AnswerRules, FunctionRule, answer_grammar
 from dsv4.serve.body import leading_field
 from dsv4.serve.errors import ApiError
 from dsv4.serve.grammar import CompiledGrammar, GrammarCompiler, GrammarError
@@ -346,6 +346,6 @@ def _rules(request: ChatRequest, rule: tuple[ContentRule, str] | None, thinking:
         thinking=thinking,
         content=content,
         calls={"none": "never", "auto": "may", "required": "must"}[choice],  # type: ignore[arg-type]
-        functions=[(one.name, one.parameters or {}) for one in functions],
+        functions=[FunctionRule(one.name, one.parameters or {}, bool(one.strict)) for one in functions],
         one_call=one_call,
     )

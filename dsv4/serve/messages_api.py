@@ -1,7 +1,7 @@
 """`POST /v1/messages`: Anthropic's interface, as a translation to a chat. What is answered: `messages_stream.py`.
 
 Blocks of text, thinking, tool use and tool results are taken; the model reads no others. `cache_control` is taken and
-has nothing to do: prefixes need no marks here.
+has nothing to do: prefixes need no marks here. Claude Code's line for Anthropic's accounts is left out of the prompt.
 """
 
 from __future__ import annotations
@@ -166,6 +166,9 @@ _SAME_NAMES = (
     "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "priority", "cache_salt", "request_id",
 )  # fmt: skip
+# What Claude Code writes in front of its system prompt for Anthropic's accounts. It differs in every request: a prompt
+# that began with it would have no beginning in common with the one before.
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -202,8 +205,11 @@ def _function(tool: ClaudeTool) -> dict[str, Any]:
 
 def _messages(asked: CountRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if asked.system is not None:
-        messages.append({"role": "system", "content": _text(asked.system)})
+    system = asked.system
+    if isinstance(system, list):
+        system = [block for block in system if not block.text.startswith(_BILLING)]
+    if system is not None:
+        messages.append({"role": "system", "content": _text(system)})
     for message in asked.messages:
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})

@@ -1,11 +1,15 @@
-"""Fields that other servers have and this one refuses, and what to do instead. Any other name is simply unknown."""
+"""Fields and types that other servers have and this one refuses, and what to do instead. Any other is unknown."""
 
 from __future__ import annotations
+
+import re
 
 _NO_MEDIA = "this model reads text only"
 _ONE_SERVER = "it belongs to a cluster of another kind of server"
 _KEEPS_NOTHING = "this server keeps no answers: send the whole conversation"
 _NO_PLUGIN = "callers' code is not run here"
+_NO_HOST = "nothing is run here; offer functions"
+_NOT_READABLE = "only who wrote it can read it; leave it out"
 
 REFUSED = {
     "functions": "use tools",
@@ -80,12 +84,36 @@ REFUSED = {
     "data_parallel_rank": _ONE_SERVER,
     "max_tool_calls": "use parallel_tool_calls false for one call",
     "context_management": "the conversation is read as it is sent",
-    "container": "nothing is run here; offer tools",
-    "mcp_servers": "nothing is run here; offer tools",
+    "container": _NO_HOST,
+    "mcp_servers": _NO_HOST,
     "moderation": "there is no moderation here",
     "disable_additional_properties": "write additionalProperties into the schema",
     "structural_tag": "use tools, or a grammar",
     "include_obfuscation": "streams are not padded; only false is accepted",
+    "encrypted_content": _NOT_READABLE,
+}
+# values of `type`, of parts and tools, without the date that Anthropic's end with
+_MEDIA = (
+    "image",
+    "image_url",
+    "input_image",
+    "audio",
+    "input_audio",
+    "video",
+    "video_url",
+    "document",
+    "file",
+    "input_file",
+)
+_HOSTED = (
+    "bash", "code_execution", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
+    "local_shell", "mcp", "memory", "shell", "text_editor", "web_fetch", "web_search", "web_search_preview",
+)  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(_MEDIA, _NO_MEDIA),
+    **dict.fromkeys(_HOSTED, _NO_HOST),
+    "redacted_thinking": _NOT_READABLE,
+    "custom": "the model calls functions only",
 }
 
 
@@ -93,3 +121,9 @@ def why_refused(name: str) -> str:
     """What to say about a field that is not supported, or not with the value it has."""
     reason = REFUSED.get(name)
     return "this server does not support it" + (f": {reason}" if reason else "")
+
+
+def why_type_refused(kind: object) -> str | None:
+    """What to say about a part or a tool of a type that others have; None for a type nobody has."""
+    reason = _TYPES.get(re.sub(r"_20\d{6}$", "", kind)) if isinstance(kind, str) else None
+    return reason and f"this server does not support it: {reason}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
 from dsv4.serve.parts import MAX_INT, Strict, StructuredOutputs, TemplateOptions
 from dsv4.serve.protocol import Bias, IdText, Name, StopText, TokenId
@@ -92,6 +92,24 @@ class FlatFunction(Strict):
     defer_loading: Literal[False] | None = None
 
 
+class HostedTool(Strict):
+    """A tool that OpenAI's servers run and Codex always offers. The model is not told of it and so never calls it."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: Literal["web_search", "image_generation"]
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<hosted>" if kind in ("web_search", "image_generation") else "<function>"
+
+
+AnyTool = Annotated[
+    Annotated[FlatFunction, Tag("<function>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_tool_kind)
+]
+
+
 class FlatChoice(Strict):
     type: Literal["function"]
     name: Name
@@ -145,7 +163,7 @@ class ResponsesRequest(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[FlatFunction] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -210,6 +228,7 @@ def chat_fields(asked: ResponsesRequest) -> dict[str, Any]:
     fields["tools"] = [
         {"type": "function", "function": tool.model_dump(exclude={"type", "defer_loading"}, exclude_none=True)}
         for tool in asked.tools or ()
+        if isinstance(tool, FlatFunction)
     ] or None
     fields["tool_choice"] = _tool_choice(asked)
     fields["reasoning_effort"] = None if asked.reasoning is None else asked.reasoning.effort

@@ -13,7 +13,7 @@ from dsv4.serve.errors import ApiError
 from dsv4.serve.jobs import Job, Served
 from dsv4.serve.reader import AnswerReader, usage_of_chat
 from dsv4.serve.responses import Answer, NamedEvent
-from dsv4.serve.responses_api import ResponsesRequest
+from dsv4.serve.responses_api import AnyTool, FlatFunction, ResponsesRequest
 from dsv4.serve.token_names import TokenNames
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
@@ -222,7 +222,7 @@ class ResponsesAssembler:
             temperature=params.temperature,
             text={"format": {"type": "text"}, **text},
             tool_choice=_dumped(asked.tool_choice) or "auto",
-            tools=[tool.model_dump(exclude_none=True) | {"strict": bool(tool.strict)} for tool in asked.tools or ()],
+            tools=[_tool(tool) for tool in asked.tools or ()],
             top_logprobs=asked.top_logprobs,
             top_p=params.top_p,
             truncation="disabled",
@@ -237,6 +237,11 @@ def _copied(item: dict[str, Any]) -> dict[str, Any]:
     if "content" in item:
         copy["content"] = [dict(part) for part in item["content"]]
     return copy
+
+
+def _tool(tool: AnyTool) -> dict[str, Any]:
+    strict = {"strict": bool(tool.strict)} if isinstance(tool, FlatFunction) else {}
+    return {**tool.model_dump(exclude_none=True), **strict}
 
 
 def _dumped(value: Any) -> Any:

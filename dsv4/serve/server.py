@@ -215,6 +215,7 @@ def create_app(llm: LLM, config: ServerConfig, recorder: Recorder | None = None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sys.setswitchinterval(_SWITCH_SECONDS)
         server.engine.start()
         report = asyncio.create_task(log_throughput(server.engine))
         yield
@@ -290,7 +291,6 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket, recorder: Recorder | None = None) -> int:
     """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
     not wait. Returns the exit status. `RankFailed` if a rank ended it."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
     app = create_app(llm, config, recorder)
     web, server = make_uvicorn(app, config), app.state.server
     server.stop_serving = lambda: setattr(web, "should_exit", True)

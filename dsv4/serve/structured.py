@@ -24,14 +24,20 @@ _WHITESPACE = r"( |\r?\n[ ]{0,64}|\r?\n\t{0,16})"
 
 @dataclass(frozen=True)
 class JsonRule:
-    """JSON that follows a schema. whitespace: a pattern of the white space between tokens; empty for none at all."""
+    """JSON that follows a schema. whitespace: a pattern of the white space between tokens; empty for none at all.
+    is_strict: a keyword that cannot be enforced is an error; otherwise it is left out."""
 
     schema: Mapping[str, Any]
     whitespace: str = _WHITESPACE
+    is_strict: bool = True
 
     def lark(self) -> str:
         # The library's own options travel in the schema; the caller's are replaced.
-        options = {"whitespace_pattern": self.whitespace} if self.whitespace else {"whitespace_flexible": False}
+        options: dict[str, Any] = {"whitespace_flexible": False}
+        if self.whitespace:
+            options = {"whitespace_pattern": self.whitespace}
+        if not self.is_strict:
+            options |= {"lenient": True, "coerce_one_of": True}
         return f"%json {json.dumps({**self.schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 

@@ -1,6 +1,6 @@
 """Servers for other people's clients: very small models that say what a test wants them to say.
 
-Run by `make client-test`, which installs the clients into an environment of their own; left out everywhere else.
+Run by `make client-test`, which installs the clients into environments of their own; left out everywhere else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1] / "serve"), str(Path(__file__).parent)]
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # no look into the network
 
-CLIENTS = ("anthropic", "guidellm", "instructor", "langchain_openai", "litellm", "llm", "lm_eval", "pydantic_ai")
-if any(importlib.util.find_spec(client) is None for client in CLIENTS):
+if importlib.util.find_spec("anthropic") is None:  # every one of those environments has it
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -32,15 +31,17 @@ def params():
 
 @pytest.fixture(scope="session")
 def says(params):
-    """`says(text)`: the address of a server whose model answers with this text, whatever it is asked."""
+    """`says(text)`: the address of a server whose model answers with this text, whatever it is asked; with several
+    texts, with one after the other."""
     from server_cases import let_it_say, make_llm, start_server
 
     servers = {}
 
-    def start(text):
-        if text not in servers:
-            servers[text] = start_server(let_it_say(make_llm(params), text))
-        return servers[text].url
+    def start(*texts):
+        key = texts if len(texts) == 1 else len(servers)  # those that count are for one test each
+        if key not in servers:
+            servers[key] = start_server(let_it_say(make_llm(params, max_context_tokens=4096), *texts, in_turn=True))
+        return servers[key].url
 
     yield start
     for server in servers.values():

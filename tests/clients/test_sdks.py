@@ -1,14 +1,10 @@
-"""OpenAI's and Anthropic's own clients, litellm as three providers, and `llm`: turns, tools, thoughts, streams."""
+"""OpenAI's and Anthropic's own clients: turns, tools, thoughts, streams."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import anthropic
-import litellm
 import openai
 import pytest
 from client_cases import CITY, TOOL
@@ -82,50 +78,3 @@ def test_anthropic_thinks(thinker):
     assert answer.content[0].thinking == "hm"
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
         claude(thinker).messages.create(model=NAME, max_tokens=9, messages=HELLO, extra_body={"temperature": -1})
-
-
-# ---- litellm ----
-
-PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "anthropic": ""}
-
-
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_litellm_in_turns(provider, talker, caller):
-    """Its second turn carries `provider_specific_fields`, `function_call: null` and more."""
-    ask = {"model": f"{provider}/{NAME}", "api_key": "unused", "max_tokens": 400}
-    first = litellm.completion(messages=HELLO, tools=[TOOL], api_base=caller + PROVIDERS[provider], **ask)
-    message = first.choices[0].message
-    call = message.tool_calls[0]
-    assert json.loads(call.function.arguments) == {"city": "Oslo"}
-    history = [*HELLO, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "name": "f", "content": "cold"}]
-    second = litellm.completion(messages=history, tools=[TOOL], api_base=talker + PROVIDERS[provider], **ask)
-    assert second.choices[0].message.content == "Hello there."
-
-
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_litellm_streams(provider, talker):
-    chunks = litellm.completion(
-        model=f"{provider}/{NAME}", api_key="unused", api_base=talker + PROVIDERS[provider], messages=HELLO,
-        max_tokens=50, stream=True, stream_options={"include_usage": True},
-    )  # fmt: skip
-    whole = litellm.stream_chunk_builder(list(chunks), messages=HELLO)
-    assert whole.choices[0].message.content == "Hello there."
-    assert whole.usage.completion_tokens == 13
-
-
-# ---- llm ----
-
-
-def test_llm_on_the_command_line(talker, tmp_path):
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: {NAME}\n  api_base: {talker}/v1\n  api_key_name: none\n", encoding="utf-8"
-    )
-    (tmp_path / "keys.json").write_text('{"none": "unused"}', encoding="utf-8")
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "llm", "-m", "here"]
-    for more in ([], ["--no-stream"], ["-c"]):
-        ran = subprocess.run(
-            [*command, *more, "Hello"], env=environment, capture_output=True, timeout=120, check=False
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr.decode()
-        assert ran.stdout.decode().strip() == "Hello there."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -96,15 +97,19 @@ def start_server(llm, recorder=None, **settings):
     return LiveServer(llm, app, server, thread, url, httpx.Client(base_url=url, timeout=60))
 
 
-def let_it_say(llm, *answers):
-    """A request with seed s says `answers[s]` (text or ids), then ends, as far as its constraint allows."""
+def let_it_say(llm, *answers, in_turn=False):
+    """A request with seed s says `answers[s]` (text or ids), then ends, as far as its constraint allows. in_turn: the
+    seed does not matter, the first request says the first answer, and so on."""
     scripts = [TOKENIZER.encode(one, allow_special=True) if isinstance(one, str) else list(one) for one in answers]
+    turns, turn_of = itertools.count(), {}
 
     def sample(logits, rows, state):
-        chosen, seeds = [], state.seeds[rows.slots].tolist()
+        chosen, seeds, slots = [], state.seeds[rows.slots].tolist(), rows.slots.tolist()
         logits = allowed_logits(logits, rows, state)
-        for row, (seed, step) in enumerate(zip(seeds, rows.steps(state).tolist(), strict=True)):
-            script = [*scripts[seed % len(scripts)], SERVED.eos_token_id]
+        for row, (slot, seed, step) in enumerate(zip(slots, seeds, rows.steps(state).tolist(), strict=True)):
+            if in_turn and step == 0:
+                turn_of[slot] = next(turns)
+            script = [*scripts[turn_of.get(slot, seed) % len(scripts)], SERVED.eos_token_id]
             wanted = script[min(step, len(script) - 1)]
             is_free = bool(torch.isfinite(logits[row, wanted]))
             chosen.append(wanted if is_free else int(logits[row].argmax()))

@@ -9,7 +9,7 @@ import pytest
 from server_cases import SERVED, TOKENIZER
 
 from dsv4.engine.constraint import ConstraintError
-from dsv4.serve.answer_grammar import AnswerRules, answer_grammar
+from dsv4.serve.answer_grammar import AnswerRules, FunctionRule, answer_grammar
 from dsv4.serve.grammar import GrammarCompiler, GrammarError
 from dsv4.serve.structured import JsonRule
 from dsv4.text.parse import parse_completion
@@ -33,7 +33,8 @@ LOOK = {
     "required": ["city", "level"],
     "$defs": {"level": {"type": "integer", "minimum": 0, "maximum": 9}},
 }
-FUNCTIONS = [("look", LOOK), ("now", {}), ("maybe", {"properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}})]
+MAYBE = {"properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}}
+FUNCTIONS = [FunctionRule(name, schema, True) for name, schema in (("look", LOOK), ("now", {}), ("maybe", MAYBE))]
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +181,61 @@ def test_copies_do_not_share_their_place(compiler):
     ],
 )
 def test_parameters_that_cannot_be_enforced(compiler, parameters, message):
-    rules = AnswerRules(thinking=False, calls="must", functions=[("f", parameters)])
+    rules = AnswerRules(thinking=False, calls="must", functions=[FunctionRule("f", parameters, True)])
     with pytest.raises(GrammarError, match=message):
         answer_grammar(rules, compiler.special)
+
+
+ODD = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "uniqueItems": True, "maxItems": 2, "items": {"type": "boolean"}},
+        "mail": {"type": ["string", "null"], "pattern": "^(?!x)a", "maxLength": 3},
+        "one": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 7}, {"type": "integer", "minimum": 5}]},
+    },
+    "required": ["tags"],
+    "anyOf": [{"required": ["tags"]}, {"required": ["one"]}],
+}
+
+
+def test_a_function_that_is_not_strict_is_bound_as_far_as_can_be(write, compiler):
+    """Keywords nobody can enforce are left out; the rest of its schema holds, and so does a strict one's beside it."""
+    strict, loose = FunctionRule("odd", ODD, True), FunctionRule("odd", ODD, False)
+    with pytest.raises(GrammarError, match="anyOf"):
+        answer_grammar(AnswerRules(thinking=False, calls="must", functions=[strict]), compiler.special)
+    rules = AnswerRules(thinking=False, calls="must", functions=[loose, FUNCTIONS[2]])
+    names = set()
+    for seed in range(5):
+        for call in parse_completion(write(rules, seed), False).tool_calls:
+            names.add(call.name)
+            if call.name == "odd":
+                arguments = json.loads(call.arguments)
+                assert {"tags"} <= set(arguments) <= {"tags", "mail", "one"}
+                assert all(isinstance(one, bool) for one in arguments["tags"])
+                assert isinstance(arguments.get("one", 0), int)
+                assert len(arguments.get("mail") or "") <= 3
+            else:
+                check_call(call)
+    assert names == {"odd", "maybe"}
+
+
+def test_a_function_without_properties_of_its_own_takes_any_arguments(write, compiler):
+    """Only if it is not strict."""
+    rules = [
+        AnswerRules(
+            thinking=False, calls="must", functions=[FunctionRule("f", {"anyOf": [{}]}, is_strict)], one_call=True
+        )
+        for is_strict in (True, False)
+    ]
+    with pytest.raises(GrammarError, match="anyOf"):
+        answer_grammar(rules[0], compiler.special)
+    seen = {}
+    for seed in range(6):
+        (call,) = parse_completion(write(rules[1], seed), False).tool_calls
+        assert call.is_complete
+        seen |= json.loads(call.arguments)
+    assert any(isinstance(value, str) for value in seen.values())
+    assert any(not isinstance(value, str) for value in seen.values())
 
 
 def test_a_schema_that_would_take_all_memory_is_refused(compiler):

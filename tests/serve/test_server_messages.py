@@ -200,16 +200,19 @@ def test_a_stream_adds_up(server, called):
         ({"max_tokens": None}, "max_tokens", "required"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0].source", "does not support"),
+         "messages[0].content[0].type", "text only"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+         "messages[0].content[0].type", "leave it out"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages",
          "belongs into an assistant"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages",
          "belongs into a user"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "'custom'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]}, "tools[0].type",
+         "offer functions"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, "tool_choice", "expected one of look"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type",
          "clear_thinking"),
-        ({"mcp_servers": []}, "mcp_servers", "offer tools"),
+        ({"mcp_servers": []}, "mcp_servers", "offer functions"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"stop_sequences": [""]}, "stop_sequences[0]", "at least 1 character"),
     ],
@@ -224,11 +227,36 @@ def test_what_is_refused_is_named(server, fields, param, message):
     assert body["error"]["param"] == param
 
 
-def test_what_claude_code_sends_beside_a_conversation(server):
-    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    answer = said(server, context_management=kept, system=system, temperature=1, tools=[], thinking=None)
-    assert answer["content"][0]["text"] == "Hello there."
+def test_a_turn_of_claude_code(server):
+    """Its request as it is, and the turn after: tools with schemas nobody can enforce, marks that move, a line for
+    Anthropic's accounts that differs in every request and must not keep the prompt from being known."""
+    tags = {"type": "array", "uniqueItems": True}
+    odd = {"type": "object", "properties": {"tags": tags}, "propertyNames": {"pattern": "^a"}, "$schema": "http://x#"}
+    tools = [TOOL, {"name": "mcp__x", "description": "X.", "input_schema": odd}]
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+    def ask(messages, nonce, seed):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};"},
+            {"type": "text", "text": "Be brief. " * 20, **mark},
+        ]
+        events = events_of(
+            server, seed, messages=messages, system=system, tools=tools, metadata={"user_id": "u"}, temperature=1,
+            max_tokens=200, thinking={"type": "enabled", "budget_tokens": 199}, output_config={"effort": "high"},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )  # fmt: skip
+        usage = events[-2]["usage"]
+        assert usage["cache_creation_input_tokens"] == 0
+        return events, usage["cache_read_input_tokens"]
+
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello", **mark}]}]
+    events, _ = ask(messages, "36ee5", THINKS)
+    assert "".join(one["delta"].get("text", "") for one in events if "delta" in one) == "Yes."
+    answer = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes."}]
+    messages = [*HELLO, {"role": "assistant", "content": answer}, {"role": "user", "content": "[Interrupted]"}]
+    _, num_cached = ask([*messages, {"role": "user", "content": "Go on"}], "0aaa9", THINKS)
+    assert num_cached >= 128
 
 
 def test_the_key_may_come_as_anthropics_clients_send_it(served_params):

@@ -162,6 +162,43 @@ def test_log_probabilities(ask):
     assert all(len(one.top_logprobs) == 2 for one in shown)
 
 
+def test_a_turn_of_codex(ask):
+    """Its request as it is, tools that only OpenAI runs among the functions, and what it sends back the turn after."""
+    odd = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}, "propertyNames": {}}
+    hosted = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "image_generation", "output_format": "png"},
+    ]
+    mcp = {"type": "function", "name": "mcp__x", "description": "X.", "parameters": odd, "strict": False}
+    said = [("developer", "Rules."), ("user", "<environment_context>"), ("user", "Hello")]
+    items = [
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]} for role, text in said
+    ]
+    fields = {
+        "instructions": "You are an agent.", "tools": [TOOL, *hosted, mcp], "tool_choice": "auto",
+        "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a-session", "stream": True,
+    }  # fmt: skip
+    first = list(ask(CALLS, items, **fields | {"reasoning": None}))[-1].response
+    assert [item.type for item in first.output] == ["message", "function_call"]
+    assert [tool.type for tool in first.tools] == ["function", "web_search", "image_generation", "function"]
+    kept = [item.model_dump(exclude={"id", "status"}, exclude_none=True) for item in first.output]
+    kept.insert(0, {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None})
+    output = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "cold"}
+    second = list(ask(THINKS, [*items, *kept, output], **fields))[-1].response
+    assert second.output_text == "Yes."
+    shown = [{key: tool[key] for key in ("name", "description", "parameters")} for tool in (TOOL, mcp)]
+    plain = [
+        {"role": "system", "content": "You are an agent."},
+        *({"role": "system" if role == "developer" else role, "content": text} for role, text in said),
+        {"role": "assistant", "content": "So.", "reasoning_content": "", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "look", "arguments": first.output[1].arguments}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "cold"},
+    ]  # fmt: skip
+    options = ChatOptions(tools=shown, thinking=True, reasoning_effort="high")
+    assert second.usage.input_tokens == len(encode_chat(TOKENIZER, plain, options))
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -169,9 +206,16 @@ def test_log_probabilities(ask):
         ({"store": True}, "store", "keeps no answers"),
         ({"background": True}, "background", "keeps no answers"),
         ({"truncation": "auto"}, "truncation", "never cut"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "web_search_preview", "x": 1}]}, "tools[0].type", "offer functions"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools", "missing"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type",
+         "offer functions"),
+        ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "functions only"),
+        ({"tools": [{"type": "strange"}]}, "tools[0].type", "'function'"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gA"}]}, "input[0].encrypted_content",
+         "leave it out"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "input[0].content[0].image_url", "text only"),
+         "input[0].content[0].type", "text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "found 'item_reference'"),
         ({"input": []}, "input", "at least 1 item"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}, "response_format",
