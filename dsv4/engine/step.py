@@ -89,12 +89,9 @@ class StepBuilder:
 
     def _copy(self, parts: SequenceOf[Numbers]) -> list[Tensor]:
         """The parts on the device, flat, in one copy."""
-        sizes = [part.size for part in parts]
-        ends = np.cumsum([size + size % _ALIGNED for size in sizes]).tolist()
-        numbers = np.zeros(ends[-1], dtype=np.int64)
-        spans = [
-            slice(end - size - size % _ALIGNED, end - size % _ALIGNED) for size, end in zip(sizes, ends, strict=True)
-        ]
+        starts = np.cumsum([0, *(part.size + part.size % _ALIGNED for part in parts)]).tolist()
+        numbers = np.zeros(starts[-1], dtype=np.int64)
+        spans = [slice(start, start + part.size) for start, part in zip(starts, parts, strict=False)]
         for part, span in zip(parts, spans, strict=True):
             numbers[span] = part.reshape(-1)
         values = to_device(torch.from_numpy(numbers), self._cache.device)
