@@ -70,7 +70,8 @@ class StepBuilder:
         self._cache.prepare_forward(slots, starts, lengths)
         columns = columns_of(slots, starts, lengths, _tokens_of(pieces), pad_to)
         num_draws = np.array([1 + piece.num_drafts for piece in pieces if piece.draws], dtype=np.int64)  # [R]
-        first_rows = np.cumsum(lengths)[[piece.draws for piece in pieces]] - num_draws
+        is_drawing = np.array([piece.draws for piece in pieces], dtype=bool)
+        first_rows = np.cumsum(lengths, dtype=np.int64)[is_drawing] - num_draws
         steps = _steps(num_draws)  # [N]
         rows = np.repeat(first_rows, num_draws) + steps
         parts = [columns, rows, columns[_SLOTS, rows], columns[_POSITIONS, rows]]

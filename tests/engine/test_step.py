@@ -66,6 +66,14 @@ def test_columns_of_the_draw_are_aligned(make_llm, num_tokens):
         llm.cache.release(slot)
 
 
+def test_nothing_to_run_is_all_padding(make_llm):
+    """As on a rank whose experts serve the others."""
+    step = StepBuilder(make_llm().cache).build(StepPlan((), ()), pad_to=3)
+    assert step.batch.slots.tolist() == [-1, -1, -1]
+    assert [column.tolist() for column in (step.draw_rows, step.draw_slots, step.draw_positions)] == [[], [], []]
+    assert (step.drawing, step.num_tokens) == ((), 0)
+
+
 def test_blocks_are_there_before_the_call(planned):
     llm, plan = planned
     StepBuilder(llm.cache).build(plan)
