@@ -38,7 +38,7 @@ from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
 from dsv4.engine.rank_load import Share, failing_together, rank_device
 from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
-from dsv4.engine.runner import Runner, decode_buckets
+from dsv4.engine.runner import Runner, step_buckets
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
 from dsv4.loader.checkpoint import Checkpoint
@@ -206,7 +206,7 @@ class LLM:
             raise RequestError(f"drafts is {drafts}, but this checkpoint has no drafter (no mtp.* tensors)")
         choice = make_choice(config, drafts if params.draft_blocks else "off")
         drafting = None if choice is None else self._make_drafting(choice)
-        buckets = decode_buckets(limits.max_concurrent_requests, 0 if choice is None else choice.max_drafts)
+        buckets = step_buckets(limits, 0 if choice is None else choice.max_drafts)
         runner = Runner(
             self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool, drafting=drafting
         )

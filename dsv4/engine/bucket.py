@@ -83,8 +83,10 @@ class BucketGraph:
         self._columns, self.batch = padding_batch(size, block_table)
         self._padding = self._columns.clone()
         self._num_filled = 0  # rows of the buffers that do not hold padding
-        self._draw_rows = torch.zeros(size, dtype=torch.int64, device=device)
-        self._rows = padding_rows(size, vocab_size, device, None if drafting is None else drafting.max_drafts)
+        most_drafts = 0 if drafting is None else drafting.max_drafts
+        num_draws = min(size, num_slots * (1 + most_drafts))  # a short prompt has many rows that draw nothing
+        self._draw_rows = torch.zeros(num_draws, dtype=torch.int64, device=device)
+        self._rows = padding_rows(num_draws, vocab_size, device, None if drafting is None else most_drafts)
         self._drafting = drafting
         if drafting is not None:
             self._fed = FedDrafts.padding(size, min(size, num_slots), drafting.max_drafts, device)

@@ -74,7 +74,7 @@ def test_the_bits_without_drafts(kind, count, drafts, limits, use_graphs):
     choice = ForcedDrafts(most, drafts, truth_of(plain), random_count=drafts == "partly", vocab_size=SMALL.vocab_size)
     llm = LLM.from_params(config, params_of(kind), engine=limits_for(count, max_draft_tokens=most, **limits))
     drafting = Drafting(make_drafter(llm.model, llm.cache), most, choice.choices)
-    buckets = decode_buckets(min(count, 64), most)
+    buckets = decode_buckets(min(count, 64) * (1 + most))
     runner = Runner(llm.model, llm.cache, buckets=buckets, use_graphs=use_graphs, drafting=drafting)
     runner.warm_up()
     llm.engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice)

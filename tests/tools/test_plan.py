@@ -128,14 +128,9 @@ def test_reserves_by_hand():
         FLASH, replace(long, max_chunk_tokens=8192, max_context_tokens=131_072)
     )
     assert abs(more - held(4 * 256 + PLAN.max_states * 4 * 64 * 512)) <= 1
-    assert [graph_bytes(1, EngineConfig(max_concurrent_requests=n)) >> 18 for n in (1, 2, 3, 4, 5, 8)] == [
-        1,
-        2,
-        3,
-        3,
-        4,
-        4,
-    ]
+    few = [EngineConfig(max_concurrent_requests=n, max_chunk_tokens=1) for n in (1, 2, 3, 4, 5, 8)]
+    assert [graph_bytes(1, one) >> 18 for one in few] == [1, 2, 3, 3, 4, 4]
+    assert [graph_bytes(1, EngineConfig(max_concurrent_requests=n)) >> 18 for n in (1, 128, 129)] == [8, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ GIB = 2**30
 # context 0.65 GB, loaded kernels 0.1, pools of the branch stream and of small tensors 0.38
 CONTEXT_BYTES = 1080 * 2**20
 HELD_PER_ALLOCATED = 1.62  # the allocator's memory over the tensors alive at once in a forward call; same measurement
+CAPTURED_PROMPT = 128  # tokens: calls up to so many are captured, however few requests there may be
 GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
 ATTENTION_STATES = 4224  # of 64 heads, stored at once where HCA entries are many (ops/attention)
@@ -165,6 +166,7 @@ def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) ->
 
 
 def graph_bytes(num_layers: int, engine: EngineConfig) -> int:
-    """Captured decode graphs: one per power of two up to the number of requests; their buffers are the workspace."""
-    num_sizes = (engine.max_concurrent_requests - 1).bit_length() + 1
-    return num_sizes * num_layers * GRAPH_BYTES_PER_LAYER
+    """Captured calls: one per power of two up to the tokens of a decode step, or a short prompt; their buffers are the
+    workspace."""
+    most = max(engine.max_concurrent_requests, min(CAPTURED_PROMPT, engine.max_chunk_tokens))
+    return ((most - 1).bit_length() + 1) * num_layers * GRAPH_BYTES_PER_LAYER
