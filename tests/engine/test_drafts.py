@@ -6,6 +6,7 @@ another in every step; beside prompts, in graphs, preempted, from cached prefixe
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from functools import cache, partial
@@ -15,8 +16,10 @@ import torch
 from draft_cases import CONFIGS, MOST, MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of, run, truth_of
 from test_runner import FakeGraph
 
+from dsv4.engine.async_engine import AsyncEngine
 from dsv4.ops import TORCH
 from dsv4.request import SamplingParams
+from dsv4.serve.metrics import Metrics
 
 PARAMS = [
     SamplingParams(max_tokens=11, temperature=0.0, logprobs=3, ignore_eos=True),
@@ -62,7 +65,7 @@ def test_whatever_the_drafts_are(kind, drafts):
     "limits",
     [
         slow({"max_chunk_tokens": 7}),
-        slow({"num_blocks": 2, "max_concurrent_requests": 2, "prefix_cache_bytes": 0}),
+        slow({"num_blocks": 2, "prefix_cache_bytes": 0}),
         {"num_blocks": 2, "max_chunk_tokens": 24},
     ],
 )
@@ -182,6 +185,25 @@ def test_a_request_that_has_no_next_token_fails_alone(monkeypatch):
     assert "NaN logits" in (sick.error or "")
     assert tuple(sick.output_ids) == expected()[0].token_ids[:3]
     assert well.completion() == expected()[2]
+
+
+def test_events_of_a_step_with_several_tokens():
+    """Every token's event has its own log-probabilities, and only the last one an end."""
+    llm = drafting_llm("mtp", ForcedDrafts(3, "right", truth_of(expected())))
+    engine = AsyncEngine(llm.engine)
+    engine.start()
+
+    async def read():
+        stream = engine.submit([llm.engine.prepare(PROMPTS[0], PARAMS[0])])
+        async with stream:
+            return [event async for event in stream]
+
+    events = asyncio.run(read())
+    engine.stop()
+    assert tuple(event.token_id for event in events) == expected()[0].token_ids
+    assert tuple(event.logprobs for event in events) == expected()[0].logprobs
+    assert [event.finish_reason for event in events] == [None] * 10 + ["length"]
+    assert 'dsv4_spec_decode_num_accepted_tokens_total{model_name="m"} 7.0' in Metrics(engine, "m").text().decode()
 
 
 def test_experts_of_rejected_rows_are_not_told():
