@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -75,9 +76,10 @@ def test_a_restart_goes_on_after_half_a_line(path):
         file.write(path.read_bytes().splitlines()[1][:100])  # killed in the middle
     assert read(path) == ([0], [3])
     os.chmod(path, 0o644)
-    with Recorder(open_file(path), HEADER) as recorder:
+    with Recorder(open_file(path), replace(HEADER, time="later")) as recorder:
         recorder.add(answer(1))
     assert read(path) == ([0, 1], [3])
+    assert [header.time for _, header, _ in read_record([path])] == ["t", "later"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
