@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -71,10 +72,14 @@ class Options(BaseModel):
     thinking: bool = False
     api_key: str | None = None
 
+    @property
+    def _path(self) -> Path | None:
+        return None if self.model is None else Path(self.model)
+
     def settings(self) -> tuple[ServerConfig, ModelConfig]:
         """Settings of each replica's server, and its model's config; wrong options are errors here."""
         check_numerics(self.numerics, self.dtype)
-        folder = find_model(self.model, Console(stderr=True))
+        folder = find_model(self._path, Console(stderr=True))
         config = ModelConfig.from_pretrained(folder)
         check_tokenizer(folder, "a server")
         server = ServerConfig(
@@ -93,7 +98,7 @@ class Options(BaseModel):
     def load(self, config: ModelConfig) -> LLM:
         console = Console(stderr=True)
         return load_llm(
-            find_model(self.model, console), numerics=self.numerics, dtype=self.dtype,
+            find_model(self._path, console), numerics=self.numerics, dtype=self.dtype,
             device="cuda" if self.gpus else "cpu", gpus=max(self.gpus, 1), console=console,
             limits=engine_limits(config, context=self.context, requests=self.requests, chunk=self.chunk),
         )  # fmt: skip
@@ -102,7 +107,7 @@ class Options(BaseModel):
 class Replica:
     """One engine and its server, called in this process instead of over a socket."""
 
-    async def __init__(self, options: Options) -> None:
+    async def __init__(self, options: Options) -> None:  # type: ignore[misc]  # Ray awaits it
         settings, config = options.settings()
         self._llm = await asyncio.to_thread(options.load, config)
         self._app = create_app(self._llm, settings)
