@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
 
-from dsv4.cache import prefix, segment_file, snapshots
+from dsv4.cache import prefix, prefix_tree, segment_file, snapshots
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.disk import DiskTier
 from dsv4.cache.host import HostTier
@@ -29,15 +30,11 @@ def salt_ignored(monkeypatch):
 
 
 def key_of_the_block_alone(monkeypatch):
-    """A block's key does not depend on what came before it."""
-    real = prefix.ChainKeys.first
+    """A block's key depends on the salt and on its own tokens, not on those before it."""
 
     def first(self, num_blocks):
-        keys = []
-        for block in range(num_blocks):
-            alone = ChainKeys(self.token_ids[block * 128 : (block + 1) * 128], None)
-            keys += real(alone, 1)
-        return keys
+        blocks = [self.token_ids[128 * block : 128 * (block + 1)] for block in range(num_blocks)]
+        return [prefix_tree._hash(self._last, array("q", block).tobytes()) for block in blocks]
 
     monkeypatch.setattr(ChainKeys, "first", first)
 

@@ -77,6 +77,7 @@ class Life:
     def on_the_device(self):
         assert [self.serve(STEM), self.serve(STEM), self.serve(STEM, salt="x")] == [0, 256, 0]
         assert [self.serve(STEM[:256]), self.serve(STEM[:256])] == [0, 128]
+        assert self.serve(STEM[128:256] + STEM[:128] + STEM[:44]) == 0
 
     def together(self):
         first, labels = self.start(STEM)
