@@ -4,6 +4,7 @@
 
 * docs/images/roofline.svg        every measured case of an op
 * docs/images/decode-layer.svg    the kernels of one decode layer, in the order of their launch
+* docs/images/decode-timeline.svg  a decode step over both streams (once benchmarks/timeline_gpu.py has recorded one)
 * docs/kernels/*.md               the rows of their tables of numbers
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from html import escape
@@ -23,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from dsv4.testing.bench import CEILINGS, case_modules, load_cases, read_records  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+TIMELINE = RESULTS / "nvidia-h200-timeline.json"
 IMAGES = ROOT / "docs" / "images"
 PAGES = ROOT / "docs" / "kernels"
 NUMBERS_HEAD = "| op | case | us | floor us | x floor | peer us |"
@@ -30,6 +33,9 @@ FAMILIES = {
     "moe": "#c0392b", "linear": "#2471a3", "attention": "#1e8449", "indexer": "#b7950b",
     "hyper": "#7d3c98", "others": "#7f8c8d",
 }  # fmt: skip
+
+STEP_FAMILIES = FAMILIES | {"compress": "#ca6f1e", "router": "#c2185b", "sampling": "#148f77"}
+DRAWN_AS = {"select": "indexer"}  # the selection of a step is the indexer's
 
 Record = dict[str, Any]
 
@@ -84,12 +90,16 @@ class Picture:
             f"<title>{escape(name)}</title></circle>"
         )
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
+    def box(self, x: float, y: float, width: float, height: float, colour: str, name: str = "") -> None:
+        rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"'
+        self._parts.append(f"{rect}><title>{escape(name)}</title></rect>" if name else f"{rect}/>")
 
-    def words(self, x: float, y: float, text: str, anchor: str = "start", colour: str = "#222") -> None:
+    def words(
+        self, x: float, y: float, text: str, anchor: str = "start", colour: str = "#222", angle: int = 0
+    ) -> None:  # fmt: skip
+        turned = f' transform="rotate({angle} {x:.1f} {y:.1f})"' if angle else ""
         self._parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{turned}>{escape(text)}</text>'
         )
 
     def svg(self) -> str:
@@ -171,6 +181,115 @@ def decode_layer(record: Record) -> str:
     return picture.svg()
 
 
+# ---- a step over both streams ----
+
+Kernel = tuple[str, float, float, int]  # name, start and duration in microseconds, stream
+STEP_LEFT, STEP_WIDTH, LANE, LABELS = 70, 1010, 22, 92
+MAIN, BESIDE, COPIES = 0, 1, 2  # lanes
+BRANCH = ("_compress_kernel", "_compress_pair_kernel")  # what model/branches.py puts beside the query path
+
+
+def kernel_families() -> dict[str, str]:
+    """The family of every kernel, by the folder of dsv4/ops that defines it."""
+    found = {}
+    for file in sorted((ROOT / "dsv4" / "ops").glob("*/*.py")):
+        names = re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+        found |= {name: DRAWN_AS.get(file.parent.name, file.parent.name) for name in names}
+    return found
+
+
+def lanes_of(kernels: list[Kernel]) -> list[int]:
+    """The busiest stream is the main one; copies of other streams have a lane of their own.
+
+    A profiler may give all kernels of a graph one stream. Then those that the model puts beside others are drawn there.
+    """
+    is_split = any(stream != 0 and not name.startswith("Mem") for name, _, _, stream in kernels)
+
+    def lane(name: str, stream: int) -> int:
+        if name.startswith("Mem"):
+            return MAIN if stream == 0 else COPIES
+        return BESIDE if (stream != 0 if is_split else name in BRANCH) else MAIN
+
+    return [lane(name, stream) for name, _, _, stream in kernels]
+
+
+def one_layer(kernels: list[Kernel], layer: int) -> tuple[float, float] | None:
+    """From where a layer begins to where the next one does: every layer ends with its second hyper-connection."""
+    ends = [start + duration for name, start, duration, _ in kernels if name.startswith("hyper")]
+    return (ends[2 * layer], ends[2 * layer + 2]) if len(ends) > 2 * layer + 2 else None
+
+
+def timeline(record: Record) -> str:
+    """For each batch: the whole step, then its first CSA layer with the names of all kernels."""
+    families, steps = kernel_families(), record["steps"]
+    whole, layer = 3 * LANE + 52, 3 * LANE + 52 + LABELS
+    height = 54 + len(steps) * (whole + layer)
+    picture = Picture(STEP_LEFT + STEP_WIDTH + 20, height, "A decode step over both streams")
+    where = f"{record['model']} ({', '.join(record['schedule'])}), {record['gpu']}, commit {record['commit'][:7]}"
+    picture.words(10, 20, f"Decode steps through the engine, in graphs: {where}")
+    y: float = 34
+    for step in steps:
+        kernels = [tuple(kernel) for kernel in step["kernels"]]
+        head = f"Batch {step['batch']}, {step['context']} tokens of context: "
+        facts = (
+            f"{step['length_us']:,.0f} us, GPU busy {step['busy_us']:,.0f} us, {len(kernels)} launches; "
+            f"{step['wall_us']:,.0f} us without the profiler"
+        )
+        _panel(picture, y, 0, head + facts, kernels, (0.0, step["length_us"]), families)
+        y += whole
+        number = record["schedule"].index("csa")
+        if (span := one_layer(kernels, number)) is not None:
+            title = f"Batch {step['batch']}: layer {number} (CSA), {span[1] - span[0]:,.0f} us"
+            _panel(picture, y, LABELS, title, kernels, span, families)
+        y += layer
+    for index, (family, colour) in enumerate(STEP_FAMILIES.items()):
+        picture.box(STEP_LEFT + 105 * index, y, 10, 10, colour)
+        picture.words(STEP_LEFT + 14 + 105 * index, y + 9, family)
+    return picture.svg()
+
+
+def _panel(
+    picture: Picture, top: float, labels: int, title: str, kernels: list[Any], span: tuple[float, float],
+    families: dict[str, str],
+) -> None:  # fmt: skip
+    """Three lanes under a title and `labels` of room for names, and an axis below them."""
+    begin, end = span
+    scale = STEP_WIDTH / (end - begin)
+    lanes_top = top + 20 + labels
+    picture.words(10, top + 12, title)
+    for lane, name in ((MAIN, "main"), (BESIDE, "second"), (COPIES, "copies")):
+        picture.box(STEP_LEFT, lanes_top + lane * LANE, STEP_WIDTH, LANE - 3, "#f2f3f4")
+        picture.words(STEP_LEFT - 6, lanes_top + lane * LANE + 13, name, "end")
+    last_label = float("-inf")
+    for (name, start, duration, _), lane in zip(kernels, lanes_of(kernels), strict=True):
+        if start >= end or start + duration <= begin:
+            continue
+        first, last = max(start, begin), min(start + duration, end)
+        x, width = STEP_LEFT + (first - begin) * scale, max((last - first) * scale, 0.6)
+        y, short = lanes_top + lane * LANE, name.strip("_").removesuffix("_kernel")
+        family = families.get(name, "others")
+        colour = STEP_FAMILIES.get(family, STEP_FAMILIES["others"])
+        picture.box(x, y, max(width - 0.4, 0.4), LANE - 3, colour, f"{name}: {start:.1f} us, takes {duration:.1f}")
+        if width > 6.2 * len(short):
+            picture.words(x + width / 2, y + 13, short, "middle", "#fff")
+        elif labels and lane == MAIN and x + width / 2 - last_label > 13:
+            last_label = x + width / 2
+            picture.words(last_label + 3, lanes_top - 4, short, angle=-50)
+        elif labels and lane != MAIN and width > 2:
+            picture.words(x + width + 3, y + 13, short)
+    _axis(picture, lanes_top + 3 * LANE, end - begin, scale)
+
+
+def _axis(picture: Picture, y: float, length: float, scale: float) -> None:
+    """Microseconds from the left edge on."""
+    tick = next(size for power in range(7) for size in (10**power, 2 * 10**power, 5 * 10**power) if length / size <= 12)
+    picture.line([(STEP_LEFT, y), (STEP_LEFT + STEP_WIDTH, y)])
+    for count in range(int(length / tick) + 1):
+        x = STEP_LEFT + count * tick * scale
+        picture.line([(x, y), (x, y + 4)])
+        picture.words(x, y + 15, f"{count * tick}{' us' if count == 0 else ''}", "middle")
+
+
 # ---- all of it ----
 
 
@@ -184,6 +303,8 @@ def documents() -> dict[Path, str]:
         IMAGES / "roofline.svg": roofline(shown, family_of),
         IMAGES / "decode-layer.svg": decode_layer(_last_layer("csa", batch=1, context=2048)),
     }
+    if TIMELINE.exists():
+        written[IMAGES / "decode-timeline.svg"] = timeline(json.loads(TIMELINE.read_text(encoding="utf-8")))
     written |= {page: with_numbers(page.read_text(encoding="utf-8"), records) for page in sorted(PAGES.glob("*.md"))}
     return written
 

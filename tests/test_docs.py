@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots
+from benchmarks import plots, timeline_gpu
 from benchmarks.model_gpu import whole_flash
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
@@ -140,6 +140,53 @@ def test_pages_and_pictures_of_kernels_show_the_records():
     assert all(len(text) < 100_000 for path, text in written.items() if path.suffix == ".svg")
     pages = [path for path in written if plots.NUMBERS_HEAD in written[path]]
     assert len(pages) == len(bench.case_modules())
+
+
+# ---- a step over both streams ----
+
+
+def made_up_launches(second_stream):
+    """Three steps of 100, 120 and 110 us, and the beginning of a fourth; a layer's two hyper-connections, twice."""
+    launches = []
+    for start in (1000.0, 1100.0, 1220.0, 1330.0):
+        launches += [
+            timeline_gpu.Launch(name, start + after, duration, stream)
+            for name, after, duration, stream in (
+                ("_resolve_kernel", 0, 2, 7), ("hyper_kernel", 3, 5, 7), ("linear_kernel", 10, 15, 7),
+                ("_compress_pair_kernel", 15, 5, second_stream), ("hyper_many_kernel", 22, 8, 7),
+                ("hyper_kernel", 32, 8, 7), ("topk_short_kernel", 40, 4, 7), ("hyper_kernel", 50, 5, 7),
+                ("hyper_kernel", 60, 5, 7), ("Memcpy DtoH (Device -> Pinned)", 62, 6, 20),
+            )
+        ]  # fmt: skip
+    return launches[::-1]
+
+
+@pytest.mark.parametrize("second_stream", [13, 7])
+def test_a_profile_becomes_a_timeline(second_stream):
+    step = timeline_gpu.step_record(made_up_launches(second_stream), batch=1, context=2048, wall_us=99.0)
+    assert step["lengths_us"] == [100, 110, 120]
+    assert step["length_us"] == 110
+    assert step["busy_us"] == 2 + 5 + 20 + 12 + 5 + 8  # overlaps count once
+    kernels = step["kernels"]
+    assert [kernel[:3] for kernel in kernels[:2]] == [["_resolve_kernel", 0, 2], ["hyper_kernel", 3, 5]]
+    lanes = dict(zip([kernel[0] for kernel in kernels], plots.lanes_of(kernels), strict=True))
+    assert lanes.pop("_compress_pair_kernel") == plots.BESIDE
+    assert lanes.pop("Memcpy DtoH (Device -> Pinned)") == plots.COPIES
+    assert set(lanes.values()) == {plots.MAIN}
+    assert plots.one_layer(kernels, 1) == (40, 65)
+    assert plots.one_layer(kernels, 2) is None
+    record = {"model": "flash-2", "schedule": ["swa", "csa"], "steps": [step], "gpu": "none", "commit": "0" * 40}
+    assert json.loads(timeline_gpu.as_text(record)) == record
+    drawn = plots.timeline(record)
+    assert "layer 1 (CSA), 25 us" in drawn
+    assert f'fill="{plots.STEP_FAMILIES["indexer"]}"><title>topk_short' in drawn
+
+
+def test_kernel_names_of_a_profile():
+    gather = "void at::native::(anonymous namespace)::gather<16, at::Tuple<int, 2> >(char*, f(int))"
+    assert timeline_gpu.plain_name(gather) == "gather"
+    assert timeline_gpu.plain_name("_draw_kernel") == "_draw_kernel"
+    assert {"_attend_kernel": "attention", "topk_long_kernel": "indexer"}.items() <= plots.kernel_families().items()
 
 
 # ---- numbers of the README ----
