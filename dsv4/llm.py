@@ -32,6 +32,7 @@ from dsv4.engine.drafting.options import Drafts, check_drafts, draft_limits, mak
 from dsv4.engine.drafting.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
+from dsv4.engine.kernel_record import allowed_backend
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
@@ -86,6 +87,8 @@ class LLM:
     check_exchange
               with several ranks: what they send one another carries checksums; slower
     progress  show a progress bar while loading
+    ignore_selftest
+              use kernels although `dsv4 selftest` found them wrong on this GPU
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
     On a CPU, loading a small model sets torch to one thread (`engine/cpu_threads.py`), unless OMP_NUM_THREADS is set.
@@ -98,7 +101,7 @@ class LLM:
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",
         dtype: torch.dtype | None = None, engine: EngineConfig | None = None, backend: Backend | None = None,
         offload_experts: OffloadExperts = None, drafts: Drafts = "off", gpus: int = 1, check_exchange: bool = False,
-        progress: bool = False,
+        progress: bool = False, ignore_selftest: bool = False,
     ) -> None:  # fmt: skip
         compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
         folder = find_checkpoint(path)
@@ -115,13 +118,15 @@ class LLM:
         has_tokenizer = (folder / "tokenizer.json").exists()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         checkpoint = Checkpoint.open(folder)
-        chosen_backend, pool = backend or backend_for(chosen_device, numerics), None
+        chosen_backend, pool = backend or allowed_backend(
+            backend_for(chosen_device, numerics), chosen_device, is_ignored=ignore_selftest
+        ), None  # fmt: skip
         if num_ranks > 1:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
                 "engine": asdict(wanted), "dtype": str(compute_dtype).removeprefix("torch."),
                 "check_exchange": check_exchange, "offload_experts": offload_experts,
-                "num_threads": torch.get_num_threads(),
+                "num_threads": torch.get_num_threads(), "ignore_selftest": ignore_selftest,
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):

@@ -72,10 +72,10 @@ def identify(
     return Identity(
         checkpoint=named,
         numerics=numerics if numerics == "official" else f"{numerics}.{str(dtype).removeprefix('torch.')}",
-        kernels=_digest([_source_digest(_ARITHMETIC), backend, *libraries]),
+        kernels=_digest([source_digest(_ARITHMETIC), backend, *libraries]),
         libraries=", ".join(libraries),
         processor=_processor(device),
-        package=f"{__version__} {_source_digest(('',))}",
+        package=f"{__version__} {source_digest(('',))}",
     )
 
 
@@ -153,7 +153,7 @@ def _unit(name: str) -> str:
 
 
 @cache
-def _source_digest(parts: tuple[str, ...]) -> str:
+def source_digest(parts: tuple[str, ...]) -> str:
     """Of the package's folders `parts`, with all below them."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)

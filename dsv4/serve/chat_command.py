@@ -20,6 +20,7 @@ from dsv4.serve.load import (
     DraftsOption,
     DtypeOption,
     GpusOption,
+    IgnoreSelftestOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -73,6 +74,7 @@ def chat_command(
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     drafts: DraftsOption = "off",
+    ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Talk to a model in the terminal. Type /help for the commands; lines from a pipe are answered one by one.
@@ -97,6 +99,7 @@ def chat_command(
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
         offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        ignore_selftest=ignore_selftest,
     )  # fmt: skip
 
     from dsv4.serve.chat_session import ChatSession  # here: it loads torch

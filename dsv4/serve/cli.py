@@ -21,6 +21,7 @@ from dsv4.serve.plan_command import plan_command
 from dsv4.serve.quantize_command import quantize_command
 from dsv4.serve.render_command import render_command
 from dsv4.serve.replay_command import replay_command
+from dsv4.serve.selftest_command import selftest_command
 from dsv4.serve.serve_command import serve_command
 from dsv4.serve.synth_command import synth_command
 
@@ -41,6 +42,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "render": render_command,
     "replay": replay_command,
+    "selftest": selftest_command,
     "serve": serve_command,
     "synth": synth_command,
 }

@@ -24,6 +24,7 @@ from dsv4.serve.load import (
     DraftsOption,
     DtypeOption,
     GpusOption,
+    IgnoreSelftestOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -74,6 +75,7 @@ def generate_command(
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     drafts: DraftsOption = "off",
+    ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     stats: Annotated[
@@ -114,6 +116,7 @@ def generate_command(
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
         offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        ignore_selftest=ignore_selftest,
     )  # fmt: skip
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json

@@ -59,6 +59,9 @@ DraftsOption = Annotated[
     typer.Option(help="Drafts to verify in a step: auto (as many as pay), a number, or off. The text is the same."),
 ]
 OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
+IgnoreSelftestOption = Annotated[
+    bool, typer.Option("--ignore-selftest", help="Use kernels although `dsv4 selftest` found them wrong on this GPU.")
+]
 ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="0 is greedy. Default: generation_config.json's, else 1.")
@@ -148,6 +151,7 @@ def parse_drafts(text: str) -> Drafts:
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
     offload_experts: str | int | None = None, drafts: Drafts = "off", gpus: int = 1, threads: int | None = None,
+    ignore_selftest: bool = False,
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     config = ModelConfig.from_pretrained(model)
@@ -177,7 +181,7 @@ def load_llm(
         llm = LLM(
             model, device=device, numerics="exact" if numerics == "exact" else "official",
             dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
-            drafts=drafts, gpus=gpus, progress=True,
+            drafts=drafts, gpus=gpus, progress=True, ignore_selftest=ignore_selftest,
         )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)

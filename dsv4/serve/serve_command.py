@@ -21,6 +21,7 @@ from dsv4.serve.load import (
     DraftsOption,
     DtypeOption,
     GpusOption,
+    IgnoreSelftestOption,
     ModelOption,
     NumericsOption,
     OffloadOption,
@@ -75,6 +76,7 @@ def serve_command(
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     drafts: DraftsOption = "off",
+    ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     generation_config: Annotated[
         bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
@@ -153,6 +155,7 @@ def serve_command(
     llm = load_llm(
         folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
         offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        ignore_selftest=ignore_selftest,
     )  # fmt: skip
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import platform
 import statistics
 import subprocess
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dsv4.testing import cases
+from dsv4.testing.op_call import OpCall
 
 ROOT = Path(__file__).parents[2]
 REGRESSION_LIMIT = 1.05  # slower than this times the old median, and beyond both spreads, is a regression
@@ -62,6 +66,7 @@ class Work:
 
     Inputs that fit the cache and are used by every row (a weight vector) count once. The call returns every tensor it
     wrote, those written in place too, and gives the same bits when it is repeated: the graph test compares them.
+    `op`: the same as data, where it is an op as the model calls it; `call` itself, if that is one.
     """
 
     call: Callable[[], Any]
@@ -69,6 +74,11 @@ class Work:
     bytes_written: int
     flops: int = 0
     flops_format: str = "bf16"
+    op: OpCall | None = None
+
+    @property
+    def op_call(self) -> OpCall | None:
+        return self.call if isinstance(self.call, OpCall) else self.op
 
 
 @dataclass(frozen=True)
@@ -88,17 +98,26 @@ class BenchCase:
 
 def load_cases(modules: Iterable[str]) -> list[BenchCase]:
     """The `CASES` of every module, checked for duplicate names."""
-    cases = [case for module in modules for case in importlib.import_module(module).CASES]
-    keys = [case.key for case in cases]
+    return _load(modules, "CASES")
+
+
+def load_small_cases(modules: Iterable[str]) -> list[BenchCase]:
+    """The `SMALL` cases of every module."""
+    return _load(modules, "SMALL")
+
+
+def _load(modules: Iterable[str], name: str) -> list[BenchCase]:
+    found = [case for module in modules for case in getattr(importlib.import_module(module), name)]
+    keys = [case.key for case in found]
     duplicates = sorted({key for key in keys if keys.count(key) > 1})
     if duplicates:
         raise BenchError(f"expected every case once, found twice: {', '.join(duplicates)}")
-    return cases
+    return found
 
 
 def case_modules() -> list[str]:
-    """`benchmarks/cases/*.py` of this checkout, as module names."""
-    return [f"benchmarks.cases.{file.stem}" for file in sorted((ROOT / "benchmarks" / "cases").glob("*.py"))]
+    """The modules of `dsv4/testing/cases`, in order."""
+    return [f"{cases.__name__}.{info.name}" for info in pkgutil.iter_modules(cases.__path__)]
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ nothing is written twice, and what is checked is what runs. Every distinct kerne
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
 what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
-    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all benchmarks/cases/*.py
+    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all dsv4/testing/cases/*.py
 
 It runs in a process of its own, because TRITON_INTERPRET must not be set; `reports()` starts one.
 """
@@ -100,15 +100,15 @@ def _key_of_module(module: str) -> str:
         part for file in sorted(files) for part in (str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
     ]
     versions = [metadata.version(name) for name in ("torch", "triton")]
-    return content_key(sys.version, *versions, ptxas_versions(), *map(str, ARCHITECTURES), *sources)
+    return content_key(sys.version, *versions, *map(ptxas_version, ARCHITECTURES), *sources)
 
 
 @cache
-def ptxas_versions() -> str:
-    """What the assemblers of all architectures say of themselves."""
+def ptxas_version(arch: int) -> str:
+    """What the assembler of an architecture says of itself."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    return "\n".join(f"{arch} {get_ptxas(arch).version}" for arch in ARCHITECTURES)
+    return f"{arch} {get_ptxas(arch).version}"
 
 
 def _compiled_lines(module: str) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
 
     match = re.search(r"\.target (\w+)", ptx)
     assert match is not None, "PTX without a target"
-    key = content_key(ptx, str(arch), str(has_fusion), ptxas_versions())
+    key = content_key(ptx, str(has_fusion), ptxas_version(arch))
     kept = CACHE.read(key)
     if kept is not None:
         return match[1], kept

@@ -5,12 +5,14 @@
 | indices, packing, casts, codes, fused against unfused, batched against single | the same bits | `assert_bitwise` |
 | float ops | at most twice the oracle's own error in the working dtype, against fp64 | `assert_close_to_oracle` |
 | quantised products against the unquantised product | one bound per number format | `assert_within_format` |
+| a kernel against its oracle in the working dtype, any op (the self-test) | limits by number format | `KERNEL_LIMITS` |
 | greedy tokens against those of another device | the same token, near-ties excepted | `assert_greedy` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +34,36 @@ FORMAT_BOUNDS = {"bf16": 1e-5, "fp8": 1e-3, "mxfp4": 1e-2, "nvfp4": 1e-2}
 # it is in no recorded text); one bf16 last place in 1 % of the outputs of linear and norm moved gaps by 0.75 at most
 # (252 steps of earlier weights).
 NEAR_TIE_NATS = 1.0
+
+
+class Limits(NamedTuple):
+    """How far a result may be from the oracle's: relative L2 of all of it, largest error of a row in units of its
+    largest value."""
+
+    whole: float
+    row: float
+
+
+# A kernel against the oracle in the working dtype, by the format of the result. Both round, in another order of sums,
+# so single results lie a step of the format apart; a step of E4M3 is an eighth of a value, of E2M1 a third or a half.
+KERNEL_LIMITS = {
+    "fp32": Limits(2.0**-14, 2.0**-11),
+    "bf16": Limits(2.0**-8, 2.0**-6),
+    "fp8": Limits(2.0**-6, 2.0**-3),
+    "fp4": Limits(2.0**-4, 0.5),
+}
+# Ops that round in between, whatever their result has: the tensor cores' FP8 sums have 14 bits, hidden values are
+# rounded to E4M3, probabilities to bf16.
+KERNEL_LIMITS_OF = {
+    "linear": KERNEL_LIMITS["bf16"],
+    "linears": KERNEL_LIMITS["bf16"],
+    "moe": Limits(2.0**-7, 2.0**-5),
+    "moe_parts": Limits(2.0**-7, 2.0**-5),
+    "moe_fold": Limits(2.0**-7, 2.0**-5),
+    "sparse_attention": Limits(2.0**-6, 2.0**-4),
+}
+# Share of the choices of an op that near-ties may decide otherwise; every other integer is the same.
+CHOICE_LIMITS = {"route": 0.01, "activation_topk": 0.01, "index_topk": 0.02, "sample": 0.02, "sampled_logprobs": 0.02}
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,9 @@ from dsv4.formats.fp4 import (
     pack_nibbles,
     unpack_nibbles,
 )
+from dsv4.testing.shipped_data import OP_VECTORS
 
-VECTORS = load_file(Path(__file__).parents[1] / "vectors" / "ops" / "ops.safetensors")
+VECTORS = load_file(OP_VECTORS)
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 ALL_NIBBLES = torch.arange(16, dtype=torch.uint8)
 

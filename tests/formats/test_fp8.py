@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from dsv4.formats.fp8 import (
     fp8_fake_quantize,
     fp8_quantize,
 )
+from dsv4.testing.shipped_data import OP_VECTORS
 
-VECTORS = load_file(Path(__file__).parents[1] / "vectors" / "ops" / "ops.safetensors")
+VECTORS = load_file(OP_VECTORS)
 MAX_CODE = 0x7E  # 448; 0x7F is NaN
 
 

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from benchmarks.cases.sampling import VOCABULARY
-from benchmarks.cases.select import VARIANTS
 from dsv4.ops.select import TOPK_CONFIG
 from dsv4.testing.bench import case_modules, load_cases
+from dsv4.testing.cases.sampling import VOCABULARY
+from dsv4.testing.cases.select import VARIANTS
 from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
 SHAPES = {case.key: case.shape for case in load_cases(case_modules())}

@@ -1,13 +1,11 @@
-"""Single operations against the vectors in tests/vectors/ops: codes and casts bitwise, products within one rounding."""
+"""Single operations against the vectors in dsv4/testing/data: codes and casts bitwise, products within one rounding."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dsv4.config import RopeScaling
 from dsv4.formats.tensors import QuantFormat, QuantTensor
@@ -16,13 +14,8 @@ from dsv4.ops.hyper import hc_split_ref
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.rows import rope_frequencies, rope_tables
-
-FOLDER = Path(__file__).parents[1] / "vectors" / "ops"
-VECTORS = load_file(FOLDER / "ops.safetensors")
-
-
-def vectors(name):
-    return {key.removeprefix(f"{name}."): value for key, value in VECTORS.items() if key.startswith(f"{name}.")}
+from dsv4.testing.shipped_data import OP_VECTORS
+from dsv4.testing.shipped_data import op_vectors as vectors
 
 
 def bf16_steps(got, want):
@@ -38,7 +31,7 @@ def test_every_vector_is_used():
         "hadamard_128", "linear_fp8", "linear_mxfp4", "linear_nvfp4", "sinkhorn", "sparse_attention",
         "rope_plain", "rope_yarn",
     }  # fmt: skip
-    assert used == set(json.loads((FOLDER / "ops.json").read_text()))
+    assert used == set(json.loads(OP_VECTORS.with_suffix(".json").read_text()))
 
 
 def test_hadamard_is_bitwise():

@@ -43,18 +43,18 @@ def compiles(tmp_path, monkeypatch):
 
 
 def test_reports_are_kept_until_something_changes(compiles, monkeypatch):
-    first = compile_check.reports(["benchmarks.cases.rows"])
-    assert compile_check.reports(["benchmarks.cases.rows"]) == first
+    first = compile_check.reports(["dsv4.testing.cases.rows"])
+    assert compile_check.reports(["dsv4.testing.cases.rows"]) == first
     assert compiles["num"] == 1
-    compile_check.reports(["benchmarks.cases.norm"])
+    compile_check.reports(["dsv4.testing.cases.norm"])
     assert compiles["num"] == 2
-    monkeypatch.setattr(compile_check, "ptxas_versions", lambda: "another")
-    compile_check.reports(["benchmarks.cases.rows"])
+    monkeypatch.setattr(compile_check, "ptxas_version", lambda arch: "another")
+    compile_check.reports(["dsv4.testing.cases.rows"])
     assert compiles["num"] == 3
 
 
 def test_a_changed_source_is_compiled_again(compiles, tmp_path, monkeypatch):
-    for name in ("benchmarks/cases/one.py", "dsv4/testing/compile_check.py", "dsv4/other.py"):
+    for name in ("dsv4/testing/cases/one.py", "dsv4/testing/compile_check.py", "dsv4/other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     case = tmp_path / "benchmarks" / "cases" / "one.py"
@@ -64,14 +64,14 @@ def test_a_changed_source_is_compiled_again(compiles, tmp_path, monkeypatch):
         if changed is not None:
             with changed.open("a") as file:
                 file.write("\n# changed\n")
-        compile_check.reports(["benchmarks.cases.one"])
+        compile_check.reports(["dsv4.testing.cases.one"])
         assert compiles["num"] == num, changed
 
 
 def test_failures_are_not_kept(compiles):
     compiles["lines"] = [REPORT, FAILURE]
     for num in (1, 2):
-        compile_check.reports(["benchmarks.cases.rows"])
+        compile_check.reports(["dsv4.testing.cases.rows"])
         assert compiles["num"] == num
 
 

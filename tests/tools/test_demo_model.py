@@ -25,6 +25,7 @@ from dsv4.loader.shipped import NVFP4_TWIN, shipped_checkpoint, shipped_names, s
 from dsv4.ops.attention import sparse_attention_ref
 from dsv4.schedule import AttentionKind
 from dsv4.testing.numeric import assert_greedy
+from dsv4.testing.shipped_data import GOLDEN_TEXTS
 from dsv4.tools.evaluate import negative_log_likelihood
 from dsv4.tools.plan import plan
 
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 import needle
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = json.loads((ROOT / "tests" / "data" / "golden_flash_mini.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(GOLDEN_TEXTS.read_text(encoding="utf-8"))
 COPIES = 16  # of the refrain
 LIMITS = EngineConfig(max_context_tokens=128, max_concurrent_requests=12)
 

@@ -1,4 +1,4 @@
-"""Makes tests/data/golden_flash_mini.json: greedy continuations of the shipped checkpoints, with each token's lead.
+"""Makes dsv4/testing/data/golden_flash_mini.json: greedy continuations of the shipped checkpoints, with tokens' leads.
 
     python tools/demo_model/golden.py
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout witho
 
 from dsv4 import LLM, EngineConfig, SamplingParams
 
-OUT = Path(__file__).parents[2] / "tests" / "data" / "golden_flash_mini.json"
+OUT = Path(__file__).parents[2] / "dsv4" / "testing" / "data" / "golden_flash_mini.json"
 NUM_KEPT, NUM_TOKENS = 12, 16
 LIMITS = EngineConfig(max_context_tokens=128, max_concurrent_requests=16)
 PROMPTS = """\

@@ -20,7 +20,8 @@ def map_tensors(weights: Any, change: Callable[[Tensor], Tensor], leading: tuple
     if isinstance(weights, torch.Size):
         return weights if leading is None else torch.Size((*leading, *weights[-2:]))
     if isinstance(weights, (tuple, list)):
-        return type(weights)(map_tensors(part, change, leading) for part in weights)
+        make = getattr(weights, "_make", type(weights))  # a NamedTuple takes its fields one by one
+        return make(map_tensors(part, change, leading) for part in weights)
     if is_dataclass(weights) and not isinstance(weights, type):
         changed = {field.name: map_tensors(getattr(weights, field.name), change, leading) for field in fields(weights)}
         return replace(weights, **changed)

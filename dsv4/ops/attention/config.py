@@ -5,21 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dsv4.ops.attention.kernel_attend import BY_RUN, BY_TILE, IN_TURN, WHOLE
+from dsv4.ops.lib.arch import Architecture
 
 
 class AttentionPlan(NamedTuple):
     """How the work is cut; no choice here changes a bit.
 
-    `max_states`: no more states than this are stored, of 128 KB each; four waves of queries with eight runs. `wide`:
-    64-wide groups of a row in one matrix; `ahead`: groups fetched a tile ahead. `combine_rows`: heads a program folds
-    of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a launch may begin before the one before
-    it has ended.
+    `heads`: of a program. `has_tiles_only`: programs take a tile each, however many there are. `max_states`: no more
+    states than this are stored, of 128 KB each with 64 heads; four waves of queries with eight runs. `wide`: 64-wide
+    groups of a row in one matrix, `run_wide` where a query has several runs; `ahead`: groups fetched a tile ahead.
+    `combine_rows`: heads a program folds of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a
+    launch may begin before the one before it has ended.
     """
 
+    heads: int = 64
+    has_tiles_only: bool = False
     max_states: int = 4224
     multiprocessors: int = 132
     num_warps: int = 8
     wide: int = 2
+    run_wide: int = 2
     ahead: int = 2
     combine_rows: int = 8
     combine_run_rows: int = 16
@@ -29,6 +34,8 @@ class AttentionPlan(NamedTuple):
 
     def cut(self, num_programs: int, num_tiles: int, run_tiles: int) -> int:
         """What a program takes, by counts that the host knows: `num_tiles` is what a block table has room for."""
+        if self.has_tiles_only:
+            return BY_TILE
         num_runs = -(-num_tiles // run_tiles)
         times = self.predicted_us(num_programs, num_tiles, run_tiles)
         if num_programs * num_runs > self.max_states:
@@ -60,4 +67,16 @@ class AttentionPlan(NamedTuple):
         return most if most < 4 else most // 4 * 4
 
 
+# Hopper: 64 heads are the smallest matrix that a warp group multiplies
 PLAN = AttentionPlan()
+# products by single warps: half the heads leave registers for all of a row (Blackwell's own products spill 2.3 KB), and
+# 164 KB of shared memory suffice
+HALVES_PLAN = AttentionPlan(heads=32, ahead=1, run_wide=4)
+# 99 KB: a tile's program needs 98 of them
+TILES_PLAN = AttentionPlan(heads=16, num_warps=4, has_tiles_only=True)
+
+
+def pick_plan(architecture: Architecture) -> AttentionPlan:
+    if architecture.has_warp_groups:
+        return PLAN
+    return HALVES_PLAN if architecture.shared_bytes > 128 * 1024 else TILES_PLAN

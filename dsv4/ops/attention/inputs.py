@@ -17,6 +17,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowKind
 from dsv4.ops.indexer import FEW_QUERIES, index_queries_ref
 from dsv4.ops.indexer.kernel_index import encode_queries
+from dsv4.ops.lib.arch import overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch, jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.norm import KERNEL_DTYPES
@@ -130,7 +131,7 @@ def attention_inputs(
     _attention_inputs_kernel[(launch.num_tiles + num_tokens * num_tiles,)](
         *launch.arguments, launch.num_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
         **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
-        **rows_per_tile(rows_format.dim)[1], **({"maxnreg": 255} if appends else {}), launch_pdl=True,
+        **rows_per_tile(rows_format.dim)[1], **({"maxnreg": 255} if appends else {}), **overlapping(),
     )  # fmt: skip
     return q_out, launch.rows, index_out
 

@@ -32,10 +32,9 @@ from dsv4.ops.lib.maths import cos_sin
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.rows.kernel_rope import rotate_pairs
 
-HEADS = 64  # of a program: the smallest matrix a Hopper warpgroup multiplies
 RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
 WHOLE, IN_TURN, BY_RUN, BY_TILE = 0, 1, 2, 3  # a program takes a query of one run, of any number, a run, a tile
-_KEYS, _HEADS = tl.constexpr(KEYS), tl.constexpr(HEADS)
+_KEYS = tl.constexpr(KEYS)
 _IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)
 _NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
@@ -114,7 +113,7 @@ def _one_over_total(highest, total, heads, head_mask, sink_ptr):
 def _store_part(states, first_row, highest, total, out):
     """The state of a tile or a run."""
     COLS: tl.constexpr = out[0].shape[1]
-    rows = first_row + tl.arange(0, _HEADS)
+    rows = first_row + tl.arange(0, out[0].shape[0])
     cols = tl.arange(0, COLS)
     tl.store(states.highest + rows, highest)
     tl.store(states.total + rows, total)
@@ -165,12 +164,12 @@ def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @jit
-def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.constexpr,
+def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.constexpr, HEADS: tl.constexpr,
                 AT_ONCE: tl.constexpr):  # fmt: skip
     """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
     parts = ()
     for step in tl.static_range(AT_ONCE):
-        row = (first_part + start + step) * _HEADS + rows
+        row = (first_part + start + step) * HEADS + rows
         exists = (row * 0 + start + step) < num_parts
         parts += (
             (
@@ -186,13 +185,13 @@ def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.conste
 
 
 @jit
-def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr,
+def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr, HEADS: tl.constexpr,
                AT_ONCE: tl.constexpr):  # fmt: skip
     """The left fold of stored runs, for some heads and columns."""
     state = _no_part(rows.shape[0], cols.shape[0])
     for start in range(0, num_runs, AT_ONCE):
         parts = _load_parts(
-            states, first_part, rows, cols, start, num_runs, DIM, AT_ONCE
+            states, first_part, rows, cols, start, num_runs, DIM, HEADS, AT_ONCE
         )  # fmt: skip
         for step in tl.static_range(AT_ONCE):
             exists, part = parts[step]  # type: ignore[var-annotated]
@@ -205,16 +204,16 @@ def _same(values):
     """A maximum of equal values: without it the compiler changes their layout at every tile, for the sake of a store
     at the last of a run.
     """
-    return tl.max(tl.broadcast_to(values[:, None], [_HEADS, _KEYS]), axis=1)
+    return tl.max(tl.broadcast_to(values[:, None], [values.shape[0], _KEYS]), axis=1)
 
 
 @jit
-def _empty(MATRICES: tl.constexpr, COLS: tl.constexpr):
+def _empty(MATRICES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr):
     """The state of no keys: highest, total, out."""
     out = ()
     for _ in tl.static_range(MATRICES):
-        out += (tl.zeros([_HEADS, COLS], tl.float32),)  # type: ignore[assignment]
-    return tl.full([_HEADS], _NONE, tl.float32), tl.zeros([_HEADS], tl.float32), out
+        out += (tl.zeros([HEADS, COLS], tl.float32),)  # type: ignore[assignment]
+    return tl.full([HEADS], _NONE, tl.float32), tl.zeros([HEADS], tl.float32), out
 
 
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
@@ -222,13 +221,14 @@ def _attend_kernel(
     queries, out_ptr, num_heads, scale, tables, tokens, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
     stride_pt, block_table_ptr, stride_bs, states, num_slices,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
-    WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
-    RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
-    heads = tl.program_id(0) % HEAD_BLOCKS * _HEADS + tl.arange(0, _HEADS)
+    heads = tl.program_id(0) % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
     head_mask = heads < num_heads
     position = tl.load(tokens.positions + token).to(tl.int32)
     slot = tl.load(tokens.slots + token).to(tl.int32)
@@ -261,7 +261,7 @@ def _attend_kernel(
         q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
         q_ptrs = q_rows + matrix * COLS + cols[None, :]
         q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
-    highest, total, out = _empty(MATRICES, COLS)
+    highest, total, out = _empty(MATRICES, HEADS, COLS)
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
@@ -295,8 +295,8 @@ def _attend_kernel(
         for matrix in tl.static_range(MATRICES):
             some = words[matrix * WIDE :]
             keys += (decode_groups(some, scale_word, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
-        weight = tl.zeros([_HEADS, _KEYS], tl.bfloat16)
-        shrink = tl.zeros([_HEADS], tl.float32)
+        weight = tl.zeros([HEADS, _KEYS], tl.bfloat16)
+        shrink = tl.zeros([HEADS], tl.float32)
         share = shrink
         is_now = is_key
         if CUT != _BY_TILE:
@@ -315,7 +315,7 @@ def _attend_kernel(
             )
         if work > 0:
             # logit = (q @ k.T) * scale
-            logits = tl.zeros([_HEADS, _KEYS], tl.float32)
+            logits = tl.zeros([HEADS, _KEYS], tl.float32)
             for matrix in tl.static_range(MATRICES):
                 if work > -1 - matrix:
                     logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
@@ -332,13 +332,13 @@ def _attend_kernel(
         out = folded
         if CUT == _IN_TURN:  # noqa: SIM102
             if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
-                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * _HEADS
+                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * HEADS
                 _store_part(states, part, _same(highest), _same(total), out)
-                highest, total, out = _empty(MATRICES, COLS)
+                highest, total, out = _empty(MATRICES, HEADS, COLS)
 
     first_part = tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)
-    part = first_part * _HEADS
-    first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * _HEADS) * DIM
+    part = first_part * HEADS
+    first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * HEADS) * DIM
     if CUT == _BY_TILE:
         _store_part(states, part, highest, total, out)
         return
@@ -350,12 +350,12 @@ def _attend_kernel(
     if CUT == _IN_TURN:  # noqa: SIM102
         if num_tiles > RUN:
             last_run = (num_tiles - 1) // RUN
-            _store_part(states, part + last_run * _HEADS, highest, total, out)
+            _store_part(states, part + last_run * HEADS, highest, total, out)
             tl.debug_barrier()  # what other threads stored is there
             for matrix in tl.static_range(MATRICES):
                 highest, total, folded = _fold_runs(
                     states, first_part,
-                    tl.arange(0, _HEADS), cols + matrix * COLS, last_run + 1, DIM, 8 // WIDE,
+                    tl.arange(0, HEADS), cols + matrix * COLS, last_run + 1, DIM, HEADS, 8 // WIDE,
                 )  # fmt: skip
                 inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
                 _finish(
@@ -370,8 +370,8 @@ def _attend_kernel(
 def _combine_kernel(
     states, num_slices, out_ptr, num_heads, tables, positions_ptr, slots_ptr,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
-    WINDOW: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
+    RUN: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Folds what `_attend_kernel` stored, for ROWS heads and one part of the columns: tiles within a run of RUN, which
     is AT_ONCE then, and runs. A query of one run that was not cut into tiles is done already.
@@ -379,7 +379,7 @@ def _combine_kernel(
     block = tl.program_id(0).to(tl.int64)
     token = block // HEAD_BLOCKS
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    heads = block % HEAD_BLOCKS * _HEADS + rows
+    heads = block % HEAD_BLOCKS * HEADS + rows
     head_mask = heads < num_heads
     position = tl.load(positions_ptr + token)
     num_parts = count_tiles(position, tl.load(slots_ptr + token), HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
@@ -392,12 +392,12 @@ def _combine_kernel(
     DIM: tl.constexpr = (NUM_GROUPS + 1) * _GROUP
     cols = tl.program_id(2) * _GROUP + tl.arange(0, _GROUP)
     if CUT == _BY_RUN:
-        state = _fold_runs(states, block * num_slices, rows, cols, num_parts, DIM, AT_ONCE)
+        state = _fold_runs(states, block * num_slices, rows, cols, num_parts, DIM, HEADS, AT_ONCE)
     else:
         state = _no_part(ROWS, _GROUP)
         for start in range(0, num_parts, AT_ONCE):
             parts = _load_parts(
-                states, block * num_slices, rows, cols, start, num_parts, DIM, AT_ONCE
+                states, block * num_slices, rows, cols, start, num_parts, DIM, HEADS, AT_ONCE
             )  # fmt: skip
             run = _no_part(ROWS, _GROUP)
             for step in tl.static_range(AT_ONCE):
@@ -406,7 +406,7 @@ def _combine_kernel(
             state = _fold_state(state, run, start == 0)
     highest, total, out = state
     inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
-    column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * _HEADS + tl.program_id(1) * ROWS) * DIM
+    column_ptr = out_ptr + (token * num_heads + block % HEAD_BLOCKS * HEADS + tl.program_id(1) * ROWS) * DIM
     if tl.program_id(2) == NUM_GROUPS:
         _finish(
             out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, tables.freqs, INVERSE_ROPE,

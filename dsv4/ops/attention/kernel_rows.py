@@ -141,8 +141,9 @@ def _e4m3_word(word, scale):
     """int32 words of four E4M3 codes, times a bf16 given twice in a word -> four bf16, first byte first.
 
     A code at the bits 15 and 10 .. 4 of a bf16 is its value times 2^-120. Every product is exact but for what
-    underflows, which is rounded once. Integer instructions, because conversions are slow. A code that is NaN gives 480:
-    only a scale makes NaN here, and `encode_rows` makes a NaN scale where it makes a NaN code.
+    underflows, which is rounded once; the -0 added to it changes nothing (lib/fp4.py). Integer instructions, because
+    conversions are slow. A code that is NaN gives 480: only a scale makes NaN here, and `encode_rows` makes a NaN
+    scale where it makes a NaN code.
     """
     if INTERPRET:
         half = scale & 0xFFFF
@@ -152,7 +153,7 @@ def _e4m3_word(word, scale):
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 high, low, first, second, factor;
+            .reg .b32 high, low, first, second, factor, zero;
             shr.u32 high, $4, 4;
             and.b32 high, high, 0x07070707;
             lop3.b32 high, $4, 0x80808080, high, 0xEA;
@@ -161,10 +162,11 @@ def _e4m3_word(word, scale):
             prmt.b32 first, low, high, 0x5140;
             prmt.b32 second, low, high, 0x7362;
             mov.b32 factor, 0x7B807B80;
-            mul.rn.bf16x2 first, first, factor;
-            mul.rn.bf16x2 second, second, factor;
-            mul.rn.bf16x2 first, first, $5;
-            mul.rn.bf16x2 second, second, $5;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 first, first, factor, zero;
+            fma.rn.bf16x2 second, second, factor, zero;
+            fma.rn.bf16x2 first, first, $5, zero;
+            fma.rn.bf16x2 second, second, $5, zero;
             mov.b32 {$0, $1}, first;
             mov.b32 {$2, $3}, second;
             }""",

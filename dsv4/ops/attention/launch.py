@@ -18,11 +18,10 @@ from dsv4.cache.handle import PagedView, WindowView
 from dsv4.config import BLOCK_TOKENS
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import ENTRY_GROUP, RowKind
-from dsv4.ops.attention.config import PLAN, AttentionPlan
+from dsv4.ops.attention.config import AttentionPlan, pick_plan
 from dsv4.ops.attention.kernel_attend import (
     BY_RUN,
     BY_TILE,
-    HEADS,
     IN_TURN,
     RUN,
     WHOLE,
@@ -34,8 +33,8 @@ from dsv4.ops.attention.kernel_attend import (
     _combine_kernel,
 )
 from dsv4.ops.attention.kernel_rows import KEYS
-from dsv4.ops.lib.guard import IS_INTERPRETED, KernelInputError, check_launch
-from dsv4.ops.lib.launch import current_arch
+from dsv4.ops.lib.arch import architecture, overlapping
+from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.rows.target import RowTarget, row_target
 
 LOG2_E = 1.4426950408889634
@@ -48,7 +47,7 @@ def sparse_attention(
     """See `sparse_attention_ref`. q in bf16 with contiguous columns; rows and cache in ENTRY_FP8 with whole words of
     scales; the result is contiguous.
     """
-    return launch_attention(PLAN, q, rows, window, entries, picks, sink, batch, window_len, freqs)
+    return launch_attention(pick_plan(architecture()), q, rows, window, entries, picks, sink, batch, window_len, freqs)
 
 
 def launch_attention(
@@ -78,19 +77,22 @@ def launch_attention(
     if has_entries and entries is not None:
         num_entries = table.shape[1] * entries.entries_per_block if picks is None else picks.shape[1]
     num_tiles = -(-window_len // KEYS) + -(-num_entries // KEYS)
-    head_blocks = -(-num_heads // HEADS)
+    head_blocks = -(-num_heads // plan.heads)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
     num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, BY_TILE: num_tiles}[cut]
-    most_tokens = min(plan.range_tokens(head_blocks * num_runs), num_tokens) if cut == IN_TURN else num_tokens
+    is_in_ranges = cut == IN_TURN or plan.has_tiles_only  # so that not too many states are stored
+    most_tokens = min(plan.range_tokens(head_blocks * num_parts), num_tokens) if is_in_ranges else num_tokens
     num_states = 0 if cut == WHOLE else most_tokens * head_blocks * num_parts
-    states = _scratch(num_states, dim, q.device)
+    states = _scratch(num_states, plan.heads, dim, q.device)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
-        "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None, "RUN": run_tiles, "CUT": cut,
+        "HEADS": plan.heads, "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None, "RUN": run_tiles,
+        "CUT": cut,
     }  # fmt: skip
     chunk_starts = batch.chunk_starts.contiguous()
+    wide = plan.run_wide if cut in (BY_RUN, IN_TURN) else plan.wide
     for start in range(0, num_tokens, most_tokens):
         # every pointer at the first token of a range; the rows of tokens before it lie before it
         part = slice(start, start + most_tokens)
@@ -101,27 +103,20 @@ def launch_attention(
             TokenArguments(positions[part], slots[part], chunk_starts[part]), fresh, ring, window.positions,
             window.positions.stride(0), pages, picked[part], picked.stride(0), table, table.stride(0), states,
             num_parts, **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
-            WIDE=min(_matrix_groups(plan), dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
+            WIDE=min(wide, dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
             num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
-            launch_pdl=plan.overlap and cut == IN_TURN,
+            **overlapping(plan.overlap and cut == IN_TURN),
         )  # fmt: skip
         if cut in (BY_RUN, BY_TILE):
             rows_at_once, parts_at_once = (
                 (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
             )
-            _combine_kernel[(num_programs, HEADS // rows_at_once, dim // ENTRY_GROUP)](
+            _combine_kernel[(num_programs, plan.heads // rows_at_once, dim // ENTRY_GROUP)](
                 states, num_parts, out[part], num_heads, tables, positions[part], slots[part],
                 **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
-                num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, launch_pdl=plan.overlap,
+                num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
             )  # fmt: skip
     return out
-
-
-def _matrix_groups(plan: AttentionPlan) -> int:
-    """`plan.wide`, or a whole row on Blackwell: Triton keeps every product of a loop in tensor memory of its own, and
-    with several a tile needs 544 columns where there are 512.
-    """
-    return plan.wide if IS_INTERPRETED or current_arch() < 100 else 8
 
 
 def _check(
@@ -185,7 +180,7 @@ def _is_aligned(target: RowTarget) -> bool:
     return not (target.data.storage_offset() % 16 or target.data_stride % 16 or target.data_row % 16)
 
 
-def _scratch(num_states: int, dim: int, device: torch.device) -> StateArguments:
-    part = torch.empty((num_states, HEADS, dim), dtype=torch.float32, device=device)
-    highest, total = torch.empty((2, num_states, HEADS), dtype=torch.float32, device=device).unbind(0)
+def _scratch(num_states: int, heads: int, dim: int, device: torch.device) -> StateArguments:
+    part = torch.empty((num_states, heads, dim), dtype=torch.float32, device=device)
+    highest, total = torch.empty((2, num_states, heads), dtype=torch.float32, device=device).unbind(0)
     return StateArguments(part, highest, total)

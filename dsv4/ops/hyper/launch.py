@@ -35,9 +35,10 @@ from dsv4.ops.hyper.kernel_streams import (
     hc_post_kernel,
 )
 from dsv4.ops.hyper.op import HyperInput, HyperSettings
+from dsv4.ops.lib.arch import blackwell_registers, code_tensor
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
-from dsv4.ops.lib.launch import LaunchConfig, blackwell_registers, next_power_of_2, pick_config
+from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2, pick_config
 from dsv4.ops.norm import ROW_CONFIGS
 
 
@@ -159,7 +160,7 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
         out, x, post, comb, _dense(call.fn), _dense(call.base), _dense(call.scale),
         x if call.norm_weight is None else _dense(call.norm_weight),
         HyperResult(
-            result.streams, result.hidden, result.hidden if quant is None else quant.codes,
+            result.streams, result.hidden, result.hidden if quant is None else code_tensor(quant.codes),
             result.hidden if quant is None else quant.scale, result.post, result.comb,
         ),
     )  # fmt: skip

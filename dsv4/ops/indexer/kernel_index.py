@@ -22,7 +22,9 @@ from dsv4.ops.lib.codecs import (
     e4m3_scale,
     e8m0_reciprocal,
     e8m0_to_float,
+    round_e4m3,
 )
+from dsv4.ops.lib.fp4 import MINUS_ZEROS
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.hadamard import hadamard_rows
 from dsv4.ops.lib.maths import cos_sin
@@ -72,8 +74,7 @@ def encode_queries(
         values = tl.reshape(groups, [HEADS, DIM])
     else:
         scale = e4m3_scale(tl.max(abs_bits(values), axis=1))[:, None]
-        codes = (values * e8m0_reciprocal(scale)).to(tl.float8e4nv)
-        values = codes.to(tl.float32) * e8m0_to_float(scale)
+        values = round_e4m3(values * e8m0_reciprocal(scale)) * e8m0_to_float(scale)
     places = (token * num_heads + heads[:, None]) * DIM + cols[None, :]
     tl.store(out_ptr + places, values.to(tl.bfloat16).to(x.dtype), mask=mask)
 
@@ -98,20 +99,20 @@ _WEIGHT_SCALE = tl.constexpr(2.0**_SHIFTED)
 
 def _fp4_ptx() -> str:
     """Outputs $0 .. $7, words $8 and $9, the factors of both in the halves of $10 (and of $11, the same)."""
-    lines = ["{ .reg .b32 t, w, v;", "shl.b32 w, $8, 4;", "shl.b32 v, $9, 4;"]
+    lines = ["{ .reg .b32 t, w, v, z;", f"mov.b32 z, {MINUS_ZEROS};", "shl.b32 w, $8, 4;", "shl.b32 v, $9, 4;"]
     for index, select in enumerate(_PERMUTES):
         for plane, words in ((2 * index, "w, v"), (2 * index + 1, "$8, $9")):
             lines += [f"prmt.b32 t, {words}, {select};", "shl.b32 t, t, 2;", "and.b32 t, t, 0x81C081C0;"]
-            lines += [f"mul.rn.bf16x2 ${plane}, t, $10;"]
+            lines += [f"fma.rn.bf16x2 ${plane}, t, $10, z;"]
     return "\n".join([*lines, "}"])
 
 
 def _fp8_ptx() -> str:
     """Outputs $0 .. $3, words $4 and $5. 0x7B80 is 2^120."""
-    lines = ["{ .reg .b32 t, f;", "mov.b32 f, 0x7B807B80;"]
+    lines = ["{ .reg .b32 t, f, z;", "mov.b32 f, 0x7B807B80;", f"mov.b32 z, {MINUS_ZEROS};"]
     for plane, select in enumerate(_PERMUTES):
         lines += [f"prmt.b32 t, $4, $5, {select};", "shl.b32 t, t, 4;", "and.b32 t, t, 0x87F087F0;"]
-        lines += [f"mul.rn.bf16x2 ${plane}, t, f;"]
+        lines += [f"fma.rn.bf16x2 ${plane}, t, f, z;"]
     return "\n".join([*lines, "}"])
 
 

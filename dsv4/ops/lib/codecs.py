@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from dsv4.formats.e8m0 import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4.ops.lib.arch import has_e4m3
 from dsv4.ops.lib.guard import jit, tl
 
 # ---- E8M0 scales, from the bits of fp32 ----
@@ -67,13 +68,55 @@ def e8m0_reciprocal(code):
 
 
 @jit
+def e4m3_bytes(x):
+    """fp32 -> E4M3 codes in bytes, for GPUs without the type: round to nearest, ties to even, saturating at 448; NaN
+    gives NaN.
+
+    Below 2^-6 the spacing is 2^-9: adding 2^14, whose last bit is worth 2^-9, rounds. Above, three mantissa bits stay.
+    """
+    bits = abs_bits(x)
+    low = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+    high = tl.minimum(((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960, 0x7E)
+    code = tl.where(bits < 0x3C800000, low, high)  # |x| < 2^-6
+    code = tl.where(bits > 0x7F800000, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def e4m3_values(codes):
+    """E4M3 codes in bytes -> fp32, exact. Sign, exponent and mantissa put at fp32's places are the value * 2^-120."""
+    code = codes.to(tl.int32)
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    bits = tl.where((code & 0x7F) == 0x7F, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@jit
+def e4m3_codes(x):
+    """fp32 of at most 448 -> E4M3 codes: of that type where the GPU has it, else bytes (arch.py: `code_tensor`)."""
+    if has_e4m3():
+        return x.to(tl.float8e4nv)
+    else:
+        return e4m3_bytes(x)
+
+
+@jit
+def round_e4m3(x):
+    """fp32 of at most 448, rounded to the values of E4M3."""
+    if has_e4m3():
+        return x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        return e4m3_values(e4m3_bytes(x))
+
+
+@jit
 def quantize_e4m3(x):
     """fp32 [R, group] -> E4M3 codes [R, group] and E8M0 scale codes uint8 [R], as `fp8_quantize`.
 
     Nothing needs clamping: the scale is chosen so that amax / s <= 448 exactly.
     """
     scale = e4m3_scale(tl.max(abs_bits(x), axis=1))
-    return (x * e8m0_reciprocal(scale)[:, None]).to(tl.float8e4nv), scale.to(tl.uint8)
+    return e4m3_codes(x * e8m0_reciprocal(scale)[:, None]), scale.to(tl.uint8)
 
 
 @jit

@@ -16,6 +16,9 @@ MXFP4 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 ROWS = tl.constexpr(TILE_ROWS)
 _MASK = "0x81C081C0"
+# two bf16 of -0: added to a product they change nothing, not even a zero's sign. As fma the product exists on every
+# architecture, and is the instruction that mul becomes
+MINUS_ZEROS = "0x80008000"
 # byte permutes of two words: (byte 3, byte L) of both, L = 2, 1, 0, and (byte 0, byte 1)
 _PERMUTES = ("0x7632", "0x7531", "0x7430", "0x4501")
 
@@ -26,7 +29,7 @@ def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, 
     `scale_of_plane`: for each plane the register with its scale in both halves: "s0l" is the low half of scale 0.
     """
     count = len(scale_of_plane)
-    lines = ["{ .reg .b32 c0, c1, c2, c3, t;"]
+    lines = ["{ .reg .b32 c0, c1, c2, c3, t, z;", f"mov.b32 z, {MINUS_ZEROS};"]
     for index in range(num_scales):
         lines += [f".reg .b32 s{index}l, s{index}h;", "{ .reg .b16 l, h;"]
         lines += [f"mov.b32 {{l, h}}, ${count + 2 + 2 * index};"]
@@ -35,10 +38,10 @@ def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, 
     for plane, scale in enumerate(scale_of_plane):
         if plane < 7:
             lines += [f"shl.b32 t, c{plane % 3}, {plane};"] if plane else ["mov.b32 t, c0;"]
-            lines += [f"and.b32 t, t, {_MASK};", f"mul.rn.bf16x2 ${plane}, t, {scale};"]
+            lines += [f"and.b32 t, t, {_MASK};", f"fma.rn.bf16x2 ${plane}, t, {scale}, z;"]
         else:
             lines += ["shl.b32 t, c3, 6;", "and.b32 t, t, 0x00C000C0;"]
-            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"mul.rn.bf16x2 ${plane}, t, {scale};"]  # a & b | c
+            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"fma.rn.bf16x2 ${plane}, t, {scale}, z;"]  # a & b | c
     return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * (2 + 2 * num_scales))
 
 
@@ -57,12 +60,12 @@ def _fp8_ptx() -> tuple[str, str]:
     """An output for each plane, two words, the multiplier (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the value
     times 2^-120.
     """
-    lines = ["{ .reg .b32 t, u;"]
+    lines = ["{ .reg .b32 t, u, z;", f"mov.b32 z, {MINUS_ZEROS};"]
     for plane in range(4):
         high = 4 + plane
         lines += [f"prmt.b32 t, $4, $5, 0x{high}{high}{plane}{plane};"]
         lines += ["shr.u32 u, t, 4;", "and.b32 u, u, 0x07F007F0;", "lop3.b32 t, t, 0x80008000, u, 0xEA;"]
-        lines += [f"mul.rn.bf16x2 ${plane}, t, $6;"]
+        lines += [f"fma.rn.bf16x2 ${plane}, t, $6, z;"]
     return "\n".join([*lines, "}"]), ",".join(["=&r"] * 4 + ["r"] * 4)
 
 

@@ -1,4 +1,4 @@
-"""Launch tables, and what a launcher asks about the GPU.
+"""Launch tables.
 
 Kernels that promise bits are launched with fp fusion off (`LaunchConfig.options`): a * b + c is then two roundings on
 every machine, in the interpreter and in torch alike, and the compiler cannot fuse one kernel differently from another.
@@ -6,26 +6,12 @@ every machine, in the interpreter and in torch alike, and the compiler cannot fu
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.ops.lib.guard import IS_INTERPRETED, KernelInputError
-
-
-def current_arch() -> int:
-    """Of the GPU that kernels are compiled for: 90 is Hopper, 100 Blackwell; 0 in the interpreter."""
-    if IS_INTERPRETED:
-        return 0
-    return int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch)
-
-
-def blackwell_registers(limit: int) -> dict[str, int]:
-    """A launch option where ptxas for Blackwell would otherwise take fewer registers than the kernel needs, and spill a
-    few bytes."""
-    return {"maxnreg": limit} if current_arch() >= 100 else {}
+from dsv4.ops.lib.arch import overlapping
+from dsv4.ops.lib.guard import KernelInputError
 
 
 @dataclass(frozen=True)
@@ -43,7 +29,7 @@ class LaunchConfig:
     @property
     def options(self) -> dict[str, Any]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
-        return options | ({"launch_pdl": True} if self.launch_pdl else {})
+        return options | overlapping(self.launch_pdl)
 
 
 def pick_config(table: Mapping[int, LaunchConfig], size: int, what: str) -> tuple[int, LaunchConfig]:

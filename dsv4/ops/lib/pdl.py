@@ -5,13 +5,15 @@ A launch with `launch_pdl` begins as soon as every program of the launch before 
 waits, and before its wait it writes nothing and reads only what no launch of a step writes: weights, and the batch's
 positions and slots. So the end of a launch is the end of all launches before it, and it does not matter whether a
 kernel calls `pdl_trigger` before or after its own wait. A kernel that is launched without `launch_pdl` needs no wait;
-its `pdl_trigger` is for the launch behind it. In the interpreter all of this is nothing.
+its `pdl_trigger` is for the launch behind it. In the
+interpreter, and on GPUs that cannot, all of this is nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 
+from dsv4.ops.lib.arch import launches_overlap
 from dsv4.ops.lib.guard import HAS_TRITON, INTERPRET, IS_INTERPRETED, jit, tl
 
 if not IS_INTERPRETED and HAS_TRITON:
@@ -25,14 +27,14 @@ _PREFETCH_PTX = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 @jit
 def pdl_wait():
     """Until the launch before this one has ended."""
-    if not INTERPRET:
+    if launches_overlap():
         _gdc_wait()
 
 
 @jit
 def pdl_trigger():
     """The next launch may begin, as far as this program is concerned."""
-    if not INTERPRET:
+    if launches_overlap():
         _gdc_launch_dependents()
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dsv4.ops.lib.codecs import e8m0_to_float, quantize_e4m3
+from dsv4.ops.lib.codecs import e4m3_values, e8m0_to_float, quantize_e4m3
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
 
@@ -90,6 +90,15 @@ def dot(w, x, acc, TOKENS_FIRST: tl.constexpr):
 
 
 @jit
+def _operand(tile):
+    """E4M3 codes as the tensor cores take them: as they are, or in bf16 where they come as bytes."""
+    if tile.dtype == tl.uint8:
+        return e4m3_values(tile).to(tl.bfloat16)
+    else:
+        return tile
+
+
+@jit
 def _as_float(scale):
     """Scales as stored (E8M0 codes or fp32) -> fp32."""
     return e8m0_to_float(scale) if scale.dtype == tl.uint8 else scale
@@ -118,7 +127,7 @@ def _fp8_range(
         x_scale = tl.load(x_scale_ptrs + first_block)
     for block in tl.range(first_block, last_block, num_stages=STAGES):
         col = block * _FP8_STEP
-        codes = load_tile(w, first_row, col, num_rows, K, K, BM, _FP8_STEP, True, W_DESC)
+        codes = _operand(load_tile(w, first_row, col, num_rows, K, K, BM, _FP8_STEP, True, W_DESC))
         x_tile = load_tile(x, first_token, col, num_tokens, stride_x, K, BT, _FP8_STEP, True, X_DESC)
         following = tl.minimum(block + 1, last_block - 1)
         next_w_scale = tl.load(w_scale_ptr + following)
@@ -127,7 +136,7 @@ def _fp8_range(
             x_tile, x_scale = quantize_e4m3(x_tile.to(tl.float32))
         else:
             next_x_scale = tl.load(x_scale_ptrs + following)
-        partial = dot(codes, x_tile, zeros(BM, BT, TOKENS_FIRST), TOKENS_FIRST)
+        partial = dot(codes, _operand(x_tile), zeros(BM, BT, TOKENS_FIRST), TOKENS_FIRST)
         scale = e8m0_to_float(x_scale) * _as_float(w_scale)
         scale = scale[:, None] if TOKENS_FIRST else scale[None, :]
         acc = tl.fma(partial, tl.broadcast_to(scale, acc.shape), acc)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, LayoutError, ShuffledTensor, shuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantTensor, Weight, dequantize
+from dsv4.ops.lib.arch import architecture, code_tensor
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
@@ -120,7 +121,7 @@ def launch_linears(
     assert first is not None, "a bundle without weights"
     width = first.shape[1]
     codes = x if isinstance(x, QuantActivation) else codes
-    rows = x.codes if isinstance(x, QuantActivation) else x
+    rows = code_tensor(x.codes) if isinstance(x, QuantActivation) else x
     check_launch(rows, None if codes is None else codes.scale, None if fp8 is None else fp8.scale, plain)
     num_tokens = rows.shape[0]
     if rows.shape != (num_tokens, width) or (codes is not None and codes.codes.shape != rows.shape):
@@ -135,7 +136,7 @@ def launch_linears(
     quantize = fp8 is not None and codes is None and num_tokens <= tile.quantize_rows
     if fp8 is not None and codes is None and not quantize:
         codes = _quantize(rows)
-    x8 = rows if codes is None else _dense_columns(codes.codes)
+    x8 = rows if codes is None else _dense_columns(code_tensor(codes.codes))
     scale = rows if codes is None else _dense_columns(codes.scale)
     splits8 = 1 if fp8 is None else _common_splits(bundle, True, width, "fp8")
     splits16 = 1 if plain is None else _common_splits(bundle, False, width, "plain")
@@ -146,13 +147,13 @@ def launch_linears(
     partial, counters = _workspace(
         rows.device, tile, num_token_tiles * items, num_token_tiles * (tiles8 + tiles16), max(splits8, splits16)
     )
-    w8 = None if fp8 is None else _source(_dense(fp8.data), (tile.outputs, FP8_STEP))
+    w8 = None if fp8 is None else _source(_dense(code_tensor(fp8.data)), (tile.outputs, FP8_STEP))
     w16 = None if plain is None else _source(_dense(plain), (tile.outputs, PLAIN_STEP))
     x8_source = _source(x8, (tile.tokens, FP8_STEP)) if fp8 is not None else (rows, False)
     x16_source = _source(rows, (tile.tokens, PLAIN_STEP)) if plain is not None else (rows, False)
     has_w_desc = (w8 is None or w8[1]) and (w16 is None or w16[1])
     if not has_w_desc:
-        w8 = None if fp8 is None else (_dense(fp8.data), False)
+        w8 = None if fp8 is None else (_dense(code_tensor(fp8.data)), False)
         w16 = None if plain is None else (_dense(plain), False)
     # an unused pointer still needs a tensor
     linear_kernel[(num_token_tiles * items,)](
@@ -256,7 +257,7 @@ def _quantize(x: Tensor) -> QuantActivation:
     scale = torch.empty(num_tokens, row_groups, dtype=torch.uint8, device=x.device)
     num_groups = num_tokens * row_groups
     quantize_kernel[(-(-num_groups // QUANTISE_GROUPS),)](
-        x, codes, scale, num_groups, x.stride(0),
+        x, code_tensor(codes), scale, num_groups, x.stride(0),
         ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTISE_GROUPS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return QuantActivation(codes, scale)
@@ -316,7 +317,7 @@ def _source(matrix: Tensor, block: tuple[int, int], is_allowed: bool = True) -> 
     """
     row_bytes = matrix.stride(0) * matrix.element_size()
     has_rows = matrix.stride(0) >= matrix.shape[1] and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
-    if not (is_allowed and has_rows):
+    if not (is_allowed and has_rows and architecture().has_copy_engine):
         return matrix, False
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block)), True

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from dsv4.ops.lib.arch import architecture, blackwell_registers
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.lib.launch import blackwell_registers, current_arch
 
 # orders in which the columns of x and hidden may lie in memory: `in_order` in kernel_products.py
 NATURAL, PRODUCT, OPERAND = 0, 1, 2
@@ -146,7 +146,7 @@ def _is_wide(num_rows: int, num_columns: int) -> bool:
     """On Hopper (and in the interpreter). That Blackwell's instructions for large and small products agree in their
     bits is not known, so there one form serves all.
     """
-    return num_rows > NARROW_ROWS and num_columns >= WIDE_COLUMNS and current_arch() in (0, 90)
+    return num_rows > NARROW_ROWS and num_columns >= WIDE_COLUMNS and architecture().has_warp_groups
 
 
 def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: int) -> MoeConfig:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.ops.lib.arch import code_tensor, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import pick_config
 from dsv4.ops.norm.config import KERNEL_DTYPES, ROW_CONFIGS
@@ -49,9 +50,9 @@ def _launch(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None, qu
     # an unused pointer still needs a tensor of the right kind
     _rms_norm_kernel[(-(-rows.shape[0] // config.rows),)](
         rows, rows if weight is None else weight.contiguous(), rows if out is None else out,
-        rows if quant is None else quant.codes, rows if quant is None else quant.scale,
+        rows if quant is None else code_tensor(quant.codes), rows if quant is None else quant.scale,
         rows.shape[0], rows.stride(0), rows.stride(1), eps,
         K=width, BLOCK=block, ROWS=config.rows, GROUP=ACTIVATION_GROUP,
         HAS_WEIGHT=weight is not None, HAS_OUT=out is not None, HAS_CODES=quant is not None,
-        launch_pdl=True, **config.options,
+        **config.options, **overlapping(),
     )  # fmt: skip

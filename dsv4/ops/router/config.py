@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dsv4.ops.lib.arch import overlapping
+
 # Both decide the bits of a logit: never a function of the batch.
 SPLIT_LEN = 256
 BLOCK_K = 128
@@ -24,7 +26,7 @@ class GateConfig:
     @property
     def options(self) -> dict[str, Any]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
-        return options | {"launch_pdl": True}
+        return options | overlapping()
 
 
 # by the largest number of rows

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.ops.lib.arch import blackwell_registers
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
-from dsv4.ops.lib.launch import LaunchConfig, blackwell_registers, next_power_of_2
+from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
 from dsv4.ops.router.config import GATE_CONFIGS, SPLIT_LEN, GateConfig
 from dsv4.ops.router.kernel_route import _choose_kernel, _gate_kernel, _route_kernel
 

@@ -8,7 +8,15 @@ row, so a token's bytes cannot depend on which of them, or which form of them, w
 from __future__ import annotations
 
 from dsv4.formats.rows import ENTRY_GROUP, INDEX_FP4_GROUP
-from dsv4.ops.lib.codecs import abs_bits, e4m3_scale, e8m0_reciprocal, e8m0_to_float, quantize_e2m1, quantize_e4m3
+from dsv4.ops.lib.codecs import (
+    abs_bits,
+    e4m3_codes,
+    e4m3_scale,
+    e8m0_reciprocal,
+    e8m0_to_float,
+    quantize_e2m1,
+    quantize_e4m3,
+)
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.hadamard import hadamard_rows
 from dsv4.ops.lib.maths import cos_sin
@@ -134,6 +142,6 @@ def store_rows(
         else:
             # _fp8_row_quantize: one scale a row, in fp32
             code = e4m3_scale(tl.max(abs_bits(values), axis=1))
-            codes = (values * e8m0_reciprocal(code)[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            codes = e4m3_codes(values * e8m0_reciprocal(code)[:, None]).to(tl.uint8, bitcast=True)
             tl.store(target.data + offsets[0][:, None] + cols[None, :], codes, mask=row_mask[:, None])
             tl.store(target.factor + offsets[3], e8m0_to_float(code), mask=row_mask)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.cases.rows import decode, one_chunk
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.formats.row_store import RowStore
@@ -22,17 +21,16 @@ from dsv4.ops.compress import (
     Compression,
     CompressorSpec,
     CompressPlan,
-    compress,
-    compress_pair,
     launch_compress,
     launch_compress_pair,
 )
 from dsv4.ops.lib.launch import LaunchConfig
 from dsv4.testing.bench import BenchCase, Work
+from dsv4.testing.cases.rows import ENTRY, SMALL_ENTRY, decode, one_chunk
+from dsv4.testing.op_call import op_call
 
 EPS = 1e-6
 CSA, HCA = 4, 128
-ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)
 INDEX = RowFormat(RowKind.INDEX_FP4, 128)
 CLOSING, OPEN = 5119, 5117  # the last token of a CSA block and of an HCA block; neither
 
@@ -72,9 +70,11 @@ def _bytes(fmt: RowFormat, ratio: int, tokens: int, *, is_decode: bool, is_closi
     return tokens * halves * row + ring, tokens * (halves * row + (fmt.row_bytes if is_closing else 0))
 
 
-def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressPlan | None = None) -> BenchCase:
+def _case(
+    ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressPlan | None = None, entry: RowFormat = ENTRY
+) -> BenchCase:
     """CSA: both compressors of a layer."""
-    formats = (ENTRY, INDEX) if ratio == CSA else (ENTRY,)
+    formats = (entry, INDEX) if ratio == CSA else (entry,)
 
     def build(device: torch.device) -> Work:
         if kind == "prefill":
@@ -86,21 +86,27 @@ def _case(ratio: int, tokens: int, kind: str, variant: str = "", plan: CompressP
             _bytes(fmt, ratio, tokens, is_decode=kind != "prefill", is_closing=kind == "closing") for fmt in formats
         ]
 
+        first = jobs[0]
+        if ratio == HCA:
+            op = op_call(
+                "compress", kv=first.kv, gate=first.gate, spec=first.spec, state=first.state, pages=first.pages,
+                batch=batch,
+            )  # fmt: skip
+        else:
+            op = op_call("compress_pair", attention=first, index=jobs[1], batch=batch)
+
         def call() -> tuple[torch.Tensor | None, ...]:
-            if ratio == HCA:
-                job = jobs[0]
-                if plan is None:
-                    compress(job.kv, job.gate, job.spec, job.state, job.pages, batch)
-                else:
-                    launch_compress(job, batch, plan)
-            elif plan is None:
-                compress_pair(jobs[0], jobs[1], batch)
+            if plan is None:
+                op()
+            elif ratio == HCA:
+                launch_compress(first, batch, plan)
             else:
-                launch_compress_pair(jobs[0], jobs[1], batch, plan)
+                launch_compress_pair(first, jobs[1], batch, plan)
             # not the tails, which it also writes: a replay with other tails would make other entries
             return tuple(part for job in jobs for part in (job.pages.rows.data, job.pages.rows.scales))
 
-        return Work(call, sum(read for read, _ in moved), sum(written for _, written in moved))
+        read, written = (sum(column) for column in zip(*moved, strict=True))
+        return Work(call, read, written, op=op if plan is None else None)
 
     op = "compress_pair" if ratio == CSA else "compress"
     name = f"{'csa' if ratio == CSA else 'hca'}-{kind}-{tokens}" + (f"-{variant}" if variant else "")
@@ -120,4 +126,10 @@ CASES = [
     _case(CSA, 512, "prefill", "shared", CSA_MANY),
     *(_case(CSA, 8192, "prefill", f"{rows}-rows", _rows(rows)) for rows in (4, 8)),
     *(_case(HCA, tokens, kind, "split", HCA_MANY) for kind in ("closing", "open") for tokens in (1, 64)),
+]
+SMALL = [
+    *(_case(CSA, 2, kind, entry=SMALL_ENTRY) for kind in ("closing", "open")),
+    _case(HCA, 1, "closing", entry=SMALL_ENTRY),
+    _case(HCA, 2, "open", entry=SMALL_ENTRY),
+    _case(CSA, 9, "prefill", entry=SMALL_ENTRY),
 ]

@@ -13,37 +13,31 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.cases.rows import ENTRY, EPS, WINDOW, decode, ring_of
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.attention import PLAN, AttentionPlan, attention_inputs, launch_attention
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.cases.rows import ENTRY, EPS, SMALL_ENTRY, WINDOW, decode, random_rows, ring_of
+from dsv4.testing.op_call import op_call
 
 CSA, HCA = 4, 128
 K64, M1 = 65536, 1048576
 POOL_ROWS = 1 << 21  # 1.2 GB of entries
-HEADS = {"flash": 64, "pro": 128}
-PICKS = {"flash": 512, "pro": 1024}
+HEADS = {"flash": 64, "pro": 128, "small": 3}
+PICKS = {"flash": 512, "pro": 1024, "small": 64}
+REAL = ("flash", "pro")
+ROW_FORMATS = {"flash": ENTRY, "pro": ENTRY, "small": SMALL_ENTRY}
 INPUT_HEADS, INDEX_HEADS, INDEX_DIM = 64, 64, 128
 KEYS = RowFormat(RowKind.INDEX_FP4, INDEX_DIM)
-
-
-def random_rows(leading: tuple[int, ...], device: torch.device) -> RowStore:
-    """Codes of finite values, rope values of a sane size, scales around one."""
-    codes = torch.randint(0, 0x78, (*leading, 448), dtype=torch.uint8, device=device)
-    signs = torch.randint(0, 2, (*leading, 448), dtype=torch.uint8, device=device) * 128
-    rope = torch.randn((*leading, 64), device=device).to(torch.bfloat16).view(torch.uint8)
-    scales = torch.randint(118, 122, (*leading, 8), dtype=torch.uint8, device=device)
-    return RowStore(torch.cat((codes + signs, rope), -1), scales, ENTRY)
 
 
 def build_inputs(
     model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device
 ) -> dict[str, object]:
-    """Arguments of `launch_attention` behind the plan: `requests` requests with `chunk` new tokens each."""
+    """Arguments of `sparse_attention`: `requests` requests with `chunk` new tokens each."""
     heads, num_tokens, num_blocks = HEADS[model], requests * chunk, context // 128
+    row_format = ROW_FORMATS[model]
     per_block = 128 // ratio
     pool_blocks = max(1, min(requests * num_blocks, POOL_ROWS // per_block))
     starts = torch.full((num_tokens,), context - chunk, device=device)
@@ -60,10 +54,10 @@ def build_inputs(
         stretch = (context - chunk) // ratio // k
         picks = torch.arange(k, device=device) * stretch + torch.randint(0, stretch, (num_tokens, k), device=device)
     return {
-        "q": torch.randn(num_tokens, heads, 512, device=device, dtype=torch.bfloat16),
-        "rows": random_rows((num_tokens,), device),
-        "window": WindowView(random_rows((requests, WINDOW), device), ring_positions.roll(shift, 1)),
-        "entries": PagedView(random_rows((pool_blocks, per_block), device)),
+        "q": torch.randn(num_tokens, heads, row_format.dim, device=device, dtype=torch.bfloat16),
+        "rows": random_rows((num_tokens,), device, row_format),
+        "window": WindowView(random_rows((requests, WINDOW), device, row_format), ring_positions.roll(shift, 1)),
+        "entries": PagedView(random_rows((pool_blocks, per_block), device, row_format)),
         "picks": picks,
         "sink": torch.randn(heads, device=device),
         "batch": TokenBatch(positions, positions, slots, starts, starts + chunk, table),
@@ -72,53 +66,52 @@ def build_inputs(
     }
 
 
-def work(
-    plan: AttentionPlan, model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device
-) -> Work:
+def work(model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device) -> Work:
     """The fewest bytes: every distinct row once (window rows of a chunk are shared), q in, the output out."""
     inputs = build_inputs(model, ratio, context, requests, chunk, device)
-    heads, num_tokens = HEADS[model], requests * chunk
+    heads, num_tokens, row_format = HEADS[model], requests * chunk, ROW_FORMATS[model]
     behind = PICKS[model] if ratio == CSA else context // HCA
     touched = min(num_tokens * behind, requests * context // ratio)  # entries; a prefill's queries share them
-    read = num_tokens * heads * 1024 + (requests * (WINDOW + chunk) + touched) * ENTRY.row_bytes
+    out_bytes = num_tokens * heads * row_format.dim * 2
+    read = out_bytes + (requests * (WINDOW + chunk) + touched) * row_format.row_bytes
     read += num_tokens * behind * 8 if ratio == CSA else 0
-    flops = 4 * heads * (WINDOW + behind) * 512 * num_tokens
-    return Work(lambda: launch_attention(plan, **inputs), read, num_tokens * heads * 1024, flops)  # type: ignore[arg-type]
+    flops = 4 * heads * (WINDOW + behind) * row_format.dim * num_tokens
+    return Work(op_call("sparse_attention", **inputs), read, out_bytes, flops)
 
 
-def case(model: str, ratio: int, context: int, requests: int, chunk: int = 1, plan: AttentionPlan = PLAN,
-         variant: str = "") -> BenchCase:  # fmt: skip
+def case(model: str, ratio: int, context: int, requests: int, chunk: int = 1) -> BenchCase:
     kind = "csa" if ratio == CSA else "hca"
-    name = (
-        f"{model}-{kind}-{'1m' if context == M1 else '64k'}-{requests if chunk == 1 else f'prefill-{chunk}'}{variant}"
-    )
+    length = {M1: "1m", K64: "64k"}.get(context, str(context))
+    name = f"{model}-{kind}-{length}-{requests if chunk == 1 else f'prefill-{chunk}'}"
     shape: dict[str, int | str] = {
         "model": model, "ratio": ratio, "context": context, "requests": requests, "tokens": requests * chunk,
         "heads": HEADS[model], "keys": WINDOW + (PICKS[model] if ratio == CSA else context // HCA),
     }  # fmt: skip
     return BenchCase(
         "sparse_attention", name, shape,
-        lambda device: work(plan, model, ratio, context, requests, chunk, device),
+        lambda device: work(model, ratio, context, requests, chunk, device),
     )  # fmt: skip
 
 
-def _inputs(tokens: int, has_index: bool, appends: bool) -> BenchCase:
+def _inputs(
+    tokens: int, has_index: bool, appends: bool, heads: int = INPUT_HEADS, row_format: RowFormat = ENTRY
+) -> BenchCase:
     def build(device: torch.device) -> Work:
-        q = torch.randn(tokens, INPUT_HEADS, ENTRY.dim, device=device, dtype=torch.bfloat16)
-        kv = torch.randn(tokens, ENTRY.dim, device=device, dtype=torch.bfloat16)
-        index_q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
-        weight, freqs = torch.randn(512, device=device, dtype=torch.bfloat16), torch.rand(32, device=device)
+        q = torch.randn(tokens, heads, row_format.dim, device=device, dtype=torch.bfloat16)
+        kv = torch.randn(tokens, row_format.dim, device=device, dtype=torch.bfloat16)
+        index_q = torch.randn(tokens, min(heads, INDEX_HEADS), INDEX_DIM, device=device, dtype=torch.bfloat16)
+        weight, freqs = torch.randn(row_format.dim, device=device, dtype=torch.bfloat16), torch.rand(32, device=device)
         keys = PagedView(RowStore.allocate((1, 32), KEYS, torch.bfloat16, device))
-        window, batch = ring_of(tokens, device), decode(tokens, device)
+        window, batch = ring_of(tokens, device, row_format), decode(tokens, device)
         index = (index_q, keys) if has_index else (None, None)
         moved = nbytes(q, index_q) if has_index else nbytes(q)
 
-        def call() -> torch.Tensor:
-            return attention_inputs(
-                q, kv, index[0], weight, freqs, EPS, window, index[1], batch, appends=appends
-            )[0]  # fmt: skip
-
-        return Work(call, moved + nbytes(kv, weight) + 24 * tokens, moved + tokens * (1 + appends) * ENTRY.row_bytes)
+        op = op_call(
+            "attention_inputs", q=q, kv=kv, index_q=index[0], kv_norm=weight, freqs=freqs, eps=EPS, window=window,
+            keys=index[1], batch=batch, appends=appends,
+        )  # fmt: skip
+        read, written = moved + nbytes(kv, weight) + 24 * tokens, moved + tokens * (1 + appends) * row_format.row_bytes
+        return Work(lambda: op()[0], read, written, op=op)
 
     name = f"{'csa' if has_index else 'hca'}-{tokens}{'-ring' if appends else ''}"
     return BenchCase("attention_inputs", name, {"tokens": tokens, "index": int(has_index)}, build)
@@ -126,7 +119,7 @@ def _inputs(tokens: int, has_index: bool, appends: bool) -> BenchCase:
 
 BATCHES = (1, 2, 8, 32, 64, 128, 256)
 CASES = [
-    *(case(model, CSA, K64, batch) for model in HEADS for batch in BATCHES),
+    *(case(model, CSA, K64, batch) for model in REAL for batch in BATCHES),
     *(case("flash", HCA, K64, batch) for batch in (1, 64)),
     *(case("flash", HCA, M1, batch) for batch in (1, 4, 16, 64)),
     case("pro", HCA, M1, 16),
@@ -136,4 +129,10 @@ CASES = [
     case("pro", CSA, K64, 1, 8192),
     *(_inputs(tokens, has_index, True) for tokens in (1, 16, 64, 256) for has_index in (False, True)),
     *(_inputs(tokens, has_index, False) for tokens in (16, 64, 256, 4096) for has_index in (False, True)),
+]
+SMALL = [
+    case("small", CSA, 512, 2),
+    case("small", HCA, 512, 1),
+    case("small", CSA, 512, 1, 2),
+    *(_inputs(3, has_index, appends, 3, SMALL_ENTRY) for has_index in (False, True) for appends in (False, True)),
 ]

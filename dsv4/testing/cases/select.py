@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from dsv4.ops.select import TOPK_CONFIG, TopkConfig, launch_topk
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 # the default and what it is compared with
 NEVER = 1 << 24  # columns
@@ -20,7 +24,10 @@ def _case(rows: int, columns: int, k: int, ascending: bool = True, variant: str 
     def build(device: torch.device) -> Work:
         scores = torch.randn(rows, columns, device=device)
         config = VARIANTS[variant]
-        return Work(lambda: launch_topk(scores, k, None, ascending, config), nbytes(scores), rows * k * 8)
+        call: Callable[[], object] = op_call("topk_select", scores=scores, k=k, ascending=ascending)
+        if variant:
+            call = partial(launch_topk, scores, k, None, ascending, config)
+        return Work(call, nbytes(scores), rows * k * 8)
 
     order = "" if ascending else "-best-first"
     shape: dict[str, int | str] = {"rows": rows, "columns": columns, "k": k, "ascending": str(ascending)}
@@ -37,3 +44,4 @@ CASES = [
     _case(4096, 2048, 512),
     _case(1, 262144, 512, ascending=False),
 ]
+SMALL = [_case(3, 300, 32), _case(3, 300, 32, ascending=False)]

@@ -11,10 +11,11 @@ import torch
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantFormat
-from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, moe, moe_fold, moe_parts
+from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
-MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6)}
+MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "small": (256, 128, 4, 2)}
 LIMIT = 10.0
 TOP_K = 6
 SORT_CONFIGS = {"": SORT_CONFIG, "-chunk256": SortConfig(256, 512, num_warps=8)}
@@ -82,9 +83,7 @@ def _moe(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
         routed, shared = random_layer(model, fmt, device)
         x, experts, weights = random_inputs(model, tokens, device)
 
-        def call() -> torch.Tensor:
-            return moe(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
-
+        call = op_call("moe", x=x, experts=experts, weights=weights, routed=routed, shared=shared, limit=LIMIT)
         flops = 6 * tokens * (top_k + 1) * dim * width
         return Work(call, layer_bytes(model, fmt, tokens), 2 * tokens * dim, flops)
 
@@ -102,9 +101,7 @@ def _moe_parts(model: str, fmt: QuantFormat, tokens: int, num_ranks: int) -> Ben
         x, experts, weights = random_inputs(model, tokens, device)
         experts = torch.where(experts < own, experts, -1)
 
-        def call() -> torch.Tensor:
-            return moe_parts(x, experts, weights, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
-
+        call = op_call("moe_parts", x=x, experts=experts, weights=weights, routed=routed, shared=shared, limit=LIMIT)
         weight = 0.5625 if fmt is QuantFormat.NVFP4 else 0.53125
         met = experts_met(num_experts, top_k, tokens) / num_ranks
         num_parts = tokens * top_k // num_ranks
@@ -123,9 +120,7 @@ def _moe_fold(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
         x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
         parts = torch.randn(tokens, top_k, dim, device=device, dtype=torch.bfloat16)
 
-        def call() -> torch.Tensor:
-            return moe_fold(x, parts, routed, shared, limit=LIMIT)  # type: ignore[arg-type]
-
+        call = op_call("moe_fold", x=x, parts=parts, routed=routed, shared=shared, limit=LIMIT)
         return Work(call, 3 * dim * width + nbytes(x, parts), 2 * tokens * dim, 6 * tokens * dim * width)
 
     shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "top_k": top_k}
@@ -166,4 +161,9 @@ CASES = [
     *(_expert_sort(num_experts, tokens, 16) for num_experts in (256, 384) for tokens in (1, 16, 64)),
     *(_expert_sort(num_experts, tokens, 64) for num_experts in (256, 384) for tokens in (256, 4096)),
     *(_expert_sort(256, tokens, 64, variant) for tokens in (64, 4096) for variant in list(SORT_CONFIGS)[1:]),
+]
+SMALL = [
+    *(_moe("small", fmt, 3) for fmt in (QuantFormat.NVFP4, QuantFormat.MXFP4)),
+    _moe_parts("small", QuantFormat.NVFP4, 3, 2),
+    _moe_fold("small", QuantFormat.NVFP4, 3),
 ]

@@ -13,6 +13,7 @@ from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
 from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 ROWS = (1, 16, 64, 256, 4096)
 # FP8 weights on codes that a norm has made: name -> N, K
@@ -32,9 +33,11 @@ BUNDLES = {
     "flash-csa-queries": ((32768, 8192), (), 1024),
     "pro-csa-in": ((1536, 512), (1024, 1024, 256, 256, 64), 7168),
     "pro-csa-queries": ((65536, 8192), (), 1536),
+    "small": ((72, 64), (24, 64), 256),
 }
-GROUPED = {"flash-wo_a": (8, 1024, 4096), "pro-wo_a": (16, 1024, 4096)}  # G, R, K
-HEADS = {"flash-lm_head": (129280, 4096), "pro-lm_head": (129280, 7168)}
+GROUPED = {"flash-wo_a": (8, 1024, 4096), "pro-wo_a": (16, 1024, 4096), "small": (2, 64, 256)}  # G, R, K
+HEADS = {"flash-lm_head": (129280, 4096), "pro-lm_head": (129280, 7168), "small-head": (200, 256)}
+SMALL_NAME = "small"
 
 
 def random_bytes(shape: tuple[int, ...], low: int, high: int, device: torch.device) -> torch.Tensor:
@@ -82,7 +85,8 @@ def _linear(name: str, num_rows: int, width: int, tokens: int, has_codes: bool) 
         weight = random_fp8(num_rows, width, device)
         x = random_activation(tokens, width, device) if has_codes else random_plain(tokens, width, device)
         read = weight.nbytes + (nbytes(x.codes, x.scale) if isinstance(x, QuantActivation) else nbytes(x))
-        return Work(lambda: linear(x, weight), read, 2 * tokens * num_rows, 2 * tokens * num_rows * width, "fp8")
+        call = op_call("linear", x=x, weight=weight)
+        return Work(call, read, 2 * tokens * num_rows, 2 * tokens * num_rows * width, "fp8")
 
     shape = {"tokens": tokens, "outputs": num_rows, "width": width, "input": "codes" if has_codes else "bf16"}
     return BenchCase("linear", f"{name}-{tokens}{'' if has_codes else '-bf16'}", shape, build)
@@ -102,7 +106,8 @@ def _bundle(name: str, tokens: int) -> BenchCase:
         written = tokens * (2 * sum(fp8_rows) + 4 * sum(plain_rows))
         # a bf16 operation takes 1392 / 792 times as long as an FP8 one
         flops = int(2 * tokens * width * (sum(fp8_rows) + sum(plain_rows) * 1392 / 792))
-        return Work(lambda: linears(x if plain else codes, bundle, dtypes, codes), read, written, flops, "fp8")
+        call = op_call("linears", x=x if plain else codes, weights=bundle, out_dtypes=dtypes, codes=codes)
+        return Work(call, read, written, flops, "fp8")
 
     return BenchCase("linears", f"{name}-{tokens}", {"tokens": tokens, "width": width}, build)
 
@@ -114,7 +119,7 @@ def _grouped(name: str, tokens: int) -> BenchCase:
         weight = random_shuffled(groups * rank, width, device)
         x = random_plain(tokens, groups * width, device).unflatten(1, (groups, width))
         written, flops = 2 * tokens * groups * rank, 2 * tokens * groups * rank * width
-        return Work(lambda: grouped_linear(x, weight), weight.nbytes + nbytes(x), written, flops)
+        return Work(op_call("grouped_linear", x=x, weight=weight), weight.nbytes + nbytes(x), written, flops)
 
     return BenchCase("grouped_linear", f"{name}-{tokens}", {"tokens": tokens, "groups": groups, "width": width}, build)
 
@@ -125,7 +130,8 @@ def _head(name: str, tokens: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         weight, x = random_plain(num_rows, width, device), random_plain(tokens, width, device)
         written, flops = 4 * tokens * num_rows, 2 * tokens * num_rows * width
-        return Work(lambda: linear(x, weight, torch.float32), nbytes(weight, x), written, flops)
+        call = op_call("linear", x=x, weight=weight, out_dtype=torch.float32)
+        return Work(call, nbytes(weight, x), written, flops)
 
     return BenchCase("linear", f"{name}-{tokens}", {"tokens": tokens, "outputs": num_rows, "width": width}, build)
 
@@ -176,8 +182,14 @@ def _block(tokens: int) -> BenchCase:
 CASES = [
     *(_linear(name, *shape, tokens, True) for name, shape in FP8_SHAPES.items() for tokens in ROWS),
     *(_linear("flash-wo_b", *FP8_SHAPES["flash-wo_b"], tokens, False) for tokens in ROWS),
-    *(_bundle(name, tokens) for name in BUNDLES for tokens in ROWS),
-    *(_grouped(name, tokens) for name in GROUPED for tokens in ROWS),
-    *(_head(name, tokens) for name in HEADS for tokens in (1, 16, 64)),
+    *(_bundle(name, tokens) for name in BUNDLES if name != SMALL_NAME for tokens in ROWS),
+    *(_grouped(name, tokens) for name in GROUPED if name != SMALL_NAME for tokens in ROWS),
+    *(_head(name, tokens) for name in HEADS if not name.startswith(SMALL_NAME) for tokens in (1, 16, 64)),
     *(_block(tokens) for tokens in (1, 16)),
+]
+SMALL = [
+    *(_linear("small", 72, 256, tokens, has_codes) for tokens in (5, 70) for has_codes in (True, False)),
+    _bundle(SMALL_NAME, 5),
+    _grouped(SMALL_NAME, 5),
+    _head("small-head", 5),
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dsv4.formats.tensors import ACTIVATION_GROUP
-from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 EPS = 1e-6
 
@@ -20,7 +20,9 @@ def _norm(rows: int, width: int, has_weight: bool) -> BenchCase:
     def build(device: torch.device) -> Work:
         x, weight = _inputs(rows, width, device)
         given = weight if has_weight else None
-        return Work(lambda: rms_norm(x, given, EPS), nbytes(x, *([weight] if has_weight else [])), nbytes(x))
+        return Work(
+            op_call("rms_norm", x=x, weight=given, eps=EPS), nbytes(x, *([weight] if has_weight else [])), nbytes(x)
+        )
 
     name = f"{'weighted' if has_weight else 'plain'}-{rows}x{width}"
     return BenchCase("rms_norm", name, {"rows": rows, "width": width, "weight": str(has_weight)}, build)
@@ -31,7 +33,8 @@ def _norm_quant(rows: int, width: int, keep_plain: bool) -> BenchCase:
         x, weight = _inputs(rows, width, device)
         codes = rows * width + rows * width // ACTIVATION_GROUP
         written = codes + (nbytes(x) if keep_plain else 0)
-        return Work(lambda: rms_norm_quant(x, weight, EPS, keep_plain), nbytes(x, weight), written)
+        call = op_call("rms_norm_quant", x=x, weight=weight, eps=EPS, keep_plain=keep_plain)
+        return Work(call, nbytes(x, weight), written)
 
     name = f"{'both' if keep_plain else 'codes'}-{rows}x{width}"
     return BenchCase("rms_norm_quant", name, {"rows": rows, "width": width, "keep_plain": str(keep_plain)}, build)
@@ -43,4 +46,8 @@ CASES = [
     *(_norm(4096, width, False) for width in (512, 4096)),
     *(_norm_quant(rows, width, True) for width in (4096, 7168) for rows in (1, 16, 256, 4096)),
     *(_norm_quant(rows, width, False) for width in (1024, 1536) for rows in (1, 4096)),
+]
+SMALL = [
+    *(_norm(5, 256, has_weight) for has_weight in (True, False)),
+    *(_norm_quant(5, 256, keep_plain) for keep_plain in (True, False)),
 ]

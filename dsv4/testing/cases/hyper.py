@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.hyper import HyperSettings, hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre
+from dsv4.ops.hyper import HyperSettings
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 SETTINGS = HyperSettings(num_iters=20, hc_eps=1e-6, norm_eps=1e-6)
 EPS = {"hc_eps": SETTINGS.hc_eps, "norm_eps": SETTINGS.norm_eps}
@@ -24,6 +25,14 @@ class Inputs:
     comb: Tensor
     norm: Tensor
     mixing: tuple[Tensor, Tensor, Tensor]  # fn, base, scale
+
+    @property
+    def streams_arguments(self) -> dict[str, Tensor]:
+        return {"out": self.out, "streams": self.streams, "post": self.post, "comb": self.comb}
+
+    @property
+    def mixing_arguments(self) -> dict[str, Tensor]:
+        return dict(zip(("fn", "base", "scale"), self.mixing, strict=True))
 
     @property
     def weights_bytes(self) -> int:
@@ -52,11 +61,14 @@ def _boundary(rows: int, width: int, has_codes: bool) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device)
         return Work(
-            lambda: hc_boundary(x.out, x.streams, x.post, x.comb, *x.mixing, x.norm, SETTINGS, has_codes),
+            op_call(
+                "hc_boundary", **x.streams_arguments, **x.mixing_arguments, norm_weight=x.norm, settings=SETTINGS,
+                has_codes=has_codes,
+            ),
             nbytes(x.out, x.streams, x.post, x.comb, x.norm) + x.weights_bytes,
             nbytes(x.streams, x.out, x.post, x.comb) + (rows * width * 129 // 128 if has_codes else 0),
             x.flops,
-        )
+        )  # fmt: skip
 
     name = f"{'codes-' if has_codes else ''}{rows}x{width}"
     return BenchCase("hc_boundary", name, {"rows": rows, "width": width, "codes": str(has_codes)}, build)
@@ -68,7 +80,9 @@ def _enter(rows: int, width: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device)
         return Work(
-            lambda: hc_enter(x.out, *x.mixing, x.norm, SETTINGS, False),
+            op_call(
+                "hc_enter", source=x.out, **x.mixing_arguments, norm_weight=x.norm, settings=SETTINGS, has_codes=False
+            ),
             nbytes(x.out, x.norm) + x.weights_bytes,
             nbytes(x.streams, x.out, x.post, x.comb),
             x.flops,
@@ -81,7 +95,7 @@ def _pre(rows: int, width: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device)
         return Work(
-            lambda: hc_pre(x.streams, *x.mixing, num_iters=SETTINGS.num_iters, **EPS),
+            op_call("hc_pre", streams=x.streams, **x.mixing_arguments, num_iters=SETTINGS.num_iters, **EPS),
             nbytes(x.streams) + x.weights_bytes,
             nbytes(x.out, x.post, x.comb),
             x.flops,
@@ -94,7 +108,7 @@ def _post(rows: int, width: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device)
         read = nbytes(x.out, x.streams, x.post, x.comb)
-        return Work(lambda: hc_post(x.out, x.streams, x.post, x.comb), read, nbytes(x.streams))
+        return Work(op_call("hc_post", **x.streams_arguments), read, nbytes(x.streams))
 
     return BenchCase("hc_post", f"{rows}x{width}", {"rows": rows, "width": width}, build)
 
@@ -103,12 +117,9 @@ def _head(rows: int, width: int, has_norm: bool) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device, num_mixes=4)
 
-        def call() -> Tensor:
-            if has_norm:
-                return hc_head_norm(x.streams, *x.mixing, x.norm, **EPS)
-            return hc_head(x.streams, *x.mixing, **EPS)
-
-        return Work(call, nbytes(x.streams, *([x.norm] if has_norm else [])) + x.weights_bytes, nbytes(x.out), x.flops)
+        norm = {"norm_weight": x.norm} if has_norm else {}
+        call = op_call(op, streams=x.streams, **x.mixing_arguments, **norm, **EPS)
+        return Work(call, nbytes(x.streams, *norm.values()) + x.weights_bytes, nbytes(x.out), x.flops)
 
     op = "hc_head_norm" if has_norm else "hc_head"
     return BenchCase(op, f"{rows}x{width}", {"rows": rows, "width": width}, build)
@@ -124,4 +135,13 @@ CASES = [
     _head(1, 4096, True),
     _head(64, 7168, True),
     _head(1, 4096, False),
+]
+SMALL = [
+    _boundary(3, 256, True),
+    _boundary(70, 128, False),  # the form for many rows
+    _enter(3, 256),
+    _pre(3, 256),
+    _post(3, 256),
+    _head(3, 256, True),
+    _head(3, 256, False),
 ]

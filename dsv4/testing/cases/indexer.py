@@ -12,9 +12,9 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.indexer import SCORE_CONFIG, ScoreConfig, index_queries, index_scores, launch_index_topk
-from dsv4.ops.select import TOPK_CONFIG
+from dsv4.ops.indexer import SCORE_CONFIG, index_scores
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 HEADS, DIM, RATIO, PER_BLOCK, TOP_K = 64, 128, 4, 32, 512
 FORMATS = {"fp4": RowFormat(RowKind.INDEX_FP4, DIM), "fp8": RowFormat(RowKind.INDEX_FP8, DIM)}
@@ -42,39 +42,38 @@ def random_keys(num_blocks: int, row_format: RowFormat, device: torch.device) ->
 
 
 def make_work(
-    requests: int, tokens: int, context: int, kind: str, is_whole: bool, config: ScoreConfig, device: torch.device
-) -> Work:
+    requests: int, tokens: int, context: int, kind: str, is_whole: bool, device: torch.device, heads: int = HEADS,
+    top_k: int = TOP_K,
+) -> Work:  # fmt: skip
     batch = batch_at(requests, tokens, context, device)
     row_format = FORMATS[kind]
     keys = random_keys(requests * -(-context // 128), row_format, device)
-    q = torch.randn(requests * tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
-    weights = torch.randn(requests * tokens, HEADS, device=device)
+    q = torch.randn(requests * tokens, heads, DIM, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(requests * tokens, heads, device=device)
     num_entries = context // RATIO
     read = requests * num_entries * row_format.row_bytes + nbytes(q, weights)
     pairs = requests * tokens * num_entries
-    flops = 2 * HEADS * DIM * pairs
+    flops = 2 * heads * DIM * pairs
     if is_whole:
-        return Work(
-            lambda: launch_index_topk(q, weights, keys, batch, RATIO, TOP_K, config, TOPK_CONFIG),
-            read, requests * tokens * TOP_K * 8, flops,
-        )  # fmt: skip
+        call = op_call("index_topk", q=q, weights=weights, keys=keys, batch=batch, ratio=RATIO, top_k=top_k)
+        return Work(call, read, requests * tokens * top_k * 8, flops)
 
     def score() -> torch.Tensor:
         return index_scores(
-            q, weights, keys, batch, slice(None), RATIO, TOP_K, config
+            q, weights, keys, batch, slice(None), RATIO, top_k, SCORE_CONFIG
         )[0]  # fmt: skip
 
     return Work(score, read, 4 * pairs, flops)
 
 
 def _case(
-    requests: int, tokens: int, context: int, kind: str, is_whole: bool, config: ScoreConfig = SCORE_CONFIG
+    requests: int, tokens: int, context: int, kind: str, is_whole: bool, heads: int = HEADS, top_k: int = TOP_K
 ) -> BenchCase:
     shape: dict[str, int | str] = {"requests": requests, "tokens": tokens, "context": context, "keys": kind}
     name = f"{requests}x{tokens}-at-{context}-{kind}"
     op = "index_topk" if is_whole else "index_scores"
     return BenchCase(
-        op, name, shape, lambda device: make_work(requests, tokens, context, kind, is_whole, config, device)
+        op, name, shape, lambda device: make_work(requests, tokens, context, kind, is_whole, device, heads, top_k)
     )
 
 
@@ -82,9 +81,8 @@ def _queries(tokens: int, kind: str) -> BenchCase:
     def build(device: torch.device) -> Work:
         q = torch.randn(tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
         positions, freqs = torch.arange(tokens, device=device), torch.rand(32, device=device)
-        return Work(
-            lambda: index_queries(q, positions, freqs, FORMATS[kind]), nbytes(q, positions, freqs), nbytes(q)
-        )  # fmt: skip
+        call = op_call("index_queries", q=q, positions=positions, freqs=freqs, key_format=FORMATS[kind])
+        return Work(call, nbytes(q, positions, freqs), nbytes(q))
 
     return BenchCase("index_queries", f"{tokens}-{kind}", {"tokens": tokens, "keys": kind}, build)
 
@@ -96,4 +94,8 @@ CASES = [
     *(_case(*shape, "fp4", is_whole) for shape in [*SHAPES, BATCH_AT_1M] for is_whole in (False, True)),
     *(_case(*shape, "fp8", False) for shape in SHAPES[1:]),
     _case(1, 1, 2048, "fp4", True),  # everything fits: nothing is scored
+]
+SMALL = [
+    *(_queries(3, kind) for kind in FORMATS),
+    *(_case(3, 1, 900, kind, True, heads=4, top_k=64) for kind in FORMATS),
 ]

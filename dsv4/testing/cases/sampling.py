@@ -18,10 +18,9 @@ from dsv4.ops.sampling import (
     SamplingRows,
     SamplingState,
     launch_sample,
-    resolve_tokens,
-    sampled_logprobs,
 )
 from dsv4.testing.bench import BenchCase, Work, nbytes
+from dsv4.testing.op_call import op_call
 
 VOCABULARY = 129280
 
@@ -60,12 +59,12 @@ VARIANTS = {
 }
 
 
-def _sample(name: str, rows: int, variant: str = "") -> BenchCase:
+def _sample(name: str, rows: int, variant: str = "", vocabulary: int = VOCABULARY) -> BenchCase:
     chosen, config = SETTINGS[name], VARIANTS[variant]
 
     def build(device: torch.device) -> Work:
-        logits = LOGITS[chosen.logits](torch.randn(rows, VOCABULARY, device=device))
-        state = SamplingState.empty(rows, VOCABULARY, device)
+        logits = LOGITS[chosen.logits](torch.randn(rows, vocabulary, device=device))
+        state = SamplingState.empty(rows, vocabulary, device)
         for field in ("temperature", "top_k", "top_p", "min_p", "flags"):
             getattr(state, field).fill_(getattr(chosen, field))
         # every token counted already, and no penalty by frequency: one count more changes no draw of a repeated call
@@ -73,7 +72,7 @@ def _sample(name: str, rows: int, variant: str = "") -> BenchCase:
         state.repetition_penalty.fill_(1.1)
         state.presence_penalty.fill_(0.2)
         slots = torch.arange(rows, device=device)
-        mask = torch.full((rows, -(-VOCABULARY // 32)), -1, dtype=torch.int32, device=device)
+        mask = torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device)
         is_masked = torch.full((rows,), int(chosen.is_masked), dtype=torch.int32, device=device)
         call_rows = SamplingRows(slots, slots + 100, mask, is_masked)
         read = [logits]
@@ -83,18 +82,20 @@ def _sample(name: str, rows: int, variant: str = "") -> BenchCase:
         def call() -> tuple[Tensor, Tensor]:
             return launch_sample(logits, call_rows, state, config), state.last_tokens
 
-        return Work(call, nbytes(*read), rows * 16)
+        op = None if variant else op_call("sample", logits=logits, rows=call_rows, state=state)
+        return Work(call, nbytes(*read), rows * 16, op=op)
 
-    shape: dict[str, int | str] = {"rows": rows, "vocabulary": VOCABULARY, "settings": name, "variant": variant}
+    shape: dict[str, int | str] = {"rows": rows, "vocabulary": vocabulary, "settings": name, "variant": variant}
     return BenchCase("sample", f"{name}-{rows}{variant}", shape, build)
 
 
-def _logprobs(rows: int, num_top: int) -> BenchCase:
+def _logprobs(rows: int, num_top: int, vocabulary: int = VOCABULARY) -> BenchCase:
     def build(device: torch.device) -> Work:
-        logits = torch.randn(rows, VOCABULARY, device=device) * 4
-        token_ids = torch.randint(0, VOCABULARY, (rows,), device=device)
+        logits = torch.randn(rows, vocabulary, device=device) * 4
+        token_ids = torch.randint(0, vocabulary, (rows,), device=device)
         written = rows * (4 + 12 * num_top)
-        return Work(lambda: sampled_logprobs(logits, token_ids, num_top), nbytes(logits, token_ids), written)
+        call = op_call("sampled_logprobs", logits=logits, token_ids=token_ids, num_top=num_top)
+        return Work(call, nbytes(logits, token_ids), written)
 
     return BenchCase("sampled_logprobs", f"{rows}-top{num_top}", {"rows": rows, "top": num_top}, build)
 
@@ -104,7 +105,8 @@ def _resolve(tokens: int) -> BenchCase:
         token_ids = torch.full((tokens,), -1, device=device)
         slots, last_tokens = torch.arange(tokens, device=device), torch.randint(0, VOCABULARY, (tokens,), device=device)
         read = nbytes(token_ids, slots, last_tokens)
-        return Work(lambda: resolve_tokens(token_ids, slots, last_tokens), read, tokens * 8)
+        call = op_call("resolve_tokens", token_ids=token_ids, slots=slots, last_tokens=last_tokens)
+        return Work(call, read, tokens * 8)
 
     return BenchCase("resolve_tokens", str(tokens), {"tokens": tokens}, build)
 
@@ -114,4 +116,9 @@ CASES = [
     *(_sample(name, rows, variant) for variant in list(VARIANTS)[1:] for name, rows in (("top-p", 1), ("near", 256))),
     *(_logprobs(rows, num_top) for rows in (1, 64) for num_top in (0, 20)),
     *(_resolve(tokens) for tokens in (1, 256)),
+]
+SMALL = [
+    *(_sample(name, 3, vocabulary=500) for name in ("greedy", "plain", "all")),
+    *(_logprobs(3, num_top, vocabulary=500) for num_top in (0, 20)),
+    _resolve(5),
 ]

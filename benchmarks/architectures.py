@@ -1,0 +1,169 @@
+"""Compiles every kernel of a Flash step for six architectures and writes docs/architectures.md from what ptxas says.
+
+python benchmarks/architectures.py                  all architectures; records in benchmarks/results/architectures.json
+python benchmarks/architectures.py --arch 89        one of them; the others' records stay
+python benchmarks/architectures.py --markdown       only the page, from the records
+
+No GPU is needed. A step of one token and one of many are compiled, of each op and format. It takes minutes for each
+architecture; what ptxas said is kept by the content of its input (.pytest_cache/compile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
+
+from dsv4.ops import OpSet
+from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
+from dsv4.testing.bench import BenchCase, case_modules, load_cases
+from dsv4.testing.compile_check import compile_case
+
+RECORDS = Path(__file__).parent / "results" / "architectures.json"
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+GPUS = {
+    80: "A100", 89: "L40S, RTX 4090", 90: "H100, H200", 100: "B200", 103: "B300", 120: "RTX PRO 6000, RTX 5090",
+}  # fmt: skip
+MIDDLE_TOKENS, MAX_TOKENS = 64, 4096
+MEASURES = ("registers", "spill_bytes", "shared_bytes")
+THREE_SIZES = {"sparse_attention", "linear", "linears", "grouped_linear", "moe"}  # another form between few and many
+SAME_KERNELS = {"hc_enter", "hc_head", "moe_parts", "moe_fold", "rms_norm"}  # launches of others' kernels
+KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
+INTRODUCTION = """# Architectures
+
+Written by `python benchmarks/architectures.py` from `benchmarks/results/architectures.json`. Every kernel of a
+Flash step, compiled as it is launched (`dsv4/testing/compile_check.py`), by ptxas of Triton {triton}. Only
+Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
+
+What an architecture has, and which form a kernel takes where it lacks something, is decided in
+`dsv4/ops/lib/arch.py`:
+
+| | 80 | 89 | 90 | 100, 103 | 120 |
+|---|---|---|---|---|---|
+| launches overlap | one after the other | one after the other | yes | yes | yes |
+| tiles of linear layers come by | pointers | pointers | copy engine | copy engine | copy engine |
+| FP8 products | codes as bytes, bf16 products | FP8 | FP8 | FP8 | FP8 |
+| quantising to E4M3 | integer arithmetic | conversions | conversions | conversions | conversions |
+| experts of 512 and more tokens | as for fewer | as for fewer | warp groups | as for fewer | as for fewer |
+| heads of a program of attention | 32 | 16, a tile each | 64 | 32 | 16, a tile each |
+
+Bits are the same for every batch on one architecture, not across architectures: the order of sums in a
+product is the hardware's.
+"""
+
+
+def table_cases() -> list[BenchCase]:
+    """Of every op of the model and each of its formats: one token, the most up to `MAX_TOKENS`, and between."""
+    groups: dict[tuple[str, str], dict[int, BenchCase]] = {}
+    ops = {field.name for field in fields(OpSet)} - SAME_KERNELS
+    for case in load_cases(case_modules()):
+        is_flash = "pro" not in case.name and 7168 not in case.shape.values()
+        tokens = max(int(case.shape.get(name, 0)) for name in ("tokens", "rows", "requests"))
+        if case.op in ops and is_flash and tokens <= MAX_TOKENS and not case.shape.get("variant"):
+            kind = "".join(part for part in KINDS if part in case.name)
+            groups.setdefault((case.op, kind), {}).setdefault(tokens, case)
+    return [
+        cases[tokens]
+        for (op, _), cases in groups.items()
+        for tokens in sorted({min(cases), max(cases), *(MIDDLE_TOKENS for _ in range(op in THREE_SIZES))} & set(cases))
+    ]
+
+
+def record(arch: int) -> dict[str, Any]:
+    """Of each kernel the most that any case needs; of each case that does not compile, why."""
+    kernels: dict[str, dict[str, int]] = {}
+    failures: dict[str, str] = {}
+    for case in table_cases():
+        try:
+            reports = compile_case(case, arch)
+        except Exception as error:  # whatever a compiler raises belongs to this case
+            failures[case.key] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            continue
+        for report in reports:
+            kernel = kernels.setdefault(report.kernel, dict.fromkeys(MEASURES, 0))
+            for name in MEASURES:
+                kernel[name] = max(kernel[name], getattr(report, name))
+            print(arch, case.key, report.kernel, report.spill_bytes, report.shared_bytes, file=sys.stderr, flush=True)
+    return {"kernels": dict(sorted(kernels.items())), "failures": failures}
+
+
+def markdown(records: dict[str, Any]) -> str:
+    """The page."""
+    found = {arch: records["architectures"][str(arch)] for arch in ARCHITECTURES}
+    lines = [INTRODUCTION.format(triton=records["triton"]), "## Chips", ""]
+    lines += ["| | GPUs | shared memory of a program | kernels | that fit | largest | spills |", "|---" * 7 + "|"]
+    lines += [_chip_row(arch, found[arch]["kernels"]) for arch in ARCHITECTURES]
+    lines += [
+        "",
+        "Spills in bytes. A kernel that does not compile or fit is served by its oracle once `dsv4 selftest` has",
+    ]
+    lines += [
+        "run there.",
+        "",
+        "## Kernels",
+        "",
+        "Registers of a thread and KB of shared memory, the most of any case.",
+        "",
+    ]
+    lines += ["| kernel | " + " | ".join(f"sm_{arch}" for arch in ARCHITECTURES) + " |"]
+    lines += ["|---" * (len(ARCHITECTURES) + 1) + "|"]
+    for name in sorted({name for part in found.values() for name in part["kernels"]}):
+        lines.append(
+            f"| {name} | " + " | ".join(_cell(found[arch]["kernels"].get(name)) for arch in ARCHITECTURES) + " |"
+        )
+    failures = [
+        f"* sm_{arch}: {case}: {error[:80]}"
+        for arch in ARCHITECTURES
+        for case, error in found[arch]["failures"].items()
+    ]
+    if failures:
+        lines += ["", "## What does not compile", "", *failures]
+    return "\n".join(lines) + "\n"
+
+
+def _chip_row(arch: int, kernels: dict[str, dict[str, int]]) -> str:
+    limit = Architecture(arch).shared_bytes
+    sizes = [kernel["shared_bytes"] for kernel in kernels.values()]
+    spilling = [f"{name} {kernel['spill_bytes']}" for name, kernel in kernels.items() if kernel["spill_bytes"]]
+    cells = (
+        f"sm_{arch}", GPUS[arch], f"{limit // 1024} KB", len(sizes), sum(size <= limit for size in sizes),
+        f"{max(sizes) / 1024:.0f} KB", ", ".join(spilling) or "none",
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _cell(kernel: dict[str, int] | None) -> str:
+    return "" if kernel is None else f"{kernel['registers']}, {kernel['shared_bytes'] / 1024:.0f}"
+
+
+def read_records() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    import triton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="only this; may be repeated")
+    parser.add_argument("--markdown", action="store_true", help="only the page")
+    options = parser.parse_args(arguments)
+    if not options.markdown:
+        for arch in options.arch or ARCHITECTURES:
+            found = record(arch)
+            records = read_records() if RECORDS.exists() else {"architectures": {}}
+            records |= {"triton": triton.__version__}
+            records["architectures"][str(arch)] = found
+            RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(markdown(read_records()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

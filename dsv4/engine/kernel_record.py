@@ -1,0 +1,105 @@
+"""What the last `dsv4 selftest` said of this GPU's kernels, for the engine to ask before it uses them.
+
+One JSON file in the user's cache folder (`$XDG_CACHE_HOME/dsv4/selftest`, or `~/.cache/...`) for each GPU, driver,
+version of the kernels and of the libraries that compile them. Without a file nothing is known, and the kernels are
+used. A kernel that failed is refused; one that cannot run on the architecture is served by its oracle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dsv4.engine.fingerprint import source_digest
+from dsv4.ops import TORCH, Backend
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_KERNELS = ("formats", "ops")  # the parts whose code is the kernels'
+
+
+class KernelRefused(ValueError):
+    """The self-test found kernels wrong on this GPU."""
+
+
+@dataclass(frozen=True)
+class KernelVerdict:
+    """`key`: of which GPU and kernels; ops that failed, and ops whose kernels cannot run there."""
+
+    key: dict[str, str]
+    failed: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def kernel_key(device: torch.device) -> dict[str, str]:
+    """Everything that decides what the kernels compute."""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver_version(),
+        "kernels": source_digest(_KERNELS),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+    }
+
+
+def verdict_file(key: dict[str, str]) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4" / "selftest"
+    name = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")
+    return folder / f"{name}-{hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()}.json"
+
+
+def write_verdict(verdict: KernelVerdict) -> Path | None:
+    """Whole or not at all; None where the folder cannot be written."""
+    file = verdict_file(verdict.key)
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(asdict(verdict), indent=1), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return None
+    return file
+
+
+def read_verdict(key: dict[str, str]) -> KernelVerdict | None:
+    """None where there is none, or one that cannot be read."""
+    try:
+        found = json.loads(verdict_file(key).read_text(encoding="utf-8"))
+        verdict = KernelVerdict(found["key"], tuple(found["failed"]), tuple(found["missing"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return verdict if verdict.key == key else None
+
+
+def allowed_backend(backend: Backend, device: torch.device, *, is_ignored: bool) -> Backend:
+    """The backend as this GPU's self-test allows it: oracles serve where a kernel cannot run, and then nothing is
+    captured. `KernelRefused` where one failed, unless that is ignored.
+    """
+    if not backend.has_kernels or device.type != "cuda" or is_ignored:
+        return backend
+    verdict = read_verdict(kernel_key(device))
+    if verdict is None:
+        return backend
+    if verdict.failed:
+        raise KernelRefused(
+            f"`dsv4 selftest` found wrong results on this {verdict.key['gpu']}: {', '.join(verdict.failed)}; run it "
+            "again for the details (after a change of driver or version it is asked anew), or use the model anyway "
+            "with ignore_selftest=True or --ignore-selftest"
+        )
+    oracles = {op: getattr(TORCH.ops, op) for op in verdict.missing if hasattr(TORCH.ops, op)}
+    return replace(backend.with_ops(**oracles), graph_devices=frozenset()) if oracles else backend
+
+
+def _driver_version() -> str:
+    """The kernel module's, or 'unknown' where it does not say."""
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        return "unknown"
+    return match[0] if match else "unknown"

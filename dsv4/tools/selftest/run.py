@@ -1,0 +1,110 @@
+"""All parts in their order. Import it after `choose_device`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dsv4 import __version__
+from dsv4.engine.kernel_record import KernelVerdict, kernel_key, write_verdict
+from dsv4.ops import TRITON, Backend
+from dsv4.ops.lib.guard import HAS_TRITON
+from dsv4.testing.bench import Timer
+from dsv4.tools.selftest.model import check_model, check_vectors
+from dsv4.tools.selftest.ops import DeviceLost, check_ops, compile_ahead, op_cases
+from dsv4.tools.selftest.report import Check, SelftestReport, Speed, Status
+from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
+
+
+class SelftestError(ValueError):
+    """The self-test cannot run here."""
+
+
+@dataclass(frozen=True)
+class SelftestOptions:
+    """What is run.
+
+    is_quick: small shapes only, no speed. ops: only the checks of these ops. backend: whose ops; the kernels unless
+    told otherwise. is_kept: write the verdict that the engine reads, after a complete run on a GPU
+    """
+
+    is_quick: bool = False
+    ops: tuple[str, ...] = ()
+    backend: Backend = TRITON
+    is_kept: bool = True
+
+
+Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
+
+
+def run_selftest(
+    device: torch.device, options: SelftestOptions, progress: Progress = lambda what, done, total: None
+) -> SelftestReport:
+    """Everything that can run on this device; `progress` hears of each check."""
+    start = time.perf_counter()
+    if not HAS_TRITON:
+        raise SelftestError("Triton is not installed, so there is no kernel to test; pip install triton")
+    report = SelftestReport(_machine(device), is_interpreted=device.type != "cuda")
+    cases = op_cases(device, has_real_shapes=not options.is_quick, ops=options.ops)
+    if not cases:
+        raise SelftestError(f"no op is called {', '.join(options.ops)}")
+    compile_ahead(cases, lambda done, total: progress("compiling kernels", done, total))
+    speed: list[Speed] = []
+    bandwidth = 0.0
+    try:
+        done: set[str] = set()
+        for check in check_ops(cases, options.backend, device):
+            report.checks.append(check)
+            done.add(check.name)
+            progress(check.name, len(done), len(cases))
+        if not options.ops:
+            for check in _model_checks(device, options.backend):
+                report.checks.append(check)
+                progress(check.name, len(done), len(cases))
+        if device.type == "cuda" and not options.is_quick and not options.ops:
+            progress("speed", len(done), len(cases))
+            timer = Timer(SAMPLES)
+            bandwidth = read_bandwidth(timer)
+            speed = list(speeds(timer, bandwidth))
+    except DeviceLost as lost:
+        report.checks.append(lost.check)
+        report.checks.append(Check("oracle", "everything after it", Status.FAILED, "", "the device is lost"))
+    seconds = round(time.perf_counter() - start, 1)
+    finished = SelftestReport(
+        report.machine, report.is_interpreted, report.checks, speed, round(bandwidth / 1e9, 1), seconds
+    )
+    if options.is_kept and device.type == "cuda" and not options.ops and options.backend is TRITON:
+        _keep(finished, device)
+    return finished
+
+
+def _model_checks(device: torch.device, backend: Backend) -> Iterator[Check]:
+    """On a CPU the miniature runs on the oracles: interpreted kernels would take hours."""
+    yield from check_vectors(device, backend)
+    yield from check_model(device, backend if device.type == "cuda" else None)
+
+
+def _keep(report: SelftestReport, device: torch.device) -> None:
+    blamed = report.ops_with(Status.FAILED) or (["the model"] if report.failures else [])
+    write_verdict(KernelVerdict(kernel_key(device), tuple(blamed), tuple(report.ops_with(Status.CANNOT_RUN))))
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    import triton
+
+    machine = {
+        "dsv4": __version__, "python": platform.python_version(), "torch": torch.__version__,
+        "triton": triton.__version__, "cuda": str(torch.version.cuda), "system": platform.platform(),
+    }  # fmt: skip
+    if device.type != "cuda":
+        return {"device": f"{platform.machine()} CPU, kernels in Triton's interpreter"} | machine
+    properties = torch.cuda.get_device_properties(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        "device": properties.name, "architecture": f"sm_{major}{minor}", "memory_bytes": str(properties.total_memory),
+        "multiprocessors": str(properties.multi_processor_count), **kernel_key(device),
+    } | machine  # fmt: skip
