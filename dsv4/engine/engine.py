@@ -8,8 +8,8 @@ and an end the host sees one step late costs one row whose result is dropped. No
 computes is a function of its own request. How requests wait, share and lose the cache: scheduler.py.
 
 An engine that drafts feeds a decoding request its newest token and some drafts, draws from every row, and keeps the
-draws up to the first that differs from its draft: those of an engine that does not draft. Each step is then collected
-before the next is planned, since only its draws say where requests stand.
+draws up to the first that differs from its draft: those of an engine that does not draft. A step with drafts, or behind
+which drafts are asked for, is collected before the next is planned: only its draws say where requests stand.
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
@@ -75,6 +75,11 @@ class Flight:
     drafted: OnTheWay | None = None
     stuck: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the next step depends on what it drew."""
+        return self.drafted is not None or any(piece.num_drafts for piece in self.plan.pieces)
+
 
 class Engine:
     """`add` requests, call `step` until `has_work` is false (or until those that matter are done).
@@ -104,8 +109,7 @@ class Engine:
         self.on_experts: Callable[[Tensor], None] | None = None
         assert drafts is None or self.runner.drafting is not None, "drafts need a runner with a drafter"
         self._drafts = drafts
-        overlaps = cache.device.type == "cuda" if overlap is None else overlap
-        self._depth = int(overlaps and self.runner.drafting is None)
+        self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
         self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
         self._results: list[StepResult] = []  # collected and not returned
         self._builder = StepBuilder(cache, 0 if self.runner.drafting is None else self.runner.drafting.max_drafts)
@@ -201,7 +205,8 @@ class Engine:
         return sequence
 
     def step(self) -> list[StepResult]:
-        """Launch the next step, collect the one before it (without overlap: the same one), and say what was drawn.
+        """Launch the next step, collect the one before it (without overlap, or with drafts: the same one too), and say
+        what was drawn.
 
         A request whose logits are no numbers, whose constraint allows no token, whose deadline has passed or for which
         no block can ever be free fails alone (`Sequence.error`). If a call itself fails, every request in it is
@@ -213,6 +218,9 @@ class Engine:
             self._collect()
         if launched is not None and launched.drawn is None:
             self._draw(launched)
+        if launched is not None and launched.is_drafting:
+            while self._flights:
+                self._collect()
         if launched is not None and self._drafts is not None:
             self._drafts.took(launched.plan.num_tokens, time.perf_counter() - started)
         return self.take_results()

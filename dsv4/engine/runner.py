@@ -176,16 +176,13 @@ class Runner:
     ) -> Drafted | None:
         """Let the drafter write its rows of the last forward call, and ask it for `num_drafts` drafts for each request
         of `fed`; None for 0. token_ids [N]: what the last draw gave, None if nothing drew."""
-        drafting, ops, state = self.drafting, self.model.context.ops, self.slots.state
+        drafting = self.drafting
         assert drafting is not None, "a runner without a drafter"
         with self._compiles:
             if forwarded.bucket is not None:
                 made = forwarded.bucket.draft(fed, num_drafts)
             else:
-                assert forwarded.hidden is not None
-                drawn = fed.slots[:0] if token_ids is None else token_ids
-                ends = extend(drafting.drafter, ops, state, batch, forwarded.hidden, drawn, fed)
-                made = propose(drafting.drafter, ops, state, ends, num_drafts) if num_drafts else None
+                made = self._draft(drafting, forwarded, batch, token_ids, fed, num_drafts)
         self._check_compiles(f"drafting for {fed.slots.shape[0]} requests")
         return made
 
@@ -226,6 +223,16 @@ class Runner:
             logits = self.model.logits(streams.index_select(0, draw_rows))
             return Forwarded(logits, streams, tuple(experts), None if tap is None else tap.hidden)
 
+    def _draft(
+        self, drafting: Drafting, forwarded: Forwarded, batch: TokenBatch, token_ids: Tensor | None, fed: FedDrafts,
+        num_drafts: int,
+    ) -> Drafted | None:  # fmt: skip
+        drafter, ops, state = drafting.drafter, self.model.context.ops, self.slots.state
+        assert forwarded.hidden is not None
+        drawn = fed.slots[:0] if token_ids is None else token_ids
+        ends = extend(drafter, ops, state, batch, forwarded.hidden, drawn, fed)
+        return propose(drafter, ops, state, ends, num_drafts) if num_drafts else None
+
     def precompile(self, progress: Progress = lambda what, done, total: None) -> None:
         """Compile on all cores, into the disk cache, where other processes find it too. A help, not a condition: what
         fails here fails again where it matters, or did not matter."""
@@ -257,7 +264,7 @@ class Runner:
         rows = padding_rows(num_draws, self.model.config.vocab_size, self.cache.device, drafting.max_drafts)
         token_ids = self.model.context.ops.sample(made.logits, rows, self.slots.state)
         for num_drafts in drafting.choices:
-            self.draft(made, batch, token_ids, fed, num_drafts)
+            self._draft(drafting, made, batch, token_ids, fed, num_drafts)
 
     # ---- graphs ----
 

@@ -83,7 +83,7 @@ def plain_llm(kind="mtp", **limits):
     return LLM.from_params(CONFIGS[kind], params_of(kind), engine=make_limits(kind, **limits))
 
 
-def drafting_llm(kind, choice, capture=None, buckets=(), **limits):
+def drafting_llm(kind, choice, capture=None, buckets=(), overlap=False, **limits):
     """An engine whose drafts `choice` decides."""
     llm = plain_llm(kind, **limits)
     llm.cache = llm._make_cache(llm.cache.limits, llm.model.schedule)
@@ -92,7 +92,7 @@ def drafting_llm(kind, choice, capture=None, buckets=(), **limits):
         llm.model, llm.cache, buckets=buckets, use_graphs=capture is not None, capture=capture, drafting=drafting
     )
     runner.warm_up()
-    llm.engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice)
+    llm.engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice, overlap=overlap)
     return llm
 
 

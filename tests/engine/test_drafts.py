@@ -66,11 +66,12 @@ def test_whatever_the_drafts_are(kind, drafts):
     [
         slow({"max_chunk_tokens": 7}),
         slow({"num_blocks": 2, "prefix_cache_bytes": 0}),
-        {"num_blocks": 2, "max_chunk_tokens": 24},
+        slow({"num_blocks": 2, "max_chunk_tokens": 24}),
+        {"num_blocks": 2, "max_chunk_tokens": 24, "overlap": True},
     ],
 )
 def test_another_number_in_every_step(limits):
-    """Beside prompts in small chunks, and where blocks are scarce."""
+    """Beside prompts in small chunks, and where blocks are scarce; overlapped where a step asks for none."""
     engine = check("mtp", ForcedDrafts(3, "partly", truth_of(expected()), random_count=True, seed=1), **limits)
     assert (engine.stats().num_preemptions > 0) == ("num_blocks" in limits)
 
@@ -288,6 +289,6 @@ def test_loads_at_random(kind, seed):
         llm = drafting_llm(
             kind, choice, max_concurrent_requests=source.randint(1, 8),
             num_blocks=source.choice((3, 4, 40)), max_chunk_tokens=source.choice((9, 64, 300)),
-            capture=source.choice((None, FakeGraph())), buckets=(4, 16, 64),
+            capture=source.choice((None, FakeGraph())), buckets=(4, 16, 64), overlap=source.random() < 0.5,
         )  # fmt: skip
         assert run(llm, prompts, params, lambda engine: engine.check_integrity()) == plain

@@ -78,23 +78,25 @@ def extend(
     drafter: Drafter, ops: OpSet, state: SamplingState, batch: TokenBatch, hidden: Tensor, token_ids: Tensor,
     fed: FedDrafts,
 ) -> Extended:  # fmt: skip
-    """token_ids [N]: what every row that draws drew. Count what came true, and let the drafter write its rows."""
+    """token_ids [N]: what every row that draws drew. Remember what came true, and let the drafter write its rows."""
     num_tokens, num_draws = batch.num_tokens, token_ids.shape[0]
     steps = torch.arange(fed.drafts.shape[1] + 1, device=token_ids.device)
     drawn = token_ids[(fed.places.unsqueeze(1) + steps).clamp(max=num_draws - 1)]  # [R, K + 1]
     kept = ops.accept(fed.drafts, fed.num_drafts, drawn, fed.positions)
-    _count(drawn, steps <= kept.num_accepted.unsqueeze(1), fed.slots, state)
     rows, anchors = fed.rows + kept.num_accepted, kept.token_ids.clamp(min=0)
+    _remember(drawn, steps <= kept.num_accepted.unsqueeze(1), anchors, fed.slots, state)
     # the row of the last token that stays is followed by the newest one; padding writes behind the end
     ends = torch.where(fed.slots >= 0, rows, num_tokens)
     next_ids = torch.cat((fed.next_ids, fed.next_ids.new_zeros(1))).index_copy_(0, ends, anchors)[:num_tokens]
     return Extended(fed.slots, kept.positions, anchors, rows, drafter.extend(batch, hidden, next_ids))
 
 
-def _count(drawn: Tensor, is_kept: Tensor, slots: Tensor, state: SamplingState) -> None:
-    """What the slots remember of draws [R, K + 1]: as a draw without drafts counts its own."""
-    held = slots.clamp(min=0)
-    counts = is_kept & (drawn >= 0) & ((slots >= 0) & ((state.flags[held] & HAS_PENALTIES) != 0)).unsqueeze(1)
+def _remember(drawn: Tensor, is_kept: Tensor, anchors: Tensor, slots: Tensor, state: SamplingState) -> None:
+    """What the slots remember of draws [R, K + 1], as a draw without drafts does. Sums of integers, to which padding
+    adds 0: it may name a slot that others have."""
+    is_real, held = slots >= 0, slots.clamp(min=0)
+    state.last_tokens.index_add_(0, held, (anchors - state.last_tokens[held]).masked_fill(~is_real, 0))
+    counts = is_kept & (drawn >= 0) & (is_real & ((state.flags[held] & HAS_PENALTIES) != 0)).unsqueeze(1)
     cells = held.unsqueeze(1) * state.token_counts.shape[1] + drawn.clamp(min=0)
     table = state.token_counts.view(-1)
     table.index_add_(0, cells.flatten(), counts.flatten().to(table.dtype))
