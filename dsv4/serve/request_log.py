@@ -31,7 +31,7 @@ def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, prob
         "reason": reason,
     }
     _LOG.info(
-        "%s %s: %d prompt (%d cached) + %d tokens in %.2f s, first after %s, %s tokens/s, %s",
+        "%s %s: %d prompt (%d cached) + %d tokens in %.2f s, first %s, %s tokens/s, %s",
         request_id, route, job.num_prompt_tokens, job.num_cached_tokens, output, fields["seconds"],
         "-" if first is None else f"{first:.3f} s", "-" if rate is None else f"{rate:.1f}", reason,
         extra={"fields": fields},
