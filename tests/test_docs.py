@@ -97,6 +97,16 @@ def test_links_of_the_documents_lead_somewhere():
     assert lost == []
 
 
+def test_the_table_of_clients_has_the_versions_that_are_tried():
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("## Clients that were tried")[2]
+    shown = set(re.findall(r"^\| ([a-z_-]+ \d+\.\d+) \|", text.partition("\n## ")[0], re.MULTILINE))
+    tried = set()
+    for file in (ROOT / "tests" / "clients" / "requirements").glob("*.txt"):
+        tried |= set(re.findall(r"^([a-z_-]+)(?:\[.*\])?==(\d+\.\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    beside = ("torch", "hypothesis", "pytest", "mcp")
+    assert shown == {f"{name} {version}" for name, version in tried if name not in beside}
+
+
 def test_lines_end_in_time():
     """Tables and pictures cannot wrap; code has the width of code. `python tools/wrap_docs.py` repairs prose."""
     long = []

@@ -38,14 +38,14 @@ def conversation_key(body: bytes) -> str | None:
 
 def _beginning(fields: dict[str, Any]) -> str | None:
     turns = next((fields[name] for name in ("messages", "input", "prompt") if fields.get(name)), None)
+    if isinstance(turns, list) and isinstance(turns[0], (str, list)):  # several prompts: the first decides
+        turns = turns[0]
     if isinstance(turns, str):
         return turns[:_NUM_CHARACTERS] if "prompt" in fields else turns
     if not isinstance(turns, list):
         return None
     if all(isinstance(one, int) for one in turns[:_NUM_TOKENS]):
         return json.dumps(turns[:_NUM_TOKENS])
-    if isinstance(turns[0], (str, list)):  # several prompts: the first decides
-        return _beginning({"prompt": turns[0]})
     said = [one for one in turns if isinstance(one, dict) and one.get("role") == "user"]
     return _text(said[0].get("content")) if said else None
 

@@ -91,13 +91,13 @@ def test_a_stream_arrives_piece_by_piece(client):
     assert lines[-1][0] > lines[0][0], "not all at once"
 
 
-@pytest.mark.parametrize("idx", range(5))
+@pytest.mark.parametrize("idx", range(4))
 def test_a_conversation_stays_where_its_cache_is(client, idx):
     """Without any header: the second turn of each finds the first one's prompt."""
-    messages = [{"role": "user", "content": f"{idx}. " + "The sky was red and the sea was green. " * 24}]
+    messages = [{"role": "user", "content": f"{idx}. " + "The sky was red and the sea was green. " * 12}]
     fields = {"model": NAME, "max_tokens": 4, "seed": 1}
     first = client.post("/v1/chat/completions", json={**fields, "messages": messages}).json()
-    assert first["usage"]["prompt_tokens"] > 256
+    assert first["usage"]["prompt_tokens"] > 128
     messages += [first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     second = client.post("/v1/chat/completions", json={**fields, "messages": messages}).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128

@@ -60,6 +60,7 @@ def test_other_conversations_have_other_keys():
     "body",
     [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000, b"{}", b'{"messages": 5}', b'{"messages": []}',
      b'{"messages": [{"role": "system", "content": "x"}]}', b'{"prompt": ""}',
+     b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
      b'{"prompt": [{}]}', b'{"prompt_cache_key": ""}'],
 )  # fmt: skip
 def test_what_is_no_conversation_has_no_key(body):

@@ -107,7 +107,7 @@ def test_reasons_are_of_fields_that_exist():
     of_others = {
         "refusal", "image_url", "input_audio", "file", "previous_response_id", "conversation", "background", "prompt",
         "truncation", "max_tool_calls", "context_management", "container", "mcp_servers", "moderation",
-        "disable_additional_properties", "structural_tag", "include_obfuscation",
+        "disable_additional_properties", "structural_tag", "include_obfuscation", "encrypted_content",
     }  # fmt: skip
     assert set(REFUSED) <= known | of_others
 
