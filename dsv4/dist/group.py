@@ -21,6 +21,7 @@ from dsv4.dist.errors import ExchangeDamaged, PeerLost
 _TIMEOUT = timedelta(minutes=10)
 _LOOK_UP = timedelta(seconds=0.5)
 _CHECK_BYTES = 8
+_CPU = torch.device("cpu")
 
 
 class Group(Protocol):
@@ -53,10 +54,10 @@ class TorchGroup:
 
     def __init__(
         self, process_group: Any, tick: Callable[[], None] = lambda: None, is_lost: Callable[[], bool] | None = None,
-        device: str = "cpu",
+        device: torch.device = _CPU,
     ) -> None:  # fmt: skip
         self._group = process_group
-        self.device = torch.device(device)
+        self.device = device
         self._tick = tick
         self._is_lost = is_lost
 
@@ -164,9 +165,12 @@ def gloo_group(
     return TorchGroup(gloo(dist.PrefixStore("gloo", store), rank, size, options), tick, is_lost)
 
 
-def nccl_group(store: Any, rank: int, size: int, tick: Callable[[], None] = lambda: None) -> TorchGroup:
-    """For GPUs that cannot write into one another's memory: between nodes, or without peer access."""
+def nccl_group(
+    store: Any, rank: int, size: int, device: torch.device, tick: Callable[[], None] = lambda: None
+) -> TorchGroup:  # fmt: skip
+    """For GPUs that cannot write into one another's memory: between nodes, or without peer access. `device`: this
+    rank's own."""
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _TIMEOUT
-    return TorchGroup(nccl(dist.PrefixStore("nccl", store), rank, size, options), tick, device="cuda")
+    return TorchGroup(nccl(dist.PrefixStore("nccl", store), rank, size, options), tick, device=device)

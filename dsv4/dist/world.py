@@ -112,7 +112,7 @@ def join_world(
             group: Group = gloo_group(store, rank, size, host, progress.tick, lambda: link.is_lost)
             meeting = _default_group(store, rank, size)
         elif is_gpu:
-            group = nccl_group(store, rank, size, progress.tick)
+            group = nccl_group(store, rank, size, device, progress.tick)
         else:
             group = gloo_group(store, rank, size, host, progress.tick, lambda: link.is_lost)
     except BaseException:

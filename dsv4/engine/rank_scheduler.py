@@ -217,11 +217,10 @@ class RankScheduler:
 
     def _best_home(self, rooms: list[_Room], sequence: Sequence) -> int | None:
         """The rank to live on; None if none has room."""
-        matches = [books.match(sequence.chain) for books in self.books]
+        open_ranks = [rank for rank, room in enumerate(rooms) if room.num_slots > 0 and room.num_tokens > 0]
+        matches = {rank: self.books[rank].match(sequence.chain) for rank in open_ranks}
         fitting = [
-            rank
-            for rank, (room, match) in enumerate(zip(rooms, matches, strict=True))
-            if room.num_slots > 0 and room.num_tokens > 0 and room.num_blocks >= self._blocks_to_start(sequence, match)
+            rank for rank in open_ranks if rooms[rank].num_blocks >= self._blocks_to_start(sequence, matches[rank])
         ]
         if not fitting:
             return None

@@ -73,17 +73,23 @@ def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits, overlap)
     assert homes == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_arrivals_at_random(make_ranks, one, overlap):
-    """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(118, 136, (10,), generator=generator).tolist()
+@pytest.fixture(scope="module")
+def arrivals(models):
+    """Ten requests, and what comes of them on one process."""
+    lengths = torch.randint(118, 136, (10,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = prompts_of(*lengths, seed=9)
     params = [
         SamplingParams(max_tokens=3 + i % 6, seed=i, logprobs=1, ignore_eos=True, priority=i % 3 - 1) for i in range(10)
     ]
-    llm = one()
-    expected = llm.generate(prompts, params)
+    llm = LLM.from_params(SMALL, models["official"][0], engine=EngineConfig(max_context_tokens=512))
+    return prompts, params, llm.generate(prompts, params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_arrivals_at_random(make_ranks, arrivals, overlap):
+    """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
+    generator = torch.Generator().manual_seed(4)
+    prompts, params, expected = arrivals
     ranks = make_ranks(
         3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
     )

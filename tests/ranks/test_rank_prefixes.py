@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import SMALL
-from test_rank_scheduler import books_of, feed, sequence_of
+from test_rank_scheduler import books_of, feed, run_step, sequence_of
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
@@ -114,19 +114,6 @@ def test_books_that_differ_end_all(make_ranks):
 # ---- placing ----
 
 
-def run_step(scheduler):
-    plan = scheduler.schedule()
-    for books, share in zip(scheduler.books, plan.shares, strict=True):
-        feed(books, share.pieces)
-    scheduler.commit(plan)
-    for piece in plan.pieces:
-        if piece.draws:
-            piece.sequence.num_unread -= 1
-            piece.sequence.append(3, None)
-        scheduler.settle(piece.sequence)
-    scheduler.check_integrity()
-
-
 def run_all(scheduler, *sequences):
     """Together; where each of them lived."""
     homes = {}
@@ -217,7 +204,7 @@ class Follower:
             assert mine._nodes.keys() == theirs._nodes.keys()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(4, 8), st.integers(1, 4), st.booleans())
 def test_caches_follow_their_books(seed, num_slots, num_blocks, num_snapshots, late):
     """Random lives with common beginnings, few blocks and few snapshots; tokens known a step late, or at once."""
