@@ -87,8 +87,10 @@ class HostTier:
                 view.copy_(flat[start : start + view.numel()], non_blocking=True)
                 start += view.numel()
 
-    def read(self, segment: Segment, num_bytes: int) -> Tensor:
-        """To the device: uint8 [n], for what is launched from now on."""
+    @contextmanager
+    def read(self, segment: Segment, num_bytes: int) -> Iterator[Tensor]:
+        """To the device: uint8 [n], for what is launched inside the block. Its memory then goes to later segments, so
+        that a long prefix needs no more of it than two of its segments."""
         with self._copying():
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             start = 0
@@ -97,8 +99,9 @@ class HostTier:
                 start += view.numel()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            flat.record_stream(torch.cuda.current_stream(self._device))
-        return flat
+        yield flat
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def fence(self) -> torch.cuda.Event | None:
         """What to wait for before the host reads or writes bytes that were copied until now."""

@@ -163,17 +163,14 @@ class Tiers:
         assert segment is not None and len(blocks) == segment.end - num_held, "the host has no such prefix"
         for one in segment.path():
             self.host.tree.touch(one)
-            if one.end <= num_held:
+            if one.end <= num_held and one is not segment:
                 continue
-            flat = self.host.read(one, self._payload.num_bytes(one.num_blocks))
             first = max(one.start, num_held)
             rows = range(first - one.start, one.end - one.start)
-            self._payload.scatter(flat, one.num_blocks, rows, blocks[first - num_held : one.end - num_held])
-            if one is segment:
-                self._payload.put_snapshot(flat, one.num_blocks, snapshot)
-        if segment.end <= num_held:
-            flat = self.host.read(segment, self._payload.num_bytes(segment.num_blocks))
-            self._payload.put_snapshot(flat, segment.num_blocks, snapshot)
+            with self.host.read(one, self._payload.num_bytes(one.num_blocks)) as flat:
+                self._payload.scatter(flat, one.num_blocks, rows, blocks[first - num_held : one.end - num_held])
+                if one is segment:
+                    self._payload.put_snapshot(flat, one.num_blocks, snapshot)
         is_from_disk = key in self._from_disk
         self._from_disk.discard(key)
         return is_from_disk

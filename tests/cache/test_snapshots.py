@@ -12,14 +12,14 @@ from dsv4.schedule import build_schedule
 WIDTHS = {"plain": {"head_dim": 37, "qk_rope_head_dim": 4, "index_head_dim": 32}, "quantised": {}}
 
 
-def make_manager(kind, slack):
+def make_manager(kind, slack, device="cpu"):
     config = ModelConfig.tiny(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), num_hash_layers=0, **WIDTHS[kind])
     engine = EngineConfig(
         max_context_tokens=4096, max_concurrent_requests=2, num_blocks=40, max_draft_tokens=slack,
-        cache_host_bytes=2**22,
+        cache_host_bytes=2**24, snapshot_interval_tokens=256,
     )  # fmt: skip
     return KVCacheManager(
-        config, build_schedule(config, with_mtp=True), engine, device="cpu",
+        config, build_schedule(config, with_mtp=True), engine, device=device,
         plain_dtype=torch.bfloat16 if kind == "plain" else None,
     )  # fmt: skip
 
@@ -27,6 +27,46 @@ def make_manager(kind, slack):
 def random_bytes(pool, seed):
     generator = torch.Generator().manual_seed(seed)
     pool.storage.copy_(torch.randint(0, 256, pool.storage.shape, dtype=torch.uint8, generator=generator))
+
+
+def run_request(manager, token_ids):
+    """From start to end beside other work of the device; how much was known, and the bytes of what it leaves."""
+    busy = torch.ones(512, 512, device=manager.device)
+    chain = manager.chain(token_ids, None)
+    slot = manager.admit(len(token_ids), chain)
+    start = position = manager.position(slot)
+    while position < len(token_ids):
+        busy = busy @ busy
+        position = min(len(token_ids), manager.next_stop(slot))
+        manager.make_batch([slot], [token_ids[manager.position(slot) : position]])
+        manager.launched(slot)
+    node = manager.prefix.path_to(chain.up_to((len(token_ids) - 1) // 128 * 128))[-1]
+    payload = Payload(manager._paged, manager._snapshots)
+    found = payload.gather(manager._blocks[slot][: node.depth], node.snapshot)
+    manager.release(slot)
+    return start, found.cpu()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_long_prefix_comes_back_from_host_memory(device):
+    """Fifteen segments, every byte of the device overwritten meanwhile."""
+    manager = make_manager("quantised", 0, device)
+    pools = [*manager._paged.pools.values(), *manager._snapshots.pools.values()]
+    for seed, pool in enumerate([*pools, *manager._state.pools.values()]):
+        random_bytes(pool, seed)
+    manager._state.reset_slot(0)
+    token_ids = torch.randint(1, 200, (3900,), generator=torch.Generator().manual_seed(3)).tolist()
+    start, expected = run_request(manager, token_ids)
+    assert start == 0
+    for _ in range(3):
+        manager.prefix.tree.make_room(manager.schema.num_blocks)
+        for pool in pools:
+            pool.storage.fill_(255)
+        start, found = run_request(manager, token_ids)
+        assert start == 3840
+        assert torch.equal(found, expected)
+    assert manager.prefix.stats.num_host_hits == 3
+    manager.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["plain", "quantised"])
