@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,9 +18,6 @@ from server_cases import HEADERS
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.request import RequestError
 from dsv4.serve.memory import check_gpu_memory
-
-ROOT = Path(__file__).parents[2]
-
 
 BODY = {"model": "small", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 
