@@ -24,17 +24,19 @@ from dsv4.ops import Backend
 
 
 def rank_device(device: torch.device, num_ranks: int) -> torch.device:
-    """This rank's own device; `ConfigError` if the machine has too few."""
+    """This rank's own device, from now on the current one: kernels are launched there. `ConfigError` if the machine has
+    too few."""
     if device.type != "cuda" or num_ranks == 1:
         return device
     found, needed = torch.cuda.device_count(), local_rank() + 1 if is_started_by_torchrun() else num_ranks
     if device.index is not None:
         raise ConfigError(f"device must be 'cuda' with gpus {num_ranks}: rank r takes the r-th, found {str(device)!r}")
-    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
-        return torch.device("cuda", local_rank() % found)  # torch's own switch: several ranks try one GPU, slowly
-    if found < needed:
+    is_shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # torch's own: ranks try one GPU
+    if found < needed and not is_shared:
         raise ConfigError(f"gpus is {num_ranks}, which needs {needed} CUDA devices here; this machine has {found}")
-    return torch.device("cuda", local_rank())
+    own = torch.device("cuda", local_rank() % found)
+    torch.cuda.set_device(own)
+    return own
 
 
 @contextmanager

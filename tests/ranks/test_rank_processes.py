@@ -22,6 +22,7 @@ from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.offload.placement import OffloadError
+from dsv4.engine.rank_load import rank_device
 from dsv4.llm import LLM
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
@@ -215,6 +216,29 @@ def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="gpus is 2, but torchrun started 4 processes"):
         LLM(folder, gpus=2)
+
+
+def test_each_rank_takes_its_own_gpu(monkeypatch):
+    """And makes it the current one, where kernels are launched."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    cuda = torch.device("cuda")
+    assert rank_device(cuda, 2) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="gpus is 4, which needs 4 CUDA devices here; this machine has 2"):
+        rank_device(cuda, 4)
+    with pytest.raises(ConfigError, match="device must be 'cuda' with gpus 2.*found 'cuda:1'"):
+        rank_device(torch.device("cuda:1"), 2)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    assert rank_device(cuda, 8) == torch.device("cuda", 1), "the second of this node"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError, match="needs 4 CUDA devices here; this machine has 2"):
+        rank_device(cuda, 8)
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert rank_device(cuda, 8) == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", place) for place in (0, 1, 1)]
+    assert rank_device(torch.device("cpu"), 2) == torch.device("cpu")
 
 
 @pytest.mark.processes
