@@ -65,7 +65,6 @@ def test_whatever_the_drafts_are(kind, drafts):
     "limits",
     [
         slow({"max_chunk_tokens": 7}),
-        slow({"num_blocks": 2, "prefix_cache_bytes": 0}),
         slow({"num_blocks": 2, "max_chunk_tokens": 24}),
         {"num_blocks": 2, "max_chunk_tokens": 24, "overlap": True},
     ],
