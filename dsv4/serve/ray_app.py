@@ -39,6 +39,11 @@ from dsv4.text.chat import effort_profile
 _LOG = logging.getLogger("dsv4.serve")
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _SESSION_HEADER = "x-session-id"  # Ray's own name of it
+# How long a replica may take to say how much it has to do before its requests go elsewhere, to a cache that does not
+# know them. Ray's own 0.1 s is short for a process that also runs an engine.
+_PATIENCE = dict.fromkeys(
+    ("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S"), "2.0"
+)
 _MOST_OPEN = 4096  # requests that a front has on their way; it only passes bytes on
 _ATTEMPTS = 3  # replicas that may die under one request before it has an answer
 
@@ -182,7 +187,7 @@ class Front:
                 pieces.cancel()
                 raise
             answer = StreamingResponse(_passed_on(pieces), status_code=status)
-            answer.raw_headers = headers
+            answer.raw_headers = [pair for pair in headers if pair[0] != b"x-request-id"]  # Ray adds it: the same one
             return answer
         error = ApiError(503, "the replicas that had this request died: send it again", code="replica_lost")
         return JSONResponse(error.body, status_code=503, headers={"retry-after": "1"})
@@ -196,8 +201,9 @@ async def _passed_on(pieces: Any) -> AsyncIterator[bytes]:
         pieces.cancel()  # of one that has ended: nothing
 
 
-def build(options: Options) -> serve.Application:
-    """The application, for `serve run` and `serve build`; `serve.run(build(Options(...)))` in Python."""
+def build(arguments: Options | dict[str, Any]) -> serve.Application:
+    """The application, for `serve run`, which gives a dict of texts; `serve.run(build(Options(...)))` in Python."""
+    options = Options.model_validate(arguments)
     settings, _ = options.settings()  # mistakes are said here, not in a replica's log
     replicas = serve.deployment(
         Replica,
@@ -212,7 +218,7 @@ def build(options: Options) -> serve.Application:
         Front,
         num_replicas=options.fronts,
         max_ongoing_requests=_MOST_OPEN,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": _PATIENCE}},
         graceful_shutdown_timeout_s=options.drain_seconds,
     )
     return front.bind(replicas, settings.max_body_bytes)
