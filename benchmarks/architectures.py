@@ -1,11 +1,11 @@
 """Compiles every kernel of a Flash step for six architectures and writes docs/architectures.md from what ptxas says.
 
-python benchmarks/architectures.py                  all architectures; records in benchmarks/results/architectures.json
-python benchmarks/architectures.py --arch 89        one of them; the others' records stay
+python benchmarks/architectures.py                  all, on all cores; records in benchmarks/results/architectures.json
+python benchmarks/architectures.py --arch 89        one of them; what the others' cases gave stays
 python benchmarks/architectures.py --markdown       only the page, from the records
 
-No GPU is needed. A step of one token and one of many are compiled, of each op and format. It takes minutes for each
-architecture; what ptxas said is kept by the content of its input (.pytest_cache/compile).
+No GPU is needed. Of each op and format a step of one token and one of many are compiled. On 16 cores that should take a
+few minutes; what ptxas said is kept by the content of its input (.pytest_cache/compile).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import argparse
 import json
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,6 @@ GPUS = {
     80: "A100", 89: "L40S, RTX 4090", 90: "H100, H200", 100: "B200", 103: "B300", 120: "RTX PRO 6000, RTX 5090",
 }  # fmt: skip
 MIDDLE_TOKENS, MAX_TOKENS = 64, 4096
-MEASURES = ("registers", "spill_bytes", "shared_bytes")
 THREE_SIZES = {"sparse_attention", "linear", "linears", "grouped_linear", "moe"}  # another form between few and many
 SAME_KERNELS = {"hc_enter", "hc_head", "moe_parts", "moe_fold", "rms_norm"}  # launches of others' kernels
 KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
@@ -59,6 +61,7 @@ product is the hardware's.
 """
 
 
+@cache
 def table_cases() -> list[BenchCase]:
     """Of every op of the model and each of its formats: one token, the most up to `MAX_TOKENS`, and between."""
     groups: dict[tuple[str, str], dict[int, BenchCase]] = {}
@@ -76,71 +79,77 @@ def table_cases() -> list[BenchCase]:
     ]
 
 
-def record(arch: int) -> dict[str, Any]:
-    """Of each kernel the most that any case needs; of each case that does not compile, why."""
-    kernels: dict[str, dict[str, int]] = {}
-    failures: dict[str, str] = {}
-    for case in table_cases():
-        try:
-            reports = compile_case(case, arch)
-        except Exception as error:  # whatever a compiler raises belongs to this case
-            failures[case.key] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            continue
-        for report in reports:
-            kernel = kernels.setdefault(report.kernel, dict.fromkeys(MEASURES, 0))
-            for name in MEASURES:
-                kernel[name] = max(kernel[name], getattr(report, name))
-            print(arch, case.key, report.kernel, report.spill_bytes, report.shared_bytes, file=sys.stderr, flush=True)
-    return {"kernels": dict(sorted(kernels.items())), "failures": failures}
+def compiled(job: tuple[int, str]) -> tuple[int, str, list[list[Any]] | str]:
+    """Of one case on one architecture: each kernel with bytes of spills and of shared memory, or why there is none."""
+    arch, key = job
+    case = next(case for case in table_cases() if case.key == key)
+    try:
+        reports = compile_case(case, arch)
+    except Exception as error:  # whatever a compiler raises belongs to this case
+        return arch, key, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return arch, key, [[report.kernel, report.spill_bytes, report.shared_bytes] for report in reports]
+
+
+def record(architectures: list[int], records: dict[str, Any]) -> None:
+    """Compile on all cores and put what came of it into `records`; written as it comes."""
+    jobs = [(arch, case.key) for case in table_cases() for arch in architectures]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for done, (arch, key, result) in enumerate(pool.map(compiled, jobs), 1):
+            records["architectures"].setdefault(str(arch), {})[key] = result
+            print(f"{done} of {len(jobs)}: sm_{arch} {key}", file=sys.stderr, flush=True)
+            RECORDS.write_text(json.dumps(records, sort_keys=True, indent=1) + "\n", encoding="utf-8")
+
+
+def kernels_of(cases: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The most bytes of spills and of shared memory that any case gives a kernel."""
+    found: dict[str, tuple[int, int]] = {}
+    for result in cases.values():
+        for kernel, spilled, shared in result if isinstance(result, list) else ():
+            before = found.get(kernel, (0, 0))
+            found[kernel] = max(before[0], spilled), max(before[1], shared)
+    return found
 
 
 def markdown(records: dict[str, Any]) -> str:
     """The page."""
-    found = {arch: records["architectures"][str(arch)] for arch in ARCHITECTURES}
+    found = {arch: records["architectures"].get(str(arch), {}) for arch in ARCHITECTURES}
+    kernels = {arch: kernels_of(cases) for arch, cases in found.items()}
     lines = [INTRODUCTION.format(triton=records["triton"]), "## Chips", ""]
-    lines += ["| | GPUs | shared memory of a program | kernels | that fit | largest | spills |", "|---" * 7 + "|"]
-    lines += [_chip_row(arch, found[arch]["kernels"]) for arch in ARCHITECTURES]
+    lines += ["| | GPUs | cases compiled | kernels | that fit | largest | limit | spills |", "|---" * 8 + "|"]
+    lines += [_chip_row(arch, found[arch], kernels[arch]) for arch in ARCHITECTURES]
     lines += [
         "",
-        "Spills in bytes. A kernel that does not compile or fit is served by its oracle once `dsv4 selftest` has",
+        "Sizes are of a program's shared memory, spills in bytes. A kernel that does not compile or fit is served",
     ]
-    lines += [
-        "run there.",
-        "",
-        "## Kernels",
-        "",
-        "Registers of a thread and KB of shared memory, the most of any case.",
-        "",
-    ]
+    lines += ["by its oracle once `dsv4 selftest` has run there.", "", "## Kernels", ""]
+    lines += ["KB of shared memory, the most of any case.", ""]
     lines += ["| kernel | " + " | ".join(f"sm_{arch}" for arch in ARCHITECTURES) + " |"]
     lines += ["|---" * (len(ARCHITECTURES) + 1) + "|"]
-    for name in sorted({name for part in found.values() for name in part["kernels"]}):
-        lines.append(
-            f"| {name} | " + " | ".join(_cell(found[arch]["kernels"].get(name)) for arch in ARCHITECTURES) + " |"
-        )
+    for name in sorted({name for part in kernels.values() for name in part}):
+        cells = [f"{kernels[arch][name][1] / 1024:.1f}" if name in kernels[arch] else "" for arch in ARCHITECTURES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     failures = [
-        f"* sm_{arch}: {case}: {error[:80]}"
+        f"* sm_{arch}: {case}: {result[:80]}"
         for arch in ARCHITECTURES
-        for case, error in found[arch]["failures"].items()
+        for case, result in found[arch].items()
+        if isinstance(result, str)
     ]
     if failures:
         lines += ["", "## What does not compile", "", *failures]
     return "\n".join(lines) + "\n"
 
 
-def _chip_row(arch: int, kernels: dict[str, dict[str, int]]) -> str:
+def _chip_row(arch: int, cases: dict[str, Any], kernels: dict[str, tuple[int, int]]) -> str:
     limit = Architecture(arch).shared_bytes
-    sizes = [kernel["shared_bytes"] for kernel in kernels.values()]
-    spilling = [f"{name} {kernel['spill_bytes']}" for name, kernel in kernels.items() if kernel["spill_bytes"]]
+    sizes = [shared for _, shared in kernels.values()]
+    num_compiled = sum(isinstance(result, list) for result in cases.values())
+    spilling = [f"{name} {spilled}" for name, (spilled, _) in kernels.items() if spilled]
     cells = (
-        f"sm_{arch}", GPUS[arch], f"{limit // 1024} KB", len(sizes), sum(size <= limit for size in sizes),
-        f"{max(sizes) / 1024:.0f} KB", ", ".join(spilling) or "none",
+        f"sm_{arch}", GPUS[arch], f"{num_compiled} of {len(table_cases())}", len(sizes),
+        sum(size <= limit for size in sizes), f"{max(sizes, default=0) / 1024:.0f} KB", f"{limit // 1024} KB",
+        ", ".join(spilling) or ("none" if sizes else ""),
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _cell(kernel: dict[str, int] | None) -> str:
-    return "" if kernel is None else f"{kernel['registers']}, {kernel['shared_bytes'] / 1024:.0f}"
 
 
 def read_records() -> dict[str, Any]:
@@ -156,12 +165,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--markdown", action="store_true", help="only the page")
     options = parser.parse_args(arguments)
     if not options.markdown:
-        for arch in options.arch or ARCHITECTURES:
-            found = record(arch)
-            records = read_records() if RECORDS.exists() else {"architectures": {}}
-            records |= {"triton": triton.__version__}
-            records["architectures"][str(arch)] = found
-            RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        records = read_records() if RECORDS.exists() else {"architectures": {}}
+        records["triton"] = triton.__version__
+        record(options.arch or list(ARCHITECTURES), records)
     PAGE.write_text(markdown(read_records()), encoding="utf-8")
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4.config import EngineConfig
 from dsv4.formats.tensors import QuantFormat, QuantTensor
+from dsv4.llm import LLM
 from dsv4.ops import Backend
+from dsv4.request import SamplingParams
 from dsv4.testing.agreement import Measure
 from dsv4.testing.numeric import KERNEL_LIMITS, NEAR_TIE_NATS, bits_of
 from dsv4.testing.shipped_data import golden_texts, op_vectors
