@@ -1,7 +1,7 @@
 """How many threads a forward call takes on a CPU.
 
 torch's own choice, one per core, is wrong for small models: their products are too small to share, and threads that
-wait for one another spin. It also makes results depend on the machine: libraries sum in another order on more threads.
+wait for one another spin. `official` numerics have the same bits on any number of threads; `exact` ones do not.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ def ceil_e8m0(amax: Tensor, max_code: float) -> Tensor:
 
     Infinity and NaN give 255, the NaN scale: a NaN must come back as one even where the codes cannot hold it (E2M1).
     """
-    bits = (amax.float() / max_code).view(torch.int32)
-    exponent = (bits >> 23) & 0xFF
-    has_fraction = (bits & 0x7FFFFF) != 0
-    return (exponent + has_fraction.to(torch.int32)).clamp_max(255).to(torch.uint8)
+    bits = (amax.float() / max_code).view(torch.int32) & 0x7FFFFFFF
+    # any fraction carries into the exponent; NaN must not, so it counts as infinity
+    return ((bits.clamp_max(0x7F800000) + 0x7FFFFF) >> 23).to(torch.uint8)

@@ -11,15 +11,21 @@ from dsv4.formats.e8m0 import E4M3_MAX, FP8_AMAX_FLOOR, ceil_e8m0, e8m0_to_float
 def fp8_quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [..., K] -> E4M3 codes [..., K] and E8M0 scale codes uint8 [..., K / group], both per row.
 
-    s = 2^ceil(log2(amax / 448)), amax floored at 1e-4; code = round-to-nearest-even(clamp(x / s)).
+    s = 2^ceil(log2(amax / 448)), amax floored at 1e-4; code = round-to-nearest-even(x / s), at most 448.
     """
+    codes, scale, _ = fp8_groups(x, group)
+    return codes.flatten(-2), scale
+
+
+def fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`fp8_quantize` with the codes in groups [..., K / group, group], and the scales as fp32 [..., K / group, 1]."""
     if x.shape[-1] % group:
         raise ValueError(f"the last dimension {x.shape[-1]} is not a multiple of the group {group}")
     groups = x.float().unflatten(-1, (-1, group))  # [..., K / group, group]
-    amax = groups.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
     scale = ceil_e8m0(amax, E4M3_MAX)
-    codes = (groups / e8m0_to_float(scale).unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale
+    factor = e8m0_to_float(scale)
+    return (groups / factor).to(torch.float8_e4m3fn), scale.squeeze(-1), factor
 
 
 def fp8_dequantize(codes: Tensor, scale: Tensor, group: int) -> Tensor:

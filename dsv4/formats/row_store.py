@@ -38,11 +38,11 @@ class RowStore:
         scale_bytes = 0 if self.scales is None else self.scales.numel()
         return self.data.numel() * self.data.element_size() + scale_bytes
 
-    def gather(self, *index: Tensor) -> Tensor:
-        """Values [..., dim] of the rows at `index` (one index tensor per leading dimension)."""
+    def gather(self, *index: Tensor | int) -> Tensor:
+        """Values [..., dim] of the rows at `index` (one index for each leading dimension)."""
         return decode_rows(self[index])
 
-    def __getitem__(self, index: tuple[Tensor, ...]) -> RowStore:
+    def __getitem__(self, index: tuple[Tensor | int, ...]) -> RowStore:
         return RowStore(self.data[index], None if self.scales is None else self.scales[index], self.format)
 
     def __setitem__(self, index: tuple[Tensor, ...], rows: RowStore) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dsv4.formats.e8m0 import e8m0_to_float
+from dsv4.formats.exact_sums import RUN, weight_operand
 from dsv4.formats.fp4 import mxfp4_dequantize, nvfp4_dequantize
-from dsv4.formats.fp8 import fp8_block_dequantize, fp8_dequantize
+from dsv4.formats.fp8 import fp8_block_dequantize, fp8_dequantize, fp8_groups
 
 
 class QuantFormat(StrEnum):
@@ -79,14 +82,96 @@ class QuantActivation:
     codes: Tensor
     scale: Tensor
 
+    @classmethod
+    def of(cls, x: Tensor) -> QuantActivation:
+        """x [..., K] quantised."""
+        codes, scale, factor = fp8_groups(x, ACTIVATION_GROUP)
+        made = cls(codes.flatten(-2), scale)
+        made.__dict__["runs"] = codes.double() * factor
+        return made
+
     def dequantize(self) -> Tensor:
         """fp32 [..., K], exact."""
         return fp8_dequantize(self.codes, self.scale, ACTIVATION_GROUP)
+
+    @cached_property
+    def runs(self) -> Tensor:
+        """fp64 [..., C, 128], on the grid of exact sums: the codes of one scale span 18 bits."""
+        assert RUN == ACTIVATION_GROUP
+        return self.codes.double().unflatten(-1, (-1, RUN)) * e8m0_to_float(self.scale).unsqueeze(-1)
 
 
 Weight = Tensor | QuantTensor
 
 
-def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+class WideWeight:
+    """A weight of the oracles that keeps its fp64 operand (formats/exact_sums.py) from its first product on.
+
+    source  the weight as loaded, which must not change any more
+    dtype   what its values are rounded to first
+    """
+
+    def __init__(self, source: Weight, dtype: torch.dtype = torch.float32) -> None:
+        self.source = source
+        self.dtype = dtype
+        self._matrices: dict[int, WideWeight] = {}
+        self._joined: dict[tuple[int, ...], tuple[Tensor, tuple[WideWeight, ...]]] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.source.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the operand, made or not."""
+        return self.shape.numel() * torch.float64.itemsize
+
+    @cached_property
+    def operand(self) -> Tensor:
+        """fp64 [C, R, N]."""
+        return weight_operand(dequantize(self.source, self.dtype))
+
+    def joined_operand(self, others: tuple[WideWeight, ...]) -> Tensor:
+        """The operand of this weight's rows and then those of others that always meet the same input: one product.
+
+        Kept here; the operands of the single weights are not.
+        """
+        if not others:
+            return self.operand
+        key = tuple(map(id, others))  # whose owners are kept as long
+        if key not in self._joined:
+            parts = [dequantize(weight.source, weight.dtype) for weight in (self, *others)]
+            self._joined[key] = weight_operand(torch.cat(parts)), others
+        return self._joined[key][0]
+
+    def __getitem__(self, index: int) -> WideWeight:
+        """One matrix of a stack: the same object each time."""
+        if index not in self._matrices:
+            self._matrices[index] = WideWeight(self.source[index], self.dtype)
+        return self._matrices[index]
+
+
+AnyWeight = Weight | WideWeight
+
+
+def as_loaded(weight: AnyWeight) -> Weight:
+    """Without what was kept."""
+    return weight.source if isinstance(weight, WideWeight) else weight
+
+
+def operand_of(weight: AnyWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The fp64 operand [C, R, N] of a weight's values, rounded to `dtype`."""
+    if not isinstance(weight, WideWeight):
+        return weight_operand(dequantize(weight, dtype))
+    assert weight.dtype == dtype, (weight.dtype, dtype)
+    return weight.operand
+
+
+def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """Any weight as a plain tensor of `dtype`."""
+    weight = as_loaded(weight)
     return weight.dequantize(dtype) if isinstance(weight, QuantTensor) else weight.to(dtype)

@@ -1,24 +1,37 @@
 """Weights laid out as a backend wants them: done once, after loading, in place.
 
 The kernels take experts shuffled for their MMA (formats/layouts.py) and weights that share an input end to end
-(`LinearBundle`). The oracles take weights as they were loaded; nothing is prepared for them.
+(`LinearBundle`). The oracles take weights in any layout; on a CPU small models keep the fp64 operands of their products
+(`WideWeight`), eight bytes a weight, from the first product on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor
-from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.formats.tensors import AnyWeight, QuantTensor, Weight, WideWeight
 from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams, OnInput, OnLatent
 from dsv4.ops.backend import Backend, WeightLayout
 from dsv4.ops.linear import LinearBundle, is_kernel_weight
 
+KEPT_BYTES = 512 << 20  # of all operands of a model: 64 million weights
+_PRODUCTS = frozenset(
+    {
+        "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "wgate", "weights_proj", "gate", "w1", "w2", "w3", "fn", "e_proj",
+        "h_proj", "lm_head",
+    }
+)  # fmt: skip
+
 
 def prepare_params(params: ModelParams, backend: Backend) -> ModelParams:
     """Layer by layer, since there may be no room for a second copy; what is prepared already stays as it is."""
+    keep_operands(params, backend.layout.keeps_operands and params.embed.device.type == "cpu")
     for place, block in enumerate(params.layers):
         params.layers[place] = _prepare_block(block, backend.layout)
     for place, draft in enumerate(params.mtp):
@@ -28,6 +41,28 @@ def prepare_params(params: ModelParams, backend: Backend) -> ModelParams:
         for place, block in enumerate(blocks):
             blocks[place] = _prepare_block(block, backend.layout)
     return params
+
+
+def keep_operands(params: ModelParams, is_wanted: bool) -> None:
+    """Weights that meet an input keep their operands from now on, or no longer; a model above KEPT_BYTES never does."""
+    products = [weight for _, _, weight in _products(params)]
+    num_bytes = sum(weight.shape.numel() for weight in products) * torch.float64.itemsize
+    is_kept = is_wanted and num_bytes <= KEPT_BYTES
+    for holder, name, weight in list(_products(params)):
+        if isinstance(weight, WideWeight) != is_kept:
+            dtype = torch.bfloat16 if name == "wo_a" else torch.float32  # the published model rounds this one
+            setattr(holder, name, weight.source if isinstance(weight, WideWeight) else WideWeight(weight, dtype))
+
+
+def _products(holder: Any) -> Iterator[tuple[Any, str, AnyWeight]]:
+    """Every weight that meets an input: the dataclass that holds it, the field, the weight."""
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if field.name in _PRODUCTS and isinstance(value, (Tensor, QuantTensor, WideWeight)):
+            yield holder, field.name, value
+        for part in value if isinstance(value, list) else [value]:
+            if is_dataclass(part) and not isinstance(part, (QuantTensor, ShuffledTensor, LinearBundle)):
+                yield from _products(part)
 
 
 def _prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:

@@ -65,11 +65,13 @@ class WeightLayout:
     bundle   weights that share an input -> one launch
     grouped  the grouped output projection, and its number of groups
     experts  w1, w2, w3 of one expert or of a stack, quantised
+    keeps_operands  whether weights keep their fp64 operands (formats/exact_sums.py), where memory allows
     """
 
     bundle: Callable[[Sequence[Weight]], LinearBundle] | None = None
     grouped: Callable[[Weight, int], Weight | ShuffledTensor] | None = None
     experts: Callable[[tuple[QuantTensor, QuantTensor, QuantTensor]], tuple[ShuffledTensor, ...]] | None = None
+    keeps_operands: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ TORCH = Backend(
         confidence=confidence_ref,
         accept=accept_ref,
     ),
-    layout=WeightLayout(),
+    layout=WeightLayout(keeps_operands=True),
     graph_devices=frozenset(),
     has_kernels=False,
 )

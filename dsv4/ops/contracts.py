@@ -19,7 +19,7 @@ from dsv4.cache.handle import CompressorView, PagedView, WindowView
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat
-from dsv4.formats.tensors import QuantActivation, Weight
+from dsv4.formats.tensors import AnyWeight, QuantActivation
 from dsv4.ops.compress import Compression, CompressorSpec
 from dsv4.ops.drafting import Acceptance
 from dsv4.ops.hyper import HyperInput, HyperSettings
@@ -40,14 +40,14 @@ class RmsNormQuant(Protocol):
 
 class HcEnter(Protocol):
     def __call__(
-        self, source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+        self, source: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
         has_codes: bool,
     ) -> HyperInput: ...  # fmt: skip
 
 
 class HcBoundary(Protocol):
     def __call__(
-        self, out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+        self, out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
         norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
     ) -> HyperInput: ...  # fmt: skip
 
@@ -58,35 +58,37 @@ class HcPost(Protocol):
 
 class HcHead(Protocol):
     def __call__(
-        self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float
+        self, streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float
     ) -> Tensor: ...
 
 
 class HcHeadNorm(Protocol):
     def __call__(
-        self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float,
+        self, streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float,
         norm_eps: float,
     ) -> Tensor: ...  # fmt: skip
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtype | None = None
+    ) -> Tensor: ...
 
 
 class Linears(Protocol):
     def __call__(
-        self, x: Tensor | QuantActivation, weights: Sequence[Weight] | LinearBundle,
+        self, x: Tensor | QuantActivation, weights: Sequence[AnyWeight] | LinearBundle,
         out_dtypes: Sequence[torch.dtype | None], codes: QuantActivation | None = None,
     ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 class GroupedLinear(Protocol):
-    def __call__(self, x: Tensor, weight: Weight | ShuffledTensor) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor: ...
 
 
 class Route(Protocol):
     def __call__(
-        self, x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
+        self, x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
         scale: float, uniform_hash_weights: bool = False,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 

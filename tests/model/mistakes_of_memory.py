@@ -14,9 +14,7 @@ from dsv4.ops.attention import attend_ref
 from dsv4.ops.compress import compress_ref
 from dsv4.ops.compress import op as compress_module
 from dsv4.ops.compress.op import _pool, _tail_rows, _write_tail
-from dsv4.ops.indexer import index_queries_ref, num_visible
-from dsv4.ops.indexer.op import _score_tile
-from dsv4.ops.lib.invariant import KEY_TILE
+from dsv4.ops.indexer import entry_scores, index_queries_ref, num_visible
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rows import append_swa_ref, rope_ref
 
@@ -133,18 +131,18 @@ def window_one_long(bed: Bed) -> None:
 
 def no_sink(bed: Bed) -> None:
     bed.function(
-        attend_ref, lambda right, q, keys, valid, sink: right(q, keys, valid, torch.full_like(sink, float("-inf")))
+        attend_ref, lambda right, q, keys, times, sink: right(q, keys, times, torch.full_like(sink, float("-inf")))
     )
 
 
 def sink_in_the_numerator(bed: Bed) -> None:
-    """The sink's share of the probability goes to the token's own row."""
+    """The sink's share of the probability goes to the oldest row that a token reads."""
 
-    def wrong(right, q, keys, valid, sink):
-        with_sink = right(q, keys, valid, sink)
-        without = right(q, keys, valid, torch.full_like(sink, float("-inf")))
+    def wrong(right, q, keys, times, sink):
+        with_sink = right(q, keys, times, sink)
+        without = right(q, keys, times, torch.full_like(sink, float("-inf")))
         kept = (with_sink * without).sum(-1, keepdim=True) / without.square().sum(-1, keepdim=True)
-        return with_sink + (1 - kept) * keys[:, None, KEY_TILE - 1]  # the window comes first, oldest key first
+        return with_sink + (1 - kept) * keys[(times > 0).long().argmax(-1)].unsqueeze(1)
 
     bed.function(attend_ref, wrong)
 
@@ -158,7 +156,7 @@ def indexer_without_relu(bed: Bed) -> None:
     def wrong(right, q, *args):
         return right(q, *args) - right(-q, *args)
 
-    bed.function(_score_tile, wrong)
+    bed.function(entry_scores, wrong)
 
 
 def indexer_queries_without_rope(bed: Bed) -> None:

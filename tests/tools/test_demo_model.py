@@ -1,10 +1,9 @@
 """The shipped miniatures: complete, found without a path, the recorded greedy text, and recall beyond the window.
 
 golden_flash_mini.json holds greedy continuations under "checkpoint/numerics": prompt, text, token ids and, for each
-token, its distance (nats) from the second best. `exact` in fp32 gives the same tokens on any machine. `official` rounds
-to bf16, FP8 and FP4 at every turn, so a sum in another order can move a gap by tenths: on another device the rule
-of `assert_greedy` holds. The prompts were chosen, from 88, for choices clear enough that flash-mini's tokens are the
-same with the AVX-512, AVX2 and SSE 4.1 kernels of the CPU library.
+token, its distance (nats) from the second best. `exact` in fp32 and `official` on any CPU give the same tokens.
+`official` rounds to bf16, FP8 and FP4 at every turn, so a sum in another order can move a gap by tenths: on another
+device the rule of `assert_greedy` holds. The prompts were chosen, from 88, for clear choices.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 Of the prompts below the twelve are kept whose least certain token leads its rival by most, in `official` numerics: what
 is recorded should not hang on the last bit of a sum. A text that recites a recall task is left out, however certain.
 `exact` and the NVFP4 checkpoint continue the same twelve.
-Afterwards the tests should pass with MKL_CBWR=AVX2 and MKL_CBWR=SSE4_1 too; a prompt whose tokens do not is taken out.
 """
 
 from __future__ import annotations

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.formats.tensors import WideWeight
+
 
 def map_tensors(weights: Any, change: Callable[[Tensor], Tensor], leading: tuple[int, ...] | None = None) -> Any:
     """The same structure with every tensor changed. Tuples, lists and dataclasses are structure; the rest is kept.
+    A `WideWeight` becomes its source.
 
     A weight that states its logical shape [..., N, K] gets `leading` in front of the last two, if that is given.
     """
     if isinstance(weights, Tensor):
         return change(weights)
+    if isinstance(weights, WideWeight):
+        return map_tensors(weights.source, change, leading)
     if isinstance(weights, torch.Size):
         return weights if leading is None else torch.Size((*leading, *weights[-2:]))
     if isinstance(weights, (tuple, list)):

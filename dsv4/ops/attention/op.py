@@ -14,10 +14,10 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
 from dsv4.config import BLOCK_TOKENS
 from dsv4.formats.row_store import RowStore, decode_rows
-from dsv4.ops.indexer import gather_entries, num_visible
-from dsv4.ops.lib.invariant import KEY_TILE, QUERY_TILE, accumulator, exp
+from dsv4.ops.indexer import num_visible, read_entries
+from dsv4.ops.lib.invariant import MAX_KEYS, QUERY_TILE, exact_average, exact_dots, is_short, ordered_sum
 from dsv4.ops.rows import rope_ref
-from dsv4.ops.rows.history import gather_history
+from dsv4.ops.rows.history import request_tiles
 
 
 def sparse_attention_ref(
@@ -32,70 +32,67 @@ def sparse_attention_ref(
     """
     out = torch.zeros_like(q)
     fresh = decode_rows(rows)  # [T, d]
-    for tokens in torch.arange(batch.num_tokens, device=q.device).split(QUERY_TILE):
-        values, valid = _window_keys(fresh, window, batch, tokens, window_len)
+    for slot, tile in request_tiles(batch, QUERY_TILE):
+        keys, times = _window_keys(fresh, window, batch, slot, tile, window_len)
         if entries is not None:
-            entry_ids = _visible_picks(picks, entries, batch, tokens)
-            values = torch.cat((values, gather_entries(entries, batch, tokens, entry_ids)), 1)
-            valid = torch.cat((valid, entry_ids >= 0), 1)
-        valid = valid & (batch.slots[tokens] >= 0).unsqueeze(-1)
-        out[tokens] = attend_ref(q[tokens], values, valid, sink)
+            entry_ids, entry_times = _entries_read(picks, entries, batch, tile)
+            keys = torch.cat((keys, read_entries(entries, batch, slot, entry_ids)))
+            times = torch.cat((times, entry_times), 1)
+        out[tile] = attend_ref(q[tile], keys, times, sink)
     return out if freqs is None else rope_ref(out, batch.positions, freqs, inverse=True)
 
 
-def attend_ref(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
-    """q [Q, H, d], keys [Q, N, d] (= values; finite where invalid too), valid [Q, N], sink [H] -> [Q, H, d].
+def attend_ref(q: Tensor, keys: Tensor, times: Tensor, sink: Tensor) -> Tensor:
+    """q [Q, H, d], keys [N, d] (= values), how many times each query reads each key [Q, N], sink [H] -> [Q, H, d].
 
-    Keys are taken KEY_TILE at a time, so that more (masked) keys in the batch change nothing for a query.
+    A key that is not finite makes NaN of the queries that read it. Keys that a query does not read change nothing.
     """
-    acc = accumulator(q)
-    padding = -keys.shape[1] % KEY_TILE
-    tiles = torch.nn.functional.pad(keys.to(acc), (0, 0, 0, padding)).split(KEY_TILE, 1)
-    masks = torch.nn.functional.pad(valid, (0, padding)).split(KEY_TILE, 1)
-    scale = q.shape[-1] ** -0.5
-    logits = [
-        (torch.bmm(q.to(acc), tile.transpose(1, 2).contiguous()) * scale).masked_fill(~mask.unsqueeze(1), float("-inf"))
-        for tile, mask in zip(tiles, masks, strict=True)
-    ]
-    highest = torch.stack([tile.amax(-1) for tile in logits]).amax(0)  # [Q, H]
-    has_key = valid.any(-1, keepdim=True)  # [Q, 1]; not from the logits, or a NaN would pass for an absent key
-    highest = torch.where(has_key, highest, torch.zeros_like(highest))
-    total = torch.zeros_like(highest)
-    out = torch.zeros(q.shape, dtype=acc, device=q.device)
-    for tile, logit in zip(tiles, logits, strict=True):
-        weight = exp(logit - highest.unsqueeze(-1))
-        total = total + weight.sum(-1)
-        out = out + torch.bmm(weight.to(q.dtype).to(acc), tile.contiguous())
-    total = total + exp(sink.to(acc) - highest)
-    out = torch.where(has_key.unsqueeze(-1), out / total.unsqueeze(-1), torch.zeros_like(out))
-    return out.to(q.dtype)
+    if keys.shape[0] == 0:
+        return torch.zeros_like(q)
+    assert keys.shape[0] <= MAX_KEYS or int(times.sum(-1).max()) <= MAX_KEYS, "a query reads too many keys"
+    is_read, times = (times > 0).unsqueeze(1), times.to(torch.float64).unsqueeze(1)  # [Q, 1, N]
+    is_finite = keys.isfinite().all(-1)  # [N]
+    wide = keys.double().masked_fill(~is_finite.unsqueeze(-1), 0.0)
+    logits = exact_dots(q, wide) * q.shape[-1] ** -0.5  # [Q, H, N]
+    logits = logits.masked_fill(~is_finite, float("nan")).masked_fill(~is_read, float("-inf"))
+    has_key = is_read.any(-1)  # [Q, 1]; not from the logits, or a NaN would pass for an absent key
+    highest = logits.amax(-1).masked_fill(~has_key, 0.0)  # [Q, H]
+    weights = torch.exp(logits - highest.unsqueeze(-1))
+    total = ordered_sum(weights * times, -1) + torch.exp(sink.double() - highest)
+    average = exact_average if is_short(q.dtype) else torch.matmul  # wider values have too many bits
+    out = average(weights.to(q.dtype).double() * times, wide) / total.unsqueeze(-1)
+    return out.masked_fill(~has_key.unsqueeze(-1), 0.0).to(q.dtype)
 
 
 def _window_keys(
-    fresh: Tensor, window: WindowView, batch: TokenBatch, tokens: Tensor, window_len: int
+    fresh: Tensor, window: WindowView, batch: TokenBatch, slot: int, tile: slice, window_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys [Q, window_len padded to KEY_TILE, d], oldest first, and which of them exist."""
-    padded_len = -(-window_len // KEY_TILE) * KEY_TILE
-    ages = torch.arange(padded_len - 1, -1, -1, device=fresh.device)
-    wanted = batch.positions[tokens].unsqueeze(-1) - ages  # [Q, padded_len]
+    """Keys [N, d] of the windows of some rows of a request, oldest first, and which of them each query reads [Q, N]."""
+    positions = batch.positions[tile].unsqueeze(-1)
+    ascending = positions.flatten().tolist()
+    start, end = max(0, ascending[0] - window_len + 1), ascending[-1] + 1
+    split = min(max(int(batch.chunk_starts[tile.start]), start), end)  # the ring before it, this batch from it on
+    wanted = torch.arange(start, end, device=fresh.device)
+    past = wanted[: split - start]
+    ring_rows = past % window.ring_len
+    is_there = window.positions[slot, ring_rows] == past
+    cached = window.rows.gather(slot, ring_rows).masked_fill(~is_there.unsqueeze(-1), 0.0)
+    first_row = tile.start + split - ascending[0]
+    is_read = (wanted <= positions) & (wanted > positions - window_len)
+    is_read[:, : split - start] &= is_there
+    return torch.cat((cached, fresh[first_row : first_row + end - split])), is_read
 
-    def cached_row(slots: Tensor, at: Tensor) -> Tensor:
-        return window.rows.gather(slots, at % window.ring_len)
 
-    def cached_position(slots: Tensor, at: Tensor) -> Tensor:
-        return window.positions[slots, at % window.ring_len].long()
-
-    holds = gather_history(batch, tokens, wanted, lambda rows: batch.positions[rows], cached_position)
-    valid = (wanted >= 0) & (ages < window_len) & (holds == wanted)
-    keys = gather_history(batch, tokens, wanted, lambda rows: fresh[rows], cached_row)
-    return keys.masked_fill(~valid.unsqueeze(-1), 0.0), valid
-
-
-def _visible_picks(picks: Tensor | None, entries: PagedView, batch: TokenBatch, tokens: Tensor) -> Tensor:
-    """Entry ids [Q, N] each query reads, -1 = none; never one that its position may not see."""
-    limit = num_visible(batch.positions[tokens], BLOCK_TOKENS // entries.entries_per_block).unsqueeze(-1)
+def _entries_read(picks: Tensor | None, entries: PagedView, batch: TokenBatch, tile: slice) -> tuple[Tensor, Tensor]:
+    """Entries [N] that some rows of a request read, ascending, and how many times each query does [Q, N]; never one
+    that its position may not see."""
+    limit = num_visible(batch.positions[tile], BLOCK_TOKENS // entries.entries_per_block).unsqueeze(-1)
     if picks is None:
-        entry_ids = torch.arange(int(limit.max()), device=limit.device).expand(len(tokens), -1)
-    else:
-        entry_ids = picks[tokens].long()
-    return entry_ids.masked_fill(entry_ids >= limit, -1)
+        entry_ids = torch.arange(int(limit.max()), device=limit.device)
+        return entry_ids, entry_ids < limit
+    chosen = picks[tile].long()
+    is_seen = (chosen >= 0) & (chosen < limit)
+    entry_ids = chosen[is_seen].unique()
+    times = torch.zeros(len(chosen), len(entry_ids) + 1, dtype=torch.int64, device=chosen.device)
+    times.scatter_add_(1, torch.searchsorted(entry_ids, chosen), is_seen.long())
+    return entry_ids, times[:, :-1]

@@ -26,7 +26,8 @@ def confidence_ref(hidden: Tensor, embedded: Tensor, weight: Tensor) -> Tensor:
     """hidden [R, D] before its norm, embedded [R, r], weight [1, D + r] -> [R] in at least fp32: sigmoid of
     weight . (hidden, embedded). Rows are independent.
     """
-    return sigmoid(rows_matmul(torch.cat((hidden, embedded), -1), weight)).squeeze(-1)
+    joined = torch.cat((hidden, embedded), -1)
+    return sigmoid(rows_matmul(joined, weight).to(accumulator(joined))).squeeze(-1)
 
 
 class Acceptance(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
+from dsv4.formats.tensors import ACTIVATION_GROUP, AnyWeight, QuantActivation, as_loaded
 from dsv4.ops.hyper.config import (
     HC_POST_COLS,
     HC_POST_CONFIG,
@@ -74,42 +74,48 @@ class HyperCall:
         return replace(self, x=self.x[start:stop], out=out, post=post, comb=comb)
 
 
+def _tensor(fn: AnyWeight) -> Tensor:
+    loaded = as_loaded(fn)
+    assert isinstance(loaded, Tensor), "fn is never quantised"
+    return loaded
+
+
 def hc_enter(
-    source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+    source: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
     has_codes: bool,
 ) -> HyperInput:  # fmt: skip
     """See `hc_enter_ref`. One launch for up to MAX_ROWS rows."""
-    return launch_hyper(HyperCall(source, fn, base, scale, settings, norm_weight, has_codes))
+    return launch_hyper(HyperCall(source, _tensor(fn), base, scale, settings, norm_weight, has_codes))
 
 
 def hc_boundary(
-    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
     norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
 ) -> HyperInput:  # fmt: skip
     """See `hc_boundary_ref`. One launch for up to MAX_ROWS rows."""
-    return launch_hyper(HyperCall(streams, fn, base, scale, settings, norm_weight, has_codes, out, post, comb))
+    return launch_hyper(HyperCall(streams, _tensor(fn), base, scale, settings, norm_weight, has_codes, out, post, comb))
 
 
 def hc_pre(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
+    streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `hc_pre_ref`."""
-    result = launch_hyper(HyperCall(streams, fn, base, scale, HyperSettings(num_iters, hc_eps, norm_eps)))
+    result = launch_hyper(HyperCall(streams, _tensor(fn), base, scale, HyperSettings(num_iters, hc_eps, norm_eps)))
     return result.hidden, result.post, result.comb
 
 
-def hc_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
+def hc_head(streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
     """See `hc_head_ref`."""
     settings = HyperSettings(0, hc_eps, norm_eps)
-    return launch_hyper(HyperCall(streams, fn, base, scale, settings, is_head=True)).hidden
+    return launch_hyper(HyperCall(streams, _tensor(fn), base, scale, settings, is_head=True)).hidden
 
 
 def hc_head_norm(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
+    streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
 ) -> Tensor:
     """See `hc_head_norm_ref`. One launch for up to MAX_ROWS rows."""
     settings = HyperSettings(0, hc_eps, norm_eps)
-    return launch_hyper(HyperCall(streams, fn, base, scale, settings, norm_weight, is_head=True)).hidden
+    return launch_hyper(HyperCall(streams, _tensor(fn), base, scale, settings, norm_weight, is_head=True)).hidden
 
 
 def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ fused op gives the bits of the chain of unfused ones. Rows are independent: a pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4.formats.fp8 import fp8_quantize
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
-from dsv4.ops.lib.invariant import accumulator, exp, ordered_sum, rows_matmul, sigmoid
+from dsv4.formats.tensors import AnyWeight, QuantActivation
+from dsv4.ops.lib.invariant import accumulator, ordered_sum, rows_matmul, sigmoid, wide_dtype
 from dsv4.ops.norm import rms_norm_ref
 
 
@@ -56,40 +56,47 @@ def sinkhorn_ref(logits: Tensor, num_iters: int, eps: float) -> Tensor:
     Ends on columns: num_iters column steps, num_iters - 1 row steps. eps stands in every denominator and once after the
     softmax.
     """
-    comb = exp(logits - logits.amax(-1, keepdim=True))
-    comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
-    comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
+    comb = torch.softmax(logits.double(), -1) + eps
+    ones, small = comb.new_ones(1, 1, 1), comb.new_full((1, 1, 1), eps)
+    columns = ones.expand(comb.shape[0], 1, comb.shape[1])
+    rows = ones.expand(comb.shape[0], comb.shape[2], 1)
+    comb = comb / torch.baddbmm(small, columns, comb)
     for _ in range(num_iters - 1):
-        comb = comb / (ordered_sum(comb, -1).unsqueeze(-1) + eps)
-        comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
-    return comb
+        comb = comb / torch.baddbmm(small, comb, rows)
+        comb = comb / torch.baddbmm(small, columns, comb)
+    return comb.to(logits.dtype)
 
 
 def hc_split_ref(
     mixes: Tensor, base: Tensor, scale: Tensor, num_iters: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mixes [T, 2n + n*n] -> pre [T, n], post [T, n], comb [T, n, n]."""
-    num_streams = round((mixes.shape[-1] + 1) ** 0.5) - 1  # 2n + n^2 = (n + 1)^2 - 1
-    n = num_streams
-    pre = sigmoid(mixes[:, :n] * scale[0] + base[:n]) + eps
-    post = 2 * sigmoid(mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    logits = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
-    return pre, post, sinkhorn_ref(logits, num_iters, eps)
+    n = round((mixes.shape[-1] + 1) ** 0.5) - 1  # 2n + n^2 = (n + 1)^2 - 1
+    logits = mixes * torch.cat((scale[:1].expand(n), scale[1:2].expand(n), scale[2:].expand(n * n))) + base
+    pre, post = sigmoid(logits[:, : 2 * n]).split(n, -1)
+    return pre + eps, 2 * post, sinkhorn_ref(logits[:, 2 * n :].unflatten(-1, (n, n)), num_iters, eps)
 
 
-def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+def _mixes(streams: Tensor, fn: AnyWeight, norm_eps: float) -> Tensor:
     """(fn u) * rsqrt(mean(u^2) + eps): the norm is over all streams together and comes after the product."""
-    wide = streams.to(accumulator(streams))
-    mean_square = ordered_sum(wide.square().sum(-1), -1) / (wide.shape[1] * wide.shape[2])
-    return rows_matmul(wide.flatten(1), fn) * torch.rsqrt(mean_square + norm_eps).unsqueeze(-1)
+    flat = streams.flatten(1)
+    mean_square = ordered_sum(flat.to(wide_dtype(flat)).square(), -1) / flat.shape[1]
+    return (rows_matmul(flat, fn) * torch.rsqrt(mean_square + norm_eps).unsqueeze(-1)).to(accumulator(streams))
 
 
 def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    return ordered_sum(pre.unsqueeze(-1) * streams.to(pre.dtype), 1).to(streams.dtype)
+    """sum_j pre[j] X[j], first stream first, rounded once."""
+    return _mix(pre.unsqueeze(-1), streams.to(pre.dtype)).to(streams.dtype)
+
+
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """sum_j weights[:, j] values[:, j], the first first; both broadcast."""
+    products = (weight * value for weight, value in zip(weights.unbind(1), values.unbind(1), strict=True))
+    return functools.reduce(torch.add, products)
 
 
 def hc_pre_ref(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
+    streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, *, num_iters: int, hc_eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """streams [T, n, D] -> sublayer input y [T, D], post [T, n], comb [T, n, n] (the last two in at least fp32)."""
     mixes = _mixes(streams, fn, norm_eps)
@@ -100,18 +107,20 @@ def hc_pre_ref(
 def hc_post_ref(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Sublayer output [T, D] and the streams it was read from -> the new streams [T, n, D], rounded once."""
     wide = streams.to(post.dtype)
-    mixed = ordered_sum(comb.unsqueeze(-1) * wide.unsqueeze(2), 1)  # [T, source, destination, D] summed over the source
+    mixed = _mix(comb.unsqueeze(-1), wide.unsqueeze(2))  # [T, source, destination, D] summed over the source
     return (post.unsqueeze(-1) * out.to(post.dtype).unsqueeze(1) + mixed).to(streams.dtype)
 
 
-def hc_head_ref(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float) -> Tensor:
+def hc_head_ref(
+    streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, *, hc_eps: float, norm_eps: float
+) -> Tensor:
     """The final collapse [T, n, D] -> [T, D]: only the pre weights, fn [n, n*D], one scale."""
     mixes = _mixes(streams, fn, norm_eps)
     return _collapse(streams, sigmoid(mixes * scale.to(mixes.dtype) + base.to(mixes.dtype)) + hc_eps)
 
 
 def hc_enter_ref(
-    source: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
+    source: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
     has_codes: bool,
 ) -> HyperInput:  # fmt: skip
     """Into the first sublayer: `hc_pre`, then RMSNorm, then FP8 codes of the rounded result if `has_codes`.
@@ -123,12 +132,12 @@ def hc_enter_ref(
         streams, fn, base, scale, num_iters=settings.num_iters, hc_eps=settings.hc_eps, norm_eps=settings.norm_eps
     )
     normed = rms_norm_ref(hidden, norm_weight, settings.norm_eps)
-    quant = QuantActivation(*fp8_quantize(normed, ACTIVATION_GROUP)) if has_codes else None
+    quant = QuantActivation.of(normed) if has_codes else None
     return HyperInput(streams, normed, quant, post, comb)
 
 
 def hc_boundary_ref(
-    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
     norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
 ) -> HyperInput:  # fmt: skip
     """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base, scale.
@@ -139,7 +148,7 @@ def hc_boundary_ref(
 
 
 def hc_head_norm_ref(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
+    streams: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, *, hc_eps: float, norm_eps: float
 ) -> Tensor:
     """`hc_head`, then the final RMSNorm: [T, n, D] -> [T, D]."""
     return rms_norm_ref(hc_head_ref(streams, fn, base, scale, hc_eps=hc_eps, norm_eps=norm_eps), norm_weight, norm_eps)

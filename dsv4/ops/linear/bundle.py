@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
+from dsv4.formats.tensors import AnyWeight, QuantFormat, QuantTensor, Weight, as_loaded
 from dsv4.ops.linear.kernel_linear import FP8_STEP
 
 
-def takes_codes(weight: Weight) -> bool:
+def takes_codes(weight: AnyWeight) -> bool:
     """Whether the layer quantises its input."""
+    weight = as_loaded(weight)
     return isinstance(weight, QuantTensor) and weight.format is not QuantFormat.NVFP4
 
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, LayoutError, ShuffledTensor, shuffle
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantTensor, Weight, dequantize
+from dsv4.formats.tensors import (
+    ACTIVATION_GROUP,
+    AnyWeight,
+    QuantActivation,
+    QuantTensor,
+    Weight,
+    as_loaded,
+    dequantize,
+)
 from dsv4.ops.lib.arch import architecture, code_tensor
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
@@ -43,9 +51,9 @@ from dsv4.ops.linear.kernel_linear import (
 from dsv4.ops.linear.op import grouped_linear_ref, linear_ref
 
 
-def linear(x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `linear_ref`. Kernels for bf16 inputs or codes with FP8 or bf16 weights and bf16 or fp32 results."""
-    plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
+    weight, plain_dtype = as_loaded(weight), torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
     if not _has_kernel(x, weight, (out_dtype or plain_dtype,)):
         return linear_ref(x, weight, out_dtype)  # NVFP4, MXFP4, other dtypes
     if isinstance(weight, QuantTensor):
@@ -56,13 +64,13 @@ def linear(x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype |
 
 
 def linears(
-    x: Tensor | QuantActivation, weights: Sequence[Weight] | LinearBundle, out_dtypes: Sequence[torch.dtype | None],
-    codes: QuantActivation | None = None,
+    x: Tensor | QuantActivation, weights: Sequence[AnyWeight] | LinearBundle,
+    out_dtypes: Sequence[torch.dtype | None], codes: QuantActivation | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `linears_ref`. One launch for a bundle (two where a long input is quantised first); else one each."""
     plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
     dtypes = tuple(dtype or plain_dtype for dtype in out_dtypes)
-    views = weights.weights if isinstance(weights, LinearBundle) else tuple(weights)
+    views = weights.weights if isinstance(weights, LinearBundle) else tuple(map(as_loaded, weights))
     if len(views) != len(dtypes):
         raise KernelInputError(f"expected {len(views)} output dtypes, found {len(dtypes)}")
     if isinstance(weights, LinearBundle) and all(_has_kernel(x, weight, dtypes) for weight in views):
@@ -73,11 +81,12 @@ def linears(
     )
 
 
-def grouped_linear(x: Tensor, weight: Weight | ShuffledTensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor:
     """See `grouped_linear_ref`. Kernels for bf16 inputs with FP8 or bf16 weights.
 
     Made for a shuffled weight (`prepare_grouped`). An FP8 weight as it was loaded becomes bf16 by torch at each call.
     """
+    weight = weight if isinstance(weight, ShuffledTensor) else as_loaded(weight)
     if x.dtype != torch.bfloat16:
         return grouped_linear_ref(x, weight)
     if isinstance(weight, ShuffledTensor):

@@ -2,10 +2,10 @@
 
 | weight | input | product |
 |---|---|---|
-| fp8 | quantised to E4M3 per row and 128 channels | fp32 |
-| mxfp4 | the same | fp32 |
-| nvfp4 | as it is (weight-only) | fp32 |
-| plain tensor | as it is | at least fp32 |
+| fp8 | quantised to E4M3 per row and 128 channels | exact sums |
+| mxfp4 | the same | exact sums |
+| nvfp4 | as it is (weight-only) | exact sums for bf16 and fp16, else in x's dtype |
+| plain tensor | as it is | the same |
 One rounding to the output dtype at the end.
 """
 
@@ -16,45 +16,80 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.formats.fp8 import fp8_dequantize, fp8_quantize
+from dsv4.formats.exact_sums import in_runs, on_grid
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, Weight, dequantize
-from dsv4.ops.lib.invariant import accumulator, rows_matmul
+from dsv4.formats.tensors import AnyWeight, QuantActivation, WideWeight, dequantize, operand_of
+from dsv4.ops.lib.invariant import exact_matmul, is_short, rows_matmul
 from dsv4.ops.linear.bundle import LinearBundle, takes_codes
 
 
-def linear_ref(x: Tensor | QuantActivation, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear_ref(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K], weight [N, K] -> [T, N] in `out_dtype` (x's dtype if None; bf16 for codes).
 
     x may be the codes of a row instead of the row, for weights whose input is quantised: the same bits.
     """
-    if isinstance(x, QuantActivation):
-        if not takes_codes(weight):
-            raise ValueError("expected a plain input for a weight that takes its input as it is, found FP8 codes")
-        out_dtype, x = out_dtype or torch.bfloat16, x.dequantize()
-    elif takes_codes(weight):
-        out_dtype, x = out_dtype or x.dtype, fp8_dequantize(*fp8_quantize(x, ACTIVATION_GROUP), ACTIVATION_GROUP)
-    return rows_matmul(x, dequantize(weight, accumulator(x))).to(out_dtype or x.dtype)
+    return linears_ref(x, (weight,), (out_dtype,))[0]
 
 
 def linears_ref(
-    x: Tensor | QuantActivation, weights: Sequence[Weight] | LinearBundle, out_dtypes: Sequence[torch.dtype | None],
-    codes: QuantActivation | None = None,
+    x: Tensor | QuantActivation, weights: Sequence[AnyWeight] | LinearBundle,
+    out_dtypes: Sequence[torch.dtype | None], codes: QuantActivation | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Several weights [N_i, K] on one input: (`linear` of each). `codes`: those of x, where a norm has made them."""
     weights = weights.weights if isinstance(weights, LinearBundle) else weights
     plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
-    return tuple(
-        linear_ref(x if codes is None or not takes_codes(weight) else codes, weight, out_dtype or plain_dtype)
-        for weight, out_dtype in zip(weights, out_dtypes, strict=True)
-    )
+    source = _Input(x, codes)
+    products: dict[int, Tensor] = {}
+    for has_codes in (True, False):
+        places = [place for place, weight in enumerate(weights) if takes_codes(weight) is has_codes]
+        products |= zip(places, source.times([weights[place] for place in places], has_codes), strict=True)
+    return tuple(products[place].to(out_dtype or plain_dtype) for place, out_dtype in enumerate(out_dtypes))
 
 
-def grouped_linear_ref(x: Tensor, weight: Weight | ShuffledTensor) -> Tensor:
+class _Input:
+    """An input of several weights: what its products need is made once."""
+
+    def __init__(self, x: Tensor | QuantActivation, codes: QuantActivation | None) -> None:
+        self._x, self._codes = x, codes
+
+    def times(self, weights: Sequence[AnyWeight], has_codes: bool) -> Sequence[Tensor]:
+        """The products with weights that all take codes, or none of which does. fp64 where sums are exact."""
+        if not weights:
+            return ()
+        if not has_codes and not is_short(self._plain.dtype):
+            return [rows_matmul(self._plain, weight) for weight in weights]
+        runs = self._quantised.runs if has_codes else on_grid(in_runs(self._plain))
+        wide = [weight for weight in weights if isinstance(weight, WideWeight)]
+        if len(wide) < len(weights):
+            return [exact_matmul(runs, operand_of(weight)) for weight in weights]
+        joined = exact_matmul(runs, wide[0].joined_operand(tuple(wide[1:])))
+        return [joined] if len(wide) == 1 else joined.split([weight.shape[0] for weight in wide], -1)
+
+    @property
+    def _plain(self) -> Tensor:
+        if isinstance(self._x, QuantActivation):
+            raise ValueError("expected a plain input for a weight that takes its input as it is, found FP8 codes")
+        return self._x
+
+    @property
+    def _quantised(self) -> QuantActivation:
+        if isinstance(self._x, QuantActivation):
+            return self._x
+        return self._codes or QuantActivation.of(self._x)
+
+
+def grouped_linear_ref(x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor:
     """x [T, G, K], weight [G * R, K] -> [T, G, R]: group g of the input meets rows [g R, (g + 1) R) of the weight.
 
     The published model turns this weight (wo_a) into the activation dtype and quantises nothing here.
     """
-    weight = unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight
-    plain = dequantize(weight, x.dtype).unflatten(0, (x.shape[1], -1))  # [G, R, K]
-    return torch.stack([rows_matmul(x[:, g], plain[g]) for g in range(x.shape[1])], 1).to(x.dtype)
+    num_groups = x.shape[1]
+    loaded = unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight
+    if is_short(x.dtype):
+        runs = on_grid(in_runs(x))  # [T, G, C, run]
+        operand = operand_of(loaded, x.dtype).unflatten(-1, (num_groups, -1))  # [C, run, G, R]
+        products = [exact_matmul(runs[:, g], operand[:, :, g]) for g in range(num_groups)]
+    else:
+        plain = dequantize(loaded, x.dtype).unflatten(0, (num_groups, -1))  # [G, R, K]
+        products = [rows_matmul(x[:, g], plain[g]) for g in range(num_groups)]
+    return torch.stack(products, 1).to(x.dtype)

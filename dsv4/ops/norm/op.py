@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.formats.fp8 import fp8_quantize
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
-from dsv4.ops.lib.invariant import accumulator
+from dsv4.formats.tensors import QuantActivation
+from dsv4.ops.lib.invariant import ordered_sum, wide_dtype
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., K], weight [K] or None -> [..., K] in x's dtype. Maths in at least fp32, one rounding at the end."""
-    wide = x.to(accumulator(x))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = x.to(wide_dtype(x))
+    mean_square = ordered_sum(wide.square(), -1) / x.shape[-1]
+    normed = wide * torch.rsqrt(mean_square + eps).unsqueeze(-1)
     if weight is not None:
         normed = normed * weight.to(normed.dtype)
     return normed.to(x.dtype)
@@ -27,5 +27,4 @@ def rms_norm_quant_ref(
     K is a multiple of 128. The plain result is returned where other layers need it (`keep_plain`), else None.
     """
     normed = rms_norm_ref(x, weight, eps)
-    codes, scale = fp8_quantize(normed, ACTIVATION_GROUP)
-    return (normed if keep_plain else None), QuantActivation(codes, scale)
+    return (normed if keep_plain else None), QuantActivation.of(normed)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.formats.tensors import AnyWeight, QuantTensor, Weight, as_loaded
 from dsv4.ops.lib.arch import blackwell_registers
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
@@ -25,7 +25,7 @@ def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: f
 
 
 def route(
-    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
+    x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
     scale: float, uniform_hash_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `route_ref`. bf16 or fp16 x and a plain gate of the same dtype, any strides; weights are fp32.
@@ -33,7 +33,7 @@ def route(
     A token id outside the table, which the oracle rejects, gets experts -1 and weights 0.
     """
     config = next(config for rows, config in GATE_CONFIGS.items() if x.shape[0] <= rows)
-    return launch_route(x, gate, bias, tid2eid, token_ids, top_k, scale, uniform_hash_weights, config)
+    return launch_route(x, as_loaded(gate), bias, tid2eid, token_ids, top_k, scale, uniform_hash_weights, config)
 
 
 def launch_route(

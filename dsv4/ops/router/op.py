@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import Weight, dequantize
+from dsv4.formats.tensors import AnyWeight
 from dsv4.ops.lib.invariant import accumulator, ordered_sum, rows_matmul, sqrt_softplus
 from dsv4.ops.select import topk_select_ref
 
@@ -26,7 +26,7 @@ def _weights(chosen: Tensor, scale: float) -> Tensor:
 
 
 def route_ref(
-    x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
+    x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
     scale: float, uniform_hash_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, D] -> experts int64 [T, k] in ascending order, and their weights [T, k] in at least fp32.
@@ -39,7 +39,7 @@ def route_ref(
     if tid2eid is not None and uniform_hash_weights:
         experts = tid2eid[token_ids].sort(-1).values
         return experts, _weights(torch.ones(experts.shape, dtype=acc, device=x.device), scale)
-    logits = rows_matmul(x, dequantize(gate, acc))  # [T, E]
+    logits = rows_matmul(x, gate).to(acc)  # [T, E]
     if tid2eid is None:
         return activation_topk_ref(logits, bias, top_k=top_k, scale=scale)
     experts = tid2eid[token_ids].sort(-1).values

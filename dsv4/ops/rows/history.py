@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ def gather_history(
     slots = batch.slots[tokens].clamp_min(0).unsqueeze(-1).expand_as(wanted)
     new, old = fresh(rows), cached(slots, wanted.clamp_min(0))
     return torch.where(is_fresh.reshape(*is_fresh.shape, *(1,) * (new.dim() - 2)), new, old)
+
+
+def request_tiles(batch: TokenBatch, size: int) -> Iterator[tuple[int, slice]]:
+    """Slots and batch rows of the requests, at most `size` rows of one request at a time; no padding."""
+    slots, start = batch.slots.tolist(), 0
+    while start < len(slots):
+        end = start + 1
+        while end < min(len(slots), start + size) and slots[end] == slots[start]:
+            end += 1
+        if slots[start] >= 0:
+            yield slots[start], slice(start, end)
+        start = end
 
 
 def last_writers(batch: TokenBatch, ring_len: int) -> Tensor:

@@ -23,7 +23,8 @@ from dsv4.ops.rows.history import last_writers
 
 def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """fp32 [rope_dim / 2]. YaRN blends f and f / factor over the dims between two rotation counts; no mscale."""
-    freqs = 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
+    freqs = 1.0 / (theta ** exponents.double()).float()  # an fp32 power depends on the machine
     if scaling is None:
         return freqs
 
@@ -46,16 +47,18 @@ def rope_tables(positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 def rope_ref(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last 2 * len(freqs) dims of x [T, ..., K] at positions [T]; `inverse` rotates back. x's dtype."""
-    rope_dim = 2 * freqs.shape[0]
-    cos, sin = (table.to(accumulator(x)) for table in rope_tables(positions, freqs))
-    if inverse:
-        sin = -sin
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), rope_dim // 2)
-    cos, sin = cos.view(shape), sin.view(shape)
-    pairs = x[..., -rope_dim:].to(cos.dtype).unflatten(-1, (-1, 2))
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), -1)
+    return rotate(x, *rope_tables(positions, freqs), inverse)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """`rope_ref` with the tables of its positions."""
+    acc = accumulator(x)
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[1], 1)
+    cos, sin = cos.to(acc).view(shape), (-sin if inverse else sin).to(acc).view(shape)
+    pairs = x[..., -2 * sin.shape[-2] :].to(acc).unflatten(-1, (-1, 2))
+    # even * cos - odd * sin, odd * cos + even * sin
+    rotated = pairs * cos + pairs.flip(-1) * torch.cat((-sin, sin), -1)
+    return torch.cat((x[..., : -2 * sin.shape[-2]], rotated.flatten(-2).to(x.dtype)), -1)
 
 
 def head_norm_rope_ref(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:

@@ -20,6 +20,7 @@ from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.indexer import (
     SCORE_CONFIG,
     ScoreConfig,
+    entry_scores,
     index_queries,
     index_queries_ref,
     index_scores,
@@ -27,11 +28,10 @@ from dsv4.ops.indexer import (
     index_topk_ref,
     launch_index_topk,
     num_visible,
+    read_entries,
     row_bytes,
 )
-from dsv4.ops.indexer.op import _score_tile
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.lib.invariant import KEY_TILE
 from dsv4.ops.rows import rope_frequencies
 from dsv4.ops.select import TOPK_CONFIG, TopkConfig, topk_select_ref
 from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, wild
@@ -196,12 +196,8 @@ def test_scores_are_close_to_the_oracle(fmt, heads):
     found = scores_of(q, weights, keys, batch)[:, :num_entries]
 
     def oracle(dtype):
-        tokens, limit = torch.arange(2, device=q.device), num_visible(batch.positions, CSA)
-        tiles = [
-            _score_tile(q.to(dtype), weights.to(dtype), keys, batch, tokens, limit, start)
-            for start in range(0, num_entries, KEY_TILE)
-        ]
-        return torch.cat(tiles, -1)[:, :num_entries]
+        values = read_entries(keys, batch, 1, torch.arange(num_entries, device=q.device))
+        return entry_scores(q.to(dtype), weights.to(dtype), values)
 
     assert_close_to_oracle(found, oracle)
 
