@@ -48,7 +48,12 @@ def asked_of_engine(jobs, monkeypatch):
     monkeypatch.setattr("dsv4.serve.grammar.check_grammar", lambda lark: "")  # in this process: it is ours
     grammars = []
     compile_grammar = jobs._grammars.compile
-    monkeypatch.setattr(jobs._grammars, "compile", lambda lark: (grammars.append(lark), compile_grammar(lark))[1])
+
+    def compile_and_note(lark, opening):
+        grammars.append(lark)
+        return compile_grammar(lark, opening)
+
+    monkeypatch.setattr(jobs._grammars, "compile", compile_and_note)
 
     def run(kind, body):
         found.clear()
