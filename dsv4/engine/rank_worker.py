@@ -65,7 +65,7 @@ class _Flight:
     number: int
     step: StepInput
     pieces: tuple[Piece, ...]
-    forwarded: Forwarded
+    forwarded: Forwarded | None
     scores: Scores
     drawn: OnTheWay | None = None
 
@@ -109,12 +109,14 @@ class RankExecutor:
         if not self._flights or self._flights[-1].drawn is not None:
             raise RanksDiverged("told to draw from a step that was not launched")
         flight = self._flights[-1]
+        assert flight.forwarded is not None
         step, tensors = flight.step, []
         if step.drawing:
             num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
             draws = self.runner.draw(flight.forwarded, self._rows(step, masks), num_top)
             tensors = [draws.token_ids, *draws.logprobs]
         flight.drawn = OnTheWay(tensors)
+        flight.forwarded = None  # its memory may be used again
 
     def collect(self) -> tuple[int, RankAnswer]:
         """The number of the oldest step, and what those of its pieces drew that draw."""
