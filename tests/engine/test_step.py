@@ -107,3 +107,10 @@ def test_staging_is_not_overwritten_while_it_is_copied(models):
         assert step.batch.positions.tolist()[0] == start
         assert step.draw_rows.tolist() == [0]
     llm.cache.release(slot)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 2])
+def test_a_step_of_padding_alone(planned, max_drafts):
+    """What a rank without requests of its own runs."""
+    step = StepBuilder(planned[0].cache, max_drafts).build(StepPlan((), ()), pad_to=3)
+    assert (step.batch.slots.tolist(), step.draw_rows.tolist(), step.drawing) == ([-1] * 3, [], ())
