@@ -15,7 +15,7 @@ from server_cases import NAME, SERVED
 from dsv4.text.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.client
-NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 6, 40, 12
+NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 4, 40, 12
 
 
 def total(url, name):
@@ -39,7 +39,7 @@ def test_its_numbers_are_the_servers(talker, tmp_path, path, num_markers):
         [
             sys.executable, "-m", "guidellm", "run", "--disable-progress",
             "--backend", f"kind=openai_http,target={talker},request_format={path}",
-            "--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
+            "--profile", "kind=synchronous", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
             "--tokenizer", f"kind=huggingface_auto,model={tmp_path}",
             "--data", f"kind=synthetic_text,prompt_tokens={NUM_PROMPT},output_tokens={NUM_OUTPUT}",
             "--output", f"kind=json,path={report}",
