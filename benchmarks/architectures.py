@@ -21,7 +21,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.ops import OpSet
@@ -40,8 +39,8 @@ SAME_KERNELS = {"hc_enter", "hc_head", "moe_parts", "moe_fold", "rms_norm"}  # l
 KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 
-Written by `python benchmarks/architectures.py` from `benchmarks/results/architectures.json`. Every kernel of a
-Flash step, compiled as it is launched (`dsv4/testing/compile_check.py`), by ptxas of Triton {triton}. Only
+Written by `python benchmarks/architectures.py` from `benchmarks/results/architectures.json`. Every kernel of
+a Flash step, compiled as it is launched (`dsv4/testing/compile_check.py`), by ptxas of Triton {triton}. Only
 Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
 
 What an architecture has, and which form a kernel takes where it lacks something, is decided in
@@ -143,7 +142,7 @@ def _chip_row(arch: int, cases: dict[str, Any], kernels: dict[str, tuple[int, in
     limit = Architecture(arch).shared_bytes
     sizes = [shared for _, shared in kernels.values()]
     num_compiled = sum(isinstance(result, list) for result in cases.values())
-    spilling = [f"{name} {spilled}" for name, (spilled, _) in kernels.items() if spilled]
+    spilling = [f"{name} {spilled}" for name, (spilled, _) in sorted(kernels.items()) if spilled]
     cells = (
         f"sm_{arch}", GPUS[arch], f"{num_compiled} of {len(table_cases())}", len(sizes),
         sum(size <= limit for size in sizes), f"{max(sizes, default=0) / 1024:.0f} KB", f"{limit // 1024} KB",

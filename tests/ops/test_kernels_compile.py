@@ -15,9 +15,9 @@ from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
 
 SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
 CASES = list(SHAPES)
-# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread (on
-# Blackwell it spills most where a run ends), scoring for many tokens the decoded keys
-SPILLS = {("_attend_kernel", 90): 640, ("_attend_kernel", 100): 5100, ("group_scores_kernel", 100): 8}
+# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
+# scoring for many tokens the decoded keys
+SPILLS = {("_attend_kernel", 90): 640, ("group_scores_kernel", 100): 8}
 
 
 @pytest.fixture(scope="module")

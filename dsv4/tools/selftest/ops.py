@@ -103,12 +103,24 @@ def _checks(case: OpCase, backend: Backend, device: torch.device) -> Iterator[Ch
                 torch.cuda.synchronize()
         except Exception as error:  # whatever a kernel raises is this check's result, and the others go on
             check = _of_error(part, case, call, error, time.perf_counter() - start)
-            if type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error):
+            if _is_lost(device, error):
                 raise DeviceLost(check) from error
             yield check
             return
         if measures:
             yield of_measures(part, case.name, call.op, measures, time.perf_counter() - start)
+
+
+def _is_lost(device: torch.device, error: Exception) -> bool:
+    """Whether the CUDA context is broken: then waiting fails too."""
+    if "CUDA error" in str(error):
+        return True
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _of_error(part: str, case: OpCase, call: OpCall | None, error: Exception, seconds: float) -> Check:

@@ -77,7 +77,7 @@ def run_selftest(
     finished = SelftestReport(
         report.machine, report.is_interpreted, report.checks, speed, round(bandwidth / 1e9, 1), seconds
     )
-    if options.is_kept and device.type == "cuda" and not options.ops and options.backend is TRITON:
+    if options.is_kept and device.type == "cuda" and not options.ops and options.backend.name == TRITON.name:
         _keep(finished, device)
     return finished
 
