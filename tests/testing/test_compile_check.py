@@ -57,7 +57,7 @@ def test_a_changed_source_is_compiled_again(compiles, tmp_path, monkeypatch):
     for name in ("dsv4/testing/cases/one.py", "dsv4/testing/compile_check.py", "dsv4/other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    case = tmp_path / "benchmarks" / "cases" / "one.py"
+    case = tmp_path / "dsv4" / "testing" / "cases" / "one.py"
     case.write_text("import dsv4.other")
     monkeypatch.setattr(compile_check, "ROOT", tmp_path)
     for changed, num in ((None, 1), (case, 2), (tmp_path / "dsv4" / "other.py", 3), (tmp_path / "unrelated.py", 3)):

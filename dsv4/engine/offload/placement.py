@@ -13,10 +13,11 @@ from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import most_rows
 
 GIB = 2**30
-# Measured on an H200 after warm-up and a full load, three sets of limits (benchmarks/step_gpu.py, section memory): CUDA
-# context 0.65 GB, loaded kernels 0.1, pools of the branch stream and of small tensors 0.38
-CONTEXT_BYTES = 1080 * 2**20
-HELD_PER_ALLOCATED = 1.62  # the allocator's memory over the tensors alive at once in a forward call; same measurement
+# Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of
+# benchmarks/results/nvidia-h200-step.jsonl): 0.65 GB of CUDA context and 0.1 of loaded kernels; and loading leaves
+# holes in the allocator's memory, in which half of a call's tensors find room
+CONTEXT_BYTES = 716 * 2**20
+HOLE_BYTES = 1660 * 2**20
 CAPTURED_PROMPT = 128  # tokens: calls up to so many are captured, however few requests there may be
 GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
@@ -123,8 +124,8 @@ def place_experts(
 
 
 def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
-    """Memory for the tensors alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens:
-    `HELD_PER_ALLOCATED` times their bytes, since memory of one size is not always there for another.
+    """Memory for the tensors alive at once in a forward call of T = max(chunk, requests x (1 + drafts)) tokens: their
+    bytes, or half of them beside `HOLE_BYTES`, whichever is more.
 
     Per token: the streams before and after a sublayer (BF16), its input, norm and output (BF16) and the FP32 sum of the
     experts; and the larger of attention (queries and outputs of all heads, low-rank query, grouped output, indexer
@@ -149,7 +150,7 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     logits = 2 * 4 * sampled * config.vocab_size
     draws = 2 * 4 * engine.max_concurrent_requests * config.vocab_size
     alive = num_tokens * (streams + max(attention, experts)) + scores + states + logits + draws
-    return int(HELD_PER_ALLOCATED * alive)
+    return max(alive, alive // 2 + HOLE_BYTES)
 
 
 def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) -> int:
