@@ -232,6 +232,12 @@ def recorded_numbers():
     large = ops["moe/flash-nvfp4-4096"]
     attention = [ops[f"sparse_attention/flash-csa-64k-{batch}"]["median_us"] for batch in (1, 64, 256)]
     start = re.search(r"warm_up +([\d.]+) s", (results / "variants" / "fifth-cold-start.txt").read_text())
+    engine = [json.loads(line) for line in (results / "nvidia-h200-step.jsonl").read_text().splitlines()]
+    plain = [r for r in engine if r["kind"] == "step" and r["requests"] in ("greedy", "top-p 0.9") and not r["watched"]]
+    plain = [r for r in plain if r["commit"] == engine[0]["commit"]]
+    load = next(r for r in engine if r["kind"] == "load")
+    hits = [json.loads(line) for line in (results / "nvidia-h200-prefix.jsonl").read_text().splitlines()]
+    first = {r["tier"]: r["ms"] for r in hits if r["kind"] == "first_token"}
     flash = ModelConfig.flash()
     schema = build_cache_schema(flash, build_schedule(flash), EngineConfig(index_key_format="fp4"), plain_itemsize=None)
     return [
@@ -243,6 +249,10 @@ def recorded_numbers():
         f"{spread(theirs)} ms",
         f"{stream:.0f} tokens/s",
         f"{round(prefill, -3):,.0f} tokens/s",
+        f"{slashed((r['wall_ms'] for r in plain if r['requests'] == 'greedy'), '{:.2f}')} ms",
+        f"{spread([r['wall_over_busy'] for r in plain], '{:.2f}')} x",
+        f"{int(load['output_tokens_per_second']):,} tokens/s",
+        f"{slashed(first[tier] for tier in ('cold', 'device', 'host', 'disk'))} ms",
         f"{slashed(r['median_us'] for r in experts)} us",
         f"{slashed(r['ceiling_percent'] for r in experts)} %",
         f"{large['flops'] / large['median_us'] / 1e6:.0f} TFLOP/s",
