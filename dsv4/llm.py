@@ -9,11 +9,10 @@ Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +40,19 @@ from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
 from dsv4.engine.runner import Runner, step_buckets
 from dsv4.engine.sequence import Sequence as RequestSequence
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
+from dsv4.llm_input import (
+    Numerics,
+    Prompt,
+    as_params,
+    as_prompts,
+    check_chunks,
+    check_device,
+    check_numerics,
+    check_widths,
+    limits_for,
+    naming_what_does_not_fit,
+    planned_cache_bytes,
+)
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
@@ -53,11 +64,6 @@ from dsv4.ops import Backend, backend_for
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.text.tokenizer import Tokenizer
-
-Numerics = Literal["official", "exact"]
-Prompt = str | Sequence[int]
-
-DEFAULT_CONTEXT_TOKENS = 16384
 
 
 class LLM:
@@ -103,7 +109,7 @@ class LLM:
         offload_experts: OffloadExperts = None, drafts: Drafts = "off", gpus: int = 1, check_exchange: bool = False,
         progress: bool = False, ignore_selftest: bool = False,
     ) -> None:  # fmt: skip
-        compute_dtype, chosen_device = _compute_dtype(numerics, dtype), _check_device(device)
+        compute_dtype, chosen_device = check_numerics(numerics, dtype), check_device(device)
         folder = find_checkpoint(path)
         config = ModelConfig.from_pretrained(folder)
         exact_dtype = compute_dtype if numerics == "exact" else None
@@ -111,7 +117,7 @@ class LLM:
         num_ranks = check_ranks(gpus, config.n_routed_experts)
         offload = check_offload(offload_experts, config, num_ranks)
         drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=num_ranks, offloads=offload is not None)
-        wanted = draft_limits(_limits(config, engine, exact_dtype), config, drafts)
+        wanted = draft_limits(limits_for(config, engine, exact_dtype), config, drafts)
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
@@ -131,19 +137,19 @@ class LLM:
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
-                cache_bytes = _cache_bytes(config, limits, exact_dtype)
+                cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
                 placement = share.placement(offload_experts, wanted, limits, cache_bytes)
-                with _naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+                with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
                     params, pool = share.load(placement, chosen_backend, progress)
                 self._set_up(
                     config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world
                 )
             return
         placement = choose_placement(
-            offload_experts, checkpoint, config, limits, _cache_bytes(config, limits, exact_dtype),
+            offload_experts, checkpoint, config, limits, planned_cache_bytes(config, limits, exact_dtype),
             device=chosen_device, dequantize_to=exact_dtype,
         )  # fmt: skip
-        with _naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+        with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
             if placement is None:
                 params = load_params(
                     checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress
@@ -169,9 +175,9 @@ class LLM:
         fingerprint: a name for all that decides the bits of a row, for `EngineConfig.cache_dir`; a checkpoint has one.
         """
         llm = cls.__new__(cls)
-        compute_dtype = _compute_dtype(numerics, dtype)
+        compute_dtype = check_numerics(numerics, dtype)
         drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=1, offloads=pool is not None)
-        limits = _limits(config, engine, compute_dtype if numerics == "exact" else None)
+        limits = limits_for(config, engine, compute_dtype if numerics == "exact" else None)
         limits = draft_limits(limits, config, drafts)
         if pool is not None:
             backend = pool.inner
@@ -189,7 +195,7 @@ class LLM:
         fingerprint: str = "",
     ) -> None:  # fmt: skip
         if numerics == "official":
-            _check_widths(config, params)
+            check_widths(config, params)
         if params.embed.device.type == "cpu":
             set_threads(config)
         self.config = config
@@ -203,7 +209,7 @@ class LLM:
         self.model = Transformer(config, params, dtype, backend=chosen, exchange=exchange)
         # the draft blocks' rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
-        with _naming_what_does_not_fit("cache", limits):
+        with naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule, world))
         has_kernels = backend.can_capture(params.embed.device)
         uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
@@ -220,7 +226,7 @@ class LLM:
                 with world.one_first() as is_first:  # the others find the kernels on disk
                     if is_first:
                         runner.precompile()
-            with _naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
+            with naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
                 runner.warm_up()
                 # an engine of its own: nothing of it is counted
                 uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
@@ -294,10 +300,10 @@ class LLM:
 
         One prompt, as a string or as a flat list of ids, is a list of one.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         sequences = [
             self.engine.prepare(self.encode(prompt), one)
-            for prompt, one in zip(many, _as_params(params, len(many)), strict=True)
+            for prompt, one in zip(many, as_params(params, len(many)), strict=True)
         ]
         try:
             for sequence in sequences:
@@ -317,7 +323,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
-        return _stream(self.engine, self.engine.prepare(self.encode(prompt), _as_params(params, 1)[0]))
+        return _stream(self.engine, self.engine.prepare(self.encode(prompt), as_params(params, 1)[0]))
 
     def score(self, text: Prompt | Sequence[Prompt], num_top: int = 0) -> list[tuple[TokenLogprobs | None, ...]]:
         """How likely each token of a text was after those before it, and the `num_top` likeliest there; None for the
@@ -355,7 +361,7 @@ class LLM:
         ids = self._check_ids(token_ids)
         if len(ids) < 2:
             raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
-        pieces = _check_chunks(chunks, len(ids) - 1)
+        pieces = check_chunks(chunks, len(ids) - 1)
         cache = self._make_cache(
             EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1, prefix_cache_bytes=0),
             self.model.schedule,
@@ -383,7 +389,7 @@ class LLM:
         as the new anchor. The prompt is fed in pieces of `chunks`.
         """
         ids = self._check_ids(prompt)
-        pieces = _check_chunks(chunks, len(ids))
+        pieces = check_chunks(chunks, len(ids))
         if not self.model.params.draft_blocks:
             raise RequestError("this checkpoint has no drafter (no mtp.* tensors)")
         return trace_drafts(self.model, self._make_cache, ids, pieces, anchor, verified)
@@ -420,7 +426,7 @@ class LLM:
         observe: Callable[[int, BlockOutput], None] | None = None,
     ) -> None:  # fmt: skip
         """Feed the tokens in pieces from position 0; `each` sees every piece's batch and final streams."""
-        pieces = _check_chunks(chunks, len(token_ids))
+        pieces = check_chunks(chunks, len(token_ids))
         remaining = list(token_ids)
         with self._slot(token_ids) as slot:
             for length in pieces:
@@ -456,120 +462,3 @@ def _stream(engine: Engine, sequence: RequestSequence) -> Iterator[str]:
                 engine.step()
     finally:
         engine.abort(sequence)
-
-
-def _limits(config: ModelConfig, engine: EngineConfig | None, plain_dtype: torch.dtype | None) -> EngineConfig:
-    """The limits asked for, or the default ones; `ConfigError` if this model cannot have them."""
-    limits = engine or EngineConfig(max_context_tokens=min(DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings))
-    itemsize = None if plain_dtype is None else plain_dtype.itemsize
-    build_cache_schema(config, build_schedule(config), limits, plain_itemsize=itemsize)
-    return limits
-
-
-def _cache_bytes(config: ModelConfig, limits: EngineConfig, plain_dtype: torch.dtype | None) -> int:
-    """What the cache will take."""
-    schedule = build_schedule(config, with_mtp=limits.max_draft_tokens > 0)
-    itemsize = None if plain_dtype is None else plain_dtype.itemsize
-    return build_cache_schema(config, schedule, limits, plain_itemsize=itemsize).total_bytes
-
-
-_WHAT_HELPS = {
-    "limits": "lower the limits",
-    "offload": "keep experts in host memory (offload_experts='auto', on the command line --offload-experts auto)",
-    "fewer": "lower the limits or keep fewer experts on the device (a smaller offload_experts)",
-}
-
-
-@contextmanager
-def _naming_what_does_not_fit(what: str, limits: EngineConfig, helps: str = "limits") -> Iterator[None]:
-    """A device without room for the weights or the cache is a mistake in what was asked for, and is told as one."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RequestError(
-            f"the device has no room for the {what} (max_context_tokens {limits.max_context_tokens}, "
-            f"max_concurrent_requests {limits.max_concurrent_requests}, num_blocks {limits.num_blocks}): "
-            f"{_WHAT_HELPS[helps]}, or see what would fit with `dsv4 plan`. {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _check_widths(config: ModelConfig, params: ModelParams) -> None:
-    """Inputs of quantised weights are quantised in groups of 128 channels, so their widths must be multiples of it."""
-    if not isinstance(params.layers[0].attn.wq_a, QuantTensor):
-        return
-    widths = {
-        "hidden_size": config.hidden_size,
-        "q_lora_rank": config.q_lora_rank,
-        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
-        "moe_intermediate_size": config.moe_intermediate_size,
-    }
-    for name, width in widths.items():
-        if width % ACTIVATION_GROUP:
-            raise RequestError(
-                f"official numerics quantise inputs in groups of {ACTIVATION_GROUP}, but {name} is {width}; "
-                "use numerics='exact'"
-            )
-
-
-def _check_chunks(chunks: Sequence[int] | None, total: int) -> list[int]:
-    pieces = list(chunks) if chunks is not None else [total]
-    if any(not isinstance(length, int) or length < 1 for length in pieces) or sum(pieces) != total:
-        raise RequestError(f"chunks must be positive integers that sum to {total}, found {shown(pieces)}")
-    return pieces
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be text, a list of token ids, or a list of those, found {shown(prompts)}")
-    many = list(prompts)
-    if not many:
-        raise RequestError("prompts is empty; expected at least one prompt of at least one token")
-    if all(_is_token_id(item) for item in many):
-        return [many]  # type: ignore[list-item]
-    for place, item in enumerate(many):
-        if _is_token_id(item) or isinstance(item, (bytes, Mapping)) or not isinstance(item, Iterable):
-            raise RequestError(f"prompt {place} must be text or a list of token ids, found {shown(item)}")
-    return many  # type: ignore[return-value]
-
-
-def _is_token_id(item: object) -> bool:
-    """An integer: Python's, numpy's, or a torch scalar. (A torch vector of one element is a prompt.)"""
-    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    shared = SamplingParams() if params is None else params
-    if isinstance(shared, SamplingParams):
-        return [shared] * count
-    if not isinstance(shared, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in shared):
-        raise RequestError(f"params must be one SamplingParams, or a list of them, found {shown(params)}")
-    if len(shared) != count:
-        raise RequestError(f"{count} prompts, but {len(shared)} SamplingParams; give one, or one per prompt")
-    return list(shared)
-
-
-def _check_device(device: str | torch.device) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RequestError(f"device must be 'cpu' or 'cuda', found {shown(device)}") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise RequestError(f"device must be 'cpu' or 'cuda', found {str(chosen)!r}")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise RequestError(f"device {str(chosen)!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return chosen
-
-
-def _compute_dtype(numerics: str, dtype: torch.dtype | None) -> torch.dtype:
-    if numerics == "official":
-        if dtype not in (None, torch.bfloat16):
-            raise RequestError(f"numerics='official' computes in bfloat16; dtype {dtype} needs numerics='exact'")
-        return torch.bfloat16
-    if numerics == "exact":
-        chosen = dtype or torch.float32
-        if chosen not in (torch.float64, torch.float32, torch.bfloat16):
-            raise RequestError(f"dtype must be float64, float32 or bfloat16, found {chosen}")
-        return chosen
-    raise RequestError(f"numerics must be 'official' or 'exact', found {shown(numerics)}")
