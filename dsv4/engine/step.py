@@ -125,7 +125,7 @@ def _draft_columns(
     owners = np.repeat(np.arange(len(num_draws)), num_draws)
     before = np.where(np.arange(most) < steps[:, None], drafts[owners], NO_DRAFT)  # [N, K]
     next_ids = np.append(columns[_IDS, 1:], 0)
-    last_rows = np.cumsum([piece.length for piece in pieces]) - 1
+    last_rows = np.cumsum([piece.length for piece in pieces], dtype=np.int64) - 1
     next_ids[last_rows] = [_following(piece) for piece in pieces]
     return [
         before, np.maximum(next_ids, 0), columns[_SLOTS, first_rows], columns[_POSITIONS, first_rows], first_rows,

@@ -194,7 +194,7 @@ def test_confidences_decide_how_many_are_verified():
 
 def test_a_drafter_of_another_model_is_told_once(caplog):
     choice = FixedDrafts(2)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="dsv4.engine"):
         for _ in range(LEAST_TRIES + 10):
             choice.record(2, 0)
     assert [record.getMessage() for record in caplog.records] == [

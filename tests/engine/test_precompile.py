@@ -112,14 +112,14 @@ def test_offloaded_experts_become_stacks(params):
 
 
 def test_a_pass_that_fails_is_only_a_note(params, monkeypatch, caplog):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise RuntimeError("no such thing on meta")
 
     monkeypatch.setattr(runner_module, "can_compile_in_parallel", lambda: True)
     monkeypatch.setattr(runner_module, "precompile", fail)
     model, cache = make_model(params, backend=TRITON)
     with caplog.at_level(logging.WARNING, logger="dsv4.engine"):
-        Runner(model, cache, buckets=(1,), use_graphs=False)._precompile([1], lambda what, done, total: None)
+        Runner(model, cache, buckets=(1,), use_graphs=False).precompile()
     assert "one by one: RuntimeError: no such thing on meta" in caplog.text
 
 

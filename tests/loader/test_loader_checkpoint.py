@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loader_cases import SET_A, VECTORS, same_bits
+from loader_cases import SET_A, same_bits
 from safetensors.torch import save_file
 
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
 from dsv4.loader.header import read_header
+from dsv4.testing.shipped_data import OP_VECTORS
 
 
 def small_tensors():
@@ -71,7 +72,7 @@ def test_byte_ranges_are_those_of_the_file(small_file):
 
 
 def test_vectors_decode_through_the_checkpoint():
-    with Checkpoint.open(VECTORS / "ops" / "ops.safetensors") as checkpoint:
+    with Checkpoint.open(OP_VECTORS) as checkpoint:
         read = checkpoint.read
         fp8 = QuantTensor(read("linear_fp8.weight"), read("linear_fp8.scale"), QuantFormat.FP8_BLOCK)
         assert same_bits(fp8.dequantize(torch.bfloat16)[120:136], read("linear_fp8.dequantised_rows_120_136"))

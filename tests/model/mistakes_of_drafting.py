@@ -9,6 +9,7 @@ import torch
 from planted import Bed
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.formats.tensors import as_loaded
 from dsv4.model.attention import attention
 from dsv4.model.dspark import DSparkDrafter, DSparkTap, context_vectors
 from dsv4.model.mtp_drafter import MtpDrafter
@@ -185,7 +186,7 @@ def anchor_in_the_last_row(bed: Bed) -> None:
 def shared_experts_dropped(bed: Bed) -> None:
     """Of one draft layer: what a loader that matches names by their ends may lose."""
     shared = bed.llm.model.params.dspark.blocks[1].ffn.shared
-    bed.patch.setattr(shared, "w2", torch.zeros_like(shared.w2))
+    bed.patch.setattr(shared, "w2", torch.zeros_like(as_loaded(shared.w2)))
 
 
 # ---- heads ----

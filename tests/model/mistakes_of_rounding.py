@@ -7,6 +7,7 @@ return one.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from planted import Bed
@@ -16,16 +17,16 @@ from dsv4.formats.e8m0 import E4M3_MAX
 from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor, dequantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor, as_loaded, dequantize
 from dsv4.ops.indexer import index_queries_ref
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import rows_matmul
-from dsv4.ops.linear import linear_ref
+from dsv4.ops.linear import LinearBundle, linears_ref
 from dsv4.ops.moe import expert_ref
 
 
 def _unquantised_linear(right, x, weight, out_dtype=None):
-    return rows_matmul(x, dequantize(weight, torch.float32)).to(out_dtype or x.dtype)
+    return rows_matmul(x, dequantize(as_loaded(weight), torch.float32)).to(out_dtype or x.dtype)
 
 
 def _without_codes(bed: Bed) -> None:
@@ -35,36 +36,40 @@ def _without_codes(bed: Bed) -> None:
 
 
 def _one_by_one(linear):
-    """`linears` by this `linear`, for plain inputs."""
+    """`linears` by `linear(right, x, weight, out_dtype)`, for plain inputs. Every product of a layer is made by it."""
 
     def linears(right, x, weights, out_dtypes, codes=None):
-        return tuple(linear(x, weight, out_dtype) for weight, out_dtype in zip(weights, out_dtypes, strict=True))
+        weights = weights.weights if isinstance(weights, LinearBundle) else weights
+        pairs = zip(weights, out_dtypes, strict=True)
+        return tuple(linear(partial(_single, right), x, weight, out_dtype) for weight, out_dtype in pairs)
 
     return linears
 
 
+def _single(linears, x, weight, out_dtype=None):
+    return linears(x, (weight,), (out_dtype,))[0]
+
+
 def no_activation_quantisation(bed: Bed) -> None:
     _without_codes(bed)
-    bed.function(linear_ref, _unquantised_linear)
+    bed.function(linears_ref, _one_by_one(_unquantised_linear))
 
 
 def no_activation_quantisation_in_attention(bed: Bed) -> None:
     _without_codes(bed)
     bed.op("linear", _unquantised_linear)
-    bed.op("linears", _one_by_one(lambda *args: _unquantised_linear(None, *args)))
+    bed.op("linears", _one_by_one(_unquantised_linear))
 
 
 def no_activation_quantisation_in_experts(bed: Bed) -> None:
-    _without_codes(bed)
-    right = bed.llm.model.context.ops.linear
-    bed.function(linear_ref, _unquantised_linear)
-    bed.op("linear", lambda _, *args, **kwargs: right(*args, **kwargs))
-    bed.op("linears", _one_by_one(right))
+    no_activation_quantisation(bed)
+    bed.op("linear", lambda _, *args: _single(linears_ref, *args))
+    bed.op("linears", lambda _, *args: linears_ref(*args))
 
 
 def activation_scale_not_a_power_of_two(bed: Bed) -> None:
     def wrong(right, x, weight, out_dtype=None):
-        if not isinstance(weight, QuantTensor):
+        if not isinstance(as_loaded(weight), QuantTensor):
             return right(x, weight, out_dtype)
         groups = x.float().unflatten(-1, (-1, ACTIVATION_GROUP))
         scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / E4M3_MAX
@@ -72,7 +77,7 @@ def activation_scale_not_a_power_of_two(bed: Bed) -> None:
         return _unquantised_linear(right, rounded.flatten(-2), weight, out_dtype or x.dtype)
 
     _without_codes(bed)
-    bed.function(linear_ref, wrong)
+    bed.function(linears_ref, _one_by_one(wrong))
 
 
 def fp8_before_wo_a(bed: Bed) -> None:
@@ -82,9 +87,8 @@ def fp8_before_wo_a(bed: Bed) -> None:
 def fp8_before_the_compressor(bed: Bed) -> None:
     """Of all projections only the compressors' ask for an output wider than their input."""
     _without_codes(bed)
-    right = bed.llm.model.context.ops.linear
 
-    def wrong(x, weight, out_dtype):
+    def wrong(right, x, weight, out_dtype):
         return right(x if out_dtype == x.dtype else fp8_fake_quantize(x, ACTIVATION_GROUP), weight, out_dtype)
 
     bed.op("linears", _one_by_one(wrong))
