@@ -43,6 +43,13 @@ def replay(*options):
     return json.loads(ended.stdout)
 
 
+def kill(server):
+    """One that has ended stays as it is."""
+    if server.poll() is None:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.slow
 def test_five_hundred_requests(tmp_path):
     folder, path = small_checkpoint(tmp_path / "model"), tmp_path / "receipts.jsonl"
@@ -62,9 +69,7 @@ def test_five_hundred_requests(tmp_path):
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+        kill(server)
     num_asked = len({receipt.request_id for _, _, receipt in read_record([path])})
     assert num_asked >= 500
     for options in ((), ("--batch", 1, "--no-prefix-cache"), ("--batch", 16, "--chunk", 33)):
@@ -90,9 +95,7 @@ def test_a_disk_without_room(tmp_path):
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+        kill(server)
     log = (tmp_path / "log").read_text()
     assert log.count("cannot record to") == 1
     assert "Traceback" not in log
