@@ -71,6 +71,7 @@ class LocalExchange:
         drawn = [self._draw(num_requests, num_tokens, seed) for seed in range(_DRAWS if num_tokens < 2048 else 1)]
         self._chosen, self.bytes_sent, self.num_choices = sorted(drawn, key=lambda one: one[2])[len(drawn) // 2]
         self._chosen = self._chosen.to(self._buffers[0].device)
+        self._weights = torch.full(self._chosen.shape, 1 / self._top_k, device=self._chosen.device)
 
     def _draw(self, num_requests: int, num_tokens: int, seed: int) -> tuple[Tensor, int, int]:
         """The busiest rank's places, [N T, k]; the bytes it sends in a layer; how many of the choices are its own."""
@@ -91,9 +92,9 @@ class LocalExchange:
         places = places.clamp_max(len(owners[0]) - 1)  # shares may differ by one expert
         return places, 2 * dim * (rows_out + parts_back), num_own
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
-        rows = self._inner.dispatch(x, experts, weights)
-        return rows._replace(experts=self._chosen, weights=torch.full_like(rows.weights, 1 / self._top_k))
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
+        rows = self._inner.dispatch(x, experts, weights, slots)
+        return rows._replace(experts=self._chosen, weights=self._weights)
 
     def collect(self, parts: Tensor, rows: Rows) -> Tensor:
         return self._inner.collect(parts, rows)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     x        [N T, D]
     experts  int64 [N T, k]: places in this rank's stacks, -1 where an expert is not its own
     weights  [N T, k]
-    routing  int64 [N T, k]: the model's expert ids, -1 for padding
+    routing  int64 [T, k]: the expert ids this rank's own tokens chose
     """
 
     x: Tensor
@@ -45,8 +45,9 @@ class Exchange(Protocol):
     @property
     def can_capture(self) -> bool: ...
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
-        """x [T, D], experts (-1 for none) and weights [T, k] of this rank -> those of all ranks."""
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
+        """x [T, D], experts and weights [T, k] of this rank -> those of all ranks. Rows whose slot [T] is negative are
+        padding: they choose nobody, and cost no owner anything."""
 
     def collect(self, parts: Tensor, rows: Rows) -> Tensor:
         """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks.
@@ -69,8 +70,9 @@ class CollectiveExchange:
         self._own = ranges[group.rank]
         self._owners = torch.tensor([rank for rank, own in enumerate(ranges) for _ in own])  # [E]
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
-        given = x, experts.to(torch.int64), weights
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
+        wanted = experts.to(torch.int64).masked_fill((slots < 0).unsqueeze(-1), NOBODY)
+        given = x, wanted, weights
         mine = torch.cat([_as_bytes(part) for part in given], 1)  # [T, bytes of a row]
         gathered = self._group.all_gather(mine.flatten()).reshape(-1, mine.shape[1])
         widths = [part.shape[1] * part.element_size() for part in given]
@@ -79,16 +81,16 @@ class CollectiveExchange:
             column.contiguous().view(part.dtype) for column, part in zip(columns, given, strict=True)
         )
         is_own = (routing >= self._own.start) & (routing < self._own.stop)
-        return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, routing)
+        return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, wanted)
 
     def collect(self, parts: Tensor, rows: Rows) -> Tensor:
-        size, rank = self._group.size, self._group.rank
+        size = self._group.size
         num_rows, top_k, dim = parts.shape
         num_tokens = num_rows // size
         is_own = rows.experts >= 0  # [N T, k]
         num_sent = is_own.view(size, -1).sum(1).tolist()
-        routing = rows.routing.view(size, num_tokens * top_k)[rank].cpu()
-        owners = torch.where(routing >= 0, self._owners[routing.clamp_min(0)], NOBODY)  # [T k]
+        routing = rows.routing.flatten().cpu()  # [T k]
+        owners = torch.where(routing >= 0, self._owners[routing.clamp_min(0)], NOBODY)
         places = [(owners == owner).nonzero().flatten() for owner in range(size)]
         received = self._group.all_to_all(_as_bytes(parts[is_own]), num_sent, [len(place) for place in places])
         collected = parts.new_zeros((num_tokens * top_k, dim))
@@ -104,9 +106,9 @@ class StandInExchange:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
-        x, experts, weights = (part.new_empty((self.size * len(part), part.shape[1])) for part in (x, experts, weights))
-        return Rows(x, experts, weights, experts)
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
+        of_all = [part.new_empty((self.size * len(part), part.shape[1])) for part in (x, experts.long(), weights)]
+        return Rows(of_all[0], of_all[1], of_all[2], experts)
 
     def collect(self, parts: Tensor, rows: Rows) -> Tensor:
         return parts.new_empty((len(parts) // self.size, *parts.shape[1:]))

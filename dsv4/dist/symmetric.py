@@ -5,10 +5,10 @@ the buffers of the owners of their experts, then a barrier; the owners' parts go
 barriers a layer are enough for one buffer: nobody writes inputs before all have read the last ones (they have since
 sent parts), nor parts before all have folded the last ones (they have since sent inputs).
 
-    routing  int64 [N T, k]   |  weights  fp32 [N T, k]  |  x  bf16 [N T, D]  |  parts  bf16 [T, k, D]
+    experts  int64 [N T, k]   |  weights  fp32 [N T, k]  |  x  bf16 [N T, D]  |  parts  bf16 [T, k, D]
 
-Offsets are those of the largest call; T is the call's own, the same on every rank. x is sent only to ranks that own a
-chosen expert. Torch's default process group must be there: symmetric memory meets through it.
+Offsets are those of the largest call; T is the call's own, the same on every rank. An owner is told places in its own
+stacks, and -1 for experts of others; x is sent only to ranks that own a chosen expert. Torch's default process group must be there: symmetric memory meets through it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.dist.exchange import NOBODY, Rows
-from dsv4.dist.shares import expert_range
+from dsv4.dist.exchange import Rows
 from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.lib.launch import next_power_of_2
 
@@ -31,7 +30,7 @@ _COLS = 1024  # columns a step of a program copies
 class Layout(NamedTuple):
     """Bytes from the start of a buffer to each part of it, and its size."""
 
-    routing: int
+    experts: int
     weights: int
     x: int
     parts: int
@@ -64,9 +63,8 @@ class SymmetricExchange:
         self._rank, self.size = rank, pointers.shape[0]
         self._layout = layout
         self._max_rows, self._num_experts, self._top_k, self._dim = max_rows, num_experts, top_k, dim
-        self._own = expert_range(num_experts, self.size, rank)
 
-    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Rows:
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
         num_tokens, dim = x.shape
         if num_tokens > self._max_rows or dim != self._dim or x.dtype != torch.bfloat16:
             raise KernelInputError(
@@ -75,18 +73,16 @@ class SymmetricExchange:
             )
         layout, num_rows = self._layout, self.size * num_tokens
         _send_rows_kernel[(num_tokens, self.size)](
-            x.contiguous(), experts.to(torch.int64).contiguous(), weights.float().contiguous(), self._pointers,
-            self._rank, num_tokens, layout.routing, layout.weights, layout.x, D=dim, TOP_K=self._top_k,
+            x.contiguous(), experts.contiguous(), weights.float().contiguous(), slots.contiguous(), self._pointers,
+            self._rank, num_tokens, layout.experts, layout.weights, layout.x, D=dim, TOP_K=self._top_k,
             TOP_K_BLOCK=next_power_of_2(self._top_k), E=self._num_experts, N=self.size, COLS=_COLS,
         )  # fmt: skip
         self._barrier()
-        routing = self._view(layout.routing, (num_rows, self._top_k), torch.int64)
-        is_own = (routing >= self._own.start) & (routing < self._own.stop)
         return Rows(
             self._view(layout.x, (num_rows, dim), torch.bfloat16),
-            torch.where(is_own, routing - self._own.start, NOBODY),
+            self._view(layout.experts, (num_rows, self._top_k), torch.int64),
             self._view(layout.weights, (num_rows, self._top_k), torch.float32),
-            routing,
+            experts,
         )
 
     def collect(self, parts: Tensor, rows: Rows) -> Tensor:
@@ -122,24 +118,26 @@ def symmetric_exchange(
 
 @jit(do_not_specialize=("rank", "num_tokens"))
 def _send_rows_kernel(
-    x_ptr, experts_ptr, weights_ptr, pointers_ptr, rank, num_tokens, routing_offset, weights_offset, x_offset,
+    x_ptr, experts_ptr, weights_ptr, slots_ptr, pointers_ptr, rank, num_tokens, experts_offset, weights_offset,
+    x_offset,
     D: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, peer): the token's routing to the peer, and its row of x if the peer owns one of its experts."""
+    """Program (token, peer): places of the token's experts to the peer, and its row of x if the peer owns one."""
     token, peer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = rank * num_tokens + token
     base = tl.load(pointers_ptr + peer)
     places = tl.arange(0, TOP_K_BLOCK)
     is_place = places < TOP_K
-    experts = tl.load(experts_ptr + token * TOP_K + places, mask=is_place, other=-1)
+    experts = tl.load(experts_ptr + token * TOP_K + places, mask=is_place, other=-1).to(tl.int64)
     weights = tl.load(weights_ptr + token * TOP_K + places, mask=is_place, other=0.0)
-    routing_ptr = (base + routing_offset).to(tl.pointer_type(tl.int64))
-    tl.store(routing_ptr + row * TOP_K + places, experts, mask=is_place)
+    first, end = peer * E // N, (peer + 1) * E // N
+    is_owned = (experts >= first) & (experts < end) & (tl.load(slots_ptr + token) >= 0)
+    target_experts_ptr = (base + experts_offset).to(tl.pointer_type(tl.int64))
+    tl.store(target_experts_ptr + row * TOP_K + places, tl.where(is_owned, experts - first, -1), mask=is_place)
     target_weights_ptr = (base + weights_offset).to(tl.pointer_type(tl.float32))
     tl.store(target_weights_ptr + row * TOP_K + places, weights, mask=is_place)
-    first, end = peer * E // N, (peer + 1) * E // N
-    if tl.max(((experts >= first) & (experts < end)).to(tl.int32), 0) > 0:
+    if tl.max(is_owned.to(tl.int32), 0) > 0:
         target_ptr = (base + x_offset).to(tl.pointer_type(tl.bfloat16))
         for start in range(0, D, COLS):
             cols = start + tl.arange(0, COLS)

@@ -22,7 +22,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.exchange import StandInExchange
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.engine.offload.trees import map_tensors, tensors_of
-from dsv4.engine.sampler import NUM_TOP
+from dsv4.engine.sampler import NUM_TOP, SCORED_ROWS
 from dsv4.model.branches import Branches
 from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.model.transformer import Transformer
@@ -45,7 +45,7 @@ class StandIn:
 
     @torch.no_grad()
     def launch(self, size: int, num_rows: int) -> None:
-        """What a forward call of `size` tokens launches, and drawing from the logits of `num_rows`."""
+        """What a forward call of `size` tokens launches, drawing from `num_rows` rows, and scoring prompts."""
         ops = self.model.context.ops
         # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
         columns = torch.empty((len(COLUMNS), size), dtype=torch.int64, device=META)
@@ -53,8 +53,9 @@ class StandIn:
         token_ids = ops.resolve_tokens(batch.token_ids, batch.slots, self.state.last_tokens)
         batch = replace(batch, token_ids=token_ids)
         streams = self.model.forward(batch, self.handles.__getitem__)
-        logits = self.model.logits(streams.index_select(0, torch.empty(num_rows, dtype=torch.int64, device=META)))
-        rehearse(ops, logits, self.state)
+        for count in (num_rows, SCORED_ROWS):
+            logits = self.model.logits(streams.index_select(0, torch.empty(count, dtype=torch.int64, device=META)))
+            rehearse(ops, logits, self.state)
 
 
 def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:

@@ -31,6 +31,7 @@ from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_gra
 from dsv4.engine.offload.placement import CAPTURED_PROMPT
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.precompile import precompile, rehearse
+from dsv4.engine.sampler import NUM_TOP, SCORED_ROWS
 from dsv4.engine.slots import SlotStates
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
@@ -38,7 +39,6 @@ from dsv4.ops.lib.compile_only import can_compile_in_parallel
 from dsv4.ops.sampling import SamplingRows
 
 _LOG = logging.getLogger("dsv4.engine")
-SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, so that nothing is compiled for others
 
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
 
@@ -193,8 +193,7 @@ class Runner:
         listed = self._num_top(num_top)
         assert listed is not None
         with self._compiles:
-            logits = self.model.logits(forwarded.streams.index_select(0, rows))
-            scores = self.model.context.ops.sampled_logprobs(logits, token_ids, listed)
+            scores = self._score(forwarded, rows, token_ids, listed)
         self._check_compiles("scores")
         return scores
 
@@ -233,6 +232,10 @@ class Runner:
         ends = extend(drafter, ops, state, batch, forwarded.hidden, drawn, fed)
         return propose(drafter, ops, state, ends, num_drafts) if num_drafts else None
 
+    def _score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
+        logits = self.model.logits(forwarded.streams.index_select(0, rows))
+        return self.model.context.ops.sampled_logprobs(logits, token_ids, num_top)
+
     def precompile(self, progress: Progress = lambda what, done, total: None) -> None:
         """Compile on all cores, into the disk cache, where other processes find it too. A help, not a condition: what
         fails here fails again where it matters, or did not matter."""
@@ -251,6 +254,9 @@ class Runner:
         rows = self._padding_rows(size)
         made = self._compute(batch, rows, num_valid=0)
         rehearse(self.model.context.ops, made.logits, self.slots.state)
+        scored = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=self.cache.device)
+        for num_top in NUM_TOP:
+            self._score(made, scored, scored, min(num_top, self.model.config.vocab_size))
         if self.drafting is not None:
             self._rehearse_drafts(self.drafting, made, batch)
         if self.experts is not None and not self.experts.always_fits(size):

@@ -17,6 +17,7 @@ from dsv4.ops.sampling import NOTHING_ALLOWED, POISONED
 from dsv4.request import TokenLogprobs
 
 NUM_TOP = (20, 100)  # likeliest tokens listed beside a log-probability: kernels are compiled for these, no others
+SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, so that nothing is compiled for others
 _WORD_BITS = 32
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
-from dsv4.dist.exchange import NOBODY
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import MoeParams
 
@@ -25,7 +24,6 @@ def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) 
     exchange = context.exchange
     if exchange is None:
         return context.ops.moe(x, experts, weights, routed, shared, limit=limit), experts
-    wanted = experts.masked_fill((batch.slots < 0).unsqueeze(-1), NOBODY)  # padding costs no owner anything
-    rows = exchange.dispatch(x, wanted, weights)
+    rows = exchange.dispatch(x, experts, weights, batch.slots)
     parts = context.ops.moe_parts(rows.x, rows.experts, rows.weights, routed, shared, limit=limit)
     return context.ops.moe_fold(x, exchange.collect(parts, rows), routed, shared, limit=limit), experts

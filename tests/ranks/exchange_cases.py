@@ -21,8 +21,9 @@ def _case(num_tokens: int) -> BenchCase:
         x = torch.empty(num_tokens, DIM, dtype=torch.bfloat16, device=device)
         experts = torch.empty(num_tokens, TOP_K, dtype=torch.int32, device=device)
         weights = torch.empty(num_tokens, TOP_K, device=device)
+        slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
         parts = torch.empty(RANKS * num_tokens, TOP_K, DIM, dtype=torch.bfloat16, device=device)
-        return Work(lambda: exchange.collect(parts, exchange.dispatch(x, experts, weights)), 0, 0)
+        return Work(lambda: exchange.collect(parts, exchange.dispatch(x, experts, weights, slots)), 0, 0)
 
     return BenchCase("exchange", f"flash-{num_tokens}-of-{RANKS}", {"tokens": num_tokens, "ranks": RANKS}, build)
 

@@ -36,23 +36,26 @@ def test_inputs_reach_owners_and_parts_come_back(size, num_tokens):
         x = torch.randn(size, num_tokens, DIM, generator=generator).bfloat16()
         scores = torch.rand(size, num_tokens, EXPERTS, generator=generator)
         experts = scores.topk(TOP_K).indices.sort(-1).values
-        experts[-1, -1] = NOBODY  # padding
+        slots = torch.zeros(size, num_tokens, dtype=torch.int64)
+        slots[-1, -1] = -1  # padding
         weights = torch.rand(size, num_tokens, TOP_K, generator=generator)
-        x, experts, weights = (part.to(kernel_device()) for part in (x, experts, weights))
+        given = tuple(part.to(kernel_device()) for part in (x, experts, weights, slots))
         for rank, exchange in enumerate(ranks):  # all store, then all read: what the barrier is for
-            exchange.dispatch(x[rank], experts[rank], weights[rank])
-        all_rows = [exchange.dispatch(x[rank], experts[rank], weights[rank]) for rank, exchange in enumerate(ranks)]
+            exchange.dispatch(*(part[rank] for part in given))
+        all_rows = [exchange.dispatch(*(part[rank] for part in given)) for rank, exchange in enumerate(ranks)]
+        x, experts, weights, slots = given
+        experts = experts.masked_fill(slots.unsqueeze(-1) < 0, NOBODY)
+        chosen_by_all = experts.view(-1, TOP_K)
         sent = []
         for rank, rows in enumerate(all_rows):
             own = expert_range(EXPERTS, size, rank)
-            assert torch.equal(rows.routing, experts.view(-1, TOP_K))
             assert torch.equal(rows.weights, weights.view(-1, TOP_K))
-            is_own = (rows.routing >= own.start) & (rows.routing < own.stop)
-            assert torch.equal(rows.experts, torch.where(is_own, rows.routing - own.start, NOBODY))
+            is_own = (chosen_by_all >= own.start) & (chosen_by_all < own.stop)
+            assert torch.equal(rows.experts, torch.where(is_own, chosen_by_all - own.start, NOBODY))
             wanted = is_own.any(1)
             assert torch.equal(rows.x[wanted], x.view(-1, DIM)[wanted])
             # a part that says which expert made it, for which token
-            marks = rows.routing.unsqueeze(-1) + rows.x[:, None, :1].float() + columns
+            marks = chosen_by_all.unsqueeze(-1) + rows.x[:, None, :1].float() + columns
             sent.append(torch.where(is_own.unsqueeze(-1), marks, float("nan")).bfloat16())
         for rank, exchange in enumerate(ranks):
             exchange.collect(sent[rank], all_rows[rank])
@@ -66,8 +69,9 @@ def test_inputs_reach_owners_and_parts_come_back(size, num_tokens):
 def test_rejects_more_rows_than_the_buffers_hold():
     exchange = ranks_of(2)[0]
     x = torch.zeros(MAX_ROWS + 1, DIM, dtype=torch.bfloat16)
+    experts, slots = torch.zeros(MAX_ROWS + 1, TOP_K, dtype=torch.int64), torch.zeros(MAX_ROWS + 1)
     with pytest.raises(KernelInputError, match="expected at most 5 bf16 rows of 1100 .* feed them in chunks"):
-        exchange.dispatch(x, torch.zeros(MAX_ROWS + 1, TOP_K, dtype=torch.int64), torch.zeros(MAX_ROWS + 1, TOP_K))
+        exchange.dispatch(x, experts, torch.zeros(MAX_ROWS + 1, TOP_K), slots)
 
 
 def test_compiles_for_gpus():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from dsv4.ops.moe.launch import are_prepared, config_for, launch_moe, moe
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_fold_ref, moe_parts_ref
 
 _COLS = 1024  # of a program of the fold
+_KEPT_TOKENS = 1024
 
 
 def moe_parts(
@@ -36,9 +38,21 @@ def moe_fold(x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, li
         raise KernelInputError(
             f"expected bf16 parts [{num_tokens}, k, {dim}], found {parts.dtype} {tuple(parts.shape)}"
         )
-    nobody = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=x.device)
-    part = moe(x, nobody, torch.zeros_like(nobody, dtype=torch.float32), routed, shared, limit=limit)  # [T, D]
-    return fold_parts(parts, part)
+    kept = _kept_nobody(top_k, x.device) if num_tokens <= _KEPT_TOKENS else _nobody(num_tokens, top_k, x.device)
+    experts, weights = (choice[:num_tokens] for choice in kept)
+    return fold_parts(parts, moe(x, experts, weights, routed, shared, limit=limit))
+
+
+@cache
+def _kept_nobody(top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For decode steps: their graphs would fill them anew in every layer."""
+    return _nobody(_KEPT_TOKENS, top_k, device)
+
+
+def _nobody(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The choices of tokens that choose no expert, and their weights, [T, k]."""
+    shape = num_tokens, top_k
+    return torch.full(shape, -1, dtype=torch.int32, device=device), torch.zeros(shape, device=device)
 
 
 def fold_parts(parts: Tensor, shared: Tensor) -> Tensor:
