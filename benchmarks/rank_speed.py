@@ -7,6 +7,9 @@ says, of which the one with a median load of its busiest rank is taken, and that
 
     step = sum over 43 layers (measured) + head (measured) + 43 x (2 barriers + bytes sent / link speed)
 
+A step that verifies k drafts of one request has 1 + k rows. Its drafter is taken to be the swa layer: MTP runs it on
+1 + k rows and then k - 1 times on one, with a head each time; DSpark three times on 1 + k rows, with one head.
+
 Barrier and link speed are from the literature, and the links' time is added in full: nothing overlaps. Drawing tokens
 and the host are left out. Used by bench_ranks.py.
 """
@@ -43,6 +46,9 @@ LINK_BYTES_PER_SECOND = 350e9  # what copies reach of NVLink 4's 450 GB/s in one
 PUBLISHED = {  # SGLang, Flash on 4 H200, 8K in and 1K out; tokens/s count both
     "one request, MTP, ms a token": 3.37, "saturated, MTP, tokens/s a GPU": 4546,
     "saturated, DSpark, tokens/s a GPU": 4872,
+}  # fmt: skip
+DRAFTS = {  # what is drafted, and the tokens a step then gives (reported acceptance: 0.8 a draft; 82-67-55-45-37 %)
+    ("mtp", 1): 1.8, ("mtp", 3): 2.952, ("dspark", 5): 3.86,
 }  # fmt: skip
 _DRAWS = 51
 Record = dict[str, Any]
@@ -115,15 +121,19 @@ def measure_share(
 ) -> list[Record]:
     """Decode steps of so many requests in all, and a prompt of `prefill` tokens on every rank."""
     sizes = [-(-count // size) for count in requests]
-    model = build_share(preset, size, max(*sizes, prefill), device)
+    verified = [1 + count for count in sorted({count for _, count in DRAFTS})]
+    model = build_share(preset, size, max(*sizes, *verified, prefill), device)
     if device.type == "cuda":
-        made = make_context(model, max(sizes), context)
-        precompile(model.transformer(), made.cache, sorted({*sizes, prefill}))
+        made = make_context(model, max(*sizes, *verified), context)
+        precompile(model.transformer(), made.cache, sorted({*sizes, *verified, prefill}))
         del made
     records = []
     for count, rows in zip(requests, sizes, strict=True):
         made = make_context(model, rows, context)
         records.append(_step(model, made, count, repeats) | {"kind": "rank_decode", "ranks": size, "requests": count})
+    for rows in verified:
+        found = _step(model, make_context(model, rows, context), rows, repeats)
+        records.append(found | {"kind": "rank_verify", "ranks": size, "drafts": rows - 1})
     made = _prompt(model, prefill)
     found = _step(model, made, size * prefill, max(3, repeats // 4), num_drawn=1)
     records.append(found | {"kind": "rank_prefill", "ranks": size, "tokens": prefill})
@@ -194,6 +204,29 @@ def conclusions(records: list[Record], prompt_tokens: int = 8192, output_tokens:
             "tokens_per_second_per_gpu": round((prompt_tokens + output_tokens) / seconds, 1),
         }  # fmt: skip
         found.append(record)
+    return found + _with_drafts(records)
+
+
+def _with_drafts(records: list[Record]) -> list[Record]:
+    """Milliseconds a token of one request whose drafts come true as often as is reported."""
+    found = []
+    for step in (record for record in records if record["kind"] == "rank_verify"):
+        alone = next(r for r in records if r["kind"] == "rank_decode" and (r["ranks"], r["rows"]) == (step["ranks"], 1))
+        for (drafter, count), tokens in DRAFTS.items():
+            if count != step["drafts"]:
+                continue
+            block_us, one_us = step["layer_us"]["swa"], alone["layer_us"]["swa"]
+            drafter_us = (
+                block_us + (count - 1) * one_us + count * alone["head_us"]
+                if drafter == "mtp"
+                else 3 * block_us + step["head_us"]
+            )
+            record = {
+                "kind": "rank_drafts", "ranks": step["ranks"], "drafter": drafter, "drafts": count,
+                "step_ms": step["ms"], "drafter_ms": round(1e-3 * drafter_us, 3), "tokens_per_step": tokens,
+                "ms_per_token": round((step["ms"] + 1e-3 * drafter_us) / tokens, 3),
+            }  # fmt: skip
+            found.append(record)
     return found
 
 
@@ -203,6 +236,10 @@ def table(records: list[Record]) -> str:
         if record["kind"] == "rank_throughput":
             what = f"{record['prompt_tokens']}+{record['output_tokens']}, {record['requests']} req."
             lines.append(f"{record['ranks']:5} {what:>22} {'':35} {record['tokens_per_second_per_gpu']:13.0f}")
+        elif record["kind"] == "rank_drafts":
+            what = f"{record['drafter']}, {record['drafts']} drafts"
+            times = f"{record['step_ms']:9.2f} {record['drafter_ms']:8.2f} {record['ms_per_token']:9.2f}"
+            lines.append(f"{record['ranks']:5} {what:>22} {1 + record['drafts']:6} {times} a token")
         elif record["kind"] in ("rank_decode", "rank_prefill"):
             is_decode = record["kind"] == "rank_decode"
             what = f"decode, {record['requests']} requests" if is_decode else f"prefill, {record['tokens']} each"

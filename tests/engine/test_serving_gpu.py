@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import statistics
 import time
 
 import pytest
@@ -53,9 +52,9 @@ def test_the_first_request_of_every_kind_is_like_the_next():
         prompt = [chance.randrange(2, SMALL.vocab_size) for _ in range(37)]
         params = SamplingParams(max_tokens=16, ignore_eos=True, seed=1, **kind)
         first = step_times(llm.engine, prompt, params)
-        usual = statistics.median(step_times(llm.engine, prompt[::-1], params))
-        if max(first) > 3 * usual + 3:  # a kernel compiled or loaded late takes tens of milliseconds or more
-            slow.append((name, first))
+        again = step_times(llm.engine, prompt[::-1], params)
+        if max(first) > 3 * max(again) + 3:  # a kernel compiled or loaded late takes tens of milliseconds or more
+            slow.append((name, first, again))
     assert llm.engine.runner.compiled_late == ()
     assert not slow
 
