@@ -35,7 +35,7 @@ from dsv4.engine.kernel_record import allowed_backend
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
-from dsv4.engine.rank_load import Share, failing_together, rank_device
+from dsv4.engine.rank_load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
 from dsv4.engine.runner import Runner, step_buckets
@@ -136,6 +136,11 @@ class LLM:
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
+                identity = identify(
+                    None, config, numerics=numerics, dtype=compute_dtype, backend=chosen_backend.name,
+                    device=chosen_device,
+                )  # fmt: skip
+                check_alike(world, identity, checkpoint)
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
                 placement = share.placement(offload_experts, wanted, limits, cache_bytes)

@@ -30,6 +30,7 @@ from dsv4.dist.symmetric import symmetric_exchange
 
 _LOOPBACK = "127.0.0.1"
 _ADDRESS, _TOKEN = "leader", "token"
+_SAID_BYTES = 1024
 _STORE_TIMEOUT = timedelta(seconds=120)
 
 
@@ -57,6 +58,12 @@ class World:
         """The smallest of the numbers that the ranks say here. All of them must ask."""
         mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8).to(self.group.device)
         return int(self.group.all_gather(mine).view(torch.int64).min())
+
+    def told(self, text: str) -> list[str]:
+        """What every rank says here, at most `_SAID_BYTES` of it, by rank."""
+        said = text.encode("utf-8")[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.group.device)
+        return [bytes(one).rstrip(b"\0").decode("utf-8", "replace") for one in self.group.all_gather(mine).tolist()]
 
     @contextmanager
     def one_first(self) -> Iterator[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.dist.control import Leader
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World, is_started_by_torchrun, local_rank
+from dsv4.engine.fingerprint import Identity, headers_digest
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.placement import Placement, divide_slots, exchange_bytes
 from dsv4.engine.offload.pool import ExpertPool
@@ -50,6 +52,22 @@ def failing_together(world: World) -> Iterator[None]:
         else:
             world.link.report(error)
         raise
+
+
+def check_alike(world: World, identity: Identity, checkpoint: Checkpoint) -> None:
+    """`ConfigError` on all ranks if one of them would compute other bits than rank 0: before weights are read."""
+    facts = {
+        "checkpoint": headers_digest(checkpoint), "kernels": identity.kernels, "libraries": identity.libraries,
+        "numerics": identity.numerics, "processor": identity.processor.split(".")[0],
+    }  # fmt: skip
+    first, *others = map(json.loads, world.told(json.dumps(facts)))
+    for rank, found in enumerate(others, 1):
+        for what, value in found.items():
+            if value != first[what]:
+                raise ConfigError(
+                    f"rank {rank} and rank 0 must agree in {what}, found {value} and {first[what]}: tokens would "
+                    "depend on a request's rank. Use one checkpoint, one installation and GPUs of one kind for all"
+                )
 
 
 @dataclass(frozen=True)

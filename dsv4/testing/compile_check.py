@@ -7,9 +7,10 @@ nothing is written twice, and what is checked is what runs. Every distinct kerne
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
 what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
-    python -m dsv4.testing.compile_check [MODULE ...]     prints JSON lines; default: all dsv4/testing/cases/*.py
+    python -m dsv4.testing.compile_check ARCH [MODULE ...]     prints JSON lines; default: all dsv4/testing/cases/*.py
 
-It runs in a process of its own, because TRITON_INTERPRET must not be set; `reports()` starts one.
+It runs in a process of its own, because TRITON_INTERPRET must not be set, and because kernels are assembled once, by
+`_assemble`: Triton makes no binary there, and has another cache. `reports()` starts one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
@@ -36,7 +37,6 @@ from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
 from dsv4.testing.disk_cache import DiskCache, content_key
 from dsv4.testing.imports import ImportGraph
 
-ARCHITECTURES = (90, 100)
 CACHE = DiskCache(ROOT / ".pytest_cache" / "compile")  # `make clean` removes it
 
 
@@ -77,30 +77,30 @@ class CompileFailure:
     error: str
 
 
-def reports(modules: list[str] | None = None) -> list[CompileReport | CompileFailure]:
-    """Compile every case of the modules for every architecture, each module in a fresh process, on all cores."""
+def reports(arch: int, modules: list[str] | None = None) -> list[CompileReport | CompileFailure]:
+    """Compile every case of the modules for an architecture, each module in a fresh process, on all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(_module_reports, modules or case_modules())
+        found = pool.map(partial(_module_reports, arch), modules or case_modules())
     return [report for part in found for report in part]
 
 
-def _module_reports(module: str) -> list[CompileReport | CompileFailure]:
-    key = _key_of_module(module)
+def _module_reports(arch: int, module: str) -> list[CompileReport | CompileFailure]:
+    key = _key_of_module(arch, module)
     kept = CACHE.read(key)
-    lines = _compiled_lines(module) if kept is None else json.loads(kept)
+    lines = _compiled_lines(arch, module) if kept is None else json.loads(kept)
     if kept is None and not any("error" in line for line in lines):
         CACHE.write(key, json.dumps(lines))
     return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
 
 
-def _key_of_module(module: str) -> str:
+def _key_of_module(arch: int, module: str) -> str:
     """All that the reports of a module can depend on: the sources it leads to, and the compilers."""
     files = ImportGraph(ROOT).files([module, __name__])
     sources = [
         part for file in sorted(files) for part in (str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
     ]
     versions = [metadata.version(name) for name in ("torch", "triton")]
-    return content_key(sys.version, *versions, *map(ptxas_version, ARCHITECTURES), *sources)
+    return content_key(sys.version, *versions, ptxas_version(arch), *sources)
 
 
 @cache
@@ -111,9 +111,9 @@ def ptxas_version(arch: int) -> str:
     return f"{arch} {get_ptxas(arch).version}"
 
 
-def _compiled_lines(module: str) -> list[dict[str, Any]]:
+def _compiled_lines(arch: int, module: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "dsv4.testing.compile_check", module]
+    command = [sys.executable, "-m", "dsv4.testing.compile_check", str(arch), module]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"the compile check of {module} failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
@@ -245,9 +245,9 @@ def _number(pattern: str, log: str) -> int:
     return int(match[1])
 
 
-def main(modules: list[str]) -> None:
-    for case in load_cases(modules or case_modules()):
-        for arch in ARCHITECTURES:
+def main(arch: int, modules: list[str]) -> None:
+    with _without_binaries():
+        for case in load_cases(modules or case_modules()):
             try:
                 results: list[Any] = list(compile_case(case, arch))
             except Exception as error:  # whatever a compiler raises belongs to this case, and the others go on
@@ -256,5 +256,17 @@ def main(modules: list[str]) -> None:
                 print(json.dumps(asdict(result)))
 
 
+@contextmanager
+def _without_binaries() -> Iterator[None]:
+    """Triton stops at PTX, with a cache of its own; for a process that ends behind it."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    with tempfile.TemporaryDirectory() as folder:
+        knobs.cache.dir = folder
+        CUDABackend.make_cubin = lambda self, *arguments: b""
+        yield
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -21,10 +21,12 @@ from rank_cases import SMALL
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
 from dsv4.dist.errors import RankFailed
+from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
-from dsv4.engine.rank_load import rank_device
+from dsv4.engine.rank_load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
+from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
 from dsv4.serve.cli import main
@@ -48,6 +50,47 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+class Saying:
+    """A world in which rank 1 says something else."""
+
+    def __init__(self, **differences):
+        self.differences = differences
+
+    def told(self, text):
+        return [text, json.dumps(json.loads(text) | self.differences)]
+
+
+IDENTITY = Identity(
+    checkpoint="c", numerics="official", kernels="k", libraries="torch 1, Triton 2", processor="sm_90.NVIDIA-H200",
+    package="p",
+)  # fmt: skip
+
+
+def test_ranks_on_gpus_of_other_kinds_are_refused(folder):
+    checkpoint = Checkpoint.open(folder)
+    check_alike(Saying(), IDENTITY, checkpoint)
+    check_alike(Saying(), replace(IDENTITY, processor="sm_90.NVIDIA-H100"), checkpoint)  # the same bits
+    with pytest.raises(ConfigError, match=r"rank 1 and rank 0 must agree in processor, found sm_80 and sm_90: tokens"):
+        check_alike(Saying(processor="sm_80"), IDENTITY, checkpoint)
+    with pytest.raises(ConfigError, match="must agree in libraries, found torch 0 and torch 1, Triton 2"):
+        check_alike(Saying(libraries="torch 0"), IDENTITY, checkpoint)
+
+
+def test_ranks_with_other_checkpoints_are_refused(folder, tmp_path, monkeypatch):
+    """As where each machine has a copy of its own."""
+    write_checkpoint(tmp_path / "other", replace(SMALL, q_lora_rank=256))
+    start = world._start
+
+    def with_another_folder(rank, size, port, settings):
+        return start(rank, size, port, dict(settings) | {"path": str(tmp_path / "other")})
+
+    monkeypatch.setattr(world, "_start", with_another_folder)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="rank 1 and rank 0 must agree in checkpoint"):
+        LLM(folder, gpus=2, engine=LIMITS)
+    assert time.monotonic() - began < 30  # most of it is a process that imports torch
 
 
 def processes_of(llm):

@@ -9,7 +9,7 @@ from dsv4.dist.exchange import NOBODY
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.testing.compile_check import ARCHITECTURES, CompileFailure, reports
+from dsv4.testing.compile_check import CompileFailure, reports
 from dsv4.testing.inputs import kernel_device
 
 EXPERTS, TOP_K, DIM, MAX_ROWS = 7, 3, 1100, 5
@@ -75,8 +75,7 @@ def test_rejects_more_rows_than_the_buffers_hold():
 
 
 def test_compiles_for_gpus():
-    found = reports(["tests.ranks.exchange_cases"])
+    found = reports(90, ["tests.ranks.exchange_cases"])
     assert [report.error for report in found if isinstance(report, CompileFailure)] == []
-    names = {(report.kernel, report.arch) for report in found}
-    assert names == {(name, arch) for name in ("_send_rows_kernel", "_send_parts_kernel") for arch in ARCHITECTURES}
+    assert {report.kernel for report in found} == {"_send_rows_kernel", "_send_parts_kernel"}
     assert all(report.spill_bytes == 0 for report in found)

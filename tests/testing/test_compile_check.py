@@ -33,7 +33,7 @@ def compiles(tmp_path, monkeypatch):
     """How often modules were compiled; `lines` is what comes of it."""
     calls = {"num": 0, "lines": [REPORT]}
 
-    def compiled(module):
+    def compiled(arch, module):
         calls["num"] += 1
         return calls["lines"]
 
@@ -43,13 +43,13 @@ def compiles(tmp_path, monkeypatch):
 
 
 def test_reports_are_kept_until_something_changes(compiles, monkeypatch):
-    first = compile_check.reports(["dsv4.testing.cases.rows"])
-    assert compile_check.reports(["dsv4.testing.cases.rows"]) == first
+    first = compile_check.reports(90, ["dsv4.testing.cases.rows"])
+    assert compile_check.reports(90, ["dsv4.testing.cases.rows"]) == first
     assert compiles["num"] == 1
-    compile_check.reports(["dsv4.testing.cases.norm"])
+    compile_check.reports(90, ["dsv4.testing.cases.norm"])
     assert compiles["num"] == 2
     monkeypatch.setattr(compile_check, "ptxas_version", lambda arch: "another")
-    compile_check.reports(["dsv4.testing.cases.rows"])
+    compile_check.reports(90, ["dsv4.testing.cases.rows"])
     assert compiles["num"] == 3
 
 
@@ -64,14 +64,14 @@ def test_a_changed_source_is_compiled_again(compiles, tmp_path, monkeypatch):
         if changed is not None:
             with changed.open("a") as file:
                 file.write("\n# changed\n")
-        compile_check.reports(["dsv4.testing.cases.one"])
+        compile_check.reports(90, ["dsv4.testing.cases.one"])
         assert compiles["num"] == num, changed
 
 
 def test_failures_are_not_kept(compiles):
     compiles["lines"] = [REPORT, FAILURE]
     for num in (1, 2):
-        compile_check.reports(["dsv4.testing.cases.rows"])
+        compile_check.reports(90, ["dsv4.testing.cases.rows"])
         assert compiles["num"] == num
 
 
