@@ -9,6 +9,9 @@ the same. Every run must give the tokens of the first, bit for bit.
 A record (`kind` drafts) has the median of a step and of its parts (forward call, draw, drafter: GPU time), the tokens a
 request gets in a step, and `ms_per_token_43_layers`: head, draw, drafter and the host's part of a step as measured, and
 43/4 of the layers. That is a model: a mean layer, and all experts on one GPU. `--preset tiny --device cpu` tries it.
+
+Drafts made true are read by the host before the next step is planned; an engine's own need not be. A record `reading`
+has the median step with the drafter's own drafts, of which hardly any comes true, read before and not.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ def config_of(preset: str, drafter: str) -> ModelConfig:
 
 class MadeTrue(FixedDrafts):
     """`count` drafts a step, each place right as often as `ACCEPTANCE` says; 0 drafts nothing."""
+
+    must_read = True
 
     def __init__(self, max_drafts: int, choices: Sequence[int], shares: Sequence[float]) -> None:
         super().__init__(max_drafts)
@@ -116,20 +121,21 @@ class Stopwatch:
 
 
 def decode(
-    engine: Engine, prompts: list[list[int]], num_tokens: int, watch: Stopwatch
+    engine: Engine, prompts: list[list[int]], num_tokens: int, watch: Stopwatch | None
 ) -> tuple[list[Any], float, dict[str, float]]:
     """Tokens, and medians of a step after all prompts are read and of its parts, in milliseconds."""
     params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
     sequences = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     while any(sequence.num_output == 0 for sequence in sequences):
         engine.step()
-    watch.medians()
+    if watch is not None:
+        watch.medians()
     times = []
     while not any(sequence.is_done for sequence in sequences):
         started = time.perf_counter()
         engine.step()
         times.append(1e3 * (time.perf_counter() - started))
-    parts = watch.medians()
+    parts = {} if watch is None else watch.medians()
     while engine.has_work:
         engine.step()
     return (
@@ -180,6 +186,26 @@ def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: 
     return records
 
 
+def measure_reading(
+    llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace
+) -> list[Any]:  # fmt: skip
+    """What it saves that the host plans while the drafter runs."""
+    runner, source, records = llm.engine.runner, random.Random(batch), []
+    prompts = [[source.randrange(llm.config.vocab_size) for _ in range(options.context)] for _ in range(batch)]
+    for count in counts:
+        step_ms = {}
+        for must_read in (True, False):
+            choice = FixedDrafts(count)
+            choice.must_read = must_read
+            engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice)
+            step_ms[must_read] = round(decode(engine, prompts, options.tokens, None)[1], 4)
+        records.append({
+            "kind": "reading", "drafter": drafter, "batch": batch, "drafts": count, "context": options.context,
+            "step_ms_read_before": step_ms[True], "step_ms_read_later": step_ms[False],
+        })  # fmt: skip
+    return records
+
+
 def policy_choices(records: list[dict[str, Any]], drafter: str) -> dict[str, int]:
     """How many drafts the engine's policy would ask for with these times, by batch."""
     times = {record["rows"]: record["step_ms"] for record in records}
@@ -213,6 +239,8 @@ def run_drafter(drafter: str, options: argparse.Namespace, add: Callable[[dict[s
             found.append(record)
             add(record)
         del llm.engine.runner.forward, llm.engine.runner.draw, llm.engine.runner.draft  # the stopwatch's
+        for record in measure_reading(llm, drafter, batch, sorted({*drafting.choices[:1], counts[-1]}), options):
+            add(record)
     if found:
         late = llm.engine.runner.compiled_late
         add({"kind": "policy", "drafter": drafter, "asks_for": policy_choices(found, drafter), "late": list(late)})

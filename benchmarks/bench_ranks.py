@@ -5,7 +5,7 @@
 | section | what | records (`kind`) |
 |---|---|---|
 | bits | 2 and 4 processes, Flash layers of each kind, NVFP4 and MXFP4: logits against one process | rank_bits |
-| engine | the shipped miniature through `LLM(gpus=2)`: tokens and log-probabilities against `LLM()` | rank_engine |
+| engine | the miniature through `LLM(gpus=2)`, with drafts too: tokens and log-probabilities of `LLM()` | rank_engine |
 | speed | one rank's share of 2, 4 and 8 (rank_speed.py) | rank_decode, rank_prefill, rank_throughput |
 
 Processes that share one GPU take turns, so the first two say nothing about speed. Each part runs in processes of its
@@ -223,23 +223,27 @@ def run_rank(given: Record) -> list[Record]:
 
 
 def run_engine(given: Record) -> list[Record]:
-    """Requests of several kinds through one process and through two ranks."""
+    """Requests of several kinds through one process and through two ranks, without drafts and with them."""
     texts = ["SCENE I.", "And it came to pass", "A street in Verona. Enter", "The", "What light through yonder"]
     params = [
         SamplingParams(max_tokens=24, seed=seed, temperature=0.8 * (seed % 2), logprobs=2, ignore_eos=True)
         for seed in range(len(texts))
     ]
     limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=4, max_chunk_tokens=32)
-    found, seconds = [], []
-    for gpus in (1, 2):
+    plain, records = None, []
+    for gpus, drafts in ((1, "off"), (2, "off"), (2, 2)):
         began = time.perf_counter()
-        llm = LLM(device=given["device"], gpus=gpus, engine=limits)
-        found.append(llm.generate(texts, params))
+        llm = LLM(device=given["device"], gpus=gpus, engine=limits, drafts=drafts)
+        found, stats = llm.generate(texts, params), llm.engine.stats().drafts
         captured = len(llm.engine.runner.captured)
         llm.close()
-        seconds.append(round(time.perf_counter() - began, 1))
-    record = {"ranks": 2, "requests": len(texts), "same": found[0] == found[1], "text": found[0][0].text[:60]}
-    return [{"kind": "rank_engine", **record, "captured": captured, "seconds": seconds}]
+        plain = plain or found
+        records.append({
+            "kind": "rank_engine", "ranks": gpus, "drafts": drafts, "requests": len(texts), "same": found == plain,
+            "tokens_per_step": None if stats is None else round(stats.tokens_per_step, 3), "captured": captured,
+            "seconds": round(time.perf_counter() - began, 1), "text": found[0].text[:60],
+        })  # fmt: skip
+    return records
 
 
 def run_speed(given: Record) -> list[Record]:

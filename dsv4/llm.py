@@ -85,7 +85,7 @@ class LLM:
     drafts    how many tokens a request may be ahead of itself: a step verifies drafts of the checkpoint's MTP block or
               DSpark head, and keeps those that are what would have been drawn anyway. "auto" chooses by measured times
               and acceptance, a number is always asked for, "off" is the default. Tokens and log-probabilities are those
-              of "off", bit for bit. Needs official numerics, gpus=1 and no offloaded experts
+              of "off", bit for bit. Needs official numerics
     gpus      ranks that share the model, a process and a device each; experts and requests are divided among them, and
               the bits are those of one. On a CPU they are processes beside this one. Limits are of all ranks together,
               `num_blocks` and `max_chunk_tokens` of each. Under torchrun: as many as it started; the constructor then
@@ -115,8 +115,8 @@ class LLM:
         exact_dtype = compute_dtype if numerics == "exact" else None
         # limits and tokenizer come before the weights: what can fail at once should
         num_ranks = check_ranks(gpus, config.n_routed_experts)
-        offload = check_offload(offload_experts, config, num_ranks)
-        drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=num_ranks, offloads=offload is not None)
+        check_offload(offload_experts, config, num_ranks)
+        drafts = check_drafts(drafts, config, numerics=numerics)
         wanted = draft_limits(limits_for(config, engine, exact_dtype), config, drafts)
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
         if backend is not None and num_ranks > 1:
@@ -132,7 +132,7 @@ class LLM:
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
                 "engine": asdict(wanted), "dtype": str(compute_dtype).removeprefix("torch."),
                 "check_exchange": check_exchange, "offload_experts": offload_experts,
-                "num_threads": torch.get_num_threads(), "ignore_selftest": ignore_selftest,
+                "num_threads": torch.get_num_threads(), "ignore_selftest": ignore_selftest, "drafts": drafts,
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
@@ -147,8 +147,9 @@ class LLM:
                 with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
                     params, pool = share.load(placement, chosen_backend, progress)
                 self._set_up(
-                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world
-                )
+                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
+                    drafts,
+                )  # fmt: skip
             return
         placement = choose_placement(
             offload_experts, checkpoint, config, limits, planned_cache_bytes(config, limits, exact_dtype),
@@ -181,7 +182,7 @@ class LLM:
         """
         llm = cls.__new__(cls)
         compute_dtype = check_numerics(numerics, dtype)
-        drafts = check_drafts(drafts, config, numerics=numerics, num_ranks=1, offloads=pool is not None)
+        drafts = check_drafts(drafts, config, numerics=numerics)
         limits = limits_for(config, engine, compute_dtype if numerics == "exact" else None)
         limits = draft_limits(limits, config, drafts)
         if pool is not None:
@@ -241,7 +242,7 @@ class LLM:
         if world is None:
             self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=choice)
         else:
-            self._take_place(world, runner)
+            self._take_place(world, runner, choice)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
@@ -259,7 +260,7 @@ class LLM:
         schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
         return run_fingerprint(self.identity(), self.config, schema)
 
-    def _take_place(self, world: World, runner: Runner) -> None:
+    def _take_place(self, world: World, runner: Runner, choice: FixedDrafts | None) -> None:
         """Rank 0 leads from now on; every other rank serves until it ends, and exits."""
         model, cache = self.model, self.cache
         if world.rank:
@@ -269,7 +270,7 @@ class LLM:
             )  # fmt: skip
             raise SystemExit(0)
         self.engine = RankEngine(
-            model, cache, self.tokenizer, world.leader, world.size, runner=runner, experts=self.pool
+            model, cache, self.tokenizer, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice
         )  # fmt: skip
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4.config import ConfigError, EngineConfig, is_size, shown
+from dsv4.config import ConfigError, EngineConfig, ModelConfig, is_size, shown
 
 
 def check_ranks(gpus: int, num_experts: int) -> int:
@@ -19,9 +19,15 @@ def expert_range(num_experts: int, num_ranks: int, rank: int) -> range:
     return range(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks)
 
 
-def most_rows(engine: EngineConfig) -> int:
-    """Rows of one rank's largest forward call."""
-    return max(engine.max_chunk_tokens, engine.max_concurrent_requests * (1 + engine.max_draft_tokens))
+def decode_rows(config: ModelConfig, engine: EngineConfig) -> int:
+    """Rows of a rank's largest call for requests that decode: one and its drafts each, or a DSpark block."""
+    block = 0 if config.dspark is None or not engine.max_draft_tokens else config.dspark.block_size
+    return engine.max_concurrent_requests * max(1 + engine.max_draft_tokens, block)
+
+
+def most_rows(config: ModelConfig, engine: EngineConfig) -> int:
+    """Rows of a rank's largest call."""
+    return max(engine.max_chunk_tokens, decode_rows(config, engine))
 
 
 def rank_limits(engine: EngineConfig, num_ranks: int) -> EngineConfig:

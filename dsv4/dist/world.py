@@ -50,7 +50,7 @@ class World:
         if self.meeting is None or dtype is not torch.bfloat16:
             return CollectiveExchange(self.group, config.n_routed_experts)
         return symmetric_exchange(
-            self.meeting, max_rows=most_rows(limits), num_experts=config.n_routed_experts,
+            self.meeting, max_rows=most_rows(config, limits), num_experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
         )  # fmt: skip
 

@@ -73,7 +73,7 @@ class BucketGraph:
 
     def __init__(
         self, size: int, block_table: Tensor, state: SamplingState, ops: OpSet, experts: ExpertPool | None = None,
-        drafting: Drafting | None = None,
+        drafting: Drafting | None = None, draft_table: Tensor | None = None,
     ) -> None:  # fmt: skip
         device, (num_slots, vocab_size) = block_table.device, state.bias.shape
         self._num_valid = 0
@@ -87,7 +87,7 @@ class BucketGraph:
         num_draws = min(size, num_slots * (1 + most_drafts))  # a short prompt has many rows that draw nothing
         self._draw_rows = torch.zeros(num_draws, dtype=torch.int64, device=device)
         self._rows = padding_rows(num_draws, vocab_size, device, None if drafting is None else most_drafts)
-        self._drafting = drafting
+        self._drafting, self._draft_table = drafting, draft_table
         if drafting is not None:
             self._fed = FedDrafts.padding(size, min(size, num_slots), drafting.max_drafts, device)
 
@@ -101,18 +101,20 @@ class BucketGraph:
             lambda: self._ops.sampled_logprobs(logits, token_ids, self._num_top)
         )
         if self._drafting is not None:
-            self._capture_drafting(self._drafting, token_ids, capture)
+            with padded_from(self._experts, 0):
+                self._capture_drafting(self._drafting, token_ids, capture)
 
     def _capture_drafting(self, drafting: Drafting, token_ids: Tensor, capture: Capture) -> None:
         drafter, ops, state, hidden = drafting.drafter, self._ops, self._state, self._forward.result.hidden
-        assert hidden is not None
+        table = self._draft_table
+        assert hidden is not None and table is not None
         self._extend: Replay[Extended] = capture(
             lambda: extend(drafter, ops, state, self.batch, hidden, token_ids, self._fed)
         )
         ends = self._extend.result
 
         def drafts(num_drafts: int) -> Replay[Drafted]:
-            return capture(lambda: propose(drafter, ops, state, ends, num_drafts))
+            return capture(lambda: propose(drafter, ops, state, ends, num_drafts, table))
 
         self._propose = {num_drafts: drafts(num_drafts) for num_drafts in drafting.choices}
 
@@ -157,10 +159,13 @@ class BucketGraph:
         self._fed.num_drafts.fill_(NO_REQUEST)
         ours = [self._fed.next_ids[:num_tokens], *(column[:num_requests] for column in self._fed[1:])]
         torch._foreach_copy_(ours, list(fed))
-        self._extend()
+        with padded_from(self._experts, num_tokens):
+            self._extend()
         if num_drafts == 0:
             return None
-        made = self._propose[num_drafts]()
+        assert self._drafting is not None
+        with padded_from(self._experts, num_requests * self._drafting.drafter.rows_per_request):
+            made = self._propose[num_drafts]()
         confidences = None if made.confidences is None else made.confidences[:num_requests]
         return Drafted(made.drafts[:num_requests], confidences)
 

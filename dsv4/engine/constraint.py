@@ -18,4 +18,8 @@ class Constraint(Protocol):
         """bool [vocab], on the CPU: the tokens that may come next, the end of sequence among them where it may end."""
 
     def accept(self, token_id: int) -> None:
-        """The request has drawn this token. `ConstraintError` if the rule cannot go on."""
+        """The request has drawn this token, or may have: see `rollback`. `ConstraintError` if the rule cannot go on."""
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens that `accept` was given, one it refused and errors of `allowed` behind them
+        included: they were drafts, tried to see what they would allow."""

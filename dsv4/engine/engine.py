@@ -9,7 +9,9 @@ computes is a function of its own request. How requests wait, share and lose the
 
 An engine that drafts feeds a decoding request its newest token and some drafts, draws from every row, and keeps the
 draws up to the first that differs from its draft: those of an engine that does not draft. A step with drafts, or behind
-which drafts are asked for, is collected before the next is planned: only its draws say where requests stand.
+which drafts are asked for, is collected before the next is planned: only its draws say where requests stand. The drafts
+themselves are not waited for: the drafter runs while the host plans, and the next step takes them from the device's
+memory.
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
@@ -20,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,19 +33,20 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import OnTheWay, to_device
 from dsv4.dist.errors import RankFailed
-from dsv4.engine.bucket import Forwarded
 from dsv4.engine.constraint import Constraint
-from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.engine.drafting.choice import FixedDrafts, Offer
+from dsv4.engine.drafting.offers import launch_drafts, read_offers
+from dsv4.engine.flight import Elsewhere, Flight
 from dsv4.engine.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
-from dsv4.engine.rank_scheduler import RankScheduler
+from dsv4.engine.rank_scheduler import RankScheduler, StepSize
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, num_top_for, outcomes
 from dsv4.engine.scheduler import Piece, Scheduler, StepPlan
 from dsv4.engine.scores import Scores
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.sequence import UNREAD, Sequence
 from dsv4.engine.stats import EngineStats
-from dsv4.engine.step import StepBuilder, StepInput
+from dsv4.engine.step import StepBuilder
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingRows
@@ -60,25 +63,6 @@ class StepResult(NamedTuple):
     text: str
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
-
-
-@dataclass
-class Flight:
-    """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
-
-    plan: StepPlan
-    step: StepInput
-    forwarded: Forwarded | None
-    scores: Scores
-    experts: OnTheWay | None
-    drawn: OnTheWay | None = None
-    drafted: OnTheWay | None = None
-    stuck: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the next step depends on what it drew."""
-        return self.drafted is not None or any(piece.num_drafts for piece in self.plan.pieces)
 
 
 class Engine:
@@ -111,8 +95,10 @@ class Engine:
         self._drafts = drafts
         self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
         self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
+        # requests of the step collected last, and what the drafter says behind it, where the host has not read that
+        self._unread: tuple[list[Sequence], OnTheWay] | None = None
         self._results: list[StepResult] = []  # collected and not returned
-        self._builder = StepBuilder(cache, 0 if self.runner.drafting is None else self.runner.drafting.max_drafts)
+        self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
         self._experts = experts
         self._num_output_tokens = 0
@@ -270,7 +256,6 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """What to run next; None if nothing can run now."""
         if self._drafts is not None:
-            assert isinstance(self.scheduler, Scheduler), "ranks do not draft"
             self._drafts.cut(self.scheduler.running)
         plan = self.scheduler.schedule(self._clock())
         if plan.pieces:
@@ -280,45 +265,50 @@ class Engine:
             raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
         return None
 
-    def _forward(self, plan: StepPlan, num_rows: int | None = None) -> Flight:
-        """Launch the forward call, of `num_rows` rows where it does not decide that itself."""
-        step = self._builder.build(plan, pad_to=self.runner.padded(plan.num_tokens) if num_rows is None else num_rows)
+    def _forward(self, plan: StepPlan) -> Flight:
+        """Launch the forward call."""
+        return self._run(plan, StepSize(self.runner.padded(plan.num_tokens), num_drafts=self._num_asked(plan)))
+
+    def _num_asked(self, plan: StepPlan) -> int:
+        """How many drafts to ask for behind the step."""
+        num_requests = sum(piece.draws for piece in plan.pieces)
+        return self._drafts.how_many(num_requests) if self._drafts is not None and num_requests else 0
+
+    def _run(self, plan: StepPlan, size: StepSize) -> Flight:
+        """Launch the forward call of a plan whose pieces are all this process's."""
+        step = self._builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests)
         self.runner.slots.take(plan.pieces)
         forwarded = self.runner.forward(step.batch, step.draw_rows)
         experts = None
         if self.on_experts is not None:
             experts = OnTheWay([torch.stack(forwarded.experts)[:, : step.num_tokens]])
-        return Flight(plan, step, forwarded, Scores.launch(self.runner, forwarded, plan), experts)
+        scores = Scores.launch(self.runner, forwarded, plan)
+        return Flight(plan, plan, step, size.num_drafts, forwarded, scores, experts)
 
     def _draw(self, flight: Flight) -> None:
         """Launch the draw. Whatever its requests drew before is known to them, or does not matter to them."""
         assert flight.forwarded is not None
         step, device = flight.step, self.cache.device
         try:
-            masks = make_masks(step.drawing, self.model.config.vocab_size)
+            if flight.plan.has_rules:
+                self._read_drafts()
+            masks = make_masks(flight.own.pieces, self.model.config.vocab_size)
             rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
             if masks.bits is not None and masks.is_masked is not None:
                 bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
                 rows = replace(rows, mask=bits, is_masked=is_masked)
             num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
             drawn = self.runner.draw(flight.forwarded, rows, num_top) if step.drawing else None
-            flight.drafted = self._draft(flight.forwarded, step, None if drawn is None else drawn.token_ids)
+            token_ids = None if drawn is None else drawn.token_ids
+            # before the drafter: the host need not wait for it
             flight.drawn = OnTheWay([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
+            flight.drafted = launch_drafts(self.runner, flight.forwarded, step, token_ids, flight.num_drafts)
             flight.stuck = masks.stuck
             flight.forwarded = None  # its memory may be used again
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)
             raise
-
-    def _draft(self, forwarded: Forwarded, step: StepInput, token_ids: Tensor | None) -> OnTheWay | None:
-        """Launch the drafter behind the draw: its rows of the step's tokens, and what it says comes next."""
-        if step.fed is None:
-            return None
-        num_requests = step.fed.slots.shape[0]
-        wanted = self._drafts.how_many(num_requests) if self._drafts is not None and num_requests else 0
-        drafted = self.runner.draft(forwarded, step.batch, token_ids, step.fed, wanted)
-        return None if drafted is None else OnTheWay([part for part in drafted if part is not None])
 
     # ---- collecting ----
 
@@ -328,25 +318,45 @@ class Engine:
         assert flight.drawn is not None, "a step is drawn before the next one is collected"
         try:
             started = time.perf_counter()
-            found, elsewhere = flight.drawn.wait(), self._drawn_elsewhere(flight.plan)
-            drafted = () if flight.drafted is None else flight.drafted.wait()
+            self._read_drafts()
+            found, elsewhere = flight.drawn.wait(), self._elsewhere(flight)
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
+            own = self._own_offers(flight)
             sequences = flight.step.drawing
             drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
             if flight.experts is not None and self.on_experts is not None:
                 chosen = flight.experts.wait()[0]
-                self.on_experts(chosen if self._drafts is None else chosen[:, kept_rows(flight.plan, drawn)])
+                self.on_experts(chosen if self._drafts is None else chosen[:, kept_rows(flight.own, drawn)])
         except BaseException:  # the device failed: nothing that was launched can be trusted
             self._drop_flights()
             raise
         self._flights.popleft()
-        self._settle(flight.plan, [*drawn, *elsewhere])
-        self._offer(flight.plan, drafted)
+        self._settle(flight.plan, [*drawn, *elsewhere.drawn])
+        self._offer(flight.plan, [*own, *elsewhere.offers])
 
-    def _drawn_elsewhere(self, plan: StepPlan) -> list[Outcome]:
-        """What requests on other ranks drew, in the plan's order. One rank has no other."""
-        return []
+    def _own_offers(self, flight: Flight) -> list[Offer]:
+        """What the drafter says comes next of the requests that drew here: `UNREAD` if nobody must know it yet."""
+        drawing = [piece.sequence for piece in flight.own.pieces if piece.draws]
+        if flight.drafted is None or self._drafts is None or self._drafts.must_read:
+            return read_offers(flight.drafted, len(drawing))
+        self._unread = drawing, flight.drafted
+        return [Offer((UNREAD,) * flight.num_drafts, None)] * len(drawing)
+
+    def _read_drafts(self) -> None:
+        """What the drafter said behind the step collected last, if that has not been read."""
+        if self._unread is None:
+            return
+        (drawing, drafted), self._unread = self._unread, None
+        counts = [len(sequence.drafts) for sequence in drawing]  # 0 of those that left, or start again
+        for sequence in drawing:
+            sequence.drafts = ()  # should they never arrive
+        for sequence, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
+            sequence.drafts = offer.drafts[:count]
+
+    def _elsewhere(self, flight: Flight) -> Elsewhere:
+        """What happened on other ranks. One rank has no other."""
+        return Elsewhere([], [])
 
     def _settle(self, plan: StepPlan, drawn: SequenceOf[Outcome]) -> None:
         """Each request of a step gets what it drew; those that are over leave. `drawn` has an outcome for every piece
@@ -366,21 +376,19 @@ class Engine:
 
     def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
         """The books of a piece whose first drafts came true, of whose draws the request took so many before its end."""
-        assert isinstance(self.scheduler, Scheduler), "ranks do not draft"
         self.scheduler.keep(piece, num_true)
         if self._drafts is not None and num_taken:
             is_over = num_taken <= num_true  # at a draft: those behind it were not tried
             self._drafts.record(num_taken if is_over else piece.num_drafts, min(num_taken, num_true))
 
-    def _offer(self, plan: StepPlan, drafted: SequenceOf[Tensor]) -> None:
+    def _offer(self, plan: StepPlan, offers: SequenceOf[Offer]) -> None:
         """Each request that drew gets what the drafter says comes next."""
-        if not drafted or self._drafts is None:
+        if not offers or self._drafts is None:
             return
-        drafts, *confidences = (part.tolist() for part in drafted)
         drawing = [piece.sequence for piece in plan.pieces if piece.draws]
-        for place, sequence in enumerate(drawing):
+        for sequence, offer in zip(drawing, offers, strict=True):
             if not sequence.is_done and sequence.slot is not None:
-                self._drafts.offer(sequence, drafts[place], confidences[0][place] if confidences else None)
+                self._drafts.offer(sequence, offer.drafts, offer.confidences)
 
     def _take(self, sequence: Sequence, outcome: Outcome) -> bool:
         """Whether the request is still there to take it: it may be over, or aborted, since the step was launched."""

@@ -49,7 +49,14 @@ class Launched(NamedTuple):
     num_known: int
 
 
-CacheChange = Admitted | Released | StopAt | Launched
+class Rewound(NamedTuple):
+    """Drafts that did not come true: the request stands at `position` again."""
+
+    slot: int
+    position: int
+
+
+CacheChange = Admitted | Released | StopAt | Launched | Rewound
 
 
 class _NoCopies:
@@ -85,6 +92,11 @@ class RankBooks(HostBooks):
     def stop_at(self, slot: int, position: int) -> None:
         super().stop_at(slot, position)
         self._changes.append(StopAt(slot, position))
+
+    def rewind(self, slot: int, position: int) -> None:
+        if position != self.position(slot):
+            super().rewind(slot, position)
+            self._changes.append(Rewound(slot, position))
 
     def launched(self, slot: int) -> None:
         super().launched(slot)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from types import FrameType
 
@@ -30,17 +31,19 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed, RanksDiverged
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.engine import Engine, Flight, StepResult
+from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.engine.engine import Engine, StepResult
+from dsv4.engine.flight import Elsewhere, Flight
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.rank_books import RankBooks
-from dsv4.engine.rank_scheduler import RankScheduler, RanksPlan
+from dsv4.engine.rank_scheduler import RankScheduler, RanksPlan, StepSize
 from dsv4.engine.rank_wire import (
     DrawnToken,
-    Masks,
     Opening,
     RankAnswer,
     RankPiece,
     RankShare,
+    SentMasks,
     decode_answer,
     drawing_params,
     encode_masks,
@@ -48,9 +51,10 @@ from dsv4.engine.rank_wire import (
 )
 from dsv4.engine.rank_worker import RollingChecksum, Work
 from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Drawn, Undrawable, make_masks
-from dsv4.engine.scheduler import StepPlan
+from dsv4.engine.sampler import Drawn, Masks, Undrawable, make_masks
+from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.engine.sequence import Sequence
+from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
 from dsv4.text.tokenizer import Tokenizer
@@ -62,21 +66,21 @@ class RankEngine(Engine):
     def __init__(
         self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, link: Leader, num_ranks: int, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
-        experts: ExpertPool | None = None,
+        experts: ExpertPool | None = None, drafts: FixedDrafts | None = None,
     ) -> None:  # fmt: skip
         self._others = [RankBooks(cache.schema, cache.limits) for _ in range(num_ranks - 1)]
         self._books: list[HostBooks] = [cache, *self._others]
         scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
         super().__init__(
-            model, cache, tokenizer, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler
-        )
+            model, cache, tokenizer, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler,
+            drafts=drafts,
+        )  # fmt: skip
         self._link = link
         self._num_plans = self._num_collected = 0
         self._checksums = [RollingChecksum() for _ in self._others]
         self._opened: dict[
             Sequence, int
         ] = {}  # what other ranks know: the request, as it was after so many preemptions
-        self._stuck: dict[Sequence, str] = {}  # requests of other ranks whose rules allow nothing: they draw in vain
 
     @property
     def num_slots(self) -> int:
@@ -112,15 +116,15 @@ class RankEngine(Engine):
 
     # ---- launching ----
 
-    def _forward(self, plan: StepPlan, num_rows: int | None = None) -> Flight:
+    def _forward(self, plan: StepPlan) -> Flight:
         assert isinstance(plan, RanksPlan)
-        rows = self.runner.padded(plan.num_rows)
+        size = StepSize(self.runner.padded(plan.num_rows), plan.num_requests, self._num_asked(plan))
         self._num_plans += 1
         shares = [self._share(books, part) for books, part in zip(self._others, plan.shares[1:], strict=True)]
         self._opened = {sequence: count for sequence, count in self._opened.items() if sequence.slot is not None}
         with self._link.working():
-            self._tell(Work.STEP, encode_plan(self._num_plans, rows, not plan.has_rules, shares))
-            flight = super()._forward(plan.shares[0], rows)
+            self._tell(Work.STEP, encode_plan(self._num_plans, size, not plan.has_rules, shares))
+            flight = self._run(plan.shares[0], size)
         flight.plan = plan
         return flight
 
@@ -137,25 +141,17 @@ class RankEngine(Engine):
             if self._opened.get(sequence) != sequence.num_preemptions:
                 self._opened[sequence] = sequence.num_preemptions
                 openings.append(_opening(sequence, piece.slot))
-        pieces = tuple(RankPiece(piece.slot, piece.start, piece.length, piece.draws) for piece in part.pieces)
-        return RankShare(changes, tuple(openings), pieces)
+        return RankShare(changes, tuple(openings), tuple(map(_told, part.pieces)))
 
     def _draw(self, flight: Flight) -> None:
         assert isinstance(flight.plan, RanksPlan)
         with self._link.working():
             if flight.plan.has_rules:
-                self._tell(Work.DRAW, encode_masks([self._masks(part) for part in flight.plan.shares[1:]]))
+                vocab_size = self.model.config.vocab_size
+                found = [make_masks(part.pieces, vocab_size) for part in flight.plan.shares[1:]]
+                flight.stuck_elsewhere = [masks.stuck for masks in found]  # these rows draw in vain
+                self._tell(Work.DRAW, encode_masks([_told_masks(masks) for masks in found]))
             super()._draw(flight)
-
-    def _masks(self, part: StepPlan) -> Masks:
-        """What rules allow the requests of a rank that draw."""
-        drawing = [piece for piece in part.pieces if piece.draws]
-        found = make_masks([piece.sequence for piece in drawing], self.model.config.vocab_size)
-        self._stuck |= {drawing[row].sequence: why for row, why in found.stuck.items()}
-        if found.bits is None or found.is_masked is None:
-            return ()
-        rows = found.is_masked.nonzero().flatten().tolist()
-        return tuple((drawing[row].slot, tuple(found.bits[row].tolist())) for row in rows)
 
     # ---- collecting ----
 
@@ -164,16 +160,19 @@ class RankEngine(Engine):
             self._tell(Work.COLLECT, [])
             super()._collect()
 
-    def _drawn_elsewhere(self, plan: StepPlan) -> list[Drawn | Undrawable]:
+    def _elsewhere(self, flight: Flight) -> Elsewhere:
+        plan, stuck = flight.plan, flight.stuck_elsewhere or [{}] * len(self._others)
         assert isinstance(plan, RanksPlan)
         self._num_collected += 1
-        found: list[Drawn | Undrawable] = []
+        found = Elsewhere([], [])
         for rank, payload in enumerate(self._link.answers(), start=1):
             answer, part = self._check(rank, payload), plan.shares[rank]
             _take_scores(part, answer)
-            drawing = [piece.sequence for piece in part.pieces if piece.draws]
-            for sequence, one in zip(drawing, answer.drawn, strict=True):
-                found.append(_outcome(one, self._stuck.pop(sequence, None)))
+            expected = sum(1 + piece.num_drafts for piece in part.pieces if piece.draws)
+            if len(answer.drawn) != expected:
+                raise RanksDiverged(f"rank {rank} drew from {len(answer.drawn)} rows, the plan has {expected}")
+            found.drawn.extend(_outcome(one, stuck[rank - 1].get(row)) for row, one in enumerate(answer.drawn))
+            found.offers.extend(answer.offers)
         return found
 
     def _check(self, rank: int, payload: bytes) -> RankAnswer:
@@ -216,6 +215,12 @@ class LeadingTransformer(Transformer):
         with self._together(Work.MTP, batch, mtp_idx):
             return super().mtp(mtp_idx, streams, batch, cache)
 
+    def dspark(
+        self, batch: TokenBatch, handles: SequenceOf[LayerCacheHandle], shared: SharedWindow | None
+    ) -> Tensor:  # fmt: skip
+        with self._together(Work.DSPARK, batch):
+            return super().dspark(batch, handles, shared)
+
     @contextmanager
     def _together(self, work: Work, batch: TokenBatch, layer_idx: int = 0) -> Iterator[None]:
         with self._link.working():
@@ -228,6 +233,17 @@ def _opening(sequence: Sequence, slot: int) -> Opening:
     known = () if sequence.chain is not None else tuple(sequence.token_ids)  # its admission said them
     params = drawing_params(sequence.params, sequence.eos_token_id)
     return Opening(slot, sequence.max_len, sequence.prompt_len, sequence.num_scored, params, known)
+
+
+def _told(piece: Piece) -> RankPiece:
+    return RankPiece(piece.slot, piece.start, piece.length, piece.draws, piece.sequence.drafts[: piece.num_drafts])
+
+
+def _told_masks(masks: Masks) -> SentMasks:
+    """Of the rows that have one."""
+    if masks.bits is None or masks.is_masked is None:
+        return ()
+    return tuple((row, tuple(masks.bits[row].tolist())) for row in masks.is_masked.nonzero().flatten().tolist())
 
 
 def _take_scores(part: StepPlan, answer: RankAnswer) -> None:

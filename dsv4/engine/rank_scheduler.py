@@ -22,10 +22,23 @@ from dsv4.cache.errors import RequestNeverFits, require_integrity
 from dsv4.cache.prefix import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.scheduler import Scheduler, StepPlan, expire, starts_block
+from dsv4.engine.scheduler import Piece, Scheduler, StepPlan, expire, starts_block
 from dsv4.engine.sequence import Sequence
 
 IMBALANCE_TOKENS = BLOCK_TOKENS
+
+
+class StepSize(NamedTuple):
+    """Of the calls of a step, which are the same on every rank.
+
+    num_rows      of the forward call, padding included
+    num_requests  the drafter runs for, padding included; less than draw here: as many as do
+    num_drafts    it is asked for behind each of them; 0 asks for none
+    """
+
+    num_rows: int
+    num_requests: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,11 @@ class RanksPlan(StepPlan):
     def num_rows(self) -> int:
         """Rows every rank runs: the tokens of the busiest one."""
         return max(share.num_tokens for share in self.shares)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests every rank's drafter runs for: those that draw on the rank that has most of them."""
+        return max(sum(piece.draws for piece in share.pieces) for share in self.shares)
 
 
 class _Waiting(NamedTuple):
@@ -78,6 +96,11 @@ class RankScheduler:
     @property
     def num_running(self) -> int:
         return sum(share.num_running for share in self.shares)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Requests that hold a slot, rank by rank."""
+        return tuple(sequence for share in self.shares for sequence in share.running)
 
     @property
     def has_work(self) -> bool:
@@ -139,6 +162,11 @@ class RankScheduler:
             share.commit(part)
         self.num_steps += bool(plan.pieces)
         self._forget()
+
+    def keep(self, piece: Piece, num_accepted: int) -> None:
+        """So many of the piece's drafts came true."""
+        if piece.sequence in self._homes:
+            self.shares[self._homes[piece.sequence]].keep(piece, num_accepted)
 
     def settle(self, sequence: Sequence) -> None:
         """What the request drew is known. If that was its end, or it failed, it leaves."""

@@ -1,13 +1,15 @@
 """A step of all ranks as flat lists of int64, and what each rank drew, on the way back. No torch.
 
-    plan    step, rows, whether it draws at once, then for each rank besides 0: its length, and
+    plan    step, its size (rows, requests, drafts asked for), whether it draws at once, then for each rank besides 0:
+            its length, and
             cache changes   count, (kind, numbers)...
             new requests    count, (slot, max_len, prompt_len, scored, parameters, number of tokens, tokens)...
-            pieces          count, (slot, start, length, draws)...
+            pieces          count, (slot, start, length, draws, number of drafts, drafts)...
     masks   for each rank besides 0: its length, and
-            masks           count, (slot, number of words, words)...: the tokens its rules allow, a bit each
+            masks           count, (row that draws, number of words, words)...: the tokens its rules allow, a bit each
     answer  step, checksum, and
-            drawn           count, then for each request that draws: 1, token, log-probabilities; or 0, a reason
+            drawn           count, then for each row that draws: 1, token, log-probabilities; or 0, a reason
+            offered         count, then for each request that draws: number of drafts, drafts, confidences
             scored          count, (slot, count, (token, log-probabilities)...)...: tokens of prompts
 
 Text, stop strings, rules and deadlines stay on rank 0: the others need none of it.
@@ -20,14 +22,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsv4.dist.messages import bits_float, float_bits, text_numbers
-from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, StopAt
+from dsv4.engine.drafting.choice import Offer
+from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, Rewound, StopAt
+from dsv4.engine.rank_scheduler import StepSize
 from dsv4.request import SamplingParams, TokenLogprobs
 
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NONE = -1
-_CHANGES: tuple[type[CacheChange], ...] = (Admitted, Released, StopAt, Launched)  # by their numbers
+_CHANGES: tuple[type[CacheChange], ...] = (Admitted, Released, StopAt, Launched, Rewound)  # by their numbers
 
-Masks = tuple[tuple[int, tuple[int, ...]], ...]  # slot, and 32 tokens a word, the lowest bit first
+SentMasks = tuple[tuple[int, tuple[int, ...]], ...]  # a row that draws, and 32 tokens a word, the lowest bit first
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,13 @@ class Opening:
 
 @dataclass(frozen=True)
 class RankPiece:
+    """See `Piece`; its last tokens are `drafts`."""
+
     slot: int
     start: int
     length: int
     draws: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,11 @@ class RankShare:
 
 
 class RanksStep(NamedTuple):
-    """A step, as every rank hears of it: its number, the rows that all run, and whether they draw without being told
+    """A step, as every rank hears of it: its number, the size of its calls, and whether they draw without being told
     what rules allow. `share` is the rank's own."""
 
     number: int
-    num_rows: int
+    size: StepSize
     draws_at_once: bool
     share: RankShare
 
@@ -80,9 +87,11 @@ class DrawnToken:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank's requests drew, in the order of the plan, and what was scored of their prompts, by slot."""
+    """What a rank's rows drew, in the order of the plan, what its drafter expects next of the requests that drew, if it
+    was asked, and what was scored of prompts, by slot."""
 
     drawn: tuple[DrawnToken, ...] = ()
+    offers: tuple[Offer, ...] = ()
     scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
 
 
@@ -99,22 +108,23 @@ def drawing_params(params: SamplingParams, eos_token_id: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def encode_plan(number: int, num_rows: int, draws_at_once: bool, shares: Sequence[RankShare]) -> list[int]:
+def encode_plan(number: int, size: StepSize, draws_at_once: bool, shares: Sequence[RankShare]) -> list[int]:
     """`shares[i]` is rank i + 1's."""
-    return [number, num_rows, int(draws_at_once), *_sections(map(_encode_share, shares))]
+    return [number, *size, int(draws_at_once), *_sections(map(_encode_share, shares))]
 
 
 def decode_plan(numbers: Sequence[int], rank: int) -> RanksStep:
-    number, num_rows, draws_at_once, *sections = numbers
-    return RanksStep(number, num_rows, bool(draws_at_once), _decode_share(_section(sections, rank)))
+    number, num_rows, num_requests, num_drafts, draws_at_once, *sections = numbers
+    size = StepSize(num_rows, num_requests, num_drafts)
+    return RanksStep(number, size, bool(draws_at_once), _decode_share(_section(sections, rank)))
 
 
-def encode_masks(masks: Sequence[Masks]) -> list[int]:
+def encode_masks(masks: Sequence[SentMasks]) -> list[int]:
     """`masks[i]` are rank i + 1's."""
-    return _sections([len(own), *(n for slot, words in own for n in (slot, len(words), *words))] for own in masks)
+    return _sections([len(own), *(n for row, words in own for n in (row, len(words), *words))] for own in masks)
 
 
-def decode_masks(numbers: Sequence[int], rank: int) -> Masks:
+def decode_masks(numbers: Sequence[int], rank: int) -> SentMasks:
     section = _section(numbers, rank)
     return tuple((next(section), _take(section)) for _ in range(next(section)))
 
@@ -143,7 +153,7 @@ def _encode_share(share: RankShare) -> list[int]:
         numbers += [len(opening.token_ids), *opening.token_ids]
     numbers.append(len(share.pieces))
     for piece in share.pieces:
-        numbers += [piece.slot, piece.start, piece.length, int(piece.draws)]
+        numbers += [piece.slot, piece.start, piece.length, int(piece.draws), len(piece.drafts), *piece.drafts]
     return numbers
 
 
@@ -154,7 +164,8 @@ def _decode_share(numbers: Iterator[int]) -> RankShare:
         for _ in range(next(numbers))
     )
     pieces = tuple(
-        RankPiece(next(numbers), next(numbers), next(numbers), bool(next(numbers))) for _ in range(next(numbers))
+        RankPiece(next(numbers), next(numbers), next(numbers), bool(next(numbers)), _take(numbers))
+        for _ in range(next(numbers))
     )
     return RankShare(changes, openings, pieces)
 
@@ -177,7 +188,7 @@ def _decode_change(numbers: Iterator[int]) -> CacheChange:
         return Admitted(slot, max_tokens, position, _take(numbers), salt)
     if made is Released:
         return Released(next(numbers), bool(next(numbers)), next(numbers))
-    return StopAt(next(numbers), next(numbers)) if made is StopAt else Launched(next(numbers), next(numbers))
+    return made(next(numbers), next(numbers))  # type: ignore[call-arg]  # the others have two numbers
 
 
 def _salt_numbers(salt: str) -> list[int]:
@@ -193,6 +204,10 @@ def encode_answer(step: int, checksum: int, answer: RankAnswer) -> list[int]:
             continue
         numbers += [1, one.token_id]
         numbers += [_NONE] if one.logprobs is None else _encode_logprobs(one.logprobs)
+    numbers.append(len(answer.offers))
+    for drafts, confidences in answer.offers:
+        sure = () if confidences is None else confidences
+        numbers += [len(drafts), *drafts, len(sure), *map(float_bits, sure)]
     numbers.append(len(answer.scores))
     for slot, scores in answer.scores:
         numbers += [slot, len(scores)]
@@ -202,12 +217,13 @@ def encode_answer(step: int, checksum: int, answer: RankAnswer) -> list[int]:
 
 
 def decode_answer(numbers: Sequence[int]) -> tuple[int, int, RankAnswer]:
-    """Step, checksum, and what was drawn and scored."""
+    """Step, checksum, and what was drawn, offered and scored."""
     values = iter(numbers)
     step, checksum = next(values), next(values)
     drawn = tuple(_decode_token(values) for _ in range(next(values)))
+    offers = tuple(Offer(_take(values), _decode_confidences(values)) for _ in range(next(values)))
     scores = tuple((next(values), _decode_scores(values)) for _ in range(next(values)))
-    return step, checksum, RankAnswer(drawn, scores)
+    return step, checksum, RankAnswer(drawn, offers, scores)
 
 
 def _encode_logprobs(logprobs: TokenLogprobs) -> list[int]:
@@ -230,6 +246,11 @@ def _decode_token(values: Iterator[int]) -> DrawnToken:
         return DrawnToken(0, None, bytes(_take(values)).decode())
     token_id = next(values)
     return DrawnToken(token_id, _decode_logprobs(token_id, values))
+
+
+def _decode_confidences(values: Iterator[int]) -> tuple[float, ...] | None:
+    """A drafter is sure of every draft to some degree, or says nothing."""
+    return tuple(map(bits_float, _take(values))) or None
 
 
 def _decode_scores(values: Iterator[int]) -> tuple[TokenLogprobs, ...]:

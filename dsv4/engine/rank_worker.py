@@ -23,23 +23,27 @@ from dsv4.dist.control import Follower
 from dsv4.dist.errors import RanksDiverged
 from dsv4.dist.messages import pack, unpack
 from dsv4.engine.bucket import Forwarded, padding_batch
-from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released
+from dsv4.engine.drafting.offers import launch_drafts, read_offers
+from dsv4.engine.kept import Outcome, by_piece, num_accepted
+from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, Rewound
 from dsv4.engine.rank_wire import (
     DrawnToken,
-    Masks,
     Opening,
     RankAnswer,
+    RankPiece,
     RanksStep,
+    SentMasks,
     decode_masks,
     decode_plan,
     encode_answer,
 )
 from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Undrawable, num_top_for, outcomes
+from dsv4.engine.sampler import Drawn, Undrawable, num_top_for, outcomes
 from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.step import StepBuilder, StepInput
+from dsv4.model.attention import SharedWindow
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingRows
 from dsv4.request import TokenLogprobs
@@ -56,6 +60,7 @@ class Work(IntEnum):
     FORWARD = 3  # so many rows of padding through all layers
     BLOCK = 4  # through one layer
     MTP = 5  # through an MTP block
+    DSPARK = 6  # through the layers of a DSpark head
 
 
 @dataclass
@@ -63,11 +68,13 @@ class _Flight:
     """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
 
     number: int
+    plan: StepPlan
     step: StepInput
-    pieces: tuple[Piece, ...]
+    num_drafts: int
     forwarded: Forwarded | None
     scores: Scores
     drawn: OnTheWay | None = None
+    drafted: OnTheWay | None = None
 
 
 class RankExecutor:
@@ -76,7 +83,7 @@ class RankExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.cache = runner.cache
-        self._builder = StepBuilder(self.cache)
+        self._builder = StepBuilder(self.cache, runner.draft_table)
         self._requests: dict[int, Sequence] = {}  # by slot
         self._known: dict[int, list[int]] = {}  # by slot: tokens the prefix cache knows of
         self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
@@ -87,55 +94,56 @@ class RankExecutor:
             self._repeat(change)
         for opening in given.share.openings:
             self._open(opening)
-        pieces = []
-        for one in given.share.pieces:
-            sequence = self._request(one.slot)
-            if one.start + one.length > sequence.num_known:
-                raise RanksDiverged(f"slot {one.slot} knows {sequence.num_known} tokens, the plan runs to more")
-            pieces.append(Piece(sequence, one.slot, one.start, one.length, one.draws))
-        plan = StepPlan(tuple(pieces), ())
-        step = self._builder.build(plan, pad_to=given.num_rows)
+        plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces), ())
+        step = self._builder.build(plan, pad_to=given.size.num_rows, num_requests=given.size.num_requests)
         self.runner.slots.take(plan.pieces)
         forwarded = self.runner.forward(step.batch, step.draw_rows)
         scores = Scores.launch(self.runner, forwarded, plan)
-        for sequence in step.drawing:
-            sequence.num_unread += 1
-        self._flights.append(_Flight(given.number, step, plan.pieces, forwarded, scores))
+        for piece in plan.pieces:
+            piece.sequence.num_unread += piece.draws
+        self._flights.append(_Flight(given.number, plan, step, given.size.num_drafts, forwarded, scores))
         if given.draws_at_once:
             self.draw(())
 
-    def draw(self, masks: Masks) -> None:
+    def draw(self, masks: SentMasks) -> None:
         """Launch the draw of the step launched last; `masks` are what rules allow some of its requests."""
         if not self._flights or self._flights[-1].drawn is not None:
             raise RanksDiverged("told to draw from a step that was not launched")
         flight = self._flights[-1]
         assert flight.forwarded is not None
-        step, tensors = flight.step, []
+        step, draws = flight.step, None
         if step.drawing:
             num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
             draws = self.runner.draw(flight.forwarded, self._rows(step, masks), num_top)
-            tensors = [draws.token_ids, *draws.logprobs]
-        flight.drawn = OnTheWay(tensors)
+        token_ids = None if draws is None else draws.token_ids
+        flight.drafted = launch_drafts(self.runner, flight.forwarded, step, token_ids, flight.num_drafts)
+        flight.drawn = OnTheWay([] if draws is None else [draws.token_ids, *draws.logprobs])
         flight.forwarded = None  # its memory may be used again
 
     def collect(self) -> tuple[int, RankAnswer]:
-        """The number of the oldest step, and what those of its pieces drew that draw."""
+        """The number of the oldest step, what its rows drew, and what the drafter expects next."""
         if not self._flights or self._flights[0].drawn is None:
             raise RanksDiverged("asked for a step that was not launched and drawn")
         flight = self._flights.popleft()
         assert flight.drawn is not None
-        found, drawing = flight.drawn.wait(), flight.step.drawing
-        drawn: list[DrawnToken] = []
+        found, drawing, pieces = flight.drawn.wait(), flight.step.drawing, flight.plan.pieces
         results = outcomes(found[0].tolist(), found[1:], drawing, {}) if drawing else []
-        for sequence, outcome in zip(drawing, results, strict=True):
-            sequence.num_unread -= 1
-            if isinstance(outcome, Undrawable):
-                drawn.append(DrawnToken(0, None, outcome.reason))
-            else:
-                sequence.token_ids.append(outcome.token_id)
-                drawn.append(DrawnToken(outcome.token_id, outcome.logprobs))
+        for piece, drawn in by_piece(flight.plan, results):
+            kept = drawn[: 1 + num_accepted(piece, drawn)]
+            piece.sequence.num_unread -= piece.draws
+            piece.sequence.token_ids += [outcome.token_id for outcome in kept if isinstance(outcome, Drawn)]
+            piece.sequence.drafts = ()
+        offers = read_offers(flight.drafted, sum(piece.draws for piece in pieces))
         flight.scores.read()
-        return flight.number, RankAnswer(tuple(drawn), tuple(_take_scores(flight.pieces)))
+        answer = RankAnswer(tuple(map(_drawn_token, results)), tuple(offers), tuple(_take_scores(pieces)))
+        return flight.number, answer
+
+    def _piece(self, one: RankPiece) -> Piece:
+        sequence, num_drafts = self._request(one.slot), len(one.drafts)
+        if one.start + one.length - num_drafts > sequence.num_known:
+            raise RanksDiverged(f"slot {one.slot} knows {sequence.num_known} tokens, the plan runs to more")
+        sequence.drafts = one.drafts
+        return Piece(sequence, one.slot, one.start, one.length, one.draws, num_drafts)
 
     def _repeat(self, change: CacheChange) -> None:
         """What rank 0's books say happened to this cache."""
@@ -157,6 +165,8 @@ class RankExecutor:
         elif isinstance(change, Launched):
             self._learn(slot, change.num_known)
             cache.launched(slot)
+        elif isinstance(change, Rewound):
+            cache.rewind(slot, change.position)
         else:
             cache.stop_at(slot, change.position)
 
@@ -180,17 +190,22 @@ class RankExecutor:
             raise RanksDiverged(f"the plan runs slot {slot}, which holds no request here")
         return self._requests[slot]
 
-    def _rows(self, step: StepInput, masks: Masks) -> SamplingRows:
+    def _rows(self, step: StepInput, masks: SentMasks) -> SamplingRows:
         """The rows to draw from, with what rank 0 says their rules allow."""
-        rows = SamplingRows(step.draw_slots, step.draw_positions)
+        rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
         if not masks:
             return rows
-        given, slots = dict(masks), [sequence.slot for sequence in step.drawing]
+        given, num_rows, device = dict(masks), len(step.drawing), self.cache.device
         nothing = [0] * len(masks[0][1])
-        bits = torch.tensor([given.get(slot, nothing) for slot in slots if slot is not None], dtype=torch.int32)
-        is_masked = torch.tensor([slot in given for slot in slots], dtype=torch.int32)
-        device = self.cache.device
+        bits = torch.tensor([given.get(row, nothing) for row in range(num_rows)], dtype=torch.int32)
+        is_masked = torch.tensor([row in given for row in range(num_rows)], dtype=torch.int32)
         return replace(rows, mask=to_device(bits, device), is_masked=to_device(is_masked, device))
+
+
+def _drawn_token(outcome: Outcome) -> DrawnToken:
+    if isinstance(outcome, Undrawable):
+        return DrawnToken(0, None, outcome.reason)
+    return DrawnToken(outcome.token_id, outcome.logprobs)
 
 
 def _take_scores(pieces: SequenceOf[Piece]) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
@@ -223,7 +238,7 @@ def follow(
     while (payload := link.work()) is not None:
         kind, *numbers = unpack(payload)
         work = Work(kind)
-        if work in (Work.FORWARD, Work.BLOCK, Work.MTP):
+        if work in (Work.FORWARD, Work.BLOCK, Work.MTP, Work.DSPARK):
             serve_padding(executor.runner.model, executor.cache, make_drafts, work, numbers)
             link.answer(b"")
             continue
@@ -246,7 +261,7 @@ def serve_padding(
     model: Transformer, cache: KVCacheManager, make_drafts: Callable[[], KVCacheManager], work: Work, numbers: list[int]
 ) -> None:
     """Rows of padding through the same layers as rank 0's rows: for calls outside the engine. `make_drafts` makes a
-    cache that has the MTP block's layer."""
+    cache that has the draft blocks' layers."""
     num_rows, layer_idx = numbers
     _, batch = padding_batch(num_rows, cache.block_table)
     if work is Work.FORWARD:
@@ -258,6 +273,10 @@ def serve_padding(
     if work is Work.BLOCK:
         model.block(layer_idx, streams, cache.handle(layer_idx), batch)
         return
-    drafts = make_drafts()
-    handle = drafts.handle(model.config.num_hidden_layers + layer_idx)
-    model.mtp(layer_idx, streams, padding_batch(num_rows, drafts.block_table)[1], handle)
+    drafts, num_main = make_drafts(), model.config.num_hidden_layers
+    _, batch = padding_batch(num_rows, drafts.block_table)
+    if work is Work.MTP:
+        model.mtp(layer_idx, streams, batch, drafts.handle(num_main + layer_idx))
+        return
+    handles = [drafts.handle(place) for place in range(num_main, len(model.schedule))]
+    model.dspark(batch, handles, SharedWindow(batch, handles[0].window.ring_len))

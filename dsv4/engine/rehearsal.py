@@ -27,6 +27,9 @@ class _Anything:
     def accept(self, token_id: int) -> None:
         pass
 
+    def rollback(self, count: int) -> None:
+        pass
+
 
 def rehearse_requests(engine: Engine) -> None:
     """One request of each kind alone, then as many as fit together. The engine and its cache must be idle."""

@@ -26,7 +26,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch, padding_rows
-from dsv4.engine.drafting.round import Drafted, FedDrafts, extend, propose
+from dsv4.engine.drafting.round import Drafted, FedDrafts, extend, make_table, propose
 from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.offload.placement import CAPTURED_PROMPT
 from dsv4.engine.offload.pool import ExpertPool
@@ -90,6 +90,9 @@ class Runner:
         self.num_replays = self.num_direct = 0
         self._capture: Capture = capture or self._capture_cuda
         self.slots = SlotStates(cache.schema.num_slots, model.config.vocab_size, cache.device)
+        self.draft_table: Tensor | None = None  # the last drafts of every slot
+        if drafting is not None:
+            self.draft_table = make_table(cache.schema.num_slots, drafting.max_drafts, cache.device)
         self._graphs: dict[int, BucketGraph] = {}
         self._compiles = _CompileWatch()
         self._pool: Any = None
@@ -228,9 +231,10 @@ class Runner:
     ) -> Drafted | None:  # fmt: skip
         drafter, ops, state = drafting.drafter, self.model.context.ops, self.slots.state
         assert forwarded.hidden is not None
-        drawn = fed.slots[:0] if token_ids is None else token_ids
+        drawn = fed.slots.new_zeros(1) if token_ids is None else token_ids  # padding looks at the first
         ends = extend(drafter, ops, state, batch, forwarded.hidden, drawn, fed)
-        return propose(drafter, ops, state, ends, num_drafts) if num_drafts else None
+        assert self.draft_table is not None
+        return propose(drafter, ops, state, ends, num_drafts, self.draft_table) if num_drafts else None
 
     def _score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
         logits = self.model.logits(forwarded.streams.index_select(0, rows))
@@ -250,19 +254,28 @@ class Runner:
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
     def _compile(self, size: int) -> None:
+        self._rehearse(size)
+        if self.experts is not None and not self.experts.always_fits(self._most_rows(size)):
+            self.experts.stages_always = True
+            self._rehearse(size)
+            self.experts.stages_always = False
+
+    def _rehearse(self, size: int) -> None:
+        """All calls of a step of so many tokens, on padding."""
         _, batch = padding_batch(size, self.cache.block_table)
-        rows = self._padding_rows(size)
-        made = self._compute(batch, rows, num_valid=0)
+        made = self._compute(batch, self._padding_rows(size), num_valid=0)
         rehearse(self.model.context.ops, made.logits, self.slots.state)
         scored = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=self.cache.device)
         for num_top in NUM_TOP:
             self._score(made, scored, scored, min(num_top, self.model.config.vocab_size))
         if self.drafting is not None:
-            self._rehearse_drafts(self.drafting, made, batch)
-        if self.experts is not None and not self.experts.always_fits(size):
-            self.experts.stages_always = True
-            self._compute(batch, rows, num_valid=0)
-            self.experts.stages_always = False
+            with padded_from(self.experts, 0):
+                self._rehearse_drafts(self.drafting, made, batch)
+
+    def _most_rows(self, size: int) -> int:
+        """Rows of the largest call of a step of so many tokens."""
+        each = 0 if self.drafting is None else self.drafting.drafter.rows_per_request
+        return max(size, min(size, self.cache.schema.num_slots) * each)
 
     def _rehearse_drafts(self, drafting: Drafting, made: Forwarded, batch: TokenBatch) -> None:
         num_draws, num_requests = made.logits.shape[0], min(batch.num_tokens, self.cache.schema.num_slots)
@@ -282,7 +295,7 @@ class Runner:
         return next((bucket for bucket in self.buckets if bucket >= needed and bucket in self._graphs), None)
 
     def _can_capture(self, bucket: int) -> bool:
-        return self.experts is None or self.experts.always_fits(bucket)
+        return self.experts is None or self.experts.always_fits(self._most_rows(bucket))
 
     def _direct_sizes(self) -> list[int]:
         largest = self.cache.limits.max_chunk_tokens
@@ -297,8 +310,9 @@ class Runner:
     @torch.no_grad()
     def _make_graph(self, bucket: int) -> BucketGraph:
         graph = BucketGraph(
-            bucket, self.cache.block_table, self.slots.state, self.model.context.ops, self.experts, self.drafting
-        )
+            bucket, self.cache.block_table, self.slots.state, self.model.context.ops, self.experts, self.drafting,
+            self.draft_table,
+        )  # fmt: skip
         graph.capture(self._compute, self._capture)
         return graph
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from dsv4.engine.constraint import Constraint  # imports torch; the scheduler, which uses this module, does not
 
 
+UNREAD = -1  # as a draft: there is one, and only the device knows it yet
+
+
 class RequestAborted(RuntimeError):
     """The request was dropped before its end, by its caller or because a forward call it shared failed."""
 
@@ -38,8 +41,9 @@ class Sequence:
     A request that loses its slot (preemption) starts again with everything it knows, so it draws no token twice;
     `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is its place in the
     scheduler's order, smaller first. `drafts` are tokens that may follow the last known one, to be fed with it and
-    verified; whatever they are, they change nothing but how soon it is done. `chain` is what the prefix cache knows its
-    tokens by, `num_cached_tokens` how many of them it did not have to feed when it first started.
+    verified, `UNREAD` where the host has not read them; whatever they are, they change nothing but how soon it is done.
+    `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many of them it did not have to feed
+    when it first started.
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
@@ -135,25 +139,30 @@ class Sequence:
             or bool(params.bad_words_ids and any(len(word) > 1 for word in params.bad_words_ids))
         )
 
-    def forbidden_ids(self) -> list[int]:
-        """Tokens that may not come next: ends, before `min_tokens`; what would complete a bad word of several."""
-        params, token_ids = self.params, self.token_ids
-        found = [
-            word[-1] for word in params.bad_words_ids if len(word) > 1 and token_ids[1 - len(word) :] == list(word[:-1])
-        ]
-        if self.num_output < params.min_tokens:
+    def forbidden_ids(self, drafts: tuple[int, ...] = ()) -> list[int]:
+        """Tokens that may not come next, or behind these drafts if they come true: ends, before `min_tokens`; what
+        would complete a bad word of several."""
+        params, words = self.params, [word for word in self.params.bad_words_ids if len(word) > 1]
+        longest = max(map(len, words), default=0)
+        last = [*self.token_ids[max(0, len(self.token_ids) - longest) :], *drafts]
+        found = [word[-1] for word in words if last[1 - len(word) :] == list(word[:-1])]
+        if self.num_output + len(drafts) < params.min_tokens:
             found += params.stop_token_ids
             if not params.ignore_eos:
                 found.append(self.eos_token_id)
         return found
+
+    def ends_at(self, token_id: int) -> bool:
+        """Whether this token would be its last, whatever comes before."""
+        is_end = token_id == self.eos_token_id and not self.params.ignore_eos
+        return is_end or token_id in self.params.stop_token_ids
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
         """Take the next token; returns the text that became certain. Sets `finish_reason` when this was the last."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        is_end = token_id == self.eos_token_id and not self.params.ignore_eos
-        if is_end or token_id in self.params.stop_token_ids:
+        if self.ends_at(token_id):
             self.finish_reason = FinishReason.STOP
             return self._emit("", is_last=True)
         if len(self.token_ids) >= self.max_len:

@@ -83,6 +83,10 @@ class Drafter(Protocol):
     def max_drafts(self) -> int:
         """Most drafts of one `propose`."""
 
+    @property
+    def rows_per_request(self) -> int:
+        """Rows of a request that a call inside `propose` has, one request after the other."""
+
     def tap(self, num_tokens: int) -> Tap:
         """An observer for one forward call of so many tokens."""
 

@@ -25,12 +25,11 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.formats.tensors import QuantActivation
 from dsv4.model.attention import SharedWindow
-from dsv4.model.block import BlockOutput, block, enter
+from dsv4.model.block import BlockOutput
 from dsv4.model.context import ModelContext
 from dsv4.model.drafter import Choose, DraftEnds, Proposal
 from dsv4.model.parameters import DSparkParams
 from dsv4.model.transformer import Transformer
-from dsv4.ops.hyper import HyperInput
 from dsv4.ops.linear import takes_codes
 
 
@@ -66,6 +65,10 @@ class DSparkDrafter:
 
     @property
     def max_drafts(self) -> int:
+        return self._dspark.block_size
+
+    @property
+    def rows_per_request(self) -> int:
         return self._dspark.block_size
 
     def tap(self, num_tokens: int) -> DSparkTap:
@@ -107,15 +110,9 @@ class DSparkDrafter:
         context, config = model.context, model.config
         ops, eps = context.ops, config.rms_norm_eps
         batch, shared = self._block_batch(ends)
-        blocks = params.blocks
-        start: HyperInput | None = enter(model.embed(batch.token_ids), blocks[0], context)
-        for place, following in enumerate([*blocks[1:], None]):
-            assert start is not None
-            output, start = block(
-                start, blocks[place], self._layers[place], self._handles[place], batch, context, following, shared
-            )
+        streams = model.dspark(batch, self._handles, shared)
         hc = params.head.hc
-        hidden = ops.hc_head(output.streams, hc.fn, hc.base, hc.scale, hc_eps=config.hc_eps, norm_eps=eps)  # [R g, D]
+        hidden = ops.hc_head(streams, hc.fn, hc.base, hc.scale, hc_eps=config.hc_eps, norm_eps=eps)  # [R g, D]
         wide = torch.promote_types(context.dtype, torch.float32)
         logits = ops.linear(ops.rms_norm(hidden, params.head.norm, eps), model.params.lm_head, out_dtype=wide)
         shape = (ends.slots.shape[0], self.max_drafts)

@@ -43,6 +43,10 @@ class MtpDrafter:
     def max_drafts(self) -> int:
         return MAX_MTP_DRAFTS
 
+    @property
+    def rows_per_request(self) -> int:
+        return 1
+
     def tap(self, num_tokens: int) -> MtpTap:
         return MtpTap()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import ModelConfig
 from dsv4.dist.exchange import Exchange
+from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput, block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.mtp import mtp_block
@@ -72,6 +73,20 @@ class Transformer:
     def mtp_logits(self, mtp_idx: int, streams: Tensor) -> Tensor:
         """The MTP block's streams [T, n, D] -> logits [T, vocab] for token t + 2."""
         return self._logits(streams, self.params.mtp[mtp_idx].head)
+
+    def dspark(
+        self, batch: TokenBatch, handles: Sequence[LayerCacheHandle], shared: SharedWindow | None
+    ) -> Tensor:  # fmt: skip
+        """Blocks of draft rows through the layers of the DSpark head -> streams [T, n, D]. `shared`: what they read."""
+        assert self.params.dspark is not None, "a model without a DSpark head"
+        blocks, layers = self.params.dspark.blocks, self.schedule[self.config.num_hidden_layers :]
+        start: HyperInput | None = enter(self.embed(batch.token_ids), blocks[0], self.context)
+        for place, following in enumerate([*blocks[1:], None]):
+            assert start is not None
+            output, start = block(
+                start, blocks[place], layers[place], handles[place], batch, self.context, following, shared
+            )
+        return output.streams
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> their embeddings [T, D]."""

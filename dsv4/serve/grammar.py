@@ -87,14 +87,16 @@ class CompiledGrammar:
         self._has_text = has_text
 
     def constraint(self) -> GrammarConstraint:
-        return GrammarConstraint(self._matcher.deep_copy(), self._has_text)
+        return GrammarConstraint(self._matcher, self._has_text)
 
 
 class GrammarConstraint:
-    """One request's place in a grammar; implements `dsv4.engine.constraint.Constraint`."""
+    """One request's place in a grammar; implements `dsv4.engine.constraint.Constraint`. `start` stays as it is."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
-        self._matcher = matcher
+    def __init__(self, start: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._token_ids: list[int] = []
         self._has_text = has_text
 
     def allowed(self) -> Tensor:
@@ -105,8 +107,17 @@ class GrammarConstraint:
         return flags.flatten()[: len(self._has_text)].bool() & self._has_text
 
     def accept(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
         if not self._matcher.consume_token(token_id):
             raise ConstraintError(f"the grammar does not allow token {token_id}")
+
+    def rollback(self, count: int) -> None:
+        del self._token_ids[len(self._token_ids) - count :]
+        matcher = self._matcher
+        # a matcher that has failed does not come back, and one at its end does not count an end of sequence
+        if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._token_ids)
 
 
 def _can_go_on(constraint: GrammarConstraint, opening: Sequence[int]) -> bool:

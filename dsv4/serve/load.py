@@ -159,7 +159,7 @@ def load_llm(
         raise RequestError(f"--threads must be at least 1, found {threads}")
     if threads is not None and gpus > 1:
         raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
-    obstacle = why_off(config, numerics=numerics, num_ranks=gpus, offloads=offload_experts is not None)
+    obstacle = why_off(config, numerics=numerics)
     if drafts == "auto" and obstacle is not None:
         print_note(f"drafts are off: {obstacle}", console)
         drafts = "off"

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import torch
+
 from dsv4 import LLM, ModelConfig
 from dsv4.config import EngineConfig
 from dsv4.engine.bucket import Drafting
@@ -43,6 +45,8 @@ class ForcedDrafts(FixedDrafts):
     random_count  another number of drafts in every step, for every request
     """
 
+    must_read = True
+
     def __init__(self, num_drafts, kind, truth, *, random_count=False, seed=0, vocab_size=MTP.vocab_size):
         super().__init__(num_drafts)
         self.vocab_size = vocab_size
@@ -50,6 +54,7 @@ class ForcedDrafts(FixedDrafts):
         self.kind, self.truth = kind, truth
         self.random, self.random_count = random.Random(seed), random_count
         self.num_right = 0
+        self.offered = {}  # by prompt and number of tokens: what the drafter said
         self.outcomes = set()  # (drafts verified, drafts that came true)
 
     def how_many(self, num_requests):
@@ -57,7 +62,9 @@ class ForcedDrafts(FixedDrafts):
 
     def offer(self, request, drafts, confidences):
         place, count = len(request.token_ids), len(drafts)
-        text = self.truth[tuple(request.token_ids[: request.prompt_len])][place : place + count]
+        prompt = tuple(request.token_ids[: request.prompt_len])
+        self.offered[prompt, place] = tuple(drafts)
+        text = self.truth[prompt][place : place + count]
         coming = [*text, *drafts][:count]
         self.num_right = (self.num_right + 1) % (count + 1)
         right = {"right": count, "wrong": 0, "partly": self.num_right}.get(self.kind)
@@ -74,6 +81,31 @@ class ForcedDrafts(FixedDrafts):
         self.outcomes.add((num_drafts, num_accepted))
 
 
+class ToldDrafter:
+    """A drafter whose drafts are right up to a place, 0, 1, ... and all of them in turn, as whole texts have it that
+    `tell` brings to the device: nobody else needs to see them. Can be captured."""
+
+    def __init__(self, drafter, num_slots, max_tokens, device):
+        self._drafter = drafter
+        self._texts = torch.zeros(num_slots + 1, max_tokens + 10, dtype=torch.int64, device=device)
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def tell(self, engine, truth):
+        """Of the requests that run now; `truth` are whole texts by their prompt."""
+        for request in engine.scheduler.running:
+            text = truth[tuple(request.token_ids[: request.prompt_len])]
+            self._texts[request.slot, : len(text)] = torch.tensor(text, device=self._texts.device)
+
+    def propose(self, ends, extended, num_drafts, choose):
+        proposal = self._drafter.propose(ends, extended, num_drafts, choose)
+        places = torch.arange(num_drafts, device=ends.slots.device)
+        coming = self._texts[ends.slots.unsqueeze(1), ends.positions.unsqueeze(1) + 1 + places]
+        is_right = places < (ends.positions % (num_drafts + 1)).unsqueeze(1)
+        return replace(proposal, drafts=torch.where(is_right, coming, (coming - 1).clamp(min=0)))
+
+
 def make_limits(kind="mtp", **limits):
     defaults = {"max_context_tokens": 512, "max_concurrent_requests": 4, "max_draft_tokens": MOST[kind]}
     return EngineConfig(**{**defaults, **limits})
@@ -83,11 +115,14 @@ def plain_llm(kind="mtp", **limits):
     return LLM.from_params(CONFIGS[kind], params_of(kind), engine=make_limits(kind, **limits))
 
 
-def drafting_llm(kind, choice, capture=None, buckets=(), overlap=False, **limits):
-    """An engine whose drafts `choice` decides."""
+def drafting_llm(kind, choice, capture=None, buckets=(), overlap=False, is_told=False, **limits):
+    """An engine whose drafts `choice` decides, or a `ToldDrafter`."""
     llm = plain_llm(kind, **limits)
     llm.cache = llm._make_cache(llm.cache.limits, llm.model.schedule)
-    drafting = Drafting(make_drafter(llm.model, llm.cache), choice.max_drafts, choice.choices)
+    drafter = make_drafter(llm.model, llm.cache)
+    if is_told:
+        drafter = ToldDrafter(drafter, llm.cache.schema.num_slots, 512, llm.cache.device)
+    drafting = Drafting(drafter, choice.max_drafts, choice.choices)
     runner = Runner(
         llm.model, llm.cache, buckets=buckets, use_graphs=capture is not None, capture=capture, drafting=drafting
     )
@@ -105,6 +140,15 @@ def run(llm, prompts, params, each=lambda engine: None):
         llm.engine.step()
         each(llm.engine)
     return [replace(sequence.completion(), num_cached_tokens=0) for sequence in sequences]
+
+
+def assert_same_drafts(choice, other):
+    """What a drafter says depends on a request's tokens alone, as far as two engines asked it for as many drafts."""
+    common = choice.offered.keys() & other.offered.keys()
+    assert len(common) > 5
+    for place in common:
+        count = min(len(choice.offered[place]), len(other.offered[place]))
+        assert choice.offered[place][:count] == other.offered[place][:count], place
 
 
 def truth_of(completions):

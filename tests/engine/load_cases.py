@@ -43,6 +43,9 @@ class Alternating:
         assert token_id % 2 == self.num_accepted % 2
         self.num_accepted += 1
 
+    def rollback(self, count):
+        self.num_accepted -= count
+
 
 def random_requests():
     chance = random.Random(17)

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draft_cases import ForcedDrafts, assert_same_drafts
 from engine_cases import SMALL, assert_all_free
+from test_runner import PiecewiseCapture
 
 from dsv4 import llm as llm_module
 from dsv4.config import EngineConfig
@@ -15,6 +17,7 @@ from dsv4.engine.offload import load as offload_load
 from dsv4.engine.offload.placement import GIB, OffloadError, Placement, divide_slots
 from dsv4.engine.offload.pool import LayerExperts, _Staging
 from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.runner import Runner
 from dsv4.llm import LLM
 from dsv4.loader.synth import write_checkpoint
 from dsv4.ops import TORCH
@@ -115,6 +118,82 @@ def test_preemption_and_abort(folder, expected):
     assert found == [one.token_ids for one in LLM(folder, engine=limits).generate(long, params)]
     assert answers(llm) == expected
     assert_all_free(llm)
+
+
+# ---- drafts ----
+
+
+@pytest.fixture(scope="module")
+def dspark_folder(tmp_path_factory):
+    config = CONFIG.with_dspark(noise_token_id=3, markov_rank=128, block_size=3)
+    return write_checkpoint(tmp_path_factory.mktemp("offload") / "dspark", config, experts="nvfp4")
+
+
+def check_drafts(llm, other, expected):
+    """Drafts that come true now and then change nothing, and are those of `other`, whose experts are all resident."""
+    truth = {tuple(prompt): [*prompt, *token_ids] for prompt, (token_ids, _) in zip(PROMPTS, expected, strict=True)}
+    made = [ForcedDrafts(3, "partly", truth, vocab_size=CONFIG.vocab_size) for _ in range(2)]
+    for one, choice in zip((llm, other), made, strict=True):
+        one.engine._drafts = choice
+        assert answers(one) == expected
+        assert one.engine.stats().drafts.num_accepted > 5
+    assert_same_drafts(*made)
+    assert_all_free(llm)
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("slots", [TOP_K, pytest.param(7, marks=pytest.mark.slow)])
+def test_drafts(folder, expected, slots):
+    """The draft block's experts come and go too: a step chooses those of several rows of a request."""
+    llm = LLM(folder, engine=LIMITS, offload_experts=slots, drafts=3)
+    check_drafts(llm, LLM(folder, engine=LIMITS, drafts=3), expected)
+    assert llm.pool.layers[-1]._recent, "the draft block is one of the pool"
+    assert llm.engine.stats().num_expert_misses > 0
+
+
+@pytest.mark.slow
+def test_drafts_of_a_dspark_head(dspark_folder):
+    expected = answers(LLM(dspark_folder, engine=LIMITS))
+    llm, other = (LLM(dspark_folder, engine=LIMITS, offload_experts=slots, drafts="auto") for slots in (3, None))
+    check_drafts(llm, other, expected)
+
+
+SIZES = [
+    pytest.param(0, {1, 2, 4, 12}, marks=pytest.mark.slow, id="MTP"),
+    pytest.param(4, {1, 2, 4, 12}, id="block of 4"),
+    pytest.param(5, {1, 2}, id="block of 5"),
+]
+
+
+@pytest.mark.parametrize(("block_size", "captured"), SIZES)
+def test_drafts_in_pieces(tmp_path, block_size, captured):
+    """Captured calls are cut at the draft layers too. A bucket is captured if the experts of its largest call always
+    fit: with a DSpark head that is the block of all its requests."""
+    config = replace(CONFIG, n_routed_experts=32)
+    if block_size:
+        config = config.with_dspark(noise_token_id=3, markov_rank=128, block_size=block_size)
+    folder = write_checkpoint(tmp_path / "model", config)
+    llm = LLM(folder, engine=LIMITS, offload_experts=24, drafts=3)
+    capture = PiecewiseCapture()
+    capture.pool = llm.pool
+    runner = llm.engine.runner = Runner(
+        llm.model, llm.cache, buckets=(1, 2, 4, 12), use_graphs=True, experts=llm.pool, capture=capture,
+        drafting=llm.engine.runner.drafting,
+    )  # fmt: skip
+    runner.warm_up()
+    assert set(runner.captured) == captured
+    if 12 in captured:
+        other = LLM(folder, engine=LIMITS, drafts=3)
+        check_drafts(llm, other, answers(LLM(folder, engine=LIMITS)))
+        assert runner.num_replays > runner.num_direct
+
+
+def test_slots_for_drafts():
+    config = replace(CONFIG, n_routed_experts=64)
+    assert divide_slots(40, config, replace(LIMITS, max_draft_tokens=3)) == Placement(16, 24), "four rows a request"
+    block = config.with_dspark(noise_token_id=3, markov_rank=128, block_size=5)
+    assert divide_slots(40, block, replace(LIMITS, max_draft_tokens=2)) == Placement(10, 30), "its block"
+    assert divide_slots(40, block, LIMITS) == Placement(32, 8), "without drafts"
 
 
 # ---- what may be asked for ----
@@ -334,3 +413,14 @@ def test_on_a_gpu(folder, slots):
     assert set(llm.engine.runner.captured) == {size for size in (1, 2, 3) if size * TOP_K <= slots}
     assert llm.engine.runner.num_replays > 0
     assert_all_free(llm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [TOP_K, 7])
+def test_drafts_on_a_gpu(folder, dspark_folder, slots):
+    """Forced ones, and a drafter's own, from graphs cut at the draft layers where the experts always fit."""
+    for path in (folder, dspark_folder):
+        expected = answers(LLM(path, device="cuda", engine=LIMITS))
+        llm, other = (LLM(path, device="cuda", engine=LIMITS, offload_experts=one, drafts=3) for one in (slots, None))
+        assert answers(llm) == expected
+        check_drafts(llm, other, expected)

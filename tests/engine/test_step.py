@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.engine.drafting.round import make_table
 from dsv4.engine.scheduler import Piece, StepPlan
+from dsv4.engine.sequence import UNREAD
 from dsv4.engine.step import LAST_DRAWN, StepBuilder
 from dsv4.request import SamplingParams
 
@@ -112,5 +114,24 @@ def test_staging_is_not_overwritten_while_it_is_copied(models):
 @pytest.mark.parametrize("max_drafts", [0, 2])
 def test_a_step_of_padding_alone(planned, max_drafts):
     """What a rank without requests of its own runs."""
-    step = StepBuilder(planned[0].cache, max_drafts).build(StepPlan((), ()), pad_to=3)
+    table = make_table(4, max_drafts, planned[0].cache.device) if max_drafts else None
+    step = StepBuilder(planned[0].cache, table).build(StepPlan((), ()), pad_to=3, num_requests=2)
     assert (step.batch.slots.tolist(), step.draw_rows.tolist(), step.drawing) == ([-1] * 3, [], ())
+    if max_drafts:
+        assert (step.fed.slots.tolist(), step.fed.num_drafts.tolist()) == ([-1, -1], [-1, -1])
+        assert step.fed.drafts.tolist() == [[-1, -1]] * 2
+
+
+@pytest.mark.parametrize("drafts", [(70, 71), (UNREAD, UNREAD), (70, UNREAD)])
+def test_drafts_that_only_the_device_knows(planned, drafts):
+    """Wherever a draft stands among a step's numbers, it is taken from its slot's row of the table."""
+    llm, plan = planned
+    piece = plan.pieces[1]._replace(length=3, num_drafts=2)
+    piece.sequence.drafts = drafts
+    table = make_table(4, 3, llm.cache.device)
+    table[piece.slot] = torch.tensor([70, 71, 72])
+    step = StepBuilder(llm.cache, table).build(StepPlan((piece,), ()), pad_to=4, num_requests=2)
+    assert step.batch.token_ids.tolist() == [45, 70, 71, 0]
+    assert step.draw_drafts.tolist() == [[-1, -1, -1], [70, -1, -1], [70, 71, -1]]
+    assert step.fed.drafts.tolist() == [[70, 71, -1], [-1, -1, -1]]
+    assert step.fed.next_ids.tolist() == [70, 71, 0, 0]

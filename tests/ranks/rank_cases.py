@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from test_runner import FakeGraph
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
@@ -14,6 +15,8 @@ from dsv4.dist.control import Follower, Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.shares import expert_range, rank_limits
+from dsv4.engine.bucket import Drafting
+from dsv4.engine.drafting.make import make_drafter
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
@@ -40,8 +43,10 @@ def share_of(params, experts):
         stacks = map_tensors(block.ffn.experts, lambda part: part[experts.start : experts.stop])
         return replace(block, ffn=replace(block.ffn, experts=stacks))
 
-    drafts = [replace(draft, block=own(draft.block)) for draft in params.mtp]
-    return replace(params, layers=[own(block) for block in params.layers], mtp=drafts)
+    mtp = [replace(draft, block=own(draft.block)) for draft in params.mtp]
+    head = params.dspark
+    dspark = None if head is None else replace(head, blocks=[own(block) for block in head.blocks])
+    return replace(params, layers=[own(block) for block in params.layers], mtp=mtp, dspark=dspark)
 
 
 class _Rank:
@@ -61,8 +66,17 @@ class _Rank:
             )
         self.pool, backend = pool, TORCH if pool is None else pool.backend
         self.model = Transformer(config, params, ranks.dtype, backend=backend, exchange=exchange)
-        self.cache = self.make_cache(ranks.limits, build_schedule(config, with_mtp=False))
-        self.runner = Runner(self.model, self.cache, buckets=(), use_graphs=False, experts=pool)
+        choice = ranks.drafts
+        self.cache = self.make_cache(ranks.limits, build_schedule(config, with_mtp=choice is not None))
+        drafting = None
+        if choice is not None:
+            drafting = Drafting(make_drafter(self.model, self.cache), choice.max_drafts, choice.choices)
+        self.runner = Runner(
+            self.model, self.cache, buckets=ranks.buckets, use_graphs=bool(ranks.buckets), experts=pool,
+            drafting=drafting, capture=FakeGraph() if ranks.buckets else None,
+        )  # fmt: skip
+        if ranks.buckets:
+            self.runner.warm_up()
 
     def make_cache(self, limits, schedule):
         config = self.model.config
@@ -78,11 +92,11 @@ class ThreadedRanks:
     def __init__(
         self, config, params, size, limits, *, dtype=torch.bfloat16, tokenizer=None, is_checked=False,
         wrap=lambda rank, group: group, stalled_seconds=8.0, clock=None, change=lambda rank, made: None,
-        overlap=False, placement=None,
+        overlap=False, placement=None, drafts=None, buckets=(),
     ):  # fmt: skip
         self.config, self.params, self.size, self.dtype = config, params, size, dtype
         self.limits = rank_limits(limits, size)
-        self.placement = placement
+        self.placement, self.drafts, self.buckets = placement, drafts, buckets
         self.is_checked, self.wrap, self.change = is_checked, wrap, change
         self.store = dist.HashStore()
         self.errors = {}
@@ -98,7 +112,7 @@ class ThreadedRanks:
         more = {} if clock is None else {"clock": clock}
         self.engine = RankEngine(
             self.own.model, self.own.cache, tokenizer, self.link, size, runner=self.own.runner, overlap=overlap,
-            experts=self.own.pool, **more,
+            experts=self.own.pool, drafts=drafts, **more,
         )  # fmt: skip
         self.model = LeadingTransformer(self.own.model, self.link)
 

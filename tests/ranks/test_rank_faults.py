@@ -95,7 +95,7 @@ def test_tokens_that_differ_from_what_a_rank_drew(make_ranks, monkeypatch):
     check = ranks.engine._check
 
     def changed(rank, answer):
-        return check(rank, answer[:-24] + bytes([answer[-24] ^ 1]) + answer[-23:])
+        return check(rank, answer[:-32] + bytes([answer[-32] ^ 1]) + answer[-31:])
 
     monkeypatch.setattr(ranks.engine, "_check", changed)
     with pytest.raises(RanksDiverged, match="rank 1: the checksum of its plans and tokens differs"):

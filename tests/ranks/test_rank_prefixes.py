@@ -21,7 +21,7 @@ from dsv4.dist.messages import pack, unpack
 from dsv4.dist.shares import rank_limits
 from dsv4.engine import rank_scheduler
 from dsv4.engine.rank_engine import _opening
-from dsv4.engine.rank_scheduler import RankScheduler
+from dsv4.engine.rank_scheduler import RankScheduler, StepSize
 from dsv4.engine.rank_wire import RankShare, decode_plan, encode_plan
 from dsv4.engine.rank_worker import RankExecutor
 from dsv4.llm import LLM
@@ -174,7 +174,7 @@ class Follower:
         self.books = books
         schedule = build_schedule(SMALL, with_mtp=False)
         self.cache = KVCacheManager(SMALL, schedule, books.limits, device="cpu", plain_dtype=None)
-        self.executor = RankExecutor(SimpleNamespace(cache=self.cache))
+        self.executor = RankExecutor(SimpleNamespace(cache=self.cache, draft_table=None))
         self.opened = {}
 
     def hear(self, pieces):
@@ -182,7 +182,7 @@ class Follower:
         self.opened |= {piece.sequence: piece.sequence.num_preemptions for piece in new}
         openings = tuple(_opening(piece.sequence, piece.slot) for piece in new)
         share = RankShare(self.books.take_changes(), openings)
-        share = decode_plan(unpack(pack(encode_plan(1, 0, True, [share]))), 1).share
+        share = decode_plan(unpack(pack(encode_plan(1, StepSize(0), True, [share]))), 1).share
         for change in share.changes:
             self.executor._repeat(change)
         for opening in share.openings:

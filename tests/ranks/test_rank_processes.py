@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from draft_cases import ForcedDrafts, truth_of
 from rank_cases import SMALL
 
 from dsv4.config import ConfigError, EngineConfig
@@ -297,6 +298,26 @@ def test_offloaded_experts_of_two_processes(tmp_path):
     llm.close()
     llm = LLM(folder, engine=LIMITS, gpus=2, offload_experts="auto")
     assert llm.pool is None, "all of them fit"
+    llm.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("size", "is_dspark", "offload"), [(2, False, None), (4, True, None), (2, True, 3)])
+def test_drafts_of_processes(folder, tmp_path, size, is_dspark, offload):
+    """Forced and real ones, with checksums on all that is exchanged; two to a rank, one, or none."""
+    if is_dspark:
+        config = SMALL.with_dspark(noise_token_id=3, markov_rank=128, block_size=4)
+        folder = write_checkpoint(tmp_path / "dspark", config)
+    alone = LLM(folder, engine=LIMITS)
+    expected = alone.generate(PROMPTS, PARAMS)
+    llm = LLM(folder, engine=LIMITS, gpus=size, drafts=3, check_exchange=True, offload_experts=offload)
+    assert llm.generate(PROMPTS, PARAMS) == expected
+    llm.engine._drafts = ForcedDrafts(3, "partly", truth_of(expected), vocab_size=SMALL.vocab_size)
+    assert [replace(one, num_cached_tokens=0) for one in llm.generate(PROMPTS, PARAMS)] == expected
+    assert llm.engine.stats().drafts.num_accepted > 3
+    asked = (PROMPTS[1][:20], 11, [(1, 12)])
+    assert [one.drafts for one in llm.draft_trace(*asked)] == [one.drafts for one in alone.draft_trace(*asked)]
+    llm.engine.check_integrity()
     llm.close()
 
 

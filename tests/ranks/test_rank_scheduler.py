@@ -11,8 +11,9 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig
 from dsv4.dist.messages import pack, unpack
 from dsv4.dist.shares import expert_range, rank_limits
-from dsv4.engine.rank_books import Admitted, Launched, RankBooks, Released, StopAt
-from dsv4.engine.rank_scheduler import RankScheduler
+from dsv4.engine.drafting.choice import Offer
+from dsv4.engine.rank_books import Admitted, Launched, RankBooks, Released, Rewound, StopAt
+from dsv4.engine.rank_scheduler import RankScheduler, StepSize
 from dsv4.engine.rank_wire import (
     DrawnToken,
     Opening,
@@ -170,6 +171,7 @@ def test_experts_and_limits_are_divided():
 
 
 NUMBERS = st.integers(0, 2**40)
+IDS = st.lists(NUMBERS, max_size=5).map(tuple)
 SALTS = st.text(st.characters())  # lone surrogates too
 PARAMS = st.builds(
     SamplingParams, temperature=st.floats(0, 100), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1),
@@ -189,13 +191,13 @@ OPENINGS = st.builds(
 CHANGES = st.one_of(
     st.builds(Admitted, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS).map(tuple), st.one_of(st.none(), SALTS)),
     st.builds(Released, NUMBERS, st.booleans(), NUMBERS), st.builds(StopAt, NUMBERS, NUMBERS),
-    st.builds(Launched, NUMBERS, NUMBERS),
+    st.builds(Launched, NUMBERS, NUMBERS), st.builds(Rewound, NUMBERS, NUMBERS),
 )  # fmt: skip
 SHARES = st.builds(
     RankShare,
     st.lists(CHANGES).map(tuple),
     st.lists(OPENINGS, max_size=3).map(tuple),
-    st.lists(st.builds(RankPiece, NUMBERS, NUMBERS, NUMBERS, st.booleans())).map(tuple),
+    st.lists(st.builds(RankPiece, NUMBERS, NUMBERS, NUMBERS, st.booleans(), IDS)).map(tuple),
 )
 MASKS = st.lists(st.tuples(NUMBERS, st.lists(st.integers(-(2**63), 2**63 - 1)).map(tuple)), max_size=3).map(tuple)
 LOGPROBS = st.builds(
@@ -204,6 +206,7 @@ LOGPROBS = st.builds(
     st.floats(allow_nan=False),
     st.lists(st.tuples(NUMBERS, st.floats(allow_nan=False))).map(tuple),
 )
+OFFERS = st.builds(Offer, IDS, st.one_of(st.none(), st.lists(st.floats(0, 1), min_size=1, max_size=5).map(tuple)))
 DRAWN = st.one_of(
     st.builds(DrawnToken, st.just(7), st.one_of(st.none(), LOGPROBS)),
     st.builds(DrawnToken, st.just(0), st.none(), st.text(min_size=1)),
@@ -211,13 +214,18 @@ DRAWN = st.one_of(
 
 
 @settings(max_examples=50)
-@given(NUMBERS, NUMBERS, st.booleans(), st.lists(st.tuples(SHARES, MASKS), min_size=1, max_size=4))
-def test_a_plan_and_its_masks_survive_the_wire(step, num_rows, at_once, ranks):
+@given(
+    NUMBERS,
+    st.builds(StepSize, NUMBERS, NUMBERS, NUMBERS),
+    st.booleans(),
+    st.lists(st.tuples(SHARES, MASKS), min_size=1, max_size=4),
+)
+def test_a_plan_and_its_masks_survive_the_wire(step, size, at_once, ranks):
     shares, masks = zip(*ranks, strict=True)
-    numbers = unpack(pack(encode_plan(step, num_rows, at_once, shares)))
+    numbers = unpack(pack(encode_plan(step, size, at_once, shares)))
     allowed = unpack(pack(encode_masks(masks)))
     for rank, (share, mask) in enumerate(ranks, start=1):
-        assert decode_plan(numbers, rank) == RanksStep(step, num_rows, at_once, share)
+        assert decode_plan(numbers, rank) == RanksStep(step, size, at_once, share)
         assert decode_masks(allowed, rank) == mask
 
 
@@ -228,6 +236,7 @@ def test_a_plan_and_its_masks_survive_the_wire(step, num_rows, at_once, ranks):
     st.builds(
         RankAnswer,
         st.lists(DRAWN, max_size=4).map(tuple),
+        st.lists(OFFERS, max_size=3).map(tuple),
         st.lists(st.tuples(NUMBERS, st.lists(LOGPROBS, max_size=3).map(tuple)), max_size=3).map(tuple),
     ),
 )

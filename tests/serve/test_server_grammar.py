@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 
 import pytest
-from server_cases import SERVED, TOKENIZER
+from server_cases import SERVED, TOKENIZER, TWO_LAYERS
 
+from dsv4.config import EngineConfig
 from dsv4.engine.constraint import ConstraintError
+from dsv4.engine.drafting.choice import FixedDrafts
+from dsv4.llm import LLM
+from dsv4.loader.synth import random_params
+from dsv4.request import SamplingParams
 from dsv4.serve.answer_grammar import AnswerRules, FunctionRule, answer_grammar
 from dsv4.serve.grammar import GrammarCompiler, GrammarError
 from dsv4.serve.structured import JsonRule
@@ -167,6 +173,78 @@ def test_copies_do_not_share_their_place(compiler):
     first.accept(2 + ord("a"))
     assert first.allowed().nonzero().flatten().tolist() == [2 + ord("b")]
     assert second.allowed().nonzero().flatten().tolist() == [2 + ord("a")]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_taken_back(compiler, seed):
+    """Random walks: at every place some tokens are tried, the end and refused ones among them, and taken back. The rule
+    then allows what one allows that was told of the walk alone."""
+    rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS, content=JsonRule(SCHEMA))
+    grammar = compiler.compile(answer_grammar(rules, compiler.special))
+    chance, ids, tried = random.Random(seed), [], grammar.constraint()
+    for _ in range(40):
+        count, is_refused = 0, False
+        while count < chance.randint(0, 5) and not is_refused:
+            allowed = tried.allowed().nonzero().flatten().tolist()
+            draft = chance.choice(hint(allowed, ids)) if allowed and chance.random() < 0.8 else 2 + ord("#")
+            is_refused, count = draft not in allowed, count + 1
+            with suppress(ConstraintError):
+                tried.accept(draft)
+        if count:
+            tried.rollback(count)
+        fresh = grammar.constraint()
+        for token_id in ids:
+            fresh.accept(token_id)
+        assert tried.allowed().equal(fresh.allowed())
+        ids.append(chance.choice(hint(fresh.allowed().nonzero().flatten().tolist(), ids)))
+        if ids[-1] == EOS:
+            return
+        tried.accept(ids[-1])
+
+
+class PartlyRight(FixedDrafts):
+    """Offers the first so many tokens that `texts` go on with, then others; texts by seed."""
+
+    must_read = True
+
+    def __init__(self, texts):
+        super().__init__(3)
+        self.texts, self.num_right = texts, 0
+
+    def offer(self, request, drafts, confidences):
+        self.num_right = (self.num_right + 1) % 4
+        coming = self.texts[request.params.seed][request.num_output :][: self.num_right]
+        super().offer(request, [*coming, *drafts][:3], confidences)
+
+
+def test_structured_answers_with_drafts(compiler):
+    """Grammars of an answer's content and of calls, beside one another: the same tokens with drafts as without."""
+    params = random_params(TWO_LAYERS)
+    limits = EngineConfig(max_context_tokens=512, max_concurrent_requests=4)
+    grammars = [
+        compiler.compile(answer_grammar(rules, compiler.special))
+        for rules in (
+            AnswerRules(thinking=False, content=JsonRule(SCHEMA)),
+            AnswerRules(thinking=False, calls="must", functions=FUNCTIONS[2:]),
+        )
+    ]
+    found = []
+    for drafts in ("off", 3):
+        llm = LLM.from_params(TWO_LAYERS, params, engine=limits, tokenizer=TOKENIZER, drafts=drafts)
+        if found:
+            llm.engine._drafts = PartlyRight([one.output_ids for one in found])
+        sequences = [
+            llm.engine.prepare([5, 6, 7], SamplingParams(max_tokens=60, seed=seed, logprobs=1), grammar.constraint())
+            for seed, grammar in enumerate(grammars)
+        ]
+        for sequence in sequences:
+            llm.engine.submit(sequence)
+        while llm.engine.has_work:
+            llm.engine.step()
+        found += sequences
+    assert [one.completion() for one in found[:2]] == [one.completion() for one in found[2:]]
+    assert llm.engine.stats().drafts.num_accepted > 10
+    assert set(json.loads(found[2].text)) == {"a", "n"}
 
 
 @pytest.mark.parametrize(

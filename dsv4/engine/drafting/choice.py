@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from dsv4.engine.drafting.policy import AcceptanceMeter, DraftPolicy, LearnedTimes
 from dsv4.engine.sequence import Sequence as Request
@@ -16,8 +17,21 @@ from dsv4.engine.stats import DraftStats
 _LOG = logging.getLogger("dsv4.engine")
 
 
+class Offer(NamedTuple):
+    """The tokens a drafter expects next of one request, and how sure it is of each, where it says that."""
+
+    drafts: tuple[int, ...]
+    confidences: tuple[float, ...] | None
+
+
 class FixedDrafts:
-    """`num_drafts` for every request in every step."""
+    """`num_drafts` for every request in every step.
+
+    must_read  whether `offer` is to hear of drafts before the step that verifies them is planned. Otherwise the host
+               plans it while they are made, and reads them later
+    """
+
+    must_read = False
 
     def __init__(self, num_drafts: int) -> None:
         self.max_drafts = num_drafts
@@ -36,10 +50,10 @@ class FixedDrafts:
         request.drafts = tuple(drafts)
 
     def cut(self, requests: Iterable[Request]) -> None:
-        """Before a step is planned: take away drafts that it should not verify. A request that follows a rule gets
-        none, since what it may draw is known only after the token before."""
+        """Before a step is planned: take away drafts that it should not verify, among them those of a request whose
+        next token is on its way: they were meant for its place."""
         for request in requests:
-            if request.drafts and (request.has_rules or request.num_pending != 1):
+            if request.drafts and (request.num_unread or request.num_pending != 1):
                 request.drafts = ()
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
@@ -72,6 +86,7 @@ class ChosenDrafts(FixedDrafts):
     def __init__(self, max_drafts: int, *, is_block: bool) -> None:
         super().__init__(max_drafts)
         self.choices = (max_drafts,) if is_block else tuple(range(1, max_drafts + 1))
+        self.must_read = is_block  # confidences
         self._times = LearnedTimes()
         self._policy = DraftPolicy(self._times)
         self._is_probe = False

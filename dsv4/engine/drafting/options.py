@@ -13,11 +13,11 @@ from dsv4.request import RequestError
 Drafts = int | Literal["auto", "off"]
 
 
-def check_drafts(drafts: Drafts, config: ModelConfig, *, numerics: str, num_ranks: int, offloads: bool) -> Drafts:
+def check_drafts(drafts: Drafts, config: ModelConfig, *, numerics: str) -> Drafts:
     """`drafts` as it will be: "auto" is "off" where nothing can draft. `RequestError` for a number that cannot be."""
     if drafts == "off" or drafts == 0:
         return "off"
-    obstacle = why_off(config, numerics=numerics, num_ranks=num_ranks, offloads=offloads)
+    obstacle = why_off(config, numerics=numerics)
     if drafts == "auto":
         return "auto" if obstacle is None else "off"
     if not is_size(drafts):
@@ -30,15 +30,13 @@ def check_drafts(drafts: Drafts, config: ModelConfig, *, numerics: str, num_rank
     return drafts
 
 
-def why_off(config: ModelConfig, *, numerics: str, num_ranks: int, offloads: bool) -> str | None:
+def why_off(config: ModelConfig, *, numerics: str) -> str | None:
     """Why there can be no drafts; None if there can."""
     if not config.max_drafts:
         return "this model has no drafter"
     if numerics != "official":
         return "in exact numerics equal index scores are told apart by how many tokens are fed at once"
-    if num_ranks > 1:
-        return "several GPUs do not draft yet"
-    return "a model with offloaded experts does not draft yet" if offloads else None
+    return None
 
 
 def draft_limits(limits: EngineConfig, config: ModelConfig, drafts: Drafts) -> EngineConfig:

@@ -20,6 +20,7 @@ from dsv4.ops.sampling import HAS_PENALTIES, SamplingRows, SamplingState
 
 NO_DRAFT = -1
 NO_REQUEST = -1  # as a number of drafts
+_FIRST_CODE = -2  # below every other number of a step
 
 
 class FedDrafts(NamedTuple):
@@ -102,8 +103,27 @@ def _remember(drawn: Tensor, is_kept: Tensor, anchors: Tensor, slots: Tensor, st
     table.index_add_(0, cells.flatten(), counts.flatten().to(table.dtype))
 
 
-def propose(drafter: Drafter, ops: OpSet, state: SamplingState, ends: Extended, num_drafts: int) -> Drafted:
-    """Drafts behind the newest tokens, drawn as the target will draw: the same settings, noise and penalties."""
+def make_table(num_slots: int, max_drafts: int, device: torch.device) -> Tensor:
+    """For the last drafts of every slot, int64 [S + 1, K]; the last row is padding's."""
+    return torch.zeros((num_slots + 1, max_drafts), dtype=torch.int64, device=device)
+
+
+def draft_code(slot: int, place: int, max_drafts: int) -> int:
+    """What stands for a draft that the host has not read, among a step's numbers (none of which is so small)."""
+    return _FIRST_CODE - (slot * max_drafts + place)
+
+
+def fill_drafts(numbers: Tensor, table: Tensor) -> Tensor:
+    """A step's numbers, int64 [M], with the drafts that their codes stand for."""
+    places = (_FIRST_CODE - numbers).clamp(0, table.numel() - 1)
+    return torch.where(numbers <= _FIRST_CODE, table.view(-1)[places], numbers)
+
+
+def propose(
+    drafter: Drafter, ops: OpSet, state: SamplingState, ends: Extended, num_drafts: int, table: Tensor
+) -> Drafted:  # fmt: skip
+    """Drafts behind the newest tokens, drawn as the target will draw: the same settings, noise and penalties. They are
+    left in `table` too."""
     chosen = ends.slots.new_empty((ends.slots.shape[0], 0))  # [R, drafts so far]
 
     def choose(logits: Tensor, draft_idx: int) -> Tensor:
@@ -115,4 +135,6 @@ def propose(drafter: Drafter, ops: OpSet, state: SamplingState, ends: Extended, 
 
     anchors = DraftEnds(ends.slots, ends.positions, ends.anchors, ends.rows)
     proposal: Proposal = drafter.propose(anchors, ends.extended, num_drafts, choose)
+    padding = table.shape[0] - 1
+    table[:, :num_drafts].index_copy_(0, torch.where(ends.slots >= 0, ends.slots, padding), proposal.drafts)
     return Drafted(proposal.drafts, proposal.confidences)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
-from dsv4.dist.shares import most_rows
+from dsv4.dist.shares import decode_rows, most_rows
 
 GIB = 2**30
 # Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of
@@ -70,13 +70,14 @@ def placement_by_use(counts: Sequence[Sequence[int]], num_fixed: int, num_cached
 
 
 def divide_slots(num_slots: int, config: ModelConfig, engine: EngineConfig) -> Placement:
-    """So many slots a layer: enough of them come and go for one token of every request, so that decode is captured.
+    """So many slots a layer: enough of them come and go for one token of every request and its drafts, so that decode
+    is captured.
 
     The others hold experts for good and save the host their copy.
     """
     if num_slots >= config.n_routed_experts:
         return Placement(config.n_routed_experts, 0)
-    choices = max(CACHED_EXPERTS_PER_CHOICE, engine.max_concurrent_requests)
+    choices = max(CACHED_EXPERTS_PER_CHOICE, decode_rows(config, engine))
     num_cached = min(num_slots, choices * config.num_experts_per_tok)
     return Placement(num_slots - num_cached, num_cached)
 
@@ -135,7 +136,7 @@ def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     all tokens that its draws may need.
     """
     sampled = engine.max_concurrent_requests * (1 + engine.max_draft_tokens)
-    num_tokens = most_rows(engine)
+    num_tokens = most_rows(config, engine)
     hidden = config.hidden_size
     streams = 2 * 2 * config.hc_mult * hidden + 3 * 2 * hidden + 4 * hidden
     heads = 2 * config.num_attention_heads * config.head_dim
@@ -160,7 +161,7 @@ def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) ->
     """
     if num_ranks == 1:
         return 0
-    num_tokens, hidden, top_k = most_rows(engine), config.hidden_size, config.num_experts_per_tok
+    num_tokens, hidden, top_k = most_rows(config, engine), config.hidden_size, config.num_experts_per_tok
     inputs = 2 * hidden + (8 + 4) * top_k  # BF16; int64 ids and FP32 weights
     made = 2 * 2 * hidden + top_k * 2 * (config.moe_intermediate_size + hidden)
     return num_tokens * (num_ranks * (inputs + made) + top_k * 2 * hidden)

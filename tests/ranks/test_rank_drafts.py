@@ -1,0 +1,276 @@
+"""Drafts on several ranks: tokens and log-probabilities are those of one process without drafts, bit for bit.
+
+Draft blocks have experts of every rank, so all ranks run the drafter's calls together, those that draw nothing too.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+from draft_cases import ForcedDrafts, assert_same_drafts, run, truth_of
+from load_cases import Alternating
+from rank_cases import SMALL, ThreadedRanks
+from test_rank_bits import prompts_of
+
+from dsv4.config import EngineConfig
+from dsv4.dist.errors import RankFailed, RanksDiverged
+from dsv4.engine import kept, rank_worker
+from dsv4.engine.drafting.choice import ChosenDrafts, FixedDrafts
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.sequence import RequestFailed
+from dsv4.engine.step import StepBuilder
+from dsv4.llm import LLM
+from dsv4.loader.synth import random_params
+from dsv4.request import SamplingParams
+
+CONFIGS = {"mtp": SMALL, "dspark": SMALL.with_dspark(noise_token_id=3, markov_rank=16, block_size=4)}
+PROMPTS = prompts_of(3, 127, 1, 20, 4)
+PARAMS = [
+    SamplingParams(max_tokens=9, temperature=0, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=8, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5, ignore_eos=True),
+    SamplingParams(max_tokens=7, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(max_tokens=6, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
+    SamplingParams(max_tokens=7, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
+]
+LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=8)
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@cache
+def params_of(kind):
+    return random_params(CONFIGS[kind])
+
+
+@cache
+def alone(kind):
+    """One process, no drafts, each request by itself."""
+    llm = LLM.from_params(CONFIGS[kind], params_of(kind), engine=LIMITS)
+    return [run(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@cache
+def drafted_alone(kind):
+    """One process with drafts: what its drafter said."""
+    llm = LLM.from_params(CONFIGS[kind], params_of(kind), engine=LIMITS, drafts="auto")
+    choice = llm.engine._drafts = forced(kind, "wrong", alone(kind))
+    assert run(llm, PROMPTS, PARAMS) == alone(kind)
+    return choice
+
+
+@pytest.fixture
+def make_ranks():
+    made = []
+
+    def make(kind, size, choice, limits=None, **options):
+        given = replace(LIMITS, max_draft_tokens=CONFIGS[kind].max_drafts, **(limits or {}))
+        made.append(ThreadedRanks(CONFIGS[kind], params_of(kind), size, given, drafts=choice, **options))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def forced(kind, drafts, completions, **options):
+    return ForcedDrafts(
+        CONFIGS[kind].max_drafts, drafts, truth_of(completions), vocab_size=SMALL.vocab_size, **options
+    )  # fmt: skip
+
+
+def finished(completions):
+    return [replace(one, num_cached_tokens=0) for one in completions]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "drafts", "options"),
+    [
+        ("mtp", 4, "real", {"limits": {"max_concurrent_requests": 4, "max_chunk_tokens": 64}}),
+        ("dspark", 2, "partly", {"overlap": True}),
+        ("mtp", 2, "partly", {"buckets": (2, 8, 32), "placement": Placement(0, 3)}),
+        slow("mtp", 3, "partly", {"limits": {"num_blocks": 2, "max_chunk_tokens": 128}}),
+        slow("dspark", 4, "real", {}),
+        slow("dspark", 2, "partly", {"buckets": (2, 8, 32)}),
+        *(slow(kind, 2, drafts, {}) for kind in CONFIGS for drafts in ("right", "wrong", "random", "real")),
+    ],
+)
+def test_tokens_and_logprobs(make_ranks, kind, size, drafts, options):
+    """Five requests on two to four ranks: some have more than others. Chunked, where blocks are scarce, over padded
+    static buffers, with offloaded experts."""
+    choice = forced(kind, drafts, alone(kind))
+    ranks = make_ranks(kind, size, choice, **options)
+    assert finished(ranks.run(zip(PROMPTS, PARAMS, strict=True))) == alone(kind)
+    assert [books.num_free_slots for books in ranks.engine.scheduler.books] == [
+        ranks.limits.max_concurrent_requests
+    ] * size
+    assert_same_drafts(choice, drafted_alone(kind))
+    stats = ranks.engine.stats().drafts
+    assert stats.num_steps > 5
+    assert stats.num_accepted > 5 or drafts not in ("right", "partly")
+    assert stats.num_accepted == 0 or drafts != "wrong"
+
+
+@pytest.mark.parametrize("kind", ["dspark", slow("mtp")])
+def test_ranks_without_requests_run_the_drafter_too(make_ranks, kind):
+    """One request on three ranks, wherever it lives; then none at all on the rank that had it."""
+    choice = forced(kind, "partly", alone(kind))
+    ranks = make_ranks(kind, 3, choice)
+    for prompt, params, expected in list(zip(PROMPTS, PARAMS, alone(kind), strict=True))[:2]:
+        assert finished(ranks.run([(prompt, params)])) == [expected]
+    assert_same_drafts(choice, drafted_alone(kind))
+
+
+@pytest.mark.parametrize("overlap", [slow(False), True])
+def test_arrivals_at_random(make_ranks, overlap):
+    """Requests come while others run, with another number of drafts in every step; one is dropped."""
+    source = random.Random(3)
+    prompts = prompts_of(*(source.choice((2, 60, 119, 126, 130)) for _ in range(7)), seed=9)
+    params = [
+        SamplingParams(
+            max_tokens=4 + i, seed=i, logprobs=1, ignore_eos=True, priority=i % 3 - 1, min_tokens=3 * (i % 2),
+            presence_penalty=0.5 * (i % 3),
+        )
+        for i in range(7)
+    ]  # fmt: skip
+    llm = LLM.from_params(SMALL, params_of("mtp"), engine=LIMITS)
+    expected = run(llm, prompts, params)
+    choice = forced("mtp", "partly", expected, random_count=True)
+    limits = {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 140}
+    ranks = make_ranks("mtp", 3, choice, limits, overlap=overlap)
+    engine, sequences = ranks.engine, []
+    while len(sequences) < 7 or engine.has_work:
+        for _ in range(source.randrange(3)):
+            if len(sequences) < 7:
+                sequences.append(engine.add(prompts[len(sequences)], params[len(sequences)]))
+        if len(sequences) == 6:
+            engine.abort(sequences[5])
+        engine.step()
+        engine.check_integrity()
+    for place, (sequence, completion) in enumerate(zip(sequences, expected, strict=True)):
+        if place != 5:
+            assert replace(sequence.completion(), num_cached_tokens=0) == completion, place
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().drafts.num_accepted > 0
+
+
+def test_a_second_turn_on_the_same_rank(make_ranks):
+    """Prefixes kept while drafts were verified: the books of other ranks follow their caches, and hits have the bits of
+    cold runs."""
+    params = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
+    llm = LLM.from_params(SMALL, params_of("mtp"), engine=replace(LIMITS, prefix_cache_bytes=0))
+    firsts = prompts_of(123, 125, 140, seed=2)
+    first = run(llm, firsts, [params] * 3)
+    seconds = [[*one.prompt_token_ids, *one.token_ids, 7] for one in first]
+    second = run(llm, seconds, [params] * 3)
+    ranks = make_ranks("mtp", 2, forced("mtp", "partly", [*first, *second]))
+    assert finished(ranks.run([(prompt, params) for prompt in firsts])) == first
+    assert finished(ranks.run([(prompt, params) for prompt in seconds])) == second
+    assert ranks.engine.stats().num_prefix_hits == 3
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_drafts_are_looked_at(make_ranks, kind):
+    """`draft_trace` beside an engine of ranks: its calls are everybody's."""
+    llm, other = (LLM.from_params(CONFIGS[kind], params_of(kind), engine=LIMITS) for _ in range(2))
+    other.model = make_ranks(kind, 2, FixedDrafts(2)).model
+    asked = (PROMPTS[4], 11, [(1, 12), (0, 13)])
+    for mine, theirs in zip(other.draft_trace(*asked), llm.draft_trace(*asked), strict=True):
+        assert mine.drafts == theirs.drafts
+        assert mine.logits.equal(theirs.logits)
+
+
+def test_confidences_reach_the_one_who_decides(make_ranks):
+    choice = ChosenDrafts(4, is_block=True)
+    heard, offer = [], choice.offer
+    choice.offer = lambda request, drafts, confidences: (heard.append(confidences), offer(request, drafts, confidences))
+    ranks = make_ranks("dspark", 2, choice)
+    assert finished(ranks.run(zip(PROMPTS[:2], PARAMS[:2], strict=True))) == alone("dspark")[:2]
+    assert all(len(one) == 4 and all(0 <= rate <= 1 for rate in one) for one in heard)
+    assert len(heard) >= 2
+
+
+@pytest.mark.parametrize("is_broken", [False, slow(True)])
+def test_rules_hold_on_every_rank(make_ranks, monkeypatch, is_broken):
+    """A grammar of each request, asked on rank 0 for every row of every rank. Broken: a rank that takes the first row's
+    mask for all of them."""
+    llm = LLM.from_params(SMALL, params_of("mtp"), engine=LIMITS)
+    params = SamplingParams(max_tokens=8, seed=1, logprobs=1, ignore_eos=True)
+
+    def serve(engine):
+        sequences = [engine.prepare(prompt, params, Alternating()) for prompt in PROMPTS[2:]]
+        for sequence in sequences:
+            engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+        return [sequence.completion() for sequence in sequences]
+
+    expected = serve(llm.engine)
+    if is_broken:
+        draw = rank_worker.RankExecutor.draw
+        monkeypatch.setattr(
+            rank_worker.RankExecutor, "draw",
+            lambda self, masks: draw(self, tuple((row, masks[0][1]) for row, _ in masks)),
+        )  # fmt: skip
+    ranks = make_ranks("mtp", 2, forced("mtp", "partly", expected))
+    if is_broken:
+        with pytest.raises(RequestFailed, match="the constraint raised AssertionError"):
+            serve(ranks.engine)
+    else:
+        assert serve(ranks.engine) == expected
+        assert ranks.engine.stats().drafts.num_accepted > 5
+
+
+# ---- mistakes, planted ----
+
+
+def one_rank_keeps_a_draft_too_many(patch):
+    patch.setattr(
+        rank_worker, "num_accepted", lambda piece, found: min(1 + kept.num_accepted(piece, found), len(found))
+    )
+
+
+def one_rank_does_not_go_back(patch):
+    patch.setattr("dsv4.engine.rank_books.RankBooks.rewind", rank_worker.KVCacheManager.rewind)
+
+
+def one_rank_draws_without_drafts(patch):
+    patch.setattr(
+        rank_worker.RankExecutor, "_rows",
+        lambda self, step, masks: rank_worker.SamplingRows(step.draw_slots, step.draw_positions),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", [one_rank_keeps_a_draft_too_many, one_rank_does_not_go_back, one_rank_draws_without_drafts]
+)
+def test_planted_mistakes_show(make_ranks, monkeypatch, mistake):
+    mistake(monkeypatch)
+    ranks = make_ranks("mtp", 2, forced("mtp", "partly", alone("mtp")))
+    try:
+        found = finished(ranks.run(zip(PROMPTS, PARAMS, strict=True)))
+    except (RankFailed, AssertionError):
+        return  # noticed by the ranks themselves
+    assert found != alone("mtp")
+
+
+def test_rows_that_a_rank_did_not_draw(make_ranks, monkeypatch):
+    """A rank that loses a row is noticed."""
+    build = StepBuilder.build
+
+    def shorter(self, plan, **options):
+        made = build(self, plan, **options)
+        if len(made.drawing) < 2 or "rank 0" in self.__dict__:
+            return made
+        return replace(
+            made, drawing=made.drawing[:-1], draw_slots=made.draw_slots[:-1], draw_positions=made.draw_positions[:-1],
+            draw_rows=made.draw_rows[:-1], draw_drafts=made.draw_drafts[:-1],
+        )  # fmt: skip
+
+    ranks = make_ranks("mtp", 2, forced("mtp", "right", alone("mtp")))
+    ranks.engine._builder.__dict__["rank 0"] = True
+    monkeypatch.setattr(StepBuilder, "build", shorter)
+    with pytest.raises(RanksDiverged, match="rank 1 drew from 3 rows, the plan has 4"):
+        ranks.run(list(zip(PROMPTS, PARAMS, strict=True))[:2])
