@@ -39,10 +39,11 @@ from dsv4.engine.drafting.offers import launch_drafts, read_offers
 from dsv4.engine.flight import Elsewhere, Flight
 from dsv4.engine.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_scheduler import RankScheduler, StepSize
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, num_top_for, outcomes
-from dsv4.engine.scheduler import Piece, Scheduler, StepPlan
+from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import UNREAD, Sequence
 from dsv4.engine.stats import EngineStats

@@ -10,7 +10,7 @@ from dsv4.cache.transfer import OnTheWay
 from dsv4.engine.bucket import Forwarded
 from dsv4.engine.drafting.choice import Offer
 from dsv4.engine.kept import Outcome
-from dsv4.engine.scheduler import StepPlan
+from dsv4.engine.plan import StepPlan
 from dsv4.engine.scores import Scores
 from dsv4.engine.step import StepInput
 

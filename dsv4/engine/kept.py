@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.sampler import Drawn, Undrawable
-from dsv4.engine.scheduler import Piece, StepPlan
 
 Outcome = Drawn | Undrawable
 

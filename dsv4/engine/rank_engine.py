@@ -35,6 +35,7 @@ from dsv4.engine.drafting.choice import FixedDrafts
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.flight import Elsewhere, Flight
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_books import RankBooks
 from dsv4.engine.rank_scheduler import RankScheduler, RanksPlan, StepSize
 from dsv4.engine.rank_wire import (
@@ -52,7 +53,6 @@ from dsv4.engine.rank_wire import (
 from dsv4.engine.rank_worker import RollingChecksum, Work
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Drawn, Masks, Undrawable, make_masks
-from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.engine.sequence import Sequence
 from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput

@@ -22,7 +22,8 @@ from dsv4.cache.errors import RequestNeverFits, require_integrity
 from dsv4.cache.prefix import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.scheduler import Piece, Scheduler, StepPlan, expire, starts_block
+from dsv4.engine.plan import Piece, StepPlan
+from dsv4.engine.scheduler import Scheduler, expire, starts_block
 from dsv4.engine.sequence import Sequence
 
 IMBALANCE_TOKENS = BLOCK_TOKENS

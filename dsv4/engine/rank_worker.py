@@ -25,6 +25,7 @@ from dsv4.dist.messages import pack, unpack
 from dsv4.engine.bucket import Forwarded, padding_batch
 from dsv4.engine.drafting.offers import launch_drafts, read_offers
 from dsv4.engine.kept import Outcome, by_piece, num_accepted
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, Rewound
 from dsv4.engine.rank_wire import (
     DrawnToken,
@@ -39,7 +40,6 @@ from dsv4.engine.rank_wire import (
 )
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import Drawn, Undrawable, num_top_for, outcomes
-from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import Sequence
 from dsv4.engine.step import StepBuilder, StepInput

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.engine.constraint import ConstraintError
-from dsv4.engine.scheduler import Piece
+from dsv4.engine.plan import Piece
 from dsv4.engine.sequence import Sequence
 from dsv4.ops.sampling import NOTHING_ALLOWED, POISONED
 from dsv4.request import TokenLogprobs

@@ -6,9 +6,9 @@ import torch
 
 from dsv4.cache.transfer import OnTheWay, to_device
 from dsv4.engine.bucket import Forwarded
+from dsv4.engine.plan import StepPlan
 from dsv4.engine.runner import Runner
 from dsv4.engine.sampler import SCORED_ROWS, num_top_for, token_logprobs
-from dsv4.engine.scheduler import StepPlan
 from dsv4.engine.sequence import Sequence
 
 

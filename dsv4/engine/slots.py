@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.transfer import to_device
-from dsv4.engine.scheduler import Piece
+from dsv4.engine.plan import Piece
 from dsv4.engine.sequence import Sequence
 from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, IN_PROMPT, SamplingState
 from dsv4.request import SamplingParams

@@ -20,7 +20,7 @@ from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
 from dsv4.engine.drafting.round import NO_DRAFT, NO_REQUEST, FedDrafts, draft_code, fill_drafts
-from dsv4.engine.scheduler import Piece, StepPlan
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.sequence import UNREAD, Sequence
 
 LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last

@@ -16,8 +16,8 @@ from dsv4.engine.drafting.choice import ChosenDrafts, FixedDrafts
 from dsv4.engine.drafting.options import check_drafts, draft_limits, make_choice
 from dsv4.engine.drafting.policy import LEAST_TRIES
 from dsv4.engine.kept import kept_rows, num_accepted
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.sampler import Drawn, Undrawable
-from dsv4.engine.scheduler import Piece, StepPlan
 from dsv4.request import RequestError
 from dsv4.serve.load import parse_drafts
 

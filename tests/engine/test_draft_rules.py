@@ -12,8 +12,8 @@ from draft_cases import MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of
 
 from dsv4.engine import sampler
 from dsv4.engine.constraint import ConstraintError
+from dsv4.engine.plan import Piece
 from dsv4.engine.sampler import make_masks
-from dsv4.engine.scheduler import Piece
 from dsv4.engine.sequence import Sequence
 from dsv4.request import SamplingParams
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.engine.drafting.round import make_table
-from dsv4.engine.scheduler import Piece, StepPlan
+from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.sequence import UNREAD
 from dsv4.engine.step import LAST_DRAWN, StepBuilder
 from dsv4.request import SamplingParams
