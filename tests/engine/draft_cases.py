@@ -145,7 +145,7 @@ def run(llm, prompts, params, each=lambda engine: None):
 def assert_same_drafts(choice, other):
     """What a drafter says depends on a request's tokens alone, as far as two engines asked it for as many drafts."""
     common = choice.offered.keys() & other.offered.keys()
-    assert len(common) > 5
+    assert len(common) > 3
     for place in common:
         count = min(len(choice.offered[place]), len(other.offered[place]))
         assert choice.offered[place][:count] == other.offered[place][:count], place

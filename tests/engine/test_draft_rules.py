@@ -51,7 +51,7 @@ class Sums:
 
 
 def sampled(**params):
-    return SamplingParams(**{"max_tokens": 10, "seed": 3, "logprobs": 2, "ignore_eos": True, **params})
+    return SamplingParams(**{"max_tokens": 8, "seed": 3, "logprobs": 2, "ignore_eos": True, **params})
 
 
 def serve(llm, requests):
@@ -75,7 +75,7 @@ def kinds():
     bias = {EOS: 60.0, 31: 50.0, 32: 49.5}
     return {
         "grammar": (sampled(), Sums()),
-        "grammar with an end": (sampled(ignore_eos=False, max_tokens=30, temperature=1.5), Sums(least=6)),
+        "grammar with an end": (sampled(ignore_eos=False, max_tokens=12, logit_bias={EOS: 9.0}), Sums(least=5)),
         "grammar and penalties": (sampled(frequency_penalty=0.7, repetition_penalty=1.2, temperature=0.0), Sums()),
         "least length": (sampled(min_tokens=6, logit_bias=bias, ignore_eos=False), None),
         "stop ids": (sampled(min_tokens=4, logit_bias=bias, stop_token_ids=(31,)), None),

@@ -29,7 +29,7 @@ def tell(engine, completions):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mtp", {}),
+        pytest.param("mtp", {}, marks=pytest.mark.slow),
         ("dspark", {"capture": FakeGraph(), "buckets": (2, 4, 12, 18)}),
         ("mtp", {"overlap": True, "num_blocks": 2, "max_chunk_tokens": 24}),
     ],
@@ -114,6 +114,7 @@ def test_who_must_see_them():
     assert ChosenDrafts(3, is_block=True).must_read
 
 
+@pytest.mark.slow
 def test_drafts_of_another_slot_would_be_seen(monkeypatch):
     """The host then reads other drafts than those that were verified, and takes tokens that were not drawn."""
     fill = step.fill_drafts

@@ -26,14 +26,15 @@ from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
 
-CONFIGS = {"mtp": SMALL, "dspark": SMALL.with_dspark(noise_token_id=3, markov_rank=16, block_size=4)}
-PROMPTS = prompts_of(3, 127, 1, 20, 4)
+MTP = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 128, 0))
+CONFIGS = {"mtp": MTP, "dspark": MTP.with_dspark(noise_token_id=3, markov_rank=16, block_size=4)}
+PROMPTS = prompts_of(3, 126, 1, 20, 4)
 PARAMS = [
-    SamplingParams(max_tokens=9, temperature=0, logprobs=3, ignore_eos=True),
-    SamplingParams(max_tokens=8, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5, ignore_eos=True),
-    SamplingParams(max_tokens=7, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
-    SamplingParams(max_tokens=6, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
-    SamplingParams(max_tokens=7, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
+    SamplingParams(max_tokens=7, temperature=0, logprobs=3, ignore_eos=True),
+    SamplingParams(max_tokens=6, seed=2**40, temperature=0.8, top_p=0.9, logprobs=5, ignore_eos=True),
+    SamplingParams(max_tokens=6, seed=1, top_k=20, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(max_tokens=5, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
+    SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
 ]
 LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=8)
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -126,30 +127,30 @@ def test_ranks_without_requests_run_the_drafter_too(make_ranks, kind):
 def test_arrivals_at_random(make_ranks, overlap):
     """Requests come while others run, with another number of drafts in every step; one is dropped."""
     source = random.Random(3)
-    prompts = prompts_of(*(source.choice((2, 60, 119, 126, 130)) for _ in range(7)), seed=9)
+    prompts = prompts_of(*(source.choice((2, 119, 122, 126)) for _ in range(6)), seed=9)
     params = [
         SamplingParams(
-            max_tokens=4 + i, seed=i, logprobs=1, ignore_eos=True, priority=i % 3 - 1, min_tokens=3 * (i % 2),
+            max_tokens=6 + i, seed=i, logprobs=1, ignore_eos=True, priority=i % 3 - 1, min_tokens=3 * (i % 2),
             presence_penalty=0.5 * (i % 3),
         )
-        for i in range(7)
+        for i in range(6)
     ]  # fmt: skip
-    llm = LLM.from_params(SMALL, params_of("mtp"), engine=LIMITS)
+    llm = LLM.from_params(MTP, params_of("mtp"), engine=LIMITS)
     expected = run(llm, prompts, params)
     choice = forced("mtp", "partly", expected, random_count=True)
-    limits = {"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 140}
-    ranks = make_ranks("mtp", 3, choice, limits, overlap=overlap)
+    limits = {"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 140}
+    ranks = make_ranks("mtp", 2, choice, limits, overlap=overlap)
     engine, sequences = ranks.engine, []
-    while len(sequences) < 7 or engine.has_work:
+    while len(sequences) < 6 or engine.has_work:
         for _ in range(source.randrange(3)):
-            if len(sequences) < 7:
+            if len(sequences) < 6:
                 sequences.append(engine.add(prompts[len(sequences)], params[len(sequences)]))
-        if len(sequences) == 6:
-            engine.abort(sequences[5])
+        if len(sequences) == 5:
+            engine.abort(sequences[4])
         engine.step()
         engine.check_integrity()
     for place, (sequence, completion) in enumerate(zip(sequences, expected, strict=True)):
-        if place != 5:
+        if place != 4:
             assert replace(sequence.completion(), num_cached_tokens=0) == completion, place
     assert engine.stats().num_preemptions > 0
     assert engine.stats().drafts.num_accepted > 0
@@ -159,18 +160,18 @@ def test_a_second_turn_on_the_same_rank(make_ranks):
     """Prefixes kept while drafts were verified: the books of other ranks follow their caches, and hits have the bits of
     cold runs."""
     params = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
-    llm = LLM.from_params(SMALL, params_of("mtp"), engine=replace(LIMITS, prefix_cache_bytes=0))
-    firsts = prompts_of(123, 125, 140, seed=2)
-    first = run(llm, firsts, [params] * 3)
+    llm = LLM.from_params(MTP, params_of("mtp"), engine=replace(LIMITS, prefix_cache_bytes=0))
+    firsts = prompts_of(123, 140, seed=2)
+    first = run(llm, firsts, [params] * 2)
     seconds = [[*one.prompt_token_ids, *one.token_ids, 7] for one in first]
-    second = run(llm, seconds, [params] * 3)
+    second = run(llm, seconds, [params] * 2)
     ranks = make_ranks("mtp", 2, forced("mtp", "partly", [*first, *second]))
     assert finished(ranks.run([(prompt, params) for prompt in firsts])) == first
     assert finished(ranks.run([(prompt, params) for prompt in seconds])) == second
-    assert ranks.engine.stats().num_prefix_hits == 3
+    assert ranks.engine.stats().num_prefix_hits == 2
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [slow("mtp"), "dspark"])
 def test_drafts_are_looked_at(make_ranks, kind):
     """`draft_trace` beside an engine of ranks: its calls are everybody's."""
     llm, other = (LLM.from_params(CONFIGS[kind], params_of(kind), engine=LIMITS) for _ in range(2))
@@ -195,7 +196,7 @@ def test_confidences_reach_the_one_who_decides(make_ranks):
 def test_rules_hold_on_every_rank(make_ranks, monkeypatch, is_broken):
     """A grammar of each request, asked on rank 0 for every row of every rank. Broken: a rank that takes the first row's
     mask for all of them."""
-    llm = LLM.from_params(SMALL, params_of("mtp"), engine=LIMITS)
+    llm = LLM.from_params(MTP, params_of("mtp"), engine=LIMITS)
     params = SamplingParams(max_tokens=8, seed=1, logprobs=1, ignore_eos=True)
 
     def serve(engine):
