@@ -16,7 +16,7 @@ from dsv4.engine.graphs import RunnerError
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import tensors_of
-from dsv4.engine.runner import Runner, decode_buckets, step_buckets
+from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets, step_buckets
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
 from dsv4.loader.synth import random_params
@@ -311,6 +311,20 @@ def test_a_kernel_compiled_late_is_named(params):
     with pytest.raises(RunnerError, match="after warm-up, for 1 tokens: _late_kernel"):
         runner.forward(batch, rows)
     assert importlib.import_module("triton").knobs.runtime.jit_post_compile_hook is None
+
+
+def test_watches_that_cross_leave_no_hook_behind():
+    """As those of two engines in two threads may."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    first, second = _CompileWatch(), _CompileWatch()
+    first.__enter__()
+    second.__enter__()
+    runtime.jit_post_compile_hook(key="a", repr="_both[](x)")
+    first.__exit__()
+    runtime.jit_post_compile_hook(key="b", repr="_second[](x)")
+    second.__exit__()
+    assert runtime.jit_post_compile_hook is None
+    assert (first.names, second.names) == (["_both"], ["_both", "_second"])
 
 
 def test_weights_are_prepared_once():
