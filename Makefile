@@ -56,7 +56,7 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(RUNTIME)
 	@echo "==> flash-mini, a DeepSeek-V4 of 13 million parameters that ships with dsv4, continues: $(DEMO_PROMPT)"
-	@$(BIN)/dsv4 generate "$(DEMO_PROMPT)" --max-tokens 96 --temperature 0.7 --top-p 0.9 --seed $(DEMO_SEED) --stats
+	@$(BIN)/dsv4 generate "$(DEMO_PROMPT)" --max-tokens 96 --temperature 0.7 --top-p 0.9 --seed $(DEMO_SEED) --drafts auto --stats
 
 serve-demo: $(DEV)
 	@$(BIN)/dsv4 serve

@@ -8,6 +8,7 @@ from pathlib import Path
 from dsv4.loader.header import CheckpointError
 
 DEFAULT_SHIPPED = "flash-mini"
+DSPARK_TWIN = "flash-mini-dspark"  # the same model with a DSpark head instead of its MTP block
 NVFP4_TWIN = "flash-mini-nvfp4"  # in a checkout only: a wheel has one format
 
 

@@ -24,7 +24,7 @@ KEPT_BYTES = 512 << 20  # of all operands of a model: 64 million weights
 _PRODUCTS = frozenset(
     {
         "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "wgate", "weights_proj", "gate", "w1", "w2", "w3", "fn", "e_proj",
-        "h_proj", "lm_head",
+        "h_proj", "main_proj", "markov_w2", "lm_head",
     }
 )  # fmt: skip
 

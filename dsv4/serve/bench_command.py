@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
+from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
+from dsv4.request import SamplingParams
 from dsv4.serve.load import DeviceOption, DraftsOption, GpusOption, parse_drafts
 from dsv4.tools.sizes import EXPERT_FORMATS
 
@@ -129,6 +131,61 @@ def bench_model_command(
     else:
         model = build_model(target, layers=layers, schedule=kinds, experts=chosen, device=device)
     _report(run_bench(model, settings, _note), as_json, plot)
+
+
+@bench_app.command("drafts")
+def bench_drafts_command(
+    targets: Annotated[list[str] | None, typer.Argument(help="Checkpoints. Default: both shipped drafters.")] = None,
+    counts: Annotated[str, typer.Option(help="Drafts a step, e.g. 1,3,auto; off always comes first.")] = "all",
+    temperatures: Annotated[str, typer.Option(help="One after the other; 0 is greedy.")] = "0,1",
+    prompts: Annotated[int, typer.Option(help="Stretches of the text that are continued.", min=1)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 64,
+    output: Annotated[int, typer.Option(help="Tokens each request generates.", min=2)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
+) -> None:
+    """Measure drafts on text: how many come true by place, tokens a step, tokens a second with and without.
+
+    It fails if drafts change a token.
+
+    Examples:
+
+    dsv4 bench drafts
+
+    dsv4 bench drafts CHECKPOINT --counts 1,2,auto --temperatures 0,0.6 --device cuda
+    """
+    from dsv4.tools.bench_drafting import DraftLoad, DraftsDiffer, measure_drafts  # here: they load torch
+
+    load = DraftLoad(
+        counts=() if counts == "all" else tuple(parse_drafts(part.strip(), "--counts") for part in counts.split(",")),
+        temperatures=_temperatures(temperatures), prompts=prompts, prompt_tokens=prompt, output_tokens=output,
+        concurrency=concurrency, text=text,
+    )  # fmt: skip
+    reports = []
+    for target in targets or (DEFAULT_SHIPPED, DSPARK_TWIN):
+        try:
+            reports.append(measure_drafts(target, device, load, _note))
+        except DraftsDiffer as error:
+            print(f"dsv4: {error}: this is a bug", file=sys.stderr)
+            raise typer.Exit(1) from None
+        if not as_json:
+            _report(reports[-1], False, None)
+    if as_json:
+        print(json.dumps([report.to_dict() for report in reports], indent=1))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--temperatures must be numbers separated by commas, found {text!r}") from None
+    for value in values:
+        SamplingParams(temperature=value)  # says what is wrong with it
+    return values
 
 
 def _note(what: str) -> None:

@@ -74,7 +74,8 @@ def dsv4(
     """DeepSeek-V4 inference people can trust.
 
     A model is named the same way everywhere: a checkpoint folder, or the name of a shipped one (flash-mini,
-    flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published architectures.
+    flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published
+    architectures.
     """
 
 

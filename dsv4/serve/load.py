@@ -139,12 +139,12 @@ def parse_offload(text: str | None) -> str | int | None:
     return int(text)
 
 
-def parse_drafts(text: str) -> Drafts:
-    """`--drafts`, before torch is loaded; what the model can have is checked with its config."""
+def parse_drafts(text: str, option: str = "--drafts") -> Drafts:
+    """`option`, before torch is loaded; what the model can have is checked with its config."""
     if text in ("auto", "off"):
         return "auto" if text == "auto" else "off"
     if not (text.isascii() and text.isdigit()):
-        raise RequestError(f"--drafts must be auto, off or a number of tokens, found {text!r}")
+        raise RequestError(f"{option} must be auto, off or a number of tokens, found {text!r}")
     return int(text)
 
 

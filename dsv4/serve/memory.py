@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.loader.files import weight_files
 from dsv4.request import RequestError
 from dsv4.schedule import build_schedule
 
@@ -64,7 +65,7 @@ def _cache_bytes(config: ModelConfig, limits: EngineConfig, *, numerics: str, dt
 
 def _weight_bytes(folder: Path) -> int:
     """What the weights take as they are stored."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _check_room(cache: int, weights: int, free: int, limits: EngineConfig, where: str, helps: str) -> None:

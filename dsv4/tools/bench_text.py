@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4.tools.bench import Record, Report
+from dsv4.tools.bench_drafting import acceptance
 
 _Column = tuple[str, Callable[[Record], Any]]
 
@@ -53,6 +54,10 @@ def _moved(record: Record) -> float | None:
     return record["bytes_per_token"] / 1e6 if "bytes_per_token" in record else None
 
 
+def _acceptance(record: Record) -> str | None:
+    return " ".join(f"{100 * share:.0f} %" for share in acceptance(record)) or None
+
+
 _TABLES: dict[str, tuple[str, tuple[_Column, ...]]] = {
     "decode": (
         "Decode: one step",
@@ -89,6 +94,14 @@ _TABLES: dict[str, tuple[str, tuple[_Column, ...]]] = {
             ("at once", _get("concurrency")), ("prompt", _get("prompt_tokens")), ("output", _get("output_tokens")),
             ("first token ms", _get("first_token_ms")), ("between ms", _get("between_tokens_ms")),
             ("p99", _get("between_tokens_ms_p99")), ("tokens/s", _get("tokens_per_second")),
+        ),
+    ),
+    "drafts": (
+        "Drafts on text",
+        (
+            ("drafts", _get("drafts")), ("temperature", _get("temperature")), ("at once", _get("concurrency")),
+            ("tokens/s", _get("tokens_per_second")), ("x off", _get("speedup")),
+            ("tokens a step", _get("tokens_per_step")), ("came true, by place", _acceptance),
         ),
     ),
     "memory": (

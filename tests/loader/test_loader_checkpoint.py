@@ -252,6 +252,38 @@ def test_index_that_disagrees_with_its_shards(indexed):
         Checkpoint.open(write([]))
 
 
+def test_index_that_takes_tensors_from_a_folder_beside_its_own(tmp_path):
+    """What it does not name there is somebody else's; two files may then hold a tensor of one name."""
+    for name in ("model", "head"):
+        (tmp_path / name).mkdir()
+    save_file({"a": torch.zeros(2), "mtp.0.b": torch.zeros(3)}, tmp_path / "model" / "all.safetensors")
+    save_file({"mtp.0.b": torch.ones(3), "mtp.0.c": torch.ones(1)}, tmp_path / "head" / "own.safetensors")
+    places = {"a": "../model/all.safetensors", "mtp.0.b": "own.safetensors", "mtp.0.c": "own.safetensors"}
+    index = tmp_path / "head" / INDEX_FILE
+    index.write_text(json.dumps({"weight_map": places}))
+    with Checkpoint.open(tmp_path / "head") as checkpoint:
+        assert set(checkpoint.tensors) == set(places)
+        assert checkpoint.read("mtp.0.b").tolist() == [1, 1, 1]
+        assert checkpoint.read("a").tolist() == [0, 0]
+    cases = [
+        ({"mtp.0.b": "../model/all.safetensors"}, "'mtp.0.b' is in both"),
+        ({"z": "../model/all.safetensors"}, "places z in a shard that does not hold it"),
+        ({"z": "../model/other.safetensors"}, "other.safetensors named by the index is missing"),
+        *(({"z": far}, "not the name of a file in this folder, nor ../NAME/FILE") for far in FAR_FILES),
+    ]
+    for changes, message in cases:
+        index.write_text(json.dumps({"weight_map": places | changes}))
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(tmp_path / "head")
+
+
+FAR_FILES = (
+    "../all.safetensors", "../../model/all.safetensors", "../../all.safetensors", "model/all.safetensors",
+    "/model/all.safetensors", ".././all.safetensors", "..//all.safetensors", "../model/../head/own.safetensors",
+    "../model/..", f"../{'m' * 201}/all.safetensors", "../mo\ndel/all.safetensors",
+)  # fmt: skip
+
+
 def test_missing_shard_of_an_indexed_checkpoint(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(SET_A, folder)

@@ -260,8 +260,8 @@ def test_version(dsv4):
 
 def test_completion_of_models(checkpoint, monkeypatch):
     monkeypatch.chdir(checkpoint.parent)
-    assert complete_model("") == ["flash-mini", "flash-mini-nvfp4", "small"]
-    assert complete_model("flash-mini-") == ["flash-mini-nvfp4"]
+    assert complete_model("") == ["flash-mini", "flash-mini-dspark", "flash-mini-nvfp4", "small"]
+    assert complete_model("flash-mini-") == ["flash-mini-dspark", "flash-mini-nvfp4"]
     assert complete_model(f"{checkpoint.parent}/") == [str(checkpoint)]
     assert complete_model("nowhere/") == []
 

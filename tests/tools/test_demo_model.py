@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import LLM, EngineConfig, SamplingParams
-from dsv4.loader.shipped import NVFP4_TWIN, shipped_checkpoint, shipped_names, shipped_text
+from dsv4.loader.shipped import DSPARK_TWIN, NVFP4_TWIN, shipped_checkpoint, shipped_names, shipped_text
 from dsv4.ops.attention import sparse_attention_ref
 from dsv4.schedule import AttentionKind
 from dsv4.testing.numeric import assert_greedy
@@ -43,7 +43,38 @@ def exact():
     return LLM(numerics="exact")
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """What the miniature writes behind four golden prompts without drafts, by temperature."""
+    llm = LLM(engine=LIMITS)
+    return {temperature: continued(llm, temperature) for temperature in (0.0, 1.0)}
+
+
+def continued(llm, temperature):
+    prompts = [row["prompt"] for row in GOLDEN["flash-mini/official"][:4]]
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, logprobs=0, ignore_eos=True)
+    return [(found.token_ids, found.logprobs) for found in llm.generate(prompts, params)]
+
+
 # ---- what ships ----
+
+
+@pytest.mark.parametrize(("name", "drafts", "least"), [("flash-mini", 3, 0.5), (DSPARK_TWIN, 5, 0.5)])
+def test_shipped_drafters_change_nothing_and_are_right_more_often_than_not(plain, name, drafts, least):
+    """Tokens and log-probabilities, greedy and sampled; the first draft of a step at temperature 0."""
+    llm = LLM(name, engine=LIMITS, drafts=drafts)
+    assert continued(llm, 0.0) == plain[0.0]
+    assert llm.engine.stats().drafts.acceptance[0] > least
+    assert continued(llm, 1.0) == plain[1.0]
+
+
+def test_the_dspark_twin_is_the_same_model():
+    base, twin = (LLM(name, engine=LIMITS) for name in ("flash-mini", DSPARK_TWIN))
+    assert replace(twin.config, dspark=None, compress_ratios=base.config.compress_ratios) == base.config
+    assert twin.model.params.mtp == []
+    assert twin.config.num_draft_layers == len(twin.model.params.dspark.blocks) == 2
+    held, others = ({info.file for info in llm.checkpoint.tensors.values()} for llm in (base, twin))
+    assert {file.resolve() for file in held} < {file.resolve() for file in others}
 
 
 def test_the_default_model_is_flash_mini():
@@ -72,7 +103,7 @@ def test_everything_shipped_but_the_twin_is_package_data_and_small():
     assert packed == {file for file in shipped if NVFP4_TWIN not in file.parts}
     assert settings["packages"]["find"]["exclude"] == ["dsv4.demo*"]  # else the twin's folder counts as a package
     assert shipped_text() in shipped
-    assert shipped_names() == ["flash-mini", "flash-mini-nvfp4"]
+    assert shipped_names() == ["flash-mini", "flash-mini-dspark", "flash-mini-nvfp4"]
     for name in shipped_names():
         files = [file for file in shipped if file.parent.name == name]
         assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in files}

@@ -51,8 +51,9 @@ def double_model():
     model = toy_model(toy_config(), torch.float64)
     model.select.fill_(True)
     return model, LLM.from_params(
-        model.config, plain_params(model, torch.float64), numerics="exact", dtype=torch.float64
-    )
+        model.config, plain_params(model.state_dict(), model.config, torch.float64), numerics="exact",
+        dtype=torch.float64,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [3, 4, 37, 129, 300])

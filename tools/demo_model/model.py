@@ -7,7 +7,9 @@ routing weight zero where it was not chosen): with 8 small experts that is the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,12 +137,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, tables: Tensor, flags: Flags) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [B, T, D] -> out; on CSA layers also the indexer's loss and its recall of attention mass (last token)."""
-        config, eps = self.config, self.config.rms_norm_eps
-        latent = rms_norm(self.wq_a.linear(x, flags), self.q_norm.weight, eps)
-        q = self.wq_b.linear(latent, flags).unflatten(-1, (config.num_attention_heads, -1))
-        q = rope(rms_norm(q, None, eps), tables)
-        kv = rope(rms_norm(self.wkv.linear(x, flags), self.kv_norm.weight, eps), tables)
-        kv = entry_rows(kv, config.qk_rope_head_dim, flags.quantise)
+        config = self.config
+        latent, q = self.queries(x, tables, flags)
+        kv = self.rows(x, tables, flags)
         entries = selected = seen = scores = None
         if self.layer.attention is not AttentionKind.SWA and x.shape[1] >= self.layer.ratio:
             entries = entry_rows(self.compressor(x, tables), config.qk_rope_head_dim, flags.quantise)
@@ -156,11 +155,27 @@ class Attention(nn.Module):
         if scores is not None:
             loss = index_loss(scores, mass, seen)
             recall = ((mass * picked)[:, -1].sum(-1) / mass[:, -1].sum(-1).clamp_min(1e-20)).mean().detach()
-        out = rope(out, tables, inverse=True)
-        grouped = out.flatten(2).unflatten(-1, (config.o_groups, -1))
-        plain = self.wo_a.rounded(flags, x.dtype).unflatten(0, (config.o_groups, -1))
+        return self.output(out, tables, flags), loss, recall
+
+    def queries(self, x: Tensor, tables: Tensor, flags: Flags) -> tuple[Tensor, Tensor]:
+        """x [B, T, D] -> latent [B, T, rank] and roped queries [B, T, H, d]."""
+        eps = self.config.rms_norm_eps
+        latent = rms_norm(self.wq_a.linear(x, flags), self.q_norm.weight, eps)
+        q = self.wq_b.linear(latent, flags).unflatten(-1, (self.config.num_attention_heads, -1))
+        return latent, rope(rms_norm(q, None, eps), tables)
+
+    def rows(self, x: Tensor, tables: Tensor, flags: Flags) -> Tensor:
+        """x [B, T, D] -> window rows [B, T, d] as the cache keeps them."""
+        kv = rms_norm(self.wkv.linear(x, flags), self.kv_norm.weight, self.config.rms_norm_eps)
+        return entry_rows(rope(kv, tables), self.config.qk_rope_head_dim, flags.quantise)
+
+    def output(self, out: Tensor, tables: Tensor, flags: Flags) -> Tensor:
+        """What the heads read [B, T, H, d] -> [B, T, D]."""
+        groups = self.config.o_groups
+        grouped = rope(out, tables, inverse=True).flatten(2).unflatten(-1, (groups, -1))
+        plain = self.wo_a.rounded(flags, out.dtype).unflatten(0, (groups, -1))
         mixed = torch.einsum("btgk,grk->btgr", grouped, plain).flatten(2)
-        return self.wo_b.linear(mixed, flags), loss, recall
+        return self.wo_b.linear(mixed, flags)
 
 
 class Experts(nn.Module):
@@ -244,22 +259,24 @@ class Block(nn.Module):
         self.attn = Attention(config, layer, depth * (config.o_groups * config.o_lora_rank) ** -0.5)
         self.ffn = Moe(config, layer, depth * config.moe_intermediate_size**-0.5)
 
-    def _collapse(self, streams: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        fn, base, scale = (getattr(self, f"{name}_{suffix}") for suffix in ("fn", "base", "scale"))
-        return hc_pre(streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
-
     def forward(
         self, streams: Tensor, token_ids: Tensor, tables: Tensor, quantise: Tensor, select: Tensor, sees_entries: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """-> streams, tokens per expert, the indexer's loss and recall (None without one)."""
-        flags, eps = Flags(quantise, select, sees_entries), self.config.rms_norm_eps
-        hidden, post, comb = self._collapse(streams, "hc_attn")
-        out, loss, recall = self.attn(rms_norm(hidden, self.attn_norm.weight, eps), tables, flags)
-        streams = hc_post(F.dropout(out, self.dropout, self.training), streams, post, comb)
-        hidden, post, comb = self._collapse(streams, "hc_ffn")
-        out, load = self.ffn(rms_norm(hidden, self.ffn_norm.weight, eps), token_ids, flags)
-        return hc_post(F.dropout(out, self.dropout, self.training), streams, post, comb), load, loss, recall
+        flags = Flags(quantise, select, sees_entries)
+        streams, loss, recall = self._sublayer(streams, "attn", lambda x: self.attn(x, tables, flags))
+        streams, load = self._sublayer(streams, "ffn", lambda x: self.ffn(x, token_ids, flags))
+        return streams, load, loss, recall
+
+    def _sublayer(self, streams: Tensor, name: str, run: Callable[[Tensor], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """`run` ("attn" or "ffn") between its collapse and its hyper-connection -> streams, and what else it gives."""
+        config = self.config
+        fn, base, scale = (getattr(self, f"hc_{name}_{suffix}") for suffix in ("fn", "base", "scale"))
+        hidden, post, comb = hc_pre(
+            streams, fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        )
+        out, *rest = run(rms_norm(hidden, getattr(self, f"{name}_norm").weight, config.rms_norm_eps))
+        return hc_post(F.dropout(out, self.dropout, self.training), streams, post, comb), *rest
 
 
 class Head(nn.Module):
@@ -269,11 +286,13 @@ class Head(nn.Module):
         self.norm = Weight(config.hidden_size)
         _hyper(self, "hc_head", config, config.hc_mult, 1)
 
-    def _hidden(self, streams: Tensor, config: ModelConfig) -> Tensor:
-        hidden = hc_head(
+    def _collapsed(self, streams: Tensor, config: ModelConfig) -> Tensor:
+        return hc_head(
             streams, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, config.hc_eps, config.rms_norm_eps
         )
-        return rms_norm(hidden, self.norm.weight, config.rms_norm_eps)
+
+    def _hidden(self, streams: Tensor, config: ModelConfig) -> Tensor:
+        return rms_norm(self._collapsed(streams, config), self.norm.weight, config.rms_norm_eps)
 
 
 class Mtp(Block, Head):
@@ -292,13 +311,17 @@ class Mtp(Block, Head):
 
 @dataclass
 class Output:
-    """logits [B, T, V]; mtp_logits [B, T, V] predict one token further; loads [layers, E]; indexer loss and recall."""
+    """logits [B, T, V]; mtp_logits [B, T, V] predict one token further; loads [layers, E]; indexer loss and recall;
+    last [B, T, D], what the vocabulary is projected from; taps [B, T, taps * D], the means of the streams after the
+    tapped layers."""
 
     logits: Tensor
     mtp_logits: Tensor | None
     loads: Tensor
     index_loss: Tensor
     index_recall: Tensor
+    last: Tensor
+    taps: Tensor | None
 
 
 class DemoModel(Head):
@@ -323,10 +346,12 @@ class DemoModel(Head):
         self.register_buffer("select", torch.tensor(False), persistent=False)
 
     def forward(
-        self, token_ids: Tensor, following_ids: Tensor | None = None, hidden: dict[AttentionKind, Tensor] | None = None
-    ) -> Output:
+        self, token_ids: Tensor, following_ids: Tensor | None = None,
+        hidden: dict[AttentionKind, Tensor] | None = None, tapped: tuple[int, ...] = (),
+    ) -> Output:  # fmt: skip
         """token_ids [B, T]; with following_ids (the same shifted by one) the MTP block runs too. `hidden` says, per
-        kind of layer, which sequences [B] its compressed entries are hidden from; default: none.
+        kind of layer, which sequences [B] its compressed entries are hidden from; default: none. `tapped`: layers whose
+        streams are tapped, ascending.
 
         T is padded to whole windows inside; nothing looks forward, so the padding changes nothing.
         """
@@ -336,16 +361,19 @@ class DemoModel(Head):
         streams = embedding.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         all_see = torch.ones(len(token_ids), dtype=torch.bool, device=token_ids.device)
         sees = {kind: ~hidden[kind] if hidden and kind in hidden else all_see for kind in AttentionKind}
-        loads, losses, recalls = [], [], []
-        for layer, kind in zip(self.layers, self.kinds, strict=False):
+        loads, losses, recalls, taps = [], [], [], []
+        for layer_idx, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=False)):
             streams, load, loss, recall = layer(
                 streams, padded, self._tables(kind, padded), self.quantise, self.select, sees[kind]
             )
             loads.append(load)
+            if layer_idx in tapped:
+                taps.append(wide(streams[:, :length]).mean(2).to(self.dtype))
             if loss is not None:
                 losses.append(loss)
                 recalls.append(recall)
-        logits = self.head.wide_linear(self._hidden(streams, self.config)[:, :length], self.dtype)
+        last = self._hidden(streams, self.config)[:, :length]
+        logits = self.head.wide_linear(last, self.dtype)
         mtp_logits = None
         if following_ids is not None:
             following = F.pad(following_ids, (0, -length % window))
@@ -359,7 +387,7 @@ class DemoModel(Head):
         zero = logits.new_zeros(())
         return Output(
             logits, mtp_logits, torch.stack(loads), sum(losses, zero) / max(len(losses), 1),
-            torch.stack(recalls).mean() if recalls else zero,
+            torch.stack(recalls).mean() if recalls else zero, last, torch.cat(taps, -1) if taps else None,
         )  # fmt: skip
 
     def _tables(self, kind: AttentionKind, token_ids: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4.config import ModelConfig, RopeScaling
+from dsv4.config import DSparkConfig, ModelConfig, RopeScaling
 
 
 def demo_config(**changes: Any) -> ModelConfig:
@@ -25,24 +25,62 @@ def demo_config(**changes: Any) -> ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """progress runs from 0 to 1 over the time budget; shares below are of it."""
+class RateSettings:
+    """How weights move. progress runs from 0 to 1 over the time budget; shares are of it."""
 
-    sequence_tokens: int = 2048
-    batch_sequences: int = 32
-    needle_share: float = 0.15
-    max_facts: int = 8  # facts in one needle task: from 1 to this
-    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
     peak_rate: float = 2e-3
     final_rate_share: float = 0.02
     warmup_share: float = 0.03
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    bias_step: float = 1e-3  # router bias moves by this towards balance after every step
+
+
+NOISE_TOKEN = 13  # <｜read_url｜>: in the vocabulary, in no text
+
+
+def head_config(base: ModelConfig, *, num_layers: int, markov_rank: int, block_size: int = 5) -> ModelConfig:
+    """`base` with a DSpark head instead of its MTP block, over its last three layers as published heads are."""
+    last = range(base.num_hidden_layers)[-3:]
+    dspark = DSparkConfig(
+        block_size=block_size, noise_token_id=NOISE_TOKEN, target_layer_ids=tuple(last), markov_rank=markov_rank
+    )
+    return replace(base, dspark=dspark, compress_ratios=(*base.layer_ratios, *(0,) * num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(RateSettings):
+    """Of learn_drafts.py."""
+
+    num_layers: int = 2
+    markov_rank: int = 64
+    own_share: float = 0.6  # of the sequences: the model's own continuations; the others are text
+    text_sequences: int = 4000
+    batch_sequences: int = 24
+    anchors: int = 160  # in a sequence
+    rate_weight: float = 1.0  # of the share that is not accepted, next to the divergence
+    confidence_weight: float = 0.2
+    least_weight: float = 0.1  # of a row that drafts hardly ever reach
+    final_rate_share: float = 0.0
+    weight_decay: float = 0.01
+    quantise_from: float = 0.4
+    evaluate_every_s: float = 40.0
+    seed: int = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(RateSettings):
+    """Of train.py."""
+
+    sequence_tokens: int = 2048
+    batch_sequences: int = 32
+    needle_share: float = 0.15
+    max_facts: int = 8  # facts in one needle task: from 1 to this
+    answer_weight: float = 4.0  # of an answer token in the loss; every other token counts 1
     dropout: float = 0.1  # on sublayer outputs: the corpus is read some thirty times
     select_from: float = 0.25  # before it every compressed entry is attended to, after it the indexer's picks
     quantise_from: float = 0.45
-    bias_step: float = 1e-3  # router bias moves by this towards balance after every step
     mtp_weight: float = 0.3
     index_weight: float = 1.0
     evaluate_every_s: float = 40.0

@@ -34,7 +34,7 @@ from card import model_card
 from data import Batch, Corpus, hash_table, write_needles
 from export import export_checkpoint
 from model import DemoModel, Output
-from settings import TrainSettings, demo_config
+from settings import RateSettings, TrainSettings, demo_config
 
 from dsv4.config import ModelConfig
 from dsv4.loader.config_write import ExpertFormat
@@ -63,7 +63,7 @@ def losses(output: Output, batch: Batch, settings: TrainSettings) -> Loss:
     return Loss(total, mean.detach(), mtp.detach(), output.index_loss.detach())
 
 
-def learning_rate(progress: float, settings: TrainSettings) -> float:
+def learning_rate(progress: float, settings: RateSettings) -> float:
     """Linear warm-up, then a cosine down to `final_rate_share` of the peak."""
     if progress < settings.warmup_share:
         return settings.peak_rate * max(progress / settings.warmup_share, 0.01)

@@ -162,7 +162,9 @@ def _audit_unit(
     if gate is not None and len(means) == 2 * config.n_routed_experts:  # all of them sound
         w1, w3 = (torch.stack([means[part, idx] for idx in range(config.n_routed_experts)]) for part in ("w1", "w3"))
         prefix = f"{name}.ffn.experts"
-        unit.findings += check_gate_up(prefix, w1, w3) + check_expert_order(prefix, w1, gate)
+        unit.findings += check_gate_up(prefix, w1, w3)
+        if config.dspark is None or not name.startswith("mtp."):  # most rows of a head begin as the same noise
+            unit.findings += check_expert_order(prefix, w1, gate)
     return unit
 
 

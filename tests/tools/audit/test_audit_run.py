@@ -70,7 +70,7 @@ def test_what_cannot_run_ends_with_2(arguments, message, capsys):
 
 
 def test_shipped_miniatures_are_sound():
-    for name in ("flash-mini", "flash-mini-nvfp4"):
+    for name in ("flash-mini", "flash-mini-dspark", "flash-mini-nvfp4"):
         assert faults(audit(shipped_checkpoint(name))) == []
 
 
