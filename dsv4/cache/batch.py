@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.transfer import to_device
 
+Made = TypeVar("Made")
 PADDED_SLOT = -1
 COLUMNS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
 
@@ -55,6 +57,8 @@ class TokenBatch:
                              the cache, what lies at or after it is in this batch
     chunk_ends    int64 [T]  position after the last token of the same request in this call
     block_table   int32 [slots, blocks]  physical block of each 128-token block of a request; -1 where there is none
+
+    The columns must not change while ops take them from one batch: see `once`. A copy (`replace`) starts anew.
     """
 
     token_ids: Tensor
@@ -83,3 +87,14 @@ class TokenBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What every layer's oracles derive from the columns alone, made by the first that asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made

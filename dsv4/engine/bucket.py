@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ class BucketGraph:
         table = self._draft_table
         assert hidden is not None and table is not None
         self._extend: Replay[Extended] = capture(
-            lambda: extend(drafter, ops, state, self.batch, hidden, token_ids, self._fed)
+            lambda: extend(drafter, ops, state, replace(self.batch), hidden, token_ids, self._fed)
         )
         ends = self._extend.result
 

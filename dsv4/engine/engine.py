@@ -209,7 +209,8 @@ class Engine:
             while self._flights:
                 self._collect()
         if launched is not None and self._drafts is not None:
-            self._drafts.took(launched.plan.num_tokens, time.perf_counter() - started)
+            took = time.perf_counter() - started
+            self._drafts.took(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
         return self.take_results()
 
     def take_results(self) -> list[StepResult]:

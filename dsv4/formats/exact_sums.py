@@ -35,19 +35,23 @@ def in_runs(x: Tensor) -> Tensor:
     return wide.reshape(*x.shape[:-1], num_runs(width), RUN)
 
 
-def largest_power(x: Tensor) -> Tensor:
-    """fp64 [..., R] -> [..., 1]: the largest power of two in it, 0 for zeros; infinity for infinities and NaN."""
-    largest = x.abs().amax(-1, keepdim=True)
-    return (largest.view(torch.int64) & _EXPONENT_MASK).view(torch.float64)
+def largest_of(x: Tensor) -> Tensor:
+    """[..., R] -> [..., 1]: the largest absolute value."""
+    return x.abs().amax(-1, keepdim=True)
 
 
-def on_grid(x: Tensor, bits: int = GRID_BITS) -> Tensor:
+def power_below(x: Tensor) -> Tensor:
+    """fp64, not negative -> the largest power of two in each, 0 for 0; infinity for infinity and NaN."""
+    return (x.view(torch.int64) & _EXPONENT_MASK).view(torch.float64)
+
+
+def on_grid(x: Tensor, bits: int = GRID_BITS, largest: Tensor | None = None) -> Tensor:
     """fp64 [..., R] -> the same as integers of at most `bits` bits times one power of two for all R, and of at least
-    `bits` - 2. A run that holds NaN or infinity is all NaN.
+    `bits` - 2. A run that holds NaN or infinity is all NaN. `largest`: `largest_of` x, where that is known.
 
     Adding a large number and taking it away again rounds to its last place, ties to even.
     """
-    shift = x.abs().amax(-1, keepdim=True) * 2.0 ** (54 - bits)
+    shift = (largest_of(x) if largest is None else largest) * 2.0 ** (54 - bits)
     return x + shift - shift
 
 

@@ -6,6 +6,8 @@ and an index into {0, 0.5, 1, 1.5, 2, 3, 4, 6}.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,25 +16,30 @@ from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, ceil_e8m0, e8m
 MXFP4_GROUP = 32
 NVFP4_GROUP = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# round-to-nearest-even between neighbours: a tie goes to the even index, so odd midpoints are closed from above
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# where the next index begins: at the midpoint for odd ones, since a tie goes to the even index, else one fp32 above
+_BOUNDS = tuple(
+    midpoint if index % 2 else midpoint * (1 + 2.0**-23)
+    for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+)
+
+
+@cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # whoever asks first: others may need gradients
+        return torch.tensor(values, device=device)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
     """Values -> uint8 nibbles (one per element), round to nearest, ties to even, saturating at 6."""
-    magnitude = x.abs().float()
-    code = torch.zeros_like(magnitude, dtype=torch.uint8)
-    for index, midpoint in enumerate(_MIDPOINTS):
-        # above midpoint i lies code i + 1; exactly on it, the even one of i and i + 1
-        above = magnitude >= midpoint if index % 2 else magnitude > midpoint
-        code += above.to(torch.uint8)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+    magnitude = x.abs().float().nan_to_num(0.0, posinf=E2M1_MAX)
+    code = torch.bucketize(magnitude, _constant(_BOUNDS, x.device), out_int32=True, right=True)
+    return torch.where(x.signbit(), code + 8, code).to(torch.uint8)
 
 
 def e2m1_decode(nibbles: Tensor) -> Tensor:
     """uint8 nibbles -> fp32 values."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=nibbles.device)
-    return table[nibbles.long()]
+    table = _constant((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), nibbles.device)
+    return table[nibbles.int()]
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

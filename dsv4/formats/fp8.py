@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.formats.e8m0 import E4M3_MAX, FP8_AMAX_FLOOR, ceil_e8m0, e8m0_to_float
+from dsv4.formats.e8m0 import E4M3_MAX, FP8_AMAX_FLOOR, ceil_e8m0, ceil_scale, e8m0_to_float
 
 
 def fp8_quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -14,23 +14,23 @@ def fp8_quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     s = 2^ceil(log2(amax / 448)), amax floored at 1e-4; code = round-to-nearest-even(x / s), at most 448.
     """
     codes, scale, _ = fp8_groups(x, group)
-    return codes.flatten(-2), scale
+    return codes.flatten(-2), scale.view(torch.uint8).squeeze(-1)
 
 
 def fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`fp8_quantize` with the codes in groups [..., K / group, group], and the scales as fp32 [..., K / group, 1]."""
+    """`fp8_quantize` in groups: codes [..., K / group, group], and the scales as E8M0 and fp32 [..., K / group, 1]."""
     if x.shape[-1] % group:
         raise ValueError(f"the last dimension {x.shape[-1]} is not a multiple of the group {group}")
-    groups = x.float().unflatten(-1, (-1, group))  # [..., K / group, group]
-    amax = groups.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
-    scale = ceil_e8m0(amax, E4M3_MAX)
-    factor = e8m0_to_float(scale)
-    return (groups / factor).to(torch.float8_e4m3fn), scale.squeeze(-1), factor
+    groups = x.float().view(*x.shape[:-1], x.shape[-1] // group, group)
+    scale = ceil_scale(groups.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR), E4M3_MAX)
+    factor = scale.float()
+    return (groups / factor).to(torch.float8_e4m3fn), scale, factor
 
 
 def fp8_dequantize(codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Inverse of `fp8_quantize` up to rounding, in fp32 (exact: a power of two times three bits)."""
-    return (codes.float().unflatten(-1, (-1, group)) * e8m0_to_float(scale).unsqueeze(-1)).flatten(-2)
+    groups = codes.float().view(*codes.shape[:-1], codes.shape[-1] // group, group)
+    return (groups * e8m0_to_float(scale).unsqueeze(-1)).flatten(-2)
 
 
 def fp8_fake_quantize(x: Tensor, group: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +39,8 @@ class RowStore:
         scale_bytes = 0 if self.scales is None else self.scales.numel()
         return self.data.numel() * self.data.element_size() + scale_bytes
 
-    def gather(self, *index: Tensor | int) -> Tensor:
-        """Values [..., dim] of the rows at `index` (one index for each leading dimension)."""
-        return decode_rows(self[index])
-
-    def __getitem__(self, index: tuple[Tensor | int, ...]) -> RowStore:
+    def __getitem__(self, index: tuple[Tensor | int | slice, ...]) -> RowStore:
+        """The rows at `index` (one index for each leading dimension)."""
         return RowStore(self.data[index], None if self.scales is None else self.scales[index], self.format)
 
     def __setitem__(self, index: tuple[Tensor, ...], rows: RowStore) -> None:
@@ -68,7 +66,7 @@ def encode_rows(values: Tensor, fmt: RowFormat) -> RowStore:
     codes, scale = fp8_quantize(values[..., :nope], ENTRY_GROUP)
     rope = values[..., nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
     data = torch.cat((codes.view(torch.uint8), rope), -1)
-    return RowStore(data, torch.nn.functional.pad(scale, (0, fmt.scale_bytes - scale.shape[-1])), fmt)
+    return RowStore(data, torch.constant_pad_nd(scale, (0, fmt.scale_bytes - scale.shape[-1])), fmt)
 
 
 def decode_rows(rows: RowStore) -> Tensor:
@@ -87,6 +85,14 @@ def decode_rows(rows: RowStore) -> Tensor:
     values = fp8_dequantize(codes, rows.scales[..., : nope // ENTRY_GROUP], ENTRY_GROUP).to(torch.bfloat16)
     rope = rows.data[..., nope:].contiguous().view(torch.bfloat16)
     return torch.cat((values, rope), -1)
+
+
+def decode_joined(parts: Sequence[RowStore]) -> Tensor:
+    """Values [N, dim] of rows [N_i], end to end."""
+    if len({part.format for part in parts}) > 1:
+        return torch.cat([decode_rows(part) for part in parts])
+    scales = None if parts[0].scales is None else torch.cat([part.scales for part in parts if part.scales is not None])
+    return decode_rows(RowStore(torch.cat([part.data for part in parts]), scales, parts[0].format))
 
 
 def _fp8_row_quantize(values: Tensor) -> tuple[Tensor, Tensor]:

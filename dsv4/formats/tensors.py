@@ -86,7 +86,7 @@ class QuantActivation:
     def of(cls, x: Tensor) -> QuantActivation:
         """x [..., K] quantised."""
         codes, scale, factor = fp8_groups(x, ACTIVATION_GROUP)
-        made = cls(codes.flatten(-2), scale)
+        made = cls(codes.flatten(-2), scale.view(torch.uint8).squeeze(-1))
         made.__dict__["runs"] = codes.double() * factor
         return made
 
@@ -99,6 +99,12 @@ class QuantActivation:
         """fp64 [..., C, 128], on the grid of exact sums: the codes of one scale span 18 bits."""
         assert RUN == ACTIVATION_GROUP
         return self.codes.double().unflatten(-1, (-1, RUN)) * e8m0_to_float(self.scale).unsqueeze(-1)
+
+
+def quantised_runs(x: Tensor) -> Tensor:
+    """`QuantActivation.of(x).runs`, without what only kernels read."""
+    codes, _, factor = fp8_groups(x, ACTIVATION_GROUP)
+    return codes.double() * factor
 
 
 Weight = Tensor | QuantTensor

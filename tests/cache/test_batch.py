@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dsv4.cache.batch import COLUMNS, Chunk, TokenBatch, columns_of
@@ -36,3 +38,13 @@ def test_a_batch_over_columns_is_a_view():
     columns[2] = -1
     assert batch.slots.tolist() == [-1, -1, -1]
     assert batch.num_tokens == 3
+
+
+def test_what_is_derived_is_made_once_a_batch():
+    batch = TokenBatch.of(CHUNKS, torch.zeros(4, 2, dtype=torch.int32))
+    made = [batch.once("positions", batch.positions.tolist) for _ in range(2)]
+    assert made[0] is made[1]
+    assert batch.once("slots", batch.slots.tolist) == [3, 3, 1]
+    moved = replace(batch, positions=batch.positions + 1)
+    assert moved.once("positions", moved.positions.tolist) == [8, 9, 5]
+    assert batch.once("positions", moved.positions.tolist) == [7, 8, 4]

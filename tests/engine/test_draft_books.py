@@ -149,8 +149,9 @@ def test_choices_of_drafters():
     assert make_choice(DSPARK, "auto").choices == (5,), "a block costs the same however many of it are used"
 
 
-def live(choice, cost, rate, steps=400):
-    """How many drafts were asked for in the last steps of a life in which a row costs `cost` of the first."""
+def live(choice, cost, rate, steps=400, drafting=0.0):
+    """How many drafts were asked for in the last steps of a life in which a row costs `cost` of the first, and making
+    drafts `drafting` of it."""
     asked = []
     for _ in range(steps):
         count = choice.how_many(1)
@@ -160,7 +161,7 @@ def live(choice, cost, rate, steps=400):
             accepted += 1
         if count:
             choice.record(count, accepted)
-        choice.took(1 + count, 1.0 + cost * count)
+        choice.took(1 + count, 1.0 + cost * count + drafting * (count > 0), has_drafted=count > 0)
     return asked[-100:]
 
 
@@ -168,14 +169,17 @@ def test_drafts_that_pay_are_asked_for_and_others_tried_now_and_then():
     assert min(live(ChosenDrafts(3, is_block=False), cost=0.02, rate=0.9)) >= 1
     dear = live(ChosenDrafts(3, is_block=False), cost=2.0, rate=0.5)
     assert 0 < sum(dear) < 15
-    assert set(live(ChosenDrafts(5, is_block=True), cost=0.02, rate=0.9)) == {5}
+    # a plain step is tried again now and then too: only so can it be seen that drafts still pay
+    assert live(ChosenDrafts(5, is_block=True), cost=0.02, rate=0.9).count(5) >= 99
+    assert live(ChosenDrafts(5, is_block=True), cost=0.02, rate=0.9, drafting=0.9).count(5) >= 99
+    assert live(ChosenDrafts(5, is_block=True), cost=0.1, rate=0.5, drafting=1.0).count(5) <= 5
     assert ChosenDrafts(3, is_block=False).how_many(0) == 0
 
 
 def test_confidences_decide_how_many_are_verified():
     choice = ChosenDrafts(5, is_block=True)
     for rows, seconds in ((1, 1.0), (2, 1.2), (3, 1.4), (4, 1.6), (6, 2.0), (8, 2.4), (16, 4.0)):
-        choice.took(rows, seconds)
+        choice.took(rows, seconds, has_drafted=True)
     sure, unsure, unread = (make_sequence(4, 20) for _ in range(3))
     for request in (sure, unsure):
         request.num_processed = 3

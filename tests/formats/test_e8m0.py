@@ -81,3 +81,5 @@ def test_scale_of_what_is_not_finite_is_nan(max_code):
     """A NaN must not come back as a number: E2M1 has no code for it, so the scale has to carry it."""
     codes = ceil_e8m0(torch.tensor([math.nan, -math.nan, math.inf]), max_code)
     assert codes.tolist() == [255, 255, 255]
+    payloads = torch.tensor([0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0x7FFF0000], dtype=torch.int32)
+    assert (ceil_e8m0(payloads.view(torch.float32), max_code) == 255).all()

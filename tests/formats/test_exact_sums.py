@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.formats.exact_sums import GRID_BITS, RUN, in_runs, on_grid, weight_operand
+from dsv4.formats.exact_sums import GRID_BITS, RUN, in_runs, largest_of, on_grid, weight_operand
 from dsv4.formats.fp8 import fp8_block_quantize
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, WideWeight, as_loaded, operand_of
 from dsv4.ops.lib.invariant import exact_average, exact_dots, exact_matmul, rows_matmul
@@ -23,6 +23,14 @@ def wild(*shape, seed, spread=40):
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-spread // 2, spread // 2, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * 2.0**exponents).bfloat16()
+
+
+def dots_of(q, keys):
+    return exact_dots(q, keys, largest_of(keys))
+
+
+def average_of(weights, keys):
+    return exact_average(weights, keys, largest_of(keys))
 
 
 @settings(max_examples=10)
@@ -88,10 +96,10 @@ def test_no_order_of_columns_and_no_number_of_rows_matters(seed):
         assert_bitwise(rows_matmul(x[rows], weight), whole[rows])
     keys = weight.double()
     q, weights = x.unflatten(0, (3, 11)), torch.rand(3, 11, 40, dtype=torch.float64).bfloat16().double()
-    dots, average = exact_dots(q, keys), exact_average(weights, keys)
+    dots, average = dots_of(q, keys), average_of(weights, keys)
     shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
-    assert_bitwise(exact_dots(q[1:2], keys[shuffled]), dots[1:2][..., shuffled])
-    assert_bitwise(exact_average(weights[1:2][..., shuffled], keys[shuffled]), average[1:2])
+    assert_bitwise(dots_of(q[1:2], keys[shuffled]), dots[1:2][..., shuffled])
+    assert_bitwise(average_of(weights[1:2][..., shuffled], keys[shuffled]), average[1:2])
 
 
 @settings(max_examples=10)
@@ -100,7 +108,7 @@ def test_keys_that_weigh_nothing_change_nothing(seed):
     keys = wild(300, RUN, seed=seed).double()
     weights = torch.rand(2, 3, 300, dtype=torch.float64).bfloat16().double()
     weights[..., 100:] = 0
-    assert_bitwise(exact_average(weights, keys), exact_average(weights[..., :100], keys[:100]))
+    assert_bitwise(average_of(weights, keys), average_of(weights[..., :100], keys[:100]))
 
 
 def test_a_zero_has_one_sign():

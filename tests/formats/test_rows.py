@@ -9,7 +9,7 @@ import torch
 
 from dsv4.formats.fp4 import mxfp4_fake_quantize, mxfp4_quantize
 from dsv4.formats.fp8 import fp8_fake_quantize, fp8_quantize
-from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
+from dsv4.formats.row_store import RowStore, decode_joined, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_store_writes_and_gathers_by_index(fmt):
     slots, places = torch.tensor([0, 3, 3]), torch.tensor([7, 0, 5])
     before = store.data.clone()
     store[slots, places] = rows
-    assert torch.equal(store.gather(slots, places), decode_rows(rows))
+    assert torch.equal(decode_rows(store[slots, places]), decode_rows(rows))
     assert torch.equal(decode_rows(store[slots.flip(0), places.flip(0)]), decode_rows(rows).flip(0))
     touched = torch.zeros(4, 8, dtype=torch.bool)
     touched[slots, places] = True
@@ -172,3 +172,13 @@ def test_store_refuses_rows_of_another_format():
     rows = encode_rows(values_for(INDEX_FP8, 1), INDEX_FP8)
     with pytest.raises(AssertionError):
         store[(torch.tensor([0]),)] = rows
+
+
+@pytest.mark.parametrize(
+    "other", [SMALL_ENTRY, RowFormat(RowKind.PLAIN, 128, itemsize=2)], ids=lambda fmt: str(fmt.kind)
+)
+def test_joined_rows_are_the_single_ones(other):
+    formats = (SMALL_ENTRY, other, SMALL_ENTRY)
+    parts = [encode_rows(values_for(fmt, size, seed=size), fmt) for fmt, size in zip(formats, (3, 0, 2), strict=True)]
+    assert torch.equal(decode_joined(parts), torch.cat([decode_rows(part) for part in parts]))
+    assert torch.equal(decode_joined(parts[:1]), decode_rows(parts[0]))

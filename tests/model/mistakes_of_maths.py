@@ -10,9 +10,9 @@ from planted import Bed
 from dsv4.ops.hyper import hc_split_ref, sinkhorn_ref
 from dsv4.ops.hyper.op import _mixes
 from dsv4.ops.lib.invariant import rows_matmul, silu, sqrt_softplus
-from dsv4.ops.linear import linear_ref
-from dsv4.ops.moe import expert_ref
-from dsv4.ops.rows import rope_frequencies, rope_ref, rope_tables
+from dsv4.ops.linear import segments_ref
+from dsv4.ops.moe import experts_ref
+from dsv4.ops.rows import rope_frequencies, rope_ref, rope_tables, rotate
 
 YARN_MSCALE = 1.2772588722239782  # 0.1 ln 16 + 1, what generic YaRN code multiplies with
 
@@ -56,28 +56,31 @@ def post_without_the_factor_two(bed: Bed) -> None:
 # ---- experts ----
 
 
-def _without_clamp(bed: Bed, is_clamped: Callable[[torch.Tensor | None], bool]) -> None:
-    def wrong(right, x, w1, w2, w3, limit, weight):
-        return right(x, w1, w2, w3, limit if is_clamped(weight) else float("inf"), weight)
+def _without_clamp(bed: Bed, limits: Callable[[float], tuple[float, float]]) -> None:
+    """`limits` of the routed experts and of the shared one, which comes last."""
 
-    bed.function(expert_ref, wrong)
+    def wrong(right, x, matrices, counts, limit, weight):
+        of_routed, of_shared = (right(x, matrices, counts, wanted, weight) for wanted in limits(limit))
+        return torch.cat((of_routed[: -counts[-1]], of_shared[-counts[-1] :]))
+
+    bed.function(experts_ref, wrong)
 
 
 def shared_expert_without_clamp(bed: Bed) -> None:
-    _without_clamp(bed, lambda weight: weight is not None)
+    _without_clamp(bed, lambda limit: (limit, float("inf")))
 
 
 def routed_experts_without_clamp(bed: Bed) -> None:
-    _without_clamp(bed, lambda weight: weight is None)
+    _without_clamp(bed, lambda limit: (float("inf"), limit))
 
 
 def gate_clamped_below_too(bed: Bed) -> None:
-    def wrong(right, x, w1, w2, w3, limit, weight):
-        gate = linear_ref(x, w1).clamp(-limit, limit)
-        hidden = silu(gate) * linear_ref(x, w3).clamp(-limit, limit)
-        return linear_ref(hidden if weight is None else hidden * weight.unsqueeze(-1), w2)
+    def wrong(right, x, matrices, counts, limit, weight):
+        gate, up = segments_ref(x, [(w1, w3) for w1, _, w3 in matrices], counts).float().chunk(2, -1)
+        hidden = silu(gate.clamp(-limit, limit)) * up.clamp(-limit, limit) * weight.unsqueeze(-1)
+        return segments_ref(hidden.to(x.dtype), [(w2,) for _, w2, _ in matrices], counts)
 
-    bed.function(expert_ref, wrong)
+    bed.function(experts_ref, wrong)
 
 
 def _other_weights(bed: Bed, weigh: Callable) -> None:
@@ -146,23 +149,25 @@ def mscale_in_the_softmax(bed: Bed) -> None:
 
 
 def rope_on_the_first_dims(bed: Bed) -> None:
-    def wrong(right, x, positions, freqs, inverse=False):
-        shift = 2 * freqs.shape[0]
-        return right(x.roll(-shift, -1), positions, freqs, inverse).roll(shift, -1)
+    shift = bed.llm.config.qk_rope_head_dim
 
-    bed.function(rope_ref, wrong)
+    def wrong(right, x, turn, inverse=False):
+        return right(x.roll(-shift, -1), turn, inverse).roll(shift, -1)
+
+    bed.function(rotate, wrong)
 
 
 def rope_on_split_halves(bed: Bed) -> None:
     """Dim i paired with dim i + 32 instead of with its neighbour."""
+    rope_dim = bed.llm.config.qk_rope_head_dim
 
-    def wrong(right, x, positions, freqs, inverse=False):
-        nope, rope = x[..., : -2 * len(freqs)], x[..., -2 * len(freqs) :]
+    def wrong(right, x, turn, inverse=False):
+        nope, rope = x[..., :-rope_dim], x[..., -rope_dim:]
         neighbours = rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        rotated = right(torch.cat((nope, neighbours), -1), positions, freqs, inverse)[..., -2 * len(freqs) :]
+        rotated = right(torch.cat((nope, neighbours), -1), turn, inverse)[..., -rope_dim:]
         return torch.cat((nope, rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)), -1)
 
-    bed.function(rope_ref, wrong)
+    bed.function(rotate, wrong)
 
 
 def output_not_unrotated(bed: Bed) -> None:

@@ -14,7 +14,7 @@ from dsv4.ops.attention import attend_ref
 from dsv4.ops.compress import compress_ref
 from dsv4.ops.compress import op as compress_module
 from dsv4.ops.compress.op import _pool, _tail_rows, _write_tail
-from dsv4.ops.indexer import entry_scores, index_queries_ref, num_visible
+from dsv4.ops.indexer import entry_scores, num_visible, turned_queries
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rows import append_swa_ref, rope_ref
 
@@ -160,7 +160,7 @@ def indexer_without_relu(bed: Bed) -> None:
 
 
 def indexer_queries_without_rope(bed: Bed) -> None:
-    bed.function(index_queries_ref, lambda right, q, *args: q)
+    bed.function(turned_queries, lambda right, q, *args: q)
 
 
 def indexer_without_rope(bed: Bed) -> None:

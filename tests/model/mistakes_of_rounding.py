@@ -18,11 +18,11 @@ from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor, as_loaded, dequantize
-from dsv4.ops.indexer import index_queries_ref
+from dsv4.ops.indexer import turned_queries
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import rows_matmul
-from dsv4.ops.linear import LinearBundle, linears_ref
-from dsv4.ops.moe import expert_ref
+from dsv4.ops.linear import LinearBundle, linears_ref, segments_ref
+from dsv4.ops.moe import experts_ref
 
 
 def _unquantised_linear(right, x, weight, out_dtype=None):
@@ -50,9 +50,21 @@ def _single(linears, x, weight, out_dtype=None):
     return linears(x, (weight,), (out_dtype,))[0]
 
 
-def no_activation_quantisation(bed: Bed) -> None:
+def _every_product_by(bed: Bed, linear) -> None:
+    """Of attention and of experts."""
+
+    def segments(right, x, weights, counts):
+        pairs = zip(x.split(list(counts)), weights, strict=True)
+        product = partial(linear, partial(_single, linears_ref))
+        return torch.cat([torch.cat([product(rows, weight) for weight in own], -1) for rows, own in pairs])
+
     _without_codes(bed)
-    bed.function(linears_ref, _one_by_one(_unquantised_linear))
+    bed.function(linears_ref, _one_by_one(linear))
+    bed.function(segments_ref, segments)
+
+
+def no_activation_quantisation(bed: Bed) -> None:
+    _every_product_by(bed, _unquantised_linear)
 
 
 def no_activation_quantisation_in_attention(bed: Bed) -> None:
@@ -76,8 +88,7 @@ def activation_scale_not_a_power_of_two(bed: Bed) -> None:
         rounded = (groups / scale).to(torch.float8_e4m3fn).float() * scale
         return _unquantised_linear(right, rounded.flatten(-2), weight, out_dtype or x.dtype)
 
-    _without_codes(bed)
-    bed.function(linears_ref, _one_by_one(wrong))
+    _every_product_by(bed, wrong)
 
 
 def fp8_before_wo_a(bed: Bed) -> None:
@@ -95,11 +106,10 @@ def fp8_before_the_compressor(bed: Bed) -> None:
 
 
 def routing_weight_after_w2(bed: Bed) -> None:
-    def wrong(right, x, w1, w2, w3, limit, weight):
-        out = right(x, w1, w2, w3, limit, None)
-        return out if weight is None else (out.float() * weight.unsqueeze(-1)).to(x.dtype)
+    def wrong(right, x, matrices, counts, limit, weight):
+        return (right(x, matrices, counts, limit, None).float() * weight.unsqueeze(-1)).to(x.dtype)
 
-    bed.function(expert_ref, wrong)
+    bed.function(experts_ref, wrong)
 
 
 def no_hadamard(bed: Bed) -> None:
@@ -108,9 +118,7 @@ def no_hadamard(bed: Bed) -> None:
 
 def no_quantisation_of_index_queries(bed: Bed) -> None:
     plain = RowFormat(RowKind.PLAIN, bed.llm.config.index_head_dim, itemsize=2)
-    bed.function(
-        index_queries_ref, lambda right, q, positions, freqs, _: hadamard_ref(right(q, positions, freqs, plain))
-    )
+    bed.function(turned_queries, lambda right, q, turn, _: hadamard_ref(right(q, turn, plain)))
 
 
 # ---- what the cache holds ----

@@ -163,8 +163,9 @@ def head_card(config: ModelConfig, summary: dict[str, Any], reports: dict[str, A
         f"{summary['anchors']:,} anchors, in {summary['steps']:,} steps: {summary['train_seconds']:.0f} s on one "
         f"{summary['device']}, after {summary['setup_seconds']:.0f} s in which flash-mini read "
         f"{summary['own_tokens']:,} tokens of its own continuations (temperatures 0, 0.7 and 1) and "
-        f"{summary['text_tokens']:,} of its training text. Quantisation-aware from {100 * settings['quantise_from']:.0f} "
-        "% of the time on. Confidences learned how often the engine accepts a draft at temperature 1.",
+        f"{summary['text_tokens']:,} of its training text. Quantisation-aware from "
+        f"{100 * settings['quantise_from']:.0f} % of the time on. Confidences learned how often the engine accepts a "
+        "draft at temperature 1.",
         width=118, break_on_hyphens=False,
     )  # fmt: skip
     return f"""# {DSPARK_TWIN}

@@ -70,8 +70,8 @@ class FixedDrafts:
                 self.meter.num_accepted[0], self.stats().tokens_per_step,
             )  # fmt: skip
 
-    def took(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+    def took(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
+        """A step of so many rows took so long; drafts were made behind it, or not."""
 
     def stats(self) -> DraftStats:
         return DraftStats(self._num_steps, tuple(self._verified), tuple(self.meter.num_accepted))
@@ -87,8 +87,8 @@ class ChosenDrafts(FixedDrafts):
         super().__init__(max_drafts)
         self.choices = (max_drafts,) if is_block else tuple(range(1, max_drafts + 1))
         self.must_read = is_block  # confidences
-        self._times = LearnedTimes()
-        self._policy = DraftPolicy(self._times)
+        self._times, self._plain_times = LearnedTimes(), LearnedTimes()  # with the drafter's own time, and without
+        self._policy = DraftPolicy(self._times, plain=self._plain_times)
         self._is_probe = False
         self._confidences: dict[Request, Sequence[float]] = {}
 
@@ -115,8 +115,8 @@ class ChosenDrafts(FixedDrafts):
         for request, count in zip(drafting, self._policy.choose(chances, rest), strict=True):
             request.drafts = request.drafts[:count]
 
-    def took(self, num_rows: int, seconds: float) -> None:
-        self._times.record(num_rows, seconds)
+    def took(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
+        (self._times if has_drafted else self._plain_times).record(num_rows, seconds)
 
 
 def _survivals(confidences: Sequence[float], count: int) -> list[float]:

@@ -54,7 +54,8 @@ class LearnedTimes:
     """Seconds of a step by its number of rows, from the steps there were. Sizes are grouped by powers of two.
 
     What was not seen for `memory` steps counts as fast as the next smaller size that was: so it is tried, and then
-    known. A larger step never counts as faster than a smaller one.
+    known. Where none was, it takes as long as the smallest that was. A larger step never counts as faster than a
+    smaller one.
     """
 
     def __init__(self, *, memory: int = 512, weight: float = 0.2) -> None:
@@ -73,8 +74,11 @@ class LearnedTimes:
         """0 for no rows, or as long as nothing is known."""
         oldest = self._num_steps - self._memory
         size = _size(num_rows)
-        known = [took for seen, (took, when) in self._seen.items() if seen <= size and when >= oldest]
-        return max(known, default=0.0) if num_rows > 0 else 0.0
+        known = {seen: took for seen, (took, when) in self._seen.items() if when >= oldest}
+        if not known or num_rows <= 0:
+            return 0.0
+        smaller = [took for seen, took in known.items() if seen <= size]
+        return max(smaller) if smaller else known[min(known)]
 
 
 def _size(num_rows: int) -> int:
@@ -132,12 +136,15 @@ class DraftPolicy:
     """Chooses how many drafts to ask for, and how many of each request of a step to verify.
 
     verify       seconds of a step by its rows
-    draft        seconds of drafting by the number of requests; None: it costs nothing
+    draft        seconds of drafting by the number of requests; None: it costs nothing, or is part of `verify`
+    plain        seconds of a step behind which no drafts are made, by its rows; None: as `verify`
     probe_steps  after so many steps in which drafts did not pay, one is asked for, so that a better time is noticed
     """
 
-    def __init__(self, verify: Times, draft: Times | None = None, *, probe_steps: int = 64) -> None:
-        self._verify = verify
+    def __init__(
+        self, verify: Times, draft: Times | None = None, *, plain: Times | None = None, probe_steps: int = 64
+    ) -> None:  # fmt: skip
+        self._verify, self._plain = verify, plain or verify
         self._draft = draft
         self._probe_steps = probe_steps
         self._idle_steps = 0
@@ -147,7 +154,9 @@ class DraftPolicy:
         how they do."""
 
         def rate(count: int) -> float:
-            drafting = 0.0 if self._draft is None or not count else self._draft.seconds(num_requests)
+            if not count:
+                return 1 / max(self._plain.seconds(num_requests), _MOMENT)
+            drafting = 0.0 if self._draft is None else self._draft.seconds(num_requests)
             seconds = drafting + self._verify.seconds(num_requests * (1 + count))
             return (1 + sum(chances[:count])) / max(seconds, _MOMENT)
 

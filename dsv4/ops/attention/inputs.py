@@ -13,15 +13,15 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView, WindowView
-from dsv4.formats.row_store import RowStore
+from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
-from dsv4.ops.indexer import FEW_QUERIES, index_queries_ref
+from dsv4.ops.indexer import FEW_QUERIES, turned_queries
 from dsv4.ops.indexer.kernel_index import encode_queries
 from dsv4.ops.lib.arch import overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch, jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
-from dsv4.ops.norm import KERNEL_DTYPES
-from dsv4.ops.rows import RowLaunch, head_norm_rope_ref, store_window_ref, window_rows_ref
+from dsv4.ops.norm import KERNEL_DTYPES, rms_norm_ref
+from dsv4.ops.rows import RowLaunch, Turn, append_swa_ref, rotate
 from dsv4.ops.rows.kernel_rope import rope_heads
 from dsv4.ops.rows.kernel_window import window_tile
 from dsv4.ops.rows.target import row_shape, rows_per_tile
@@ -38,14 +38,13 @@ def attention_inputs_ref(
     into the ring as well, before attention; when that is allowed is said at `store_window`. Nothing else is written.
     """
     assert (index_q is None) == (keys is None), "index queries go with index keys"
-    positions = batch.positions
+    turn = Turn.of_batch(batch, freqs)
+    rows = encode_rows(rotate(rms_norm_ref(kv, kv_norm, eps), turn), window.rows.format)
     if appends:
-        rows = store_window_ref(kv, kv_norm, freqs, eps, window, batch)
-    else:
-        rows = window_rows_ref(kv, kv_norm, positions, freqs, eps, window.rows.format)
+        append_swa_ref(rows, window, batch)
     if index_q is not None and keys is not None:
-        index_q = index_queries_ref(index_q, positions, freqs, keys.rows.format)
-    return head_norm_rope_ref(q, positions, freqs, eps), rows, index_q
+        index_q = turned_queries(index_q, turn, keys.rows.format)
+    return rotate(rms_norm_ref(q, None, eps), turn), rows, index_q
 
 
 class HeadArguments(NamedTuple):

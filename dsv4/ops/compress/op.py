@@ -27,7 +27,7 @@ from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import exp, ordered_sum
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rows import rope_ref
-from dsv4.ops.rows.history import gather_history, last_writers
+from dsv4.ops.rows.history import history_of, last_writers
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,9 @@ def compress_ref(
     Entries are written before anything attends, so a token sees the entry it closes. Padding writes nothing. Index keys
     (any quantised key format) are rotated by the Hadamard matrix before they are encoded.
     """
-    score = gate + spec.ape.to(gate.dtype)[batch.positions % spec.ratio]
+    phases, tokens = batch.once(("compress", spec.ratio), lambda: _phases(batch, spec.ratio))
+    score = gate + spec.ape.to(gate.dtype)[phases]
     width = state.own.kv.shape[-1]
-    closing = ((batch.positions + 1) % spec.ratio == 0) & (batch.slots >= 0)
-    tokens = closing.nonzero().squeeze(-1)  # [C]
     if tokens.numel():
         pooled = _pool(kv, score, spec.ratio, state, batch, tokens).to(spec.dtype)
         entry_ids = batch.positions[tokens] // spec.ratio
@@ -83,6 +82,12 @@ def compress_pair_ref(attention: Compression, index: Compression, batch: TokenBa
     """`compress` of both compressors of a CSA layer. They share nothing, so the order does not matter."""
     for job in (attention, index):
         compress_ref(job.kv, job.gate, job.spec, job.state, job.pages, batch)
+
+
+def _phases(batch: TokenBatch, ratio: int) -> tuple[Tensor, Tensor]:
+    """Where in its entry each token stands [T], and the batch rows that close one [C]."""
+    phases = batch.positions % ratio
+    return phases, ((phases == ratio - 1) & (batch.slots >= 0)).nonzero().squeeze(-1)
 
 
 def _pool(kv: Tensor, score: Tensor, ratio: int, state: CompressorView, batch: TokenBatch, tokens: Tensor) -> Tensor:
@@ -114,12 +119,13 @@ def _tail_rows(
 ) -> tuple[Tensor, Tensor]:
     """kv and score [C, N, Dc] at positions `wanted`; absent rows (before the request) weigh nothing."""
 
-    def read(fresh: Tensor, ring: Tensor) -> Tensor:
-        return gather_history(
-            batch, tokens, wanted, lambda rows: fresh[rows], lambda slots, at: ring[slots, at % tail.ring_len]
-        )
+    rows, slots, is_fresh = history_of(batch, tokens, wanted)
+    is_fresh, absent = is_fresh.unsqueeze(-1), (wanted < 0).unsqueeze(-1)
+    ring_rows = wanted % tail.ring_len
 
-    absent = (wanted < 0).unsqueeze(-1)
+    def read(fresh: Tensor, ring: Tensor) -> Tensor:
+        return torch.where(is_fresh, fresh[rows], ring[slots, ring_rows])
+
     return (
         read(kv, tail.kv).masked_fill(absent, 0.0),
         read(score, tail.score).masked_fill(absent, float("-inf")),
@@ -127,7 +133,6 @@ def _tail_rows(
 
 
 def _write_tail(tail: TailView, kv: Tensor, score: Tensor, batch: TokenBatch) -> None:
-    writers = last_writers(batch, tail.ring_len)
-    where = (batch.slots[writers], batch.positions[writers] % tail.ring_len)
-    tail.kv[where] = kv[writers].to(tail.kv.dtype)
-    tail.score[where] = score[writers].to(tail.score.dtype)
+    writers, where = last_writers(batch, tail.ring_len)
+    tail.kv.index_put_(where, kv[writers].to(tail.kv.dtype))
+    tail.score.index_put_(where, score[writers].to(tail.score.dtype))

@@ -11,18 +11,24 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
-from dsv4.formats.row_store import decode_rows, encode_rows
+from dsv4.formats.exact_sums import largest_of
+from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import QUERY_TILE, accumulator, exact_dots, ordered_sum
-from dsv4.ops.rows import rope_ref
+from dsv4.ops.rows import Turn, rotate
 from dsv4.ops.rows.history import request_tiles
 from dsv4.ops.select import topk_select_ref
 
 
 def index_queries_ref(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
     """q [T, Hi, Di] -> roped, and where keys are quantised rotated and quantised by the same rule as they are."""
-    q = rope_ref(q, positions, freqs)
+    return turned_queries(q, Turn.of(positions, freqs), key_format)
+
+
+def turned_queries(q: Tensor, turn: Turn, key_format: RowFormat) -> Tensor:
+    """`index_queries_ref` with what its positions and frequencies come to."""
+    q = rotate(q, turn)
     if key_format.kind is RowKind.PLAIN:
         return q
     return decode_rows(encode_rows(hadamard_ref(q), key_format)).to(q.dtype)
@@ -33,10 +39,10 @@ def num_visible(positions: Tensor, ratio: int) -> Tensor:
     return (positions + 1) // ratio
 
 
-def read_entries(pages: PagedView, batch: TokenBatch, slot: int, entry_ids: Tensor) -> Tensor:
-    """Values [N, dim] of entries [N] of the request in a slot."""
+def entry_rows(pages: PagedView, batch: TokenBatch, slot: int, entry_ids: Tensor) -> RowStore:
+    """Entries [N] of the request in a slot, as they are stored."""
     blocks = batch.block_table[slot, entry_ids // pages.entries_per_block].long().clamp_min(0)
-    return pages.rows.gather(blocks, entry_ids % pages.entries_per_block)
+    return pages.rows[blocks, entry_ids % pages.entries_per_block]
 
 
 def index_topk_ref(
@@ -59,7 +65,7 @@ def index_topk_ref(
         if num_entries == 0:
             continue
         entry_ids = torch.arange(num_entries, device=q.device)
-        scores = entry_scores(q[tile], weights[tile], read_entries(keys, batch, slot, entry_ids))
+        scores = entry_scores(q[tile], weights[tile], decode_rows(entry_rows(keys, batch, slot, entry_ids)))
         scores = scores.masked_fill(entry_ids >= limit.unsqueeze(-1), float("-inf"))
         best = _published_topk(scores, top_k) if is_plain else topk_select_ref(scores, top_k)
         best = best.masked_fill(best >= limit.unsqueeze(-1), num_entries).sort(-1).values
@@ -74,5 +80,6 @@ def _published_topk(scores: Tensor, k: int) -> Tensor:
 
 def entry_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """q [Q, Hi, Di], weights [Q, Hi] in at least fp32, keys [N, Di] -> scores [Q, N] in the weights' dtype."""
-    dots = exact_dots(q, keys.double()).to(weights.dtype)  # [Q, Hi, N]
+    wide = keys.double()
+    dots = exact_dots(q, wide, largest_of(wide)).to(weights.dtype)  # [Q, Hi, N]
     return ordered_sum(weights.unsqueeze(-1) * dots.relu(), 1)

@@ -15,12 +15,10 @@ from dsv4.ops.lib.invariant import accumulator
 
 def hadamard_ref(x: Tensor) -> Tensor:
     """x [..., N], N a power of two -> x H / sqrt(N), in x's dtype."""
-    size = x.shape[-1]
-    rotated, distance = x.to(accumulator(x)), 1
-    while distance < size:
-        left, right = rotated.unflatten(-1, (-1, 2, distance)).unbind(-2)
-        rotated = torch.stack((left + right, left - right), -2).flatten(-3)
-        distance *= 2
+    size, rotated = x.shape[-1], x.to(accumulator(x))
+    for _ in range(size.bit_length() - 1):  # sums of neighbours before their differences: see `hadamard_rows`
+        left, right = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.cat((left + right, left - right), -1)
     return (rotated * size**-0.5).to(x.dtype)
 
 

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsv4.formats.exact_sums import in_runs, largest_power, on_grid
+from dsv4.formats.exact_sums import in_runs, on_grid, power_below
 from dsv4.formats.tensors import AnyWeight, dequantize, operand_of
 
 ROW_TILE = 16
@@ -69,32 +69,38 @@ def _sum_of_runs(products: Tensor) -> Tensor:
     """[C, ...] -> [...], first run first, from 0 on: a sum of zeros has the sign that its kernel likes."""
     if products.shape[0] <= 2:
         return products.sum(0)  # two numbers have one sum
+    if products.shape[1] <= 2:
+        return ordered_sum(products, 0)  # one call, but slow where there are many rows
     first, *others = products.unbind(0)
     return functools.reduce(torch.add, others, first + 0.0)
 
 
-def exact_dots(x: Tensor, keys: Tensor) -> Tensor:
-    """x [Q, H, d], keys fp64 [N, d] -> fp64 [Q, H, N]. Exact sums for bf16 and fp16; wider inputs are rounded."""
+def exact_dots(x: Tensor, keys: Tensor, largest: Tensor) -> Tensor:
+    """x [Q, H, d], keys fp64 [N, d] and their largest values [N, 1] -> fp64 [Q, H, N]. Exact sums for bf16 and fp16;
+    wider inputs are rounded.
+    """
     if not is_short(x.dtype):
         return x.double() @ keys.t()
     rows = on_grid(in_runs(x)).flatten(0, 1)  # [Q H, C, R]
-    return exact_matmul(rows, in_runs(on_grid(keys)).movedim(0, -1)).unflatten(0, x.shape[:2])
+    return exact_matmul(rows, in_runs(on_grid(keys, largest=largest)).movedim(0, -1)).unflatten(0, x.shape[:2])
 
 
-def exact_average(weights: Tensor, keys: Tensor) -> Tensor:
-    """Weights fp64 [Q, H, N] of at most MAX_KEYS keys, finite fp64 [N, d] -> fp64 [Q, H, d], without rounding.
+def exact_average(weights: Tensor, keys: Tensor, largest: Tensor) -> Tensor:
+    """Weights fp64 [Q, H, N] of at most MAX_KEYS keys, finite fp64 [N, d] and their largest values [N, 1] -> fp64
+    [Q, H, d], without rounding.
 
     WEIGHT_BITS + VALUE_BITS + log2(MAX_KEYS) = 53. A key's own power of two goes to its weight, so that the grid of a
     query does not depend on keys that weigh nothing for it.
     """
-    power = largest_power(keys).clamp_min(2.0**-900)
-    products = on_grid(weights * power.squeeze(-1), WEIGHT_BITS) @ on_grid(keys / power, VALUE_BITS)
-    return products + 0.0
+    power = power_below(largest).clamp_min(2.0**-900)
+    values = on_grid(keys / power, VALUE_BITS, largest / power)
+    return on_grid(weights * power.squeeze(-1), WEIGHT_BITS) @ values + 0.0
 
 
-def ordered_sum(x: Tensor, dim: int) -> Tensor:
+def ordered_sum(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Sum over one dimension, first element first (a running sum has no other order)."""
-    return x.cumsum(dim).select(dim, -1)
+    running = x.cumsum(dim)
+    return running.narrow(dim, -1, 1) if keepdim else running.select(dim, -1)
 
 
 def exp(x: Tensor) -> Tensor:

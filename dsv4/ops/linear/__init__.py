@@ -12,10 +12,10 @@ from dsv4.ops.linear.launch import (
     prepare_grouped,
     widened,
 )
-from dsv4.ops.linear.op import grouped_linear_ref, linear_ref, linears_ref
+from dsv4.ops.linear.op import grouped_linear_ref, linear_ref, linears_ref, segments_ref
 
 __all__ = [
     "LinearBundle", "Segment", "grouped_linear", "grouped_linear_ref", "is_kernel_weight", "launch_grouped",
     "launch_linears", "launch_shuffled", "linear", "linear_ref", "linears", "linears_ref", "num_splits",
-    "prepare_grouped", "takes_codes", "widened",
+    "prepare_grouped", "segments_ref", "takes_codes", "widened",
 ]  # fmt: skip

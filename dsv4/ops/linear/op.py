@@ -12,13 +12,22 @@ One rounding to the output dtype at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dsv4.formats.exact_sums import in_runs, on_grid
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
-from dsv4.formats.tensors import AnyWeight, QuantActivation, WideWeight, dequantize, operand_of
+from dsv4.formats.tensors import (
+    AnyWeight,
+    QuantActivation,
+    WideWeight,
+    dequantize,
+    operand_of,
+    quantised_runs,
+)
 from dsv4.ops.lib.invariant import exact_matmul, is_short, rows_matmul
 from dsv4.ops.linear.bundle import LinearBundle, takes_codes
 
@@ -42,8 +51,23 @@ def linears_ref(
     products: dict[int, Tensor] = {}
     for has_codes in (True, False):
         places = [place for place, weight in enumerate(weights) if takes_codes(weight) is has_codes]
-        products |= zip(places, source.times([weights[place] for place in places], has_codes), strict=True)
+        if places:
+            chosen = [weights[place] for place in places]
+            joined = source.times(chosen)
+            widths = [weight.shape[0] for weight in chosen]
+            products |= zip(places, joined.split_with_sizes(widths, -1) if widths[1:] else [joined], strict=True)
     return tuple(products[place].to(out_dtype or plain_dtype) for place, out_dtype in enumerate(out_dtypes))
+
+
+def segments_ref(x: Tensor, weights: Sequence[Sequence[AnyWeight]], counts: Sequence[int]) -> Tensor:
+    """Rows of x [P, K] in segments of `counts`, each on weights of its own, which take their input alike -> [P, N] in
+    x's dtype: `linears` of each segment, its weights' results side by side.
+    """
+    source, ends = _Input(x, None), accumulate(counts)
+    parts = [
+        source.times(chosen, slice(end - count, end)) for chosen, count, end in zip(weights, counts, ends, strict=True)
+    ]
+    return torch.cat(parts).to(x.dtype)
 
 
 class _Input:
@@ -52,18 +76,19 @@ class _Input:
     def __init__(self, x: Tensor | QuantActivation, codes: QuantActivation | None) -> None:
         self._x, self._codes = x, codes
 
-    def times(self, weights: Sequence[AnyWeight], has_codes: bool) -> Sequence[Tensor]:
-        """The products with weights that all take codes, or none of which does. fp64 where sums are exact."""
-        if not weights:
-            return ()
+    def times(self, weights: Sequence[AnyWeight], rows: slice | None = None) -> Tensor:
+        """The products of all rows, or some, with weights that all take codes, or none of which does, side by side:
+        [T, N], fp64 where sums are exact."""
+        has_codes = takes_codes(weights[0])
         if not has_codes and not is_short(self._plain.dtype):
-            return [rows_matmul(self._plain, weight) for weight in weights]
-        runs = self._quantised.runs if has_codes else on_grid(in_runs(self._plain))
+            x = self._plain if rows is None else self._plain[rows]
+            return torch.cat([rows_matmul(x, weight) for weight in weights], -1)
+        runs = self._quantised if has_codes else self._on_grid
+        runs = runs if rows is None else runs[rows]
         wide = [weight for weight in weights if isinstance(weight, WideWeight)]
         if len(wide) < len(weights):
-            return [exact_matmul(runs, operand_of(weight)) for weight in weights]
-        joined = exact_matmul(runs, wide[0].joined_operand(tuple(wide[1:])))
-        return [joined] if len(wide) == 1 else joined.split([weight.shape[0] for weight in wide], -1)
+            return torch.cat([exact_matmul(runs, operand_of(weight)) for weight in weights], -1)
+        return exact_matmul(runs, wide[0].joined_operand(tuple(wide[1:])))
 
     @property
     def _plain(self) -> Tensor:
@@ -71,11 +96,17 @@ class _Input:
             raise ValueError("expected a plain input for a weight that takes its input as it is, found FP8 codes")
         return self._x
 
-    @property
-    def _quantised(self) -> QuantActivation:
+    @cached_property
+    def _on_grid(self) -> Tensor:
+        """fp64 [T, C, 128], for exact sums."""
+        return on_grid(in_runs(self._plain))
+
+    @cached_property
+    def _quantised(self) -> Tensor:
+        """The same of the codes."""
         if isinstance(self._x, QuantActivation):
-            return self._x
-        return self._codes or QuantActivation.of(self._x)
+            return self._x.runs
+        return quantised_runs(self._x) if self._codes is None else self._codes.runs
 
 
 def grouped_linear_ref(x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor:

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import AnyWeight
 from dsv4.ops.lib.invariant import accumulator, ordered_sum, silu
-from dsv4.ops.linear import linear_ref, linears_ref
+from dsv4.ops.linear import segments_ref
+
+Expert = tuple[AnyWeight, AnyWeight, AnyWeight]  # w1, w2, w3
 
 
-def expert_ref(x: Tensor, w1: AnyWeight, w2: AnyWeight, w3: AnyWeight, limit: float, weight: Tensor | None) -> Tensor:
-    """One expert on x [T, D]: w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight). weight [T] or None.
+def experts_ref(
+    x: Tensor, matrices: Sequence[Expert], counts: Sequence[int], limit: float, weight: Tensor | None
+) -> Tensor:
+    """Experts side by side: the first counts[0] rows of x [P, D] meet the first of `matrices`, and so on. Each row gets
+    w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight). weight [P] or None.
 
     gate is clamped from above only; both products are rounded to x's dtype before the activation.
     """
-    acc = accumulator(x)
-    gate, up = (product.to(acc) for product in linears_ref(x, (w1, w3), (x.dtype, x.dtype)))
+    products = segments_ref(x, [(w1, w3) for w1, _, w3 in matrices], counts).to(accumulator(x))
+    gate, up = products.chunk(2, -1)
     hidden = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     if weight is not None:
-        hidden = hidden * weight.to(acc).unsqueeze(-1)
-    return linear_ref(hidden.to(x.dtype), w2)
+        hidden = hidden * weight.to(hidden.dtype).unsqueeze(-1)
+    return segments_ref(hidden.to(x.dtype), [(w2,) for _, w2, _ in matrices], counts)
 
 
 _Shuffled = tuple[ShuffledTensor, ShuffledTensor, ShuffledTensor]
-Matrices = tuple[AnyWeight, AnyWeight, AnyWeight] | _Shuffled  # w1, w2, w3
+Matrices = Expert | _Shuffled
 
 
-def _as_loaded(matrices: Matrices) -> tuple[AnyWeight, AnyWeight, AnyWeight]:
+def _as_loaded(matrices: Matrices) -> Expert:
     w1, w2, w3 = (unshuffle(weight) if isinstance(weight, ShuffledTensor) else weight for weight in matrices)
     return w1, w2, w3
 
@@ -40,8 +49,14 @@ def moe_ref(
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
     expert id outside 0 .. E - 1 (-1 by convention) is left out.
     """
-    parts = moe_parts_ref(x, experts, weights, routed, shared, limit=limit)
-    return moe_fold_ref(x, parts, routed, shared, limit=limit)
+    pairs, num_tokens = _Pairs.of(experts, routed), x.shape[0]
+    everyone = torch.arange(num_tokens, device=x.device)
+    inputs = x[torch.cat((pairs.rows, everyone))]
+    scales = torch.cat((weights.flatten()[pairs.order], weights.new_ones(num_tokens)))
+    matrices = [*pairs.matrices, _as_loaded(shared)]
+    out = experts_ref(inputs, matrices, [*pairs.counts, num_tokens], limit, scales)
+    routed_out, shared_out = out.split_with_sizes((out.shape[0] - num_tokens, num_tokens))
+    return _fold(pairs.in_place(routed_out, experts), shared_out)
 
 
 def moe_parts_ref(
@@ -51,24 +66,44 @@ def moe_parts_ref(
     dtype. Parts of ids outside 0 .. E - 1 are not computed and hold anything. `shared` is not run: kernels take it
     because they are compiled for its format too.
     """
-    w1, w2, w3 = _as_loaded(routed)
-    num_experts = w1.shape[0]
-    ids = experts.flatten()
-    ids = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
-    order = ids.argsort(stable=True)  # pairs of a token and its expert, by expert
-    inputs, scales = x[order // experts.shape[1]], weights.flatten()[order]
-    parts = x.new_zeros((experts.numel(), x.shape[1]))
-    start = 0
-    for idx, count in enumerate(ids.bincount(minlength=num_experts)[:num_experts].tolist()):
-        if count:
-            pairs = slice(start, start + count)
-            start += count
-            parts[order[pairs]] = expert_ref(inputs[pairs], w1[idx], w2[idx], w3[idx], limit, scales[pairs])
-    return parts.unflatten(0, experts.shape)
+    pairs = _Pairs.of(experts, routed)
+    if not pairs.counts:
+        return x.new_zeros(*experts.shape, x.shape[1])
+    scales = weights.flatten()[pairs.order]
+    return pairs.in_place(experts_ref(x[pairs.rows], pairs.matrices, pairs.counts, limit, scales), experts)
 
 
 def moe_fold_ref(x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, limit: float) -> Tensor:
     """The second half: parts [T, k, D], complete, and the shared expert on x [T, D] -> [T, D]. `routed` is not run."""
-    acc = accumulator(x)
-    part = expert_ref(x, *_as_loaded(shared), limit, None)  # [T, D]
-    return (ordered_sum(parts.to(acc), 1) + part.to(acc)).to(x.dtype)
+    return _fold(parts, experts_ref(x, [_as_loaded(shared)], [x.shape[0]], limit, None))
+
+
+def _fold(parts: Tensor, shared_out: Tensor) -> Tensor:
+    acc = accumulator(parts)
+    return (ordered_sum(parts.to(acc), 1) + shared_out.to(acc)).to(parts.dtype)
+
+
+class _Pairs(NamedTuple):
+    """Tokens and the experts they chose, by expert: `order` [P] of the pairs, their tokens' `rows` [P], and the experts
+    with how many pairs each has."""
+
+    order: Tensor
+    rows: Tensor
+    matrices: list[Expert]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, experts: Tensor, routed: Matrices) -> _Pairs:
+        w1, w2, w3 = _as_loaded(routed)
+        num_experts, chosen = w1.shape[0], dict[int, list[int]]()
+        for pair, expert in enumerate(experts.flatten().tolist()):
+            if 0 <= expert < num_experts:
+                chosen.setdefault(expert, []).append(pair)
+        order = experts.new_tensor([pair for pairs in chosen.values() for pair in pairs], dtype=torch.int64)
+        matrices = [(w1[expert], w2[expert], w3[expert]) for expert in chosen]
+        return cls(order, order // experts.shape[1], matrices, [len(pairs) for pairs in chosen.values()])
+
+    def in_place(self, out: Tensor, experts: Tensor) -> Tensor:
+        """Results [P, D] -> [T, k, D], zeros where there is no pair."""
+        parts = out.new_zeros(experts.numel(), out.shape[1])
+        return parts.index_copy(0, self.order, out).unflatten(0, experts.shape)

@@ -12,11 +12,9 @@ from dsv4.ops.lib.invariant import ordered_sum, wide_dtype
 def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., K], weight [K] or None -> [..., K] in x's dtype. Maths in at least fp32, one rounding at the end."""
     wide = x.to(wide_dtype(x))
-    mean_square = ordered_sum(wide.square(), -1) / x.shape[-1]
-    normed = wide * torch.rsqrt(mean_square + eps).unsqueeze(-1)
-    if weight is not None:
-        normed = normed * weight.to(normed.dtype)
-    return normed.to(x.dtype)
+    mean_square = ordered_sum(wide.square(), -1, keepdim=True) / x.shape[-1]
+    normed = wide * torch.rsqrt(mean_square + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def rms_norm_quant_ref(

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 
 
-def gather_history(
-    batch: TokenBatch, tokens: Tensor, wanted: Tensor, fresh: Callable[[Tensor], Tensor],
-    cached: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:  # fmt: skip
-    """Values [Q, N, ...] at positions `wanted` [Q, N] of the requests that the batch rows `tokens` [Q] belong to.
+def history_of(batch: TokenBatch, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where positions `wanted` [Q, N] of the requests of the batch rows `tokens` [Q] are read: the batch row [Q, N],
+    the slot of the cache [Q, 1], and whether it is the batch [Q, N].
 
-    `fresh(rows)` reads batch rows, `cached(slots, positions)` the cache. Where `wanted` is negative, or the row is
-    padding, the result is meaningless and the caller masks it.
+    Where `wanted` is negative, or the row is padding, both lead somewhere, and the caller masks what is read there.
     """
     age = batch.positions[tokens].unsqueeze(-1) - wanted  # a request's tokens stand side by side
-    is_fresh = wanted >= batch.chunk_starts[tokens].unsqueeze(-1)
     rows = (tokens.unsqueeze(-1) - age).clamp(0, batch.num_tokens - 1)
-    slots = batch.slots[tokens].clamp_min(0).unsqueeze(-1).expand_as(wanted)
-    new, old = fresh(rows), cached(slots, wanted.clamp_min(0))
-    return torch.where(is_fresh.reshape(*is_fresh.shape, *(1,) * (new.dim() - 2)), new, old)
+    is_fresh = wanted >= batch.chunk_starts[tokens].unsqueeze(-1)
+    return rows, batch.slots[tokens].clamp_min(0).unsqueeze(-1), is_fresh
 
 
 def request_tiles(batch: TokenBatch, size: int) -> Iterator[tuple[int, slice]]:
     """Slots and batch rows of the requests, at most `size` rows of one request at a time; no padding."""
-    slots, start = batch.slots.tolist(), 0
+    slots, start = batch.once("slots", batch.slots.tolist), 0
     while start < len(slots):
         end = start + 1
         while end < min(len(slots), start + size) and slots[end] == slots[start]:
@@ -39,7 +33,14 @@ def request_tiles(batch: TokenBatch, size: int) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def last_writers(batch: TokenBatch, ring_len: int) -> Tensor:
-    """Batch rows [W] whose row of a ring of `ring_len` is not overwritten by a later token of the same chunk."""
-    keep = (batch.slots >= 0) & (batch.positions >= batch.chunk_ends - ring_len)
-    return keep.nonzero().squeeze(-1)
+def last_writers(batch: TokenBatch, ring_len: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Batch rows [W] whose row of a ring of `ring_len` is not overwritten by a later token of the same chunk; and where
+    they write: slots and ring rows [W].
+    """
+
+    def find() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        keep = (batch.slots >= 0) & (batch.positions >= batch.chunk_ends - ring_len)
+        writers = keep.nonzero().squeeze(-1)
+        return writers, (batch.slots[writers], batch.positions[writers] % ring_len)
+
+    return batch.once(("last writers", ring_len), find)

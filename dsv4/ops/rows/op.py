@@ -7,6 +7,7 @@ normed, roped, quantised, written at position % ring_len.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,24 +42,41 @@ def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -
 
 def rope_tables(positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32 [T, rope_dim / 2]. The angle is an fp32 product, as published; its cosine is exact to fp32."""
-    angles = (positions.to(torch.float32)[:, None] * freqs).double()
+    angles = (positions.float().unsqueeze(-1) * freqs).double()
     return angles.cos().float(), angles.sin().float()
+
+
+class Turn(NamedTuple):
+    """What rope multiplies pairs of dims with at some positions: cos [T, 1, rope_dim / 2, 1]; (-sin, sin) [..., 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, freqs: Tensor) -> Turn:
+        cos, sin = rope_tables(positions, freqs)
+        return cls(cos[:, None, :, None], torch.stack((-sin, sin), -1).unsqueeze(1))
+
+    @classmethod
+    def of_batch(cls, batch: TokenBatch, freqs: Tensor) -> Turn:
+        """That of the batch's positions, which all its layers share."""
+        made: tuple[Turn, Tensor] = batch.once(("turn", id(freqs)), lambda: (cls.of(batch.positions, freqs), freqs))
+        return made[0]
 
 
 def rope_ref(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last 2 * len(freqs) dims of x [T, ..., K] at positions [T]; `inverse` rotates back. x's dtype."""
-    return rotate(x, *rope_tables(positions, freqs), inverse)
+    return rotate(x, Turn.of(positions, freqs), inverse)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """`rope_ref` with the tables of its positions."""
-    acc = accumulator(x)
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[1], 1)
-    cos, sin = cos.to(acc).view(shape), (-sin if inverse else sin).to(acc).view(shape)
-    pairs = x[..., -2 * sin.shape[-2] :].to(acc).unflatten(-1, (-1, 2))
+def rotate(x: Tensor, turn: Turn, inverse: bool = False) -> Tensor:
+    """`rope_ref` with what its positions and frequencies come to."""
+    rope_dim, sin = 2 * turn.cos.shape[-2], -turn.sin if inverse else turn.sin
+    plain, turned = x.split_with_sizes((x.shape[-1] - rope_dim, rope_dim), -1)
+    pairs = turned.to(accumulator(x)).reshape(x.shape[0], math.prod(x.shape[1:-1]), rope_dim // 2, 2)
     # even * cos - odd * sin, odd * cos + even * sin
-    rotated = pairs * cos + pairs.flip(-1) * torch.cat((-sin, sin), -1)
-    return torch.cat((x[..., : -2 * sin.shape[-2]], rotated.flatten(-2).to(x.dtype)), -1)
+    rotated = pairs * turn.cos + pairs.flip(-1) * sin
+    return torch.cat((plain, rotated.view(turned.shape).to(x.dtype)), -1)
 
 
 def head_norm_rope_ref(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:
@@ -79,11 +97,9 @@ def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> Non
     Padding writes nothing. Comes after attention: a chunk may be longer than the ring, and its first tokens still need
     the rows it replaces.
     """
-    writers = last_writers(batch, window.ring_len)
-    slots, positions = batch.slots[writers], batch.positions[writers]
-    ring_rows = positions % window.ring_len
-    window.rows[slots, ring_rows] = rows[(writers,)]
-    window.positions[slots, ring_rows] = positions.to(torch.int32)
+    writers, where = last_writers(batch, window.ring_len)
+    window.rows[where] = rows[(writers,)]
+    window.positions.index_put_(where, batch.positions[writers].to(torch.int32))
 
 
 def store_window_ref(

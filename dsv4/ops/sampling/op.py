@@ -111,17 +111,10 @@ def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tens
     Written in place, except by padding and by rows with drafts: last_tokens[slot], to the token or to 0 where there is
     none, and with HAS_PENALTIES token_counts[slot, token] + 1.
     """
-    slots = rows.slots.clamp(min=0)
     wide = allowed_logits(logits, rows, state)
-    temperature = state.temperature[slots].double().unsqueeze(-1)
-    is_greedy = temperature == 0
-    scaled = _numbers(wide / torch.where(is_greedy, 1.0, temperature))
-    keep = keep_mask(scaled, state.top_k[slots], state.top_p[slots], state.min_p[slots])
-    noise = gumbel_noise(state.seeds[slots], rows.steps(state), logits.shape[-1])
-    largest = scaled.amax(-1, keepdim=True)
-    noise = noise.masked_fill(largest == _LARGEST, 0.0)  # which cannot tell infinities apart
-    drawn = torch.where(is_greedy, wide, (scaled - largest + noise).masked_fill(~keep, float("-inf")))
-    token_ids = topk_select_ref(drawn, 1).squeeze(-1)
+    is_greedy = (state.temperature[rows.slots.clamp(min=0)] == 0).unsqueeze(-1)
+    noisy = wide if bool(is_greedy.all()) else _with_noise(wide, rows, state)
+    token_ids = torch.where(is_greedy, wide, noisy).argmax(-1)  # the first of several
     token_ids = token_ids.masked_fill((wide == float("-inf")).all(-1), NOTHING_ALLOWED)
     token_ids = token_ids.masked_fill(logits.isnan().any(-1) | (rows.slots < 0), POISONED)
     if rows.drafts is None:
@@ -129,17 +122,33 @@ def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tens
     return token_ids
 
 
+def _with_noise(wide: Tensor, rows: SamplingRows, state: SamplingState) -> Tensor:
+    """Allowed logits fp64 [R, V] -> what the largest is drawn of: over temperature, filtered, with noise."""
+    slots = rows.slots.clamp(min=0)
+    temperature = state.temperature[slots].double().unsqueeze(-1)
+    scaled = _numbers(wide / torch.where(temperature == 0, 1.0, temperature))
+    keep = keep_mask(scaled, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+    noise = gumbel_noise(state.seeds[slots], rows.steps(state), wide.shape[-1])
+    largest = scaled.amax(-1, keepdim=True)
+    noise = noise.masked_fill(largest == _LARGEST, 0.0)  # which cannot tell infinities apart
+    return (scaled - largest + noise).masked_fill(~keep, float("-inf"))
+
+
 def allowed_logits(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tensor:
     """fp64 [R, V] after bias, penalties and mask, without NaN and +inf; -inf where a token may not be drawn."""
     slots = rows.slots.clamp(min=0)
     flags = state.flags[slots].unsqueeze(-1)
+    has_bias, has_penalties = (flags & HAS_BIAS) != 0, (flags & HAS_PENALTIES) != 0
     wide = logits.double()
-    wide = torch.where((flags & HAS_BIAS) != 0, wide + state.bias[slots].double(), wide)
-    penalised = apply_penalties(
-        wide, _token_counts(rows, state), state.repetition_penalty[slots], state.presence_penalty[slots],
-        state.frequency_penalty[slots],
-    )  # fmt: skip
-    wide = _numbers(torch.where((flags & HAS_PENALTIES) != 0, penalised, wide))
+    if bool(has_bias.any()):
+        wide = torch.where(has_bias, wide + state.bias[slots].double(), wide)
+    if bool(has_penalties.any()):
+        penalised = apply_penalties(
+            wide, _token_counts(rows, state), state.repetition_penalty[slots], state.presence_penalty[slots],
+            state.frequency_penalty[slots],
+        )  # fmt: skip
+        wide = torch.where(has_penalties, penalised, wide)
+    wide = _numbers(wide)
     if rows.mask is None or rows.is_masked is None:
         return wide
     tokens = torch.arange(logits.shape[-1], device=logits.device)
@@ -237,19 +246,21 @@ def gumbel_noise(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
 
 
 def philox(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 in int64 arithmetic: four 32-bit words from a 64-bit key and four counter words; all broadcast."""
-    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _MASK for word in counter))
+    """Philox 4x32-10 in int64 arithmetic: four 32-bit words from a 64-bit key and four counter words; all broadcast.
+
+    Words 0 and 2 are one tensor and words 1 and 3 another: a round does the same to both of a pair. A 64-bit product
+    that leaves int64 has its right bits.
+    """
+    *words, seed = torch.broadcast_tensors(*(word & _MASK for word in counter), seed)
+    even, odd = torch.stack(words[0::2]), torch.stack(words[1::2])  # [2, ...]
+    key = torch.stack((seed & _MASK, (seed >> 32) & _MASK))
+    multipliers, weyl = (
+        torch.tensor(pair, device=seed.device).view(2, *(1,) * seed.dim())
+        for pair in (_PHILOX_MULTIPLIERS, _PHILOX_WEYL)
+    )
     for _ in range(10):
-        high0, low0 = _multiply(_PHILOX_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_PHILOX_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + _PHILOX_WEYL[0]) & _MASK, (key1 + _PHILOX_WEYL[1]) & _MASK
-    return c0, c1, c2, c3
-
-
-def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, without leaving int64: split the constant in 16-bit halves."""
-    low_part = (constant & 0xFFFF) * value  # < 2^48
-    high_part = (constant >> 16) * value + (low_part >> 16)  # < 2^49
-    return (high_part >> 16) & _MASK, ((high_part << 16) & _MASK) | (low_part & 0xFFFF)
+        product = multipliers * even
+        high, low = (product >> 32) & _MASK, product & _MASK
+        even, odd = high.flip(0) ^ odd ^ key, low.flip(0)
+        key = (key + weyl) & _MASK
+    return even[0], odd[0], even[1], odd[1]

@@ -15,11 +15,12 @@ from cache_cases import BLOCKS_PER_SLOT, CSA, INDEX_FP4, INDEX_FP8, NUM_BLOCKS, 
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
-from dsv4.formats.row_store import RowStore, encode_rows
+from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.indexer import (
     SCORE_CONFIG,
     ScoreConfig,
+    entry_rows,
     entry_scores,
     index_queries,
     index_queries_ref,
@@ -28,7 +29,6 @@ from dsv4.ops.indexer import (
     index_topk_ref,
     launch_index_topk,
     num_visible,
-    read_entries,
     row_bytes,
 )
 from dsv4.ops.lib.guard import KernelInputError
@@ -196,7 +196,7 @@ def test_scores_are_close_to_the_oracle(fmt, heads):
     found = scores_of(q, weights, keys, batch)[:, :num_entries]
 
     def oracle(dtype):
-        values = read_entries(keys, batch, 1, torch.arange(num_entries, device=q.device))
+        values = decode_rows(entry_rows(keys, batch, 1, torch.arange(num_entries, device=q.device)))
         return entry_scores(q.to(dtype), weights.to(dtype), values)
 
     assert_close_to_oracle(found, oracle)
