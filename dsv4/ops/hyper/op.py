@@ -90,17 +90,11 @@ def hc_split_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mixes [T, 2n + n*n] -> pre [T, n], post [T, n], comb [T, n, n]."""
     n = round((mixes.shape[-1] + 1) ** 0.5) - 1  # 2n + n^2 = (n + 1)^2 - 1
-    logits = mixes * scale.index_select(0, _scale_ids(n, scale.device)) + base
+    scale_ids = (torch.arange(mixes.shape[-1], device=scale.device) // n).clamp_max(2)  # n rows, n rows, all others
+    logits = mixes * scale.index_select(0, scale_ids) + base
     gates, comb = logits.split_with_sizes((2 * n, n * n), -1)
     pre, post = sigmoid(gates).split_with_sizes((n, n), -1)
     return pre + eps, 2 * post, sinkhorn_ref(comb.unflatten(-1, (n, n)), num_iters, eps)
-
-
-@functools.cache
-def _scale_ids(n: int, device: torch.device) -> Tensor:
-    """Which of the three scales each row of fn has."""
-    with torch.inference_mode(False):  # whoever asks first: others may need gradients
-        return torch.tensor([0] * n + [1] * n + [2] * (n * n), device=device)
 
 
 def _mixes(streams: Tensor, fn: AnyWeight, norm_eps: float) -> Tensor:
