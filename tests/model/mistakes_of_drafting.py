@@ -213,12 +213,12 @@ def the_targets_collapse(bed: Bed) -> None:
 
 def no_markov_bias(bed: Bed) -> None:
     dspark = bed.llm.model.params.dspark
-    bed.patch.setattr(dspark, "markov_w2", torch.zeros_like(dspark.markov_w2))
+    bed.patch.setattr(dspark, "markov_w2", torch.zeros_like(as_loaded(dspark.markov_w2)))
 
 
 def markov_matrices_swapped(bed: Bed) -> None:
     dspark = bed.llm.model.params.dspark
-    first, second = dspark.markov_w1, dspark.markov_w2
+    first, second = dspark.markov_w1, as_loaded(dspark.markov_w2)
     bed.patch.setattr(dspark, "markov_w1", second)
     bed.patch.setattr(dspark, "markov_w2", first)
 
