@@ -395,7 +395,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=280.0, help="begin nothing after so many")
     parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--contexts", type=numbers, default=[2048, 65536, 1048576])
-    parser.add_argument("--prefill", type=numbers, default=[2048, 8192])
+    parser.add_argument("--prefill", type=numbers, default=[2048, 8192, 16384])
+    parser.add_argument("--experts", choices=("nvfp4", "mxfp4"), default="nvfp4", help="of the four layers")
     parser.add_argument("--concurrency", type=numbers, default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
@@ -406,7 +407,7 @@ def main() -> int:
     wanted = options.section or list(SECTIONS)
     is_cuda = options.device != "cpu"
     origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
-    session = Session(options, {"gpu": "none"} | origin)
+    session = Session(options, {"gpu": "none", "experts": options.experts} | origin)
     of_four = {
         "decode": run_decode, "prefill": run_prefill, "serving": run_serving, "memory": run_memory,
         "reproducibility": run_reproducibility,
@@ -428,7 +429,7 @@ def main() -> int:
 
 
 def four_layers(options: argparse.Namespace) -> BenchModel:
-    return build_model(options.preset, schedule=SCHEDULE, hash_layers=1, experts="nvfp4", device=options.device)
+    return build_model(options.preset, schedule=SCHEDULE, hash_layers=1, experts=options.experts, device=options.device)
 
 
 if __name__ == "__main__":
