@@ -33,11 +33,11 @@ class Branches:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
-    def beside(self, call: Callable[[], None] | None) -> Iterator[None]:
-        """`call` beside the block. None: nothing to do."""
+    def beside(self, call: Callable[[], None] | None, can_fork: bool = True) -> Iterator[None]:
+        """`call` beside the block. None: nothing to do. A block that ends a graph and begins another cannot fork."""
         if call is None:
             yield
-        elif self._stream is None or not torch.cuda.is_current_stream_capturing():
+        elif self._stream is None or not can_fork or not torch.cuda.is_current_stream_capturing():
             call()
             yield
         else:

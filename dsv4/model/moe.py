@@ -1,11 +1,15 @@
 """One feed-forward sublayer: choose experts, run them and the shared expert.
 
-Where experts are divided among ranks (`ModelContext.exchange`) the same happens in two halves: every rank computes the
-parts of its own experts for all ranks' tokens, and each token's rank sums the parts as one process would.
+Where experts are divided among ranks (`ModelContext.exchange`) the same happens in pieces: every rank computes the parts
+of its own experts for all ranks' tokens, and each token's rank sums the parts as one process would. The shared expert
+needs nobody else: it runs beside the exchange.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
@@ -24,6 +28,12 @@ def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) 
     exchange = context.exchange
     if exchange is None:
         return context.ops.moe(x, experts, weights, routed, shared, limit=limit), experts
-    rows = exchange.dispatch(x, experts, weights, batch.slots)
-    parts = context.ops.moe_parts(rows.x, rows.experts, rows.weights, routed, shared, limit=limit)
-    return context.ops.moe_fold(x, exchange.collect(parts, rows), routed, shared, limit=limit), experts
+    shared_out = torch.empty_like(x)
+    run_shared = partial(
+        context.ops.moe_shared, x, routed, shared, shared_out, top_k=config.num_experts_per_tok, limit=limit
+    )
+    with context.branches.beside(run_shared, can_fork=not context.backend.cuts_calls):
+        rows = exchange.dispatch(x, experts, weights, batch.slots)
+        parts = context.ops.moe_parts(rows.x, rows.experts, rows.weights, routed, shared, limit=limit)
+        parts = exchange.collect(parts, rows)
+    return context.ops.moe_fold(parts, shared_out), experts

@@ -44,7 +44,17 @@ from dsv4.ops.linear import (
     linears_ref,
     prepare_grouped,
 )
-from dsv4.ops.moe import moe, moe_fold, moe_fold_ref, moe_parts, moe_parts_ref, moe_ref, prepare_experts
+from dsv4.ops.moe import (
+    moe,
+    moe_fold,
+    moe_fold_ref,
+    moe_parts,
+    moe_parts_ref,
+    moe_ref,
+    moe_shared,
+    moe_shared_ref,
+    prepare_experts,
+)
 from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
 from dsv4.ops.router import route, route_ref
 from dsv4.ops.rows import append_swa, append_swa_ref, rope, rope_ref, window_rows, window_rows_ref
@@ -83,6 +93,7 @@ class Backend:
     layout         how weights are laid out for them; oracles take every layout
     graph_devices  types of the devices on which a call can be captured
     has_kernels    whether there is something to compile before the first call
+    cuts_calls     whether a captured call is cut where experts run, for the host to fetch them: nothing runs beside them
     """
 
     name: str
@@ -90,6 +101,7 @@ class Backend:
     layout: WeightLayout
     graph_devices: frozenset[str]
     has_kernels: bool
+    cuts_calls: bool = False
 
     def can_capture(self, device: torch.device) -> bool:
         """Whether a forward call on this device can become a graph."""
@@ -121,6 +133,7 @@ TORCH = Backend(
         route=route_ref,
         moe=moe_ref,
         moe_parts=moe_parts_ref,
+        moe_shared=moe_shared_ref,
         moe_fold=moe_fold_ref,
         attention_inputs=attention_inputs_ref,
         rope=rope_ref,
@@ -158,6 +171,7 @@ TRITON = Backend(
         route=route,
         moe=moe,
         moe_parts=moe_parts,
+        moe_shared=moe_shared,
         moe_fold=moe_fold,
         attention_inputs=attention_inputs,
         rope=rope,

@@ -105,8 +105,14 @@ class MoeParts(Protocol):
     ) -> Tensor: ...
 
 
+class MoeShared(Protocol):
+    def __call__(
+        self, x: Tensor, routed: Matrices, shared: Matrices, out: Tensor, *, top_k: int, limit: float
+    ) -> None: ...
+
+
 class MoeFold(Protocol):
-    def __call__(self, x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, limit: float) -> Tensor: ...
+    def __call__(self, parts: Tensor, shared_out: Tensor) -> Tensor: ...
 
 
 class AttentionInputs(Protocol):
@@ -196,6 +202,7 @@ class OpSet:
     route: Route
     moe: Moe
     moe_parts: MoeParts
+    moe_shared: MoeShared
     moe_fold: MoeFold
     attention_inputs: AttentionInputs
     rope: Rope

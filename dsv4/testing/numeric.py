@@ -59,7 +59,7 @@ KERNEL_LIMITS_OF = {
     "linears": KERNEL_LIMITS["bf16"],
     "moe": Limits(2.0**-7, 2.0**-5),
     "moe_parts": Limits(2.0**-7, 2.0**-5),
-    "moe_fold": Limits(2.0**-7, 2.0**-5),
+    "moe_shared": Limits(2.0**-7, 2.0**-5),
     "sparse_attention": Limits(2.0**-6, 2.0**-4),
 }
 # Share of the choices of an op that near-ties may decide otherwise; every other integer is the same.

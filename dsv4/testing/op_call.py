@@ -34,7 +34,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "activation_topk": ("logits",),
     "moe": ("x", "experts", "weights"),
     "moe_parts": ("x", "experts", "weights"),
-    "moe_fold": ("x", "parts"),
+    "moe_shared": ("x", "out"),
+    "moe_fold": ("parts", "shared_out"),
     "attention_inputs": ("q", "kv", "index_q", "batch"),
     "rope": ("x", "positions"),
     "head_norm_rope": ("q", "positions"),
@@ -56,6 +57,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 # arguments written in place
 WRITTEN: dict[str, tuple[str, ...]] = {
+    "moe_shared": ("out",),
     "attention_inputs": ("window",),
     "store_window": ("window",),
     "append_swa": ("window",),

@@ -15,6 +15,7 @@ import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.dist.exchange import Rows
 from dsv4.loader.synth import random_params
 from dsv4.model.branches import Branches
 from dsv4.model.prepare import prepare_params
@@ -30,10 +31,22 @@ CONFIG = ModelConfig.tiny(
     n_routed_experts=4, index_n_heads=2, index_topk=8, num_nextn_predict_layers=0, max_position_embeddings=512,
 )  # fmt: skip
 MAY_OVERLAP = (
-    "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair",
+    "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair", "moe_parts", "moe_shared",
 )  # fmt: skip
 OP_MODULES = op_modules()
 KERNELS = replace(TORCH, layout=TRITON.layout).with_ops(**{name: getattr(TRITON.ops, name) for name in MAY_OVERLAP})
+
+
+class Alone:
+    """The exchange of a rank that owns every expert."""
+
+    size, can_capture = 1, False
+
+    def dispatch(self, x, experts, weights, slots):
+        return Rows(x, experts, weights, experts)
+
+    def collect(self, parts, rows):
+        return parts
 
 
 class Last(Branches):
@@ -44,7 +57,7 @@ class Last(Branches):
         self.calls, self.at = [], None
 
     @contextmanager
-    def beside(self, call):
+    def beside(self, call, can_fork=True):
         assert self.at is None, "a branch within a branch"
         self.at = None if call is None else "block"
         yield
@@ -55,10 +68,10 @@ class Last(Branches):
         self.at = None
 
 
-def run(backend, branches, chunks, drafts=0):
+def run(backend, branches, chunks, drafts=0, exchange=None):
     """Logits after each call and the rows of the rings. `chunks`: for each call the tokens of each of two requests."""
     params = prepare_params(random_params(CONFIG, seed=3, device=kernel_device(), with_mtp=False), backend)
-    model = Transformer(CONFIG, params, torch.bfloat16, backend=backend)
+    model = Transformer(CONFIG, params, torch.bfloat16, backend=backend, exchange=exchange)
     if branches is not None:
         model.context = replace(model.context, branches=branches)
     limits = EngineConfig(
@@ -87,6 +100,8 @@ def test_a_call_may_run_last(chunks):
     last = Last()
     assert_same(run(TORCH, last, chunks), run(TORCH, None, chunks))
     assert set(last.calls) == {"compress_ref", "compress_pair_ref"}
+    assert_same(run(TORCH, last, chunks, exchange=Alone()), run(TORCH, None, chunks))
+    assert set(last.calls) == {"compress_ref", "compress_pair_ref", "moe_shared_ref"}
 
 
 def test_the_comparison_sees_a_call_that_is_too_late():
@@ -96,7 +111,7 @@ def test_the_comparison_sees_a_call_that_is_too_late():
         late = None
 
         @contextmanager
-        def beside(self, call):
+        def beside(self, call, can_fork=True):
             yield
             before, self.late = self.late, call
             if before is not None:
@@ -136,19 +151,20 @@ def test_what_may_overlap_takes_different_counters(monkeypatch):
     last = Last()
     taken = {"call": set(), "block": set()}
 
-    def counters(purpose, device):
+    def counters(purpose, device, *start):
         if last.at is not None:
             taken[last.at].add(purpose)
-        return arrival_counters(purpose, device)
+        return arrival_counters(purpose, device, *start)
 
     for module in OP_MODULES:
         if hasattr(module, "arrival_counters"):
             monkeypatch.setattr(module, "arrival_counters", counters)
     chunks = [(2, 0), (1, 0)]
-    found = run(KERNELS, last, chunks)
-    assert set(last.calls) == {"compress", "compress_pair"}
-    assert taken == {"call": {"compress"}, "block": {"linear"}}
-    assert_same(found, run(KERNELS, None, chunks))
+    found = run(KERNELS, last, chunks, exchange=Alone())
+    assert set(last.calls) == {"compress", "compress_pair", "moe_shared"}
+    assert taken["call"] == {"compress", "shared expert", "shared expert gate and up"}
+    assert taken["block"] == {"linear", "parts", "moe gate and up"}
+    assert_same(found, run(KERNELS, None, chunks, exchange=Alone()))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor, WideWeight
 from dsv4.ops.hyper import sinkhorn_ref
 from dsv4.ops.lib.invariant import exact_matmul
 from dsv4.ops.linear import linears_ref, segments_ref
-from dsv4.ops.moe import experts_ref, moe_fold_ref, moe_parts_ref, moe_ref
+from dsv4.ops.moe import experts_ref, moe_fold_ref, moe_parts_ref, moe_ref, moe_shared_ref
 from dsv4.testing.inputs import normal
 from dsv4.testing.numeric import assert_bitwise
 
@@ -99,14 +99,16 @@ def test_segments_are_the_linears_of_each(make, is_kept):
 
 
 @MAKES
-def test_experts_together_are_the_halves_and_the_single_ones(make):
+def test_experts_together_are_the_pieces_and_the_single_ones(make):
     x, weights = normal((6, 256), seed=2), torch.rand(6, 2, generator=torch.Generator().manual_seed(3))
     experts = torch.tensor([[0, 3], [1, 2], [-1, 4], [0, 3], [EXPERTS, -1], [3, 4]])
     routed = (stacked(make, 20), stacked(make, 40, 256, 128), stacked(make, 60))
     shared = fp8(80), fp8(81, 256, 128), fp8(82)
     whole = moe_ref(x, experts, weights, routed, shared, limit=LIMIT)
     parts = moe_parts_ref(x, experts, weights, routed, shared, limit=LIMIT)
-    assert_bitwise(moe_fold_ref(x, parts, routed, shared, limit=LIMIT), whole)
+    shared_out = torch.empty_like(x)
+    moe_shared_ref(x, routed, shared, shared_out, top_k=2, limit=LIMIT)
+    assert_bitwise(moe_fold_ref(parts, shared_out), whole)
     for token, chosen in enumerate(experts.tolist()):
         row = x[token : token + 1]
         total = torch.zeros(1, 256, dtype=torch.float64)

@@ -281,8 +281,9 @@ class ExpertPool:
 
     @property
     def backend(self) -> Backend:
-        """The given one with `moe` and its halves exchanged."""
-        return self.inner.with_ops(moe=self.moe, moe_parts=self.moe_parts, moe_fold=self.moe_fold)
+        """The given one with `moe` and what it consists of exchanged."""
+        ops = self.inner.with_ops(moe=self.moe, moe_parts=self.moe_parts, moe_shared=self.moe_shared)
+        return replace(ops, cuts_calls=True)
 
     def always_fits(self, num_tokens: int) -> bool:
         """Whether no choice of `num_tokens` tokens on each rank can need more experts than there are cached slots."""
@@ -323,10 +324,12 @@ class ExpertPool:
         """As `OpSet.moe_parts`, likewise."""
         return self._over(self.inner.ops.moe_parts, x, experts, weights, routed, shared, limit)
 
-    def moe_fold(self, x: Tensor, parts: Tensor, routed: Any, shared: Any, *, limit: float) -> Tensor:
-        """As `OpSet.moe_fold`: no routed expert is run."""
+    def moe_shared(
+        self, x: Tensor, routed: Any, shared: Any, out: Tensor, *, top_k: int, limit: float
+    ) -> None:  # fmt: skip
+        """As `OpSet.moe_shared`: no routed expert is run."""
         stacks = routed.stack if isinstance(routed, LayerExperts) else routed
-        return self.inner.ops.moe_fold(x, parts, stacks, shared, limit=limit)
+        self.inner.ops.moe_shared(x, stacks, shared, out, top_k=top_k, limit=limit)
 
     def _over(
         self, op: Callable[..., Tensor], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,

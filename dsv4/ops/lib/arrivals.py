@@ -16,14 +16,15 @@ from torch import Tensor
 from dsv4.ops.lib.guard import INTERPRET, KernelInputError, jit, tl
 
 NUM_COUNTERS = 1 << 16
+NEVER = -(1 << 62)  # counters that start here are complete in no lifetime
 
 
 @cache
-def arrival_counters(purpose: str, device: torch.device) -> Tensor:
-    """int64 [NUM_COUNTERS], 0 at first."""
+def arrival_counters(purpose: str, device: torch.device, start: int = 0) -> Tensor:
+    """int64 [NUM_COUNTERS], `start` at first; `NEVER` where nobody is to be the last."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise KernelInputError(f"expected one launch ({purpose}) before the capture of a graph, found none")
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
+    return torch.full((NUM_COUNTERS,), start, dtype=torch.int64, device=device)
 
 
 @jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.formats.layouts import ShuffledTensor, shuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
-from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
+from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.ops.moe.config import NATURAL, OPERAND, PRODUCT, GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
@@ -62,16 +62,17 @@ def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tu
 
 def launch_moe(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    *, has_shared: bool = True,
+    *, has_routed: bool = True, has_shared: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`moe` with the work divided as `config` says. Without the shared expert: `moe_parts`. No token is complete then,
-    so nobody sums.
+    """`moe` with the work divided as `config` says, into `out` where given. Without the shared expert: `moe_parts`. No
+    token is complete then, so nobody sums. Without routed experts, of which nobody is chosen: `moe_shared`; it has
+    counters of its own, since it may run beside `moe_parts`.
     """
     _check(x, experts, weights, routed, shared)
     w1, w2, _ = routed
     num_tokens, dim = x.shape
     top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else _checked(out, x)
     if num_tokens == 0:
         return out if has_shared else x.new_empty((0, top_k, dim))
     if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
@@ -80,20 +81,21 @@ def launch_moe(
         raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if config.wide:
-        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_shared)
+        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_routed, has_shared)
         return out if has_shared else parts[: experts.numel()].view(num_tokens, top_k, dim)
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
+    purpose = "moe" if has_routed else "shared expert"
     is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
     if is_direct:
         # what the programs do not read stands for what is not there
         order, ordered, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, x, num_pairs
         # counters are set back by whoever sums
-        counts = arrival_counters("moe", x.device)
-        arrivals = counts if has_shared else torch.zeros_like(counts[:num_arrivals])
+        arrivals = arrival_counters(purpose, x.device) if has_shared else arrival_counters("parts", x.device, NEVER)
     else:
-        order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+        order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config, has_routed)
         num_tiles = len(order.tile_experts)
+    num_tiles *= has_routed
     num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
@@ -113,7 +115,7 @@ def launch_moe(
     if is_split:
         num_sums = num_shared_work * shared_ranges * config.shared_rows + num_work * routed_ranges * config.rows
         partials = torch.empty(2 * num_sums * gate_up.block, dtype=torch.float32, device=x.device)
-        counters = arrival_counters("moe gate and up", x.device)
+        counters = arrival_counters(f"{purpose} gate and up", x.device)
         num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
     _gate_up_kernel[(num_work + num_shared_work,)](
         ordered, quantised, hidden, experts, weights, _pair_order(order), _gate_up_matrices(routed, shared),
@@ -141,7 +143,7 @@ def launch_moe(
 
 def _launch_wide(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    out: Tensor, has_shared: bool,
+    out: Tensor, has_routed: bool, has_shared: bool,
 ) -> Tensor:  # fmt: skip
     """The wide form: out [T, D] of T > 0 tokens, if the shared expert runs; returns the parts, pair by pair."""
     (w1, w2, _), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
@@ -149,12 +151,12 @@ def _launch_wide(
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     if dim % down.block:
         down = replace(down, block=128, pair=False)
-    order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config)
+    order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config, has_routed)
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
     num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
-    num_tiles = len(order.tile_experts) + num_shared_tiles
+    num_tiles = len(order.tile_experts) * has_routed + num_shared_tiles
     common = {
         "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "MIDDLE": config.sizes[0],
@@ -175,9 +177,9 @@ def _launch_wide(
 
 
 def _prepare(
-    x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig
+    x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig, has_routed: bool
 ) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
-    """The sort, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
+    """The sort, if there are routed experts, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
     output. In an order of the columns that is not x's own, x as it is too, where routed experts take it.
     """
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
@@ -193,12 +195,12 @@ def _prepare(
     num_chunks = -(-num_pairs // sort.chunk)
     flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
     chunk_counts, is_counted = order.counts, num_pairs > COUNT_FIRST
-    if is_counted:
+    if is_counted and has_routed:
         chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
         _count_experts_kernel[(num_chunks,)](
             experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
         )
-    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK)
+    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK) if has_routed else 0
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
         experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
         num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
@@ -270,6 +272,12 @@ def launch_fp4_linear(
         x.contiguous(), *_matrix(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
         ROWS=tile_rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
     )  # fmt: skip
+    return out
+
+
+def _checked(out: Tensor, x: Tensor) -> Tensor:
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        raise KernelInputError(f"expected contiguous rows like x {tuple(x.shape)}, found {out.dtype} {tuple(out.shape)}")
     return out
 
 

@@ -56,7 +56,7 @@ def moe_ref(
     matrices = [*pairs.matrices, _as_loaded(shared)]
     out = experts_ref(inputs, matrices, [*pairs.counts, num_tokens], limit, scales)
     routed_out, shared_out = out.split_with_sizes((out.shape[0] - num_tokens, num_tokens))
-    return _fold(pairs.in_place(routed_out, experts), shared_out)
+    return moe_fold_ref(pairs.in_place(routed_out, experts), shared_out)
 
 
 def moe_parts_ref(
@@ -73,12 +73,17 @@ def moe_parts_ref(
     return pairs.in_place(experts_ref(x[pairs.rows], pairs.matrices, pairs.counts, limit, scales), experts)
 
 
-def moe_fold_ref(x: Tensor, parts: Tensor, routed: Matrices, shared: Matrices, *, limit: float) -> Tensor:
-    """The second half: parts [T, k, D], complete, and the shared expert on x [T, D] -> [T, D]. `routed` is not run."""
-    return _fold(parts, experts_ref(x, [_as_loaded(shared)], [x.shape[0]], limit, None))
+def moe_shared_ref(
+    x: Tensor, routed: Matrices, shared: Matrices, out: Tensor, *, top_k: int, limit: float
+) -> None:  # fmt: skip
+    """The shared expert alone, on x [T, D], into out [T, D]. It needs no other rank, so it may run beside the exchange.
+    `routed` is not run, nor is anyone chosen: kernels take it and `top_k` because they are compiled for them too.
+    """
+    out.copy_(experts_ref(x, [_as_loaded(shared)], [x.shape[0]], limit, None))
 
 
-def _fold(parts: Tensor, shared_out: Tensor) -> Tensor:
+def moe_fold_ref(parts: Tensor, shared_out: Tensor) -> Tensor:
+    """The end of `moe_ref`: parts [T, k, D], complete, and the shared expert's [T, D] -> [T, D]."""
     acc = accumulator(parts)
     return (ordered_sum(parts.to(acc), 1) + shared_out.to(acc)).to(parts.dtype)
 

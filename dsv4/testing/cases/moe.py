@@ -112,19 +112,31 @@ def _moe_parts(model: str, fmt: QuantFormat, tokens: int, num_ranks: int) -> Ben
     return BenchCase("moe_parts", f"{model}-{fmt.value}-{tokens}-of-{num_ranks}", shape, build)
 
 
-def _moe_fold(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
+def _moe_shared(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
     dim, width, _, top_k = MODELS[model]
 
     def build(device: torch.device) -> Work:
         routed, shared = random_layer(model, fmt, device, 1)
         x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
-        parts = torch.randn(tokens, top_k, dim, device=device, dtype=torch.bfloat16)
 
-        call = op_call("moe_fold", x=x, parts=parts, routed=routed, shared=shared, limit=LIMIT)
-        return Work(call, 3 * dim * width + nbytes(x, parts), 2 * tokens * dim, 6 * tokens * dim * width)
+        call = op_call(
+            "moe_shared", x=x, routed=routed, shared=shared, out=torch.empty_like(x), top_k=top_k, limit=LIMIT
+        )
+        return Work(call, 3 * dim * width + nbytes(x), nbytes(x), 6 * tokens * dim * width)
 
     shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "top_k": top_k}
-    return BenchCase("moe_fold", f"{model}-{fmt.value}-{tokens}", shape, build)
+    return BenchCase("moe_shared", f"{model}-{fmt.value}-{tokens}", shape, build)
+
+
+def _moe_fold(model: str, tokens: int) -> BenchCase:
+    dim, _, _, top_k = MODELS[model]
+
+    def build(device: torch.device) -> Work:
+        parts = torch.randn(tokens, top_k, dim, device=device, dtype=torch.bfloat16)
+        shared_out = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+        return Work(op_call("moe_fold", parts=parts, shared_out=shared_out), nbytes(parts, shared_out), 2 * tokens * dim)
+
+    return BenchCase("moe_fold", f"{model}-{tokens}", {"tokens": tokens, "dim": dim, "top_k": top_k}, build)
 
 
 def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> BenchCase:
@@ -155,7 +167,8 @@ CASES = [
     *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 8, 64, 1024, 4096)),
     *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64, 4096)),
     *(_moe_parts("flash", QuantFormat.NVFP4, tokens, 4) for tokens in (4, 64, 4096)),
-    *(_moe_fold("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 16, 1024)),
+    *(_moe_shared("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 16, 1024)),
+    *(_moe_fold("flash", tokens) for tokens in (1, 16, 1024)),
     *(_fp4_linear(QuantFormat.NVFP4, rows, 4096, 4096) for rows in (1, 64, 4096)),
     *(_fp4_linear(QuantFormat.MXFP4, rows, 4096, 4096) for rows in (1, 4096)),
     *(_expert_sort(num_experts, tokens, 16) for num_experts in (256, 384) for tokens in (1, 16, 64)),
@@ -165,5 +178,6 @@ CASES = [
 SMALL = [
     *(_moe("small", fmt, 3) for fmt in (QuantFormat.NVFP4, QuantFormat.MXFP4)),
     _moe_parts("small", QuantFormat.NVFP4, 3, 2),
-    _moe_fold("small", QuantFormat.NVFP4, 3),
+    _moe_shared("small", QuantFormat.NVFP4, 3),
+    _moe_fold("small", 3),
 ]

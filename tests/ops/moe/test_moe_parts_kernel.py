@@ -1,4 +1,4 @@
-"""The experts' work in two halves, as ranks divide it: parts from owners, folded by the token's rank: the same bits."""
+"""The experts' work in pieces, as ranks divide it: parts from owners, the shared expert, the fold: the same bits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from test_moe_kernel import (
     nvfp4,
 )
 
-from dsv4.ops.lib.arrivals import arrival_counters
+from dsv4.ops.lib.arrivals import NEVER, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.moe import (
     MoeConfig,
     Ranges,
-    fold_parts,
     launch_moe,
     moe,
     moe_fold,
@@ -33,6 +32,8 @@ from dsv4.ops.moe import (
     moe_parts,
     moe_parts_ref,
     moe_ref,
+    moe_shared,
+    moe_shared_ref,
     prepare_experts,
 )
 from dsv4.testing.inputs import kernel_device, normal
@@ -65,7 +66,7 @@ def slices(matrices, owner):
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_oracles_of_both_halves(tokens, dtype):
+def test_oracles_of_the_pieces(tokens, dtype):
     routed, shared = (tuple(weight.dequantize().to(dtype) for weight in part) for part in LAYERS["nvfp4"])
     x, experts, weights = inputs(tokens)
     x = x.to(dtype)
@@ -73,8 +74,9 @@ def test_oracles_of_both_halves(tokens, dtype):
         experts,
         lambda ids, owner: moe_parts_ref(x, ids, weights, slices(routed, owner), shared, limit=LIMIT),
     )
-    folded = moe_fold_ref(x, parts, routed, shared, limit=LIMIT)
-    assert_bitwise(folded, moe_ref(x, experts, weights, routed, shared, limit=LIMIT))
+    shared_out = torch.full_like(x, float("nan"))
+    moe_shared_ref(x, routed, shared, shared_out, top_k=TOP_K, limit=LIMIT)
+    assert_bitwise(moe_fold_ref(parts, shared_out), moe_ref(x, experts, weights, routed, shared, limit=LIMIT))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,8 @@ def test_oracles_of_both_halves(tokens, dtype):
     [("nvfp4", SPLIT), ("nvfp4", ORDERED), ("nvfp4", WIDE), ("mxfp4", ORDERED)],
     ids=["split", "ordered", "wide", "mxfp4 ordered"],
 )
-def test_kernels_of_both_halves(name, config):
-    """Whatever the form of the launch: parts by owner and the fold have the bits of one launch."""
+def test_kernels_of_the_pieces(name, config):
+    """Whatever the form of the launch: parts by owner, the shared expert and the fold have the bits of one launch."""
     x, experts, weights = inputs(3, seed=3)
     routed, shared = READY[name]
 
@@ -91,22 +93,28 @@ def test_kernels_of_both_halves(name, config):
         here = prepare_experts(slices(LAYERS[name][0], owner))
         return launch_moe(x, ids, weights, here, shared, LIMIT, config, has_shared=False)
 
-    folded = moe_fold(x, gathered(experts, parts_of), routed, shared, limit=LIMIT)
-    assert_bitwise(folded, launch_moe(x, experts, weights, routed, shared, LIMIT, config))
-    assert not arrival_counters("moe", x.device).any(), "nobody counted for the next launch"
+    parts, nobody = gathered(experts, parts_of), torch.full_like(experts, -1)
+    shared_out = torch.full_like(x, float("nan"))
+    launch_moe(x, nobody, weights, routed, shared, LIMIT, config, has_routed=False, out=shared_out)
+    assert_bitwise(moe_fold(parts, shared_out), launch_moe(x, experts, weights, routed, shared, LIMIT, config))
+    for purpose in ("moe", "shared expert", "shared expert gate and up"):
+        assert not arrival_counters(purpose, x.device).any(), "nobody counted for the next launch"
+    assert (arrival_counters("parts", x.device, NEVER) < NEVER // 2).all(), "no part is anybody's last"
 
 
 def test_the_set_of_kernels_follows_the_oracle_and_takes_plain_weights():
     x, experts, weights = inputs(1)
     routed, shared = READY["mxfp4"]
-    parts = moe_parts(x, experts, weights, routed, shared, limit=LIMIT)
-    assert_bitwise(
-        moe_fold(x, parts, routed, shared, limit=LIMIT), moe(x, experts, weights, routed, shared, limit=LIMIT)
-    )
+    parts, shared_out = moe_parts(x, experts, weights, routed, shared, limit=LIMIT), torch.empty_like(x)
+    moe_shared(x, routed, shared, shared_out, top_k=TOP_K, limit=LIMIT)
+    assert_bitwise(moe_fold(parts, shared_out), moe(x, experts, weights, routed, shared, limit=LIMIT))
     plain = tuple(tuple(weight.dequantize().bfloat16() for weight in part) for part in LAYERS["mxfp4"])
     expected = moe_parts_ref(x, experts, weights, *plain, limit=LIMIT)
     assert_bitwise(moe_parts(x, experts, weights, *plain, limit=LIMIT), expected)
-    assert_bitwise(moe_fold(x, expected, *plain, limit=LIMIT), moe_fold_ref(x, expected, *plain, limit=LIMIT))
+    moe_shared(x, *plain, shared_out, top_k=TOP_K, limit=LIMIT)
+    expected = torch.empty_like(x)
+    moe_shared_ref(x, *plain, expected, top_k=TOP_K, limit=LIMIT)
+    assert_bitwise(shared_out, expected)
 
 
 def test_the_order_of_the_fold_is_seen():
@@ -114,18 +122,24 @@ def test_the_order_of_the_fold_is_seen():
     shared = torch.zeros(1, 160, dtype=torch.bfloat16, device=kernel_device())
     values = torch.tensor([2.0**25, 1.0, -(2.0**25)], dtype=torch.bfloat16, device=kernel_device())
     parts = values.view(1, 3, 1).expand(1, 3, 160)
-    assert_bitwise(fold_parts(parts, shared), torch.zeros_like(shared))
-    assert_bitwise(fold_parts(parts[:, [0, 2, 1]], shared), torch.ones_like(shared))
+    assert_bitwise(moe_fold(parts, shared), torch.zeros_like(shared))
+    assert_bitwise(moe_fold(parts[:, [0, 2, 1]], shared), torch.ones_like(shared))
 
 
 def test_no_tokens_and_rejections():
     x, _, weights = inputs(0)
     ready = READY["nvfp4"]
     assert moe_parts(x, choices(0), weights, *ready, limit=LIMIT).shape == (0, TOP_K, x.shape[1])
-    assert moe_fold(x, x.new_empty(0, TOP_K, x.shape[1]), *ready, limit=LIMIT).shape == x.shape
+    moe_shared(x, *ready, torch.empty_like(x), top_k=TOP_K, limit=LIMIT)
+    assert moe_fold(x.new_empty(0, TOP_K, x.shape[1]), x).shape == x.shape
     x, experts, weights = inputs(3)
     with pytest.raises(KernelInputError, match="expected bf16 parts \\[3, k, 256\\]"):
-        moe_fold(x, normal((3, TOP_K, 128)), *ready, limit=LIMIT)
+        moe_fold(normal((3, TOP_K, 128)), x)
+    with pytest.raises(KernelInputError, match="expected the shared expert's output in bf16"):
+        moe_fold(normal((3, TOP_K, 256)), x.float())
+    for out in (x.float(), x[:2], x.new_empty(256, 3).T):
+        with pytest.raises(KernelInputError, match="expected contiguous rows like x"):
+            moe_shared(x, *ready, out, top_k=TOP_K, limit=LIMIT)
     several = MoeConfig(8, 8, SPLIT.gate_up, SPLIT.down, Ranges(down=2), direct=True)
     wider = prepare_experts(experts_of(nvfp4, width=256)), prepare_experts(experts_of(fp8, None, width=256))
     with pytest.raises(KernelInputError, match="parts made by one program"):
