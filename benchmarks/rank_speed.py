@@ -7,6 +7,9 @@ says, of which the one with a median load of its busiest rank is taken, and that
 
     step = sum over 43 layers (measured) + head (measured) + 43 x (2 barriers + bytes sent / link speed)
 
+In decode the shared expert runs beside the exchange, in prefill, which is not captured, before it; both are measured
+for all (`beside_ms`, `in_line_ms`), and their results compared.
+
 A step that verifies k drafts of one request has 1 + k rows. Its drafter is taken to be the swa layer: MTP runs it on
 1 + k rows and then k - 1 times on one, with a head each time; DSpark three times on 1 + k rows, with one head.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from dsv4.dist.exchange import NOBODY, Rows
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.engine.graphs import capture_graph
+from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.precompile import precompile
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
@@ -135,7 +140,7 @@ def measure_share(
         found = _step(model, make_context(model, rows, context), rows, repeats)
         records.append(found | {"kind": "rank_verify", "ranks": size, "drafts": rows - 1})
     made = _prompt(model, prefill)
-    found = _step(model, made, size * prefill, max(3, repeats // 4), num_drawn=1)
+    found = _step(model, made, size * prefill, max(3, repeats // 4), is_prefill=True)
     records.append(found | {"kind": "rank_prefill", "ranks": size, "tokens": prefill})
     return records
 
@@ -152,16 +157,23 @@ def _prompt(model: BenchModel, num_tokens: int) -> Context:
 
 
 @torch.no_grad()
-def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, num_drawn: int | None = None) -> Record:
+def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, is_prefill: bool = False) -> Record:
     """Milliseconds of all of Flash's layers and its head: measured, and with what is between GPUs."""
     transformer, exchange, rows = model.transformer(), model.exchange, made.batch.num_tokens
+    in_line = replace(model, backend=replace(model.backend, cuts_calls=True)).transformer()
     if isinstance(exchange, LocalExchange):
         exchange.take(num_requests, rows)
-    layers = {}
+    head, _ = _time(_head_call(transformer, 1 if is_prefill else rows), model.device, repeats)
+    layers_of, totals, is_same = [], [], True
     for layer in one_of_each(transformer.schedule):
-        layers[layer.attention] = _time(layer_call(transformer, made, layer), model.device, repeats)
-    head = _time(_head_call(transformer, num_drawn or rows), model.device, repeats)
-    measured = head + sum(count * layers[kind] for kind, count in COUNTS.items())
+        calls = [layer_call(each, made, layer) for each in (transformer, in_line)]
+        (beside, one), (before, other) = (_time(call, model.device, repeats) for call in calls)
+        layers_of.append((layer.attention, (beside, before)))
+        is_same &= all(map(torch.equal, tensors_of(one), tensors_of(other)))
+    for place in (0, 1):
+        totals.append(head + sum(COUNTS[kind] * seconds[place] for kind, seconds in layers_of))
+    layers = {kind: seconds[is_prefill] for kind, seconds in layers_of}
+    measured = totals[is_prefill]
     added, sent, choices = 0.0, 0, num_requests * model.config.num_experts_per_tok
     if isinstance(exchange, LocalExchange):
         sent, choices = exchange.bytes_sent, exchange.num_choices
@@ -170,7 +182,9 @@ def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, num
     return {
         "rows": rows, "context": made.context, "layer_us": layer_us,
         "head_us": round(1e6 * head, 1), "measured_ms": round(1e3 * measured, 3), "added_ms": round(1e3 * added, 3),
-        "ms": round(1e3 * (measured + added), 3), "bytes_sent_a_layer": sent, "choices_of_this_rank": choices,
+        "ms": round(1e3 * (measured + added), 3), "beside_ms": round(1e3 * totals[0], 3),
+        "in_line_ms": round(1e3 * totals[1], 3), "same": is_same, "bytes_sent_a_layer": sent,
+        "choices_of_this_rank": choices,
     }  # fmt: skip
 
 
@@ -182,10 +196,10 @@ def _head_call(transformer: Transformer, num_rows: int) -> Callable[[], Any]:
     return lambda: transformer.logits(streams)
 
 
-def _time(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median seconds: of a graph's replay on a GPU, of a call elsewhere."""
+def _time(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, Any]:
+    """Median seconds: of a graph's replay on a GPU, of a call elsewhere. And what it gives."""
     timed = capture_graph(call) if device.type == "cuda" else call
-    return statistics.median(time_calls(timed, device, repeats))
+    return statistics.median(time_calls(timed, device, repeats)), timed()
 
 
 def conclusions(records: list[Record], prompt_tokens: int = 8192, output_tokens: int = 1024) -> list[Record]:
@@ -231,7 +245,9 @@ def _with_drafts(records: list[Record]) -> list[Record]:
 
 
 def table(records: list[Record]) -> str:
-    lines = [f"{'ranks':>5} {'what':>22} {'rows':>6} {'measured':>9} {'+ links':>8} {'= ms':>9} {'tokens/s/GPU':>13}"]
+    titles = {"ranks": 5, "what": 22, "rows": 6, "measured": 9, "+ links": 8, "= ms": 9, "tokens/s/GPU": 13}
+    titles |= {"in line": 8, "beside": 8}  # the shared expert
+    lines = [" ".join(f"{title:>{width}}" for title, width in titles.items())]
     for record in records:
         if record["kind"] == "rank_throughput":
             what = f"{record['prompt_tokens']}+{record['output_tokens']}, {record['requests']} req."
@@ -246,7 +262,8 @@ def table(records: list[Record]) -> str:
             tokens = record["requests"] / record["ranks"] if is_decode else record["tokens"]
             lines.append(
                 f"{record['ranks']:5} {what:>22} {record['rows']:6} {record['measured_ms']:9.2f} "
-                f"{record['added_ms']:8.2f} {record['ms']:9.2f} {1e3 * tokens / record['ms']:13.0f}"
+                f"{record['added_ms']:8.2f} {record['ms']:9.2f} {1e3 * tokens / record['ms']:13.0f} "
+                f"{record['in_line_ms']:8.2f} {record['beside_ms']:8.2f}{'' if record['same'] else ' DIFFERENT'}"
             )
     published = "; ".join(f"{what} {value}" for what, value in PUBLISHED.items())
     return "\n".join([*lines, f"SGLang's published 4 x H200: {published}"])

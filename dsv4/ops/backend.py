@@ -93,7 +93,7 @@ class Backend:
     layout         how weights are laid out for them; oracles take every layout
     graph_devices  types of the devices on which a call can be captured
     has_kernels    whether there is something to compile before the first call
-    cuts_calls     whether a captured call is cut where experts run, for the host to fetch them: nothing runs beside them
+    cuts_calls     whether captured calls are cut where experts run, for the host to fetch them: nothing runs beside
     """
 
     name: str

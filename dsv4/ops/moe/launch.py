@@ -179,8 +179,9 @@ def _launch_wide(
 def _prepare(
     x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig, has_routed: bool
 ) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
-    """The sort, if there are routed experts, x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each token and block of the
-    output. In an order of the columns that is not x's own, x as it is too, where routed experts take it.
+    """The sort (if routed experts run), x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each
+    token and block of the output. In an order of the columns that is not x's own, x as it is too, where routed experts
+    take it.
     """
     (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
     num_pairs, num_experts = experts.numel(), w1.shape[0]
@@ -277,7 +278,7 @@ def launch_fp4_linear(
 
 def _checked(out: Tensor, x: Tensor) -> Tensor:
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        raise KernelInputError(f"expected contiguous rows like x {tuple(x.shape)}, found {out.dtype} {tuple(out.shape)}")
+        raise KernelInputError(f"expected contiguous rows like x {tuple(x.shape)}, not {out.dtype} {tuple(out.shape)}")
     return out
 
 

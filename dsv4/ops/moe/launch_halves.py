@@ -1,4 +1,4 @@
-"""Launchers of the experts' op in pieces, for experts that live on several ranks: parts, the shared expert, the fold."""
+"""Launchers of the experts' op in pieces, for experts that live on several ranks: parts, shared expert, fold."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ def _moe_fold(model: str, tokens: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         parts = torch.randn(tokens, top_k, dim, device=device, dtype=torch.bfloat16)
         shared_out = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
-        return Work(op_call("moe_fold", parts=parts, shared_out=shared_out), nbytes(parts, shared_out), 2 * tokens * dim)
+        call = op_call("moe_fold", parts=parts, shared_out=shared_out)
+        return Work(call, nbytes(parts, shared_out), nbytes(shared_out))
 
     return BenchCase("moe_fold", f"{model}-{tokens}", {"tokens": tokens, "dim": dim, "top_k": top_k}, build)
 
