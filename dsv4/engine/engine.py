@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,26 +30,24 @@ from torch import Tensor
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
-from dsv4.cache.transfer import OnTheWay, to_device
+from dsv4.cache.transfer import OnTheWay
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.constraint import Constraint
 from dsv4.engine.drafting.choice import FixedDrafts, Offer
-from dsv4.engine.drafting.offers import launch_drafts, read_offers
+from dsv4.engine.drafting.offers import read_offers
 from dsv4.engine.flight import Elsewhere, Flight
 from dsv4.engine.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_scheduler import RankScheduler, StepSize
 from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, num_top_for, outcomes
+from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, outcomes
 from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.scores import Scores
 from dsv4.engine.sequence import UNREAD, Sequence
 from dsv4.engine.stats import EngineStats
 from dsv4.engine.step import StepBuilder
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
-from dsv4.ops.sampling import SamplingRows
 from dsv4.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, check_params, check_prompt
 from dsv4.text.tokenizer import Tokenizer
 
@@ -278,35 +275,17 @@ class Engine:
 
     def _run(self, plan: StepPlan, size: StepSize) -> Flight:
         """Launch the forward call of a plan whose pieces are all this process's."""
-        step = self._builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests)
-        self.runner.slots.take(plan.pieces)
-        forwarded = self.runner.forward(step.batch, step.draw_rows)
-        experts = None
-        if self.on_experts is not None:
-            experts = OnTheWay([torch.stack(forwarded.experts)[:, : step.num_tokens]])
-        scores = Scores.launch(self.runner, forwarded, plan)
-        return Flight(plan, plan, step, size.num_drafts, forwarded, scores, experts)
+        flight = Flight.launch(self.runner, self._builder, plan, size)
+        if self.on_experts is not None and flight.forwarded is not None:
+            flight.experts = OnTheWay([torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]])
+        return flight
 
     def _draw(self, flight: Flight) -> None:
-        """Launch the draw. Whatever its requests drew before is known to them, or does not matter to them."""
-        assert flight.forwarded is not None
-        step, device = flight.step, self.cache.device
+        """Launch the draw, once rules have said what they allow."""
         try:
             if flight.plan.has_rules:
                 self._read_drafts()
-            masks = make_masks(flight.own.pieces, self.model.config.vocab_size)
-            rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
-            if masks.bits is not None and masks.is_masked is not None:
-                bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
-                rows = replace(rows, mask=bits, is_masked=is_masked)
-            num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
-            drawn = self.runner.draw(flight.forwarded, rows, num_top) if step.drawing else None
-            token_ids = None if drawn is None else drawn.token_ids
-            # before the drafter: the host need not wait for it
-            flight.drawn = OnTheWay([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
-            flight.drafted = launch_drafts(self.runner, flight.forwarded, step, token_ids, flight.num_drafts)
-            flight.stuck = masks.stuck
-            flight.forwarded = None  # its memory may be used again
+            flight.draw(self.runner, make_masks(flight.own.pieces, self.model.config.vocab_size))
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)

@@ -12,18 +12,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.transfer import OnTheWay, to_device
 from dsv4.dist.control import Follower
 from dsv4.dist.errors import RanksDiverged
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.bucket import Forwarded, padding_batch
-from dsv4.engine.drafting.offers import launch_drafts, read_offers
+from dsv4.engine.bucket import padding_batch
+from dsv4.engine.drafting.offers import read_offers
+from dsv4.engine.flight import Flight
 from dsv4.engine.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, Rewound
@@ -39,13 +38,11 @@ from dsv4.engine.rank_wire import (
     encode_answer,
 )
 from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Drawn, Undrawable, num_top_for, outcomes
-from dsv4.engine.scores import Scores
+from dsv4.engine.sampler import Drawn, Masks, Undrawable, outcomes
 from dsv4.engine.sequence import Sequence
-from dsv4.engine.step import StepBuilder, StepInput
+from dsv4.engine.step import StepBuilder
 from dsv4.model.attention import SharedWindow
 from dsv4.model.transformer import Transformer
-from dsv4.ops.sampling import SamplingRows
 from dsv4.request import TokenLogprobs
 
 _NO_EOS = -1  # rank 0 decides when a request is over
@@ -63,20 +60,6 @@ class Work(IntEnum):
     DSPARK = 6  # through the layers of a DSpark head
 
 
-@dataclass
-class _Flight:
-    """A step from its launch until it is collected. `drawn` is None until the draw is launched."""
-
-    number: int
-    plan: StepPlan
-    step: StepInput
-    num_drafts: int
-    forwarded: Forwarded | None
-    scores: Scores
-    drawn: OnTheWay | None = None
-    drafted: OnTheWay | None = None
-
-
 class RankExecutor:
     """The requests that live on one rank, as far as running and drawing needs them."""
 
@@ -86,7 +69,7 @@ class RankExecutor:
         self._builder = StepBuilder(self.cache, runner.draft_table)
         self._requests: dict[int, Sequence] = {}  # by slot
         self._known: dict[int, list[int]] = {}  # by slot: tokens the prefix cache knows of
-        self._flights: deque[_Flight] = deque()  # launched and not collected, the oldest first
+        self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
 
     def launch(self, given: RanksStep) -> None:
         """The share's tokens, padded to the rows that all ranks run."""
@@ -95,13 +78,11 @@ class RankExecutor:
         for opening in given.share.openings:
             self._open(opening)
         plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces), ())
-        step = self._builder.build(plan, pad_to=given.size.num_rows, num_requests=given.size.num_requests)
-        self.runner.slots.take(plan.pieces)
-        forwarded = self.runner.forward(step.batch, step.draw_rows)
-        scores = Scores.launch(self.runner, forwarded, plan)
+        flight = Flight.launch(self.runner, self._builder, plan, given.size)
+        flight.number = given.number
         for piece in plan.pieces:
             piece.sequence.num_unread += piece.draws
-        self._flights.append(_Flight(given.number, plan, step, given.size.num_drafts, forwarded, scores))
+        self._flights.append(flight)
         if given.draws_at_once:
             self.draw(())
 
@@ -110,15 +91,7 @@ class RankExecutor:
         if not self._flights or self._flights[-1].drawn is not None:
             raise RanksDiverged("told to draw from a step that was not launched")
         flight = self._flights[-1]
-        assert flight.forwarded is not None
-        step, draws = flight.step, None
-        if step.drawing:
-            num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
-            draws = self.runner.draw(flight.forwarded, self._rows(step, masks), num_top)
-        token_ids = None if draws is None else draws.token_ids
-        flight.drafted = launch_drafts(self.runner, flight.forwarded, step, token_ids, flight.num_drafts)
-        flight.drawn = OnTheWay([] if draws is None else [draws.token_ids, *draws.logprobs])
-        flight.forwarded = None  # its memory may be used again
+        flight.draw(self.runner, _masks(masks, len(flight.step.drawing)))
 
     def collect(self) -> tuple[int, RankAnswer]:
         """The number of the oldest step, what its rows drew, and what the drafter expects next."""
@@ -190,16 +163,14 @@ class RankExecutor:
             raise RanksDiverged(f"the plan runs slot {slot}, which holds no request here")
         return self._requests[slot]
 
-    def _rows(self, step: StepInput, masks: SentMasks) -> SamplingRows:
-        """The rows to draw from, with what rank 0 says their rules allow."""
-        rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
-        if not masks:
-            return rows
-        given, num_rows, device = dict(masks), len(step.drawing), self.cache.device
-        nothing = [0] * len(masks[0][1])
-        bits = torch.tensor([given.get(row, nothing) for row in range(num_rows)], dtype=torch.int32)
-        is_masked = torch.tensor([row in given for row in range(num_rows)], dtype=torch.int32)
-        return replace(rows, mask=to_device(bits, device), is_masked=to_device(is_masked, device))
+
+def _masks(sent: SentMasks, num_rows: int) -> Masks:
+    """What rank 0 says the rules of rows that draw allow. Which of them are stuck is its own business."""
+    if not sent:
+        return Masks()
+    given, nothing = dict(sent), [0] * len(sent[0][1])
+    bits = torch.tensor([given.get(row, nothing) for row in range(num_rows)], dtype=torch.int32)
+    return Masks(bits, torch.tensor([row in given for row in range(num_rows)], dtype=torch.int32))
 
 
 def _drawn_token(outcome: Outcome) -> DrawnToken:
