@@ -24,6 +24,7 @@ from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.dist.shares import check_ranks, rank_limits
 from dsv4.dist.world import World, join_world
 from dsv4.engine.bucket import Drafting
+from dsv4.engine.buckets import step_buckets
 from dsv4.engine.cpu_threads import set_threads
 from dsv4.engine.drafting.choice import FixedDrafts
 from dsv4.engine.drafting.make import make_drafter
@@ -38,7 +39,7 @@ from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
 from dsv4.engine.rank_load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.rank_worker import RankExecutor, follow
 from dsv4.engine.rehearsal import rehearse_requests
-from dsv4.engine.runner import Runner, step_buckets
+from dsv4.engine.runner import Runner
 from dsv4.engine.sequence import Sequence as RequestSequence
 from dsv4.llm_input import (
     Numerics,

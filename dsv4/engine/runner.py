@@ -25,11 +25,9 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.config import EngineConfig
 from dsv4.engine.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch, padding_rows
 from dsv4.engine.drafting.round import Drafted, FedDrafts, extend, make_table, propose
 from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph
-from dsv4.engine.offload.placement import CAPTURED_PROMPT
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.precompile import precompile, rehearse
 from dsv4.engine.sampler import NUM_TOP, SCORED_ROWS
@@ -42,23 +40,6 @@ from dsv4.ops.sampling import SamplingRows
 _LOG = logging.getLogger("dsv4.engine")
 
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
-
-
-MAX_DRAFT_BUCKET = 512  # tokens: larger steps with drafts are few, and their logits many
-
-
-def decode_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Powers of two up to `max_tokens`, and `max_tokens` itself: padding at most doubles a call."""
-    powers = [1 << bit for bit in range(max_tokens.bit_length()) if 1 << bit < max_tokens]
-    return (*powers, max_tokens)
-
-
-def step_buckets(limits: EngineConfig, max_drafts: int = 0) -> tuple[int, ...]:
-    """Up to the tokens of a decode step with its drafts, and up to `CAPTURED_PROMPT`: launched kernel by kernel, a
-    short prompt, or what is left of one behind a cached prefix, waits for the host in every layer."""
-    num_requests = limits.max_concurrent_requests
-    drafted = min(num_requests * (1 + max_drafts), MAX_DRAFT_BUCKET)
-    return decode_buckets(max(num_requests, drafted, min(CAPTURED_PROMPT, limits.max_chunk_tokens)))
 
 
 class Runner:

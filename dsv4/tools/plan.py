@@ -249,7 +249,7 @@ class _Planner:
             weights=self.total_bytes - routed + on_gpu,
             cache=self.cache_bytes(share),
             workspace=workspace_bytes(self.config, share),
-            graphs=graph_bytes(len(self.schedule), share),
+            graphs=graph_bytes(self.config, share),
             context=CONTEXT_BYTES,
             host=routed if offload else 0,
             exchange=exchange_bytes(self.config, share, gpus),

@@ -18,10 +18,11 @@ from triton.runtime import driver
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
+from dsv4.engine.buckets import decode_buckets
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.precompile import precompile
-from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets
+from dsv4.engine.runner import Runner, _CompileWatch
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer

@@ -14,10 +14,11 @@ from load_cases import Alternating
 from dsv4 import LLM
 from dsv4.config import EngineConfig
 from dsv4.engine.bucket import Drafting
+from dsv4.engine.buckets import decode_buckets
 from dsv4.engine.drafting.choice import FixedDrafts
 from dsv4.engine.drafting.make import make_drafter
 from dsv4.engine.engine import Engine
-from dsv4.engine.runner import Runner, decode_buckets
+from dsv4.engine.runner import Runner
 from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
 

@@ -11,12 +11,13 @@ from engine_cases import SMALL
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
+from dsv4.engine.buckets import decode_buckets
 from dsv4.engine.engine import Engine
 from dsv4.engine.graphs import RunnerError
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import tensors_of
-from dsv4.engine.runner import Runner, _CompileWatch, decode_buckets, step_buckets
+from dsv4.engine.runner import Runner, _CompileWatch
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
 from dsv4.loader.synth import random_params
@@ -355,23 +356,6 @@ def test_shuffled_experts_are_offloaded_whole():
     for part, whole in zip(tensors_of(layer.stack), tensors_of(stacks), strict=True):
         assert torch.equal(part[slots[0]], whole[[2, 3]])
         assert torch.equal(part[0], whole[0])
-
-
-def test_buckets():
-    assert decode_buckets(1) == (1,)
-    assert decode_buckets(8) == (1, 2, 4, 8)
-    assert decode_buckets(100) == (1, 2, 4, 8, 16, 32, 64, 100)
-    with pytest.raises(ValueError, match="positive numbers of tokens, found \\[0\\]"):
-        Runner(None, None, buckets=(0,), use_graphs=False)
-
-
-def test_buckets_of_an_engine():
-    few = EngineConfig(max_concurrent_requests=3, max_chunk_tokens=64)
-    assert step_buckets(few) == (1, 2, 4, 8, 16, 32, 64), "a short prompt is captured too"
-    assert step_buckets(EngineConfig(max_concurrent_requests=200))[-2:] == (128, 200)
-    assert step_buckets(EngineConfig(max_concurrent_requests=100), max_drafts=3)[-2:] == (256, 400)
-    assert step_buckets(EngineConfig(max_concurrent_requests=300), max_drafts=3)[-1] == 512
-    assert step_buckets(EngineConfig(max_concurrent_requests=1, max_chunk_tokens=1)) == (1,)
 
 
 def test_graphs_need_a_gpu(params):

@@ -131,9 +131,9 @@ def test_reserves_by_hand():
     )
     states = 4 * 256 + PLAN.max_states * 4 * 64 * 512
     assert states // 2 <= more <= states
-    few = [EngineConfig(max_concurrent_requests=n, max_chunk_tokens=1) for n in (1, 2, 3, 4, 5, 8)]
-    assert [graph_bytes(1, one) >> 18 for one in few] == [1, 2, 3, 3, 4, 4]
-    assert [graph_bytes(1, EngineConfig(max_concurrent_requests=n)) >> 18 for n in (1, 128, 129)] == [8, 8, 9]
+    many = EngineConfig(max_concurrent_requests=100)
+    assert graph_bytes(FLASH, many) >> 18 == 8 * 43, "eight sizes"
+    assert graph_bytes(FLASH, replace(many, max_draft_tokens=3)) >> 18 == 10 * (43 + 4), "more, each with an MTP block"
 
 
 def test_a_plan_is_what_a_gpu_held():

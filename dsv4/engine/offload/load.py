@@ -105,8 +105,7 @@ def choose_placement(
     if slots != "auto":
         placement: Placement | None = divide_slots(int(slots), share, engine)
     else:
-        num_layers = config.num_hidden_layers + (load.num_mtp if engine.max_draft_tokens else 0)
-        placement = place_experts(share, engine, sizes, _usable_bytes(device), num_layers)
+        placement = place_experts(share, engine, sizes, _usable_bytes(device))
     if placement is not None:
         _check_host(num_ranks * (sizes.routed // num_own) * (num_own - placement.num_fixed))
     return placement

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import decode_rows, most_rows
+from dsv4.engine.buckets import captured_layers
 
 GIB = 2**30
 # Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of
@@ -18,8 +19,7 @@ GIB = 2**30
 # holes in the allocator's memory, in which half of a call's tensors find room
 CONTEXT_BYTES = 716 * 2**20
 HOLE_BYTES = 1660 * 2**20
-CAPTURED_PROMPT = 128  # tokens: calls up to so many are captured, however few requests there may be
-GRAPH_BYTES_PER_LAYER = 256 * 2**10  # one captured batch size: some thirty kernel nodes with their arguments
+GRAPH_BYTES_PER_LAYER = 256 * 2**10  # of one graph: some thirty kernel nodes with their arguments
 INDEX_SCORE_ROWS = 256  # queries whose index scores are alive at once
 ATTENTION_STATES = 4224  # of 64 heads, stored at once where HCA entries are many (ops/attention)
 ATTENTION_RUN_TOKENS = 131_072  # of context, from which on they are
@@ -105,11 +105,9 @@ class ModelBytes:
         return min(num_experts, max(0, spare) // self.slot(num_experts))
 
 
-def place_experts(
-    config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, usable_bytes: int, num_layers: int
-) -> Placement | None:
+def place_experts(config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, usable_bytes: int) -> Placement | None:
     """As many experts on the device as fit beside everything else; None if all do and none need be offloaded."""
-    reserves = workspace_bytes(config, engine) + graph_bytes(num_layers, engine) + CONTEXT_BYTES
+    reserves = workspace_bytes(config, engine) + graph_bytes(config, engine) + CONTEXT_BYTES
     others = sizes.resident + sizes.cache + reserves
     if others + sizes.routed <= usable_bytes:
         return None
@@ -167,8 +165,6 @@ def exchange_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int) ->
     return num_tokens * (num_ranks * (inputs + made) + top_k * 2 * hidden)
 
 
-def graph_bytes(num_layers: int, engine: EngineConfig) -> int:
-    """Captured calls: one per power of two up to the tokens of a decode step, or a short prompt; their buffers are the
-    workspace."""
-    most = max(engine.max_concurrent_requests, min(CAPTURED_PROMPT, engine.max_chunk_tokens))
-    return ((most - 1).bit_length() + 1) * num_layers * GRAPH_BYTES_PER_LAYER
+def graph_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Captured calls, with their drafts; their buffers are the workspace."""
+    return captured_layers(config, engine) * GRAPH_BYTES_PER_LAYER
