@@ -21,7 +21,7 @@ from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
-from dsv4.dist.shares import check_ranks, rank_limits
+from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
 from dsv4.engine.bucket import Drafting
 from dsv4.engine.buckets import step_buckets
@@ -143,6 +143,7 @@ class LLM:
                 )  # fmt: skip
                 check_alike(world, identity, checkpoint)
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
+                limits = rank_folder(limits, world.rank)
                 cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
                 placement = share.placement(offload_experts, wanted, limits, cache_bytes)
                 with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
@@ -217,7 +218,7 @@ class LLM:
         # the draft blocks' rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
         with naming_what_does_not_fit("cache", limits):
-            self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule, world))
+            self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule))
         has_kernels = backend.can_capture(params.embed.device)
         uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
         if isinstance(drafts, int) and not params.draft_blocks:
@@ -253,9 +254,9 @@ class LLM:
             device=self.model.params.embed.device,
         )  # fmt: skip
 
-    def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec], world: World | None) -> str:
+    def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
-        if limits.cache_dir is None or self.checkpoint is None or world is not None:
+        if limits.cache_dir is None or self.checkpoint is None:
             return ""
         itemsize = self.model.context.dtype.itemsize if self.numerics == "exact" else None
         schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
@@ -267,8 +268,10 @@ class LLM:
         if world.rank:
             drafts = EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
             follow(
-                RankExecutor(runner), world.follower, world.rank, lambda: self._make_cache(drafts, model.schedule)
+                RankExecutor(runner), world.follower, world.rank, world.size,
+                lambda: self._make_cache(drafts, model.schedule),
             )  # fmt: skip
+            cache.close()
             raise SystemExit(0)
         self.engine = RankEngine(
             model, cache, self.tokenizer, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice

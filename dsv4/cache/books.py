@@ -84,10 +84,11 @@ class HostBooks:
         """What a request admitted now would start from. Changes nothing."""
         return Match() if self.prefix is None or chain is None else self.prefix.match(chain, self._positions)
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int:
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None, num_below: int | None = None) -> int:
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
-        With a `chain` it takes over the longest prefix there is: see its `position`. Refuses what could never finish
+        With a `chain` it takes over the longest prefix there is: see its `position`. `num_below`: see
+        `PrefixCache.begin`. Refuses what could never finish
         even alone: `RequestTooLong`, `RequestNeverFits`. `NoFreeSlot` may pass.
         """
         if max_tokens < 1:
@@ -107,7 +108,7 @@ class HostBooks:
         self._max_tokens[slot] = max_tokens
         self._reset_slot(slot)
         if self.prefix is not None and chain is not None:
-            self._start_from(slot, self.prefix.begin(slot, chain))
+            self._start_from(slot, self.prefix.begin(slot, chain, num_below))
         return slot
 
     def _start_from(self, slot: int, blocks: list[int]) -> None:

@@ -145,7 +145,11 @@ class PrefixCache:
         leaders = tuple(slot for slot in sorted(last.slots) if positions[slot] < last.position)
         return Match(position, num_busy, leaders, last.position, known.is_loading)
 
-    def _known(self, chain: ChainKeys) -> _Known:
+    def num_here(self, keys: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix that the device has a snapshot of."""
+        return max((node.depth for node in self.tree.walk(keys) if node.snapshot is not None), default=0)
+
+    def _known(self, chain: ChainKeys, num_below: int | None = None) -> _Known:
         keys = chain.first(_usable_blocks(chain))
         nodes: list[Node] = []
         last: Node | None = None
@@ -156,14 +160,17 @@ class PrefixCache:
                 nodes.append(node)
             if node.snapshot is not None:
                 num_hit = node.depth
-        if self.tiers is None:
-            return _Known(nodes, last, num_hit, 0, False)
+        if self.tiers is None or num_below is not None:
+            return _Known(nodes, last, num_hit, num_below or 0, False)
         is_loading = self.tiers.prepare(keys, num_hit)
         return _Known(nodes, last, num_hit, self.tiers.longest(keys), is_loading)
 
-    def begin(self, slot: int, chain: ChainKeys) -> list[int]:
-        """A request starts: the blocks it takes over, which it owns now, and its state up to there in the slot."""
-        known = self._known(chain)
+    def begin(self, slot: int, chain: ChainKeys, num_below: int | None = None) -> list[int]:
+        """A request starts: the blocks it takes over, which it owns now, and its state up to there in the slot.
+
+        `num_below`: count on so many blocks in host memory, whatever else there may be by now.
+        """
+        known = self._known(chain, num_below)
         if known.is_loading and self.tiers is not None:
             self.tiers.wait()
             known = self._known(chain)

@@ -30,14 +30,16 @@ def most_rows(config: ModelConfig, engine: EngineConfig) -> int:
     return max(engine.max_chunk_tokens, decode_rows(config, engine))
 
 
+def rank_folder(engine: EngineConfig, rank: int) -> EngineConfig:
+    """The limits with the folder of one of several ranks: each finds what it wrote itself."""
+    return engine if engine.cache_dir is None else replace(engine, cache_dir=f"{engine.cache_dir}/rank-{rank}")
+
+
 def rank_limits(engine: EngineConfig, num_ranks: int) -> EngineConfig:
-    """One rank's share of the limits: requests are divided; context, chunk, blocks and snapshots are each rank's own.
-    `ConfigError` for what rank 0 cannot keep books of: memory and files below the other ranks' devices."""
+    """One rank's share of the limits: requests are divided; context, chunk, blocks, snapshots and what lies below the
+    device are each rank's own. `ConfigError` for what only one rank can do."""
     if num_ranks == 1:
         return engine
-    for name in ("cache_host_bytes", "cache_dir", "verify_hits"):
-        if getattr(engine, name):
-            raise ConfigError(
-                f"{name} needs one rank, found gpus {num_ranks}: prefixes of several ranks stay on their devices"
-            )
+    if engine.verify_hits:
+        raise ConfigError(f"verify_hits needs one rank, found gpus {num_ranks}: a cold run would need all of them idle")
     return replace(engine, max_concurrent_requests=-(-engine.max_concurrent_requests // num_ranks))

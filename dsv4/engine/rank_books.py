@@ -8,21 +8,24 @@ say it, since a rank may know more by the time it hears of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsv4.cache.books import HostBooks
 from dsv4.cache.prefix_tree import ChainKeys
 from dsv4.cache.schema import CacheSchema
 from dsv4.config import EngineConfig
+from dsv4.engine.rank_tiers import RankTiers
 
 
 class Admitted(NamedTuple):
     """A slot given to a request of at most `max_tokens`, which starts at `position`: with `token_ids`, those known, it
-    looks for a prefix; without, it does not."""
+    looks for a prefix, of which `num_below` blocks are in host memory; without, it does not."""
 
     slot: int
     max_tokens: int
     position: int
+    num_below: int = 0
     token_ids: tuple[int, ...] = ()
     salt: str | None = None
 
@@ -72,17 +75,23 @@ class _NoCopies:
 class RankBooks(HostBooks):
     """Of one rank's cache, for its scheduler. `take_changes` is what the rank has yet to hear of."""
 
-    def __init__(self, schema: CacheSchema, limits: EngineConfig) -> None:
-        super().__init__(schema, limits, _NoCopies())
+    def __init__(self, schema: CacheSchema, limits: EngineConfig, tiers: RankTiers | None = None) -> None:
+        super().__init__(schema, limits, _NoCopies(), tiers)
+        self._tiers = tiers
         self._chains: dict[int, ChainKeys | None] = {}  # by slot
         self._changes: list[CacheChange] = []
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int:
-        slot = super().admit(max_tokens, chain)
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None, num_below: int | None = None) -> int:
+        slot = super().admit(max_tokens, chain, num_below)
         self._chains[slot] = chain
+        below = 0 if chain is None or self._tiers is None else self._tiers.last.num_blocks
         known = ((), None) if chain is None else (tuple(chain.token_ids), chain.salt)
-        self._changes.append(Admitted(slot, max_tokens, self.position(slot), *known))
+        self._changes.append(Admitted(slot, max_tokens, self.position(slot), below, *known))
         return slot
+
+    def num_here(self, keys: Sequence[bytes]) -> int:
+        """Blocks of a prefix that the rank's device has."""
+        return 0 if self.prefix is None else self.prefix.num_here(keys)
 
     def release(self, slot: int, *, keep: bool = True) -> None:
         super().release(slot, keep=keep)

@@ -38,6 +38,7 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_books import RankBooks
 from dsv4.engine.rank_scheduler import RankScheduler, RanksPlan, StepSize
+from dsv4.engine.rank_tiers import Lookups, RankTiers
 from dsv4.engine.rank_wire import (
     DrawnToken,
     Opening,
@@ -68,7 +69,10 @@ class RankEngine(Engine):
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
         experts: ExpertPool | None = None, drafts: FixedDrafts | None = None,
     ) -> None:  # fmt: skip
-        self._others = [RankBooks(cache.schema, cache.limits) for _ in range(num_ranks - 1)]
+        self._lookups = Lookups(self._look)
+        tiers = [None if cache.tiers is None else RankTiers(self._lookups, rank) for rank in range(1, num_ranks)]
+        self._others = [RankBooks(cache.schema, cache.limits, one) for one in tiers]
+        self._lookups.books.extend(self._others)
         self._books: list[HostBooks] = [cache, *self._others]
         scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
         super().__init__(
@@ -115,6 +119,16 @@ class RankEngine(Engine):
         return dict(total)
 
     # ---- launching ----
+
+    def _plan(self) -> StepPlan | None:
+        self._lookups.forget()
+        return super()._plan()
+
+    def _look(self, question: list[int]) -> list[list[int]]:
+        """What every other rank says it has below its device."""
+        with self._link.working():
+            self._link.tell(pack([Work.LOOK, *question]))
+            return [unpack(answer) for answer in self._link.answers()]
 
     def _forward(self, plan: StepPlan) -> Flight:
         assert isinstance(plan, RanksPlan)

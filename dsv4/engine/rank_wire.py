@@ -175,17 +175,17 @@ def _encode_change(change: CacheChange) -> list[int]:
     if not isinstance(change, Admitted):
         return [kind, *map(int, change)]
     salt = [_NONE] if change.salt is None else _salt_numbers(change.salt)
-    numbers = [kind, change.slot, change.max_tokens, change.position, *salt]
+    numbers = [kind, change.slot, change.max_tokens, change.position, change.num_below, *salt]
     return [*numbers, len(change.token_ids), *change.token_ids]
 
 
 def _decode_change(numbers: Iterator[int]) -> CacheChange:
     made = _CHANGES[next(numbers)]
     if made is Admitted:
-        slot, max_tokens, position, length = (next(numbers) for _ in range(4))
+        slot, max_tokens, position, num_below, length = (next(numbers) for _ in range(5))
         data = None if length == _NONE else bytes(next(numbers) for _ in range(length))
         salt = None if data is None else data.decode("utf-8", "surrogatepass")
-        return Admitted(slot, max_tokens, position, _take(numbers), salt)
+        return Admitted(slot, max_tokens, position, num_below, _take(numbers), salt)
     if made is Released:
         return Released(next(numbers), bool(next(numbers)), next(numbers))
     return made(next(numbers), next(numbers))  # type: ignore[call-arg]  # the others have two numbers

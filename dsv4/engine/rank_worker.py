@@ -17,6 +17,7 @@ from enum import IntEnum
 import torch
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix_tree import ChainKeys
 from dsv4.dist.control import Follower
 from dsv4.dist.errors import RanksDiverged
 from dsv4.dist.messages import pack, unpack
@@ -26,6 +27,7 @@ from dsv4.engine.flight import Flight
 from dsv4.engine.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.plan import Piece, StepPlan
 from dsv4.engine.rank_books import Admitted, CacheChange, Launched, Released, Rewound
+from dsv4.engine.rank_tiers import Below, Question
 from dsv4.engine.rank_wire import (
     DrawnToken,
     Opening,
@@ -46,6 +48,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.request import TokenLogprobs
 
 _NO_EOS = -1  # rank 0 decides when a request is over
+_LOOK_SECONDS = 1.0  # a rank waits for files no longer than this in one go: one that stands still is taken for dead
 
 
 class Work(IntEnum):
@@ -58,6 +61,7 @@ class Work(IntEnum):
     BLOCK = 4  # through one layer
     MTP = 5  # through an MTP block
     DSPARK = 6  # through the layers of a DSpark head
+    LOOK = 7  # say what host memory and files have of a prefix
 
 
 class RankExecutor:
@@ -73,8 +77,7 @@ class RankExecutor:
 
     def launch(self, given: RanksStep) -> None:
         """The share's tokens, padded to the rows that all ranks run."""
-        for change in given.share.changes:
-            self._repeat(change)
+        self.repeat(given.share.changes)
         for opening in given.share.openings:
             self._open(opening)
         plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces), ())
@@ -111,6 +114,17 @@ class RankExecutor:
         answer = RankAnswer(tuple(map(_drawn_token, results)), tuple(offers), tuple(_take_scores(pieces)))
         return flight.number, answer
 
+    def look(self, question: Question) -> Below:
+        """What lies below the device, kept until the next step's changes are repeated."""
+        tiers, (must_wait, num_here, keys) = self.cache.tiers, question
+        assert tiers is not None, "rank 0 has tiers, and the same limits"
+        is_loading = tiers.prepare(keys, num_here)
+        if is_loading and must_wait:
+            tiers.wait(_LOOK_SECONDS)
+            is_loading = tiers.prepare(keys, num_here)
+        num_blocks, is_from_disk = tiers.promise(keys)
+        return Below(num_blocks, is_loading, is_from_disk)
+
     def _piece(self, one: RankPiece) -> Piece:
         sequence, num_drafts = self._request(one.slot), len(one.drafts)
         if one.start + one.length - num_drafts > sequence.num_known:
@@ -118,13 +132,21 @@ class RankExecutor:
         sequence.drafts = one.drafts
         return Piece(sequence, one.slot, one.start, one.length, one.draws, num_drafts)
 
-    def _repeat(self, change: CacheChange) -> None:
+    def repeat(self, changes: SequenceOf[CacheChange]) -> None:
         """What rank 0's books say happened to this cache."""
+        for change in changes:
+            self._repeat(change)
+        if self.cache.tiers is not None:
+            self.cache.tiers.end_promises()
+
+    def _repeat(self, change: CacheChange) -> None:
         cache, slot = self.cache, change.slot
         if isinstance(change, Admitted):
             known = self._known[slot] = list(change.token_ids)
             chain = cache.chain(known, change.salt) if known else None
-            given = cache.admit(change.max_tokens, chain)
+            if chain is not None and change.num_below:
+                self._check_below(chain, change.num_below)
+            given = cache.admit(change.max_tokens, chain, change.num_below)
             if given != slot or cache.position(given) != change.position:
                 raise RanksDiverged(
                     f"the cache gave slot {given} at token {cache.position(given)} where rank 0's books gave slot "
@@ -142,6 +164,12 @@ class RankExecutor:
             cache.rewind(slot, change.position)
         else:
             cache.stop_at(slot, change.position)
+
+    def _check_below(self, chain: ChainKeys, num_blocks: int) -> None:
+        """What rank 0 was promised is there."""
+        tiers = self.cache.tiers
+        if tiers is None or tiers.longest(chain.first(num_blocks)) != num_blocks:
+            raise RanksDiverged(f"host memory has no prefix of {num_blocks} blocks, rank 0 was told that it has")
 
     def _learn(self, slot: int, num_known: int) -> None:
         """The prefix cache hears of the request's tokens as far as rank 0's books had."""
@@ -202,13 +230,16 @@ class RollingChecksum:
 
 
 def follow(
-    executor: RankExecutor, link: Follower, rank: int, make_drafts: Callable[[], KVCacheManager]
+    executor: RankExecutor, link: Follower, rank: int, num_ranks: int, make_drafts: Callable[[], KVCacheManager]
 ) -> None:  # fmt: skip
     """Do what rank 0 says until it ends."""
     last_step, checksum = 0, RollingChecksum()
     while (payload := link.work()) is not None:
         kind, *numbers = unpack(payload)
         work = Work(kind)
+        if work is Work.LOOK:
+            link.answer(pack(executor.look(Question.decode(numbers, rank, num_ranks))))
+            continue
         if work in (Work.FORWARD, Work.BLOCK, Work.MTP, Work.DSPARK):
             serve_padding(executor.runner.model, executor.cache, make_drafts, work, numbers)
             link.answer(b"")

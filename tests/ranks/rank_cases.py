@@ -14,7 +14,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.dist.control import Follower, Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import CheckedGroup, gloo_group
-from dsv4.dist.shares import expert_range, rank_limits
+from dsv4.dist.shares import expert_range, rank_folder, rank_limits
 from dsv4.engine.bucket import Drafting
 from dsv4.engine.drafting.make import make_drafter
 from dsv4.engine.offload.pool import offload
@@ -67,7 +67,9 @@ class _Rank:
         self.pool, backend = pool, TORCH if pool is None else pool.backend
         self.model = Transformer(config, params, ranks.dtype, backend=backend, exchange=exchange)
         choice = ranks.drafts
-        self.cache = self.make_cache(ranks.limits, build_schedule(config, with_mtp=choice is not None))
+        self.cache = self.make_cache(
+            rank_folder(ranks.limits, rank), build_schedule(config, with_mtp=choice is not None)
+        )
         drafting = None
         if choice is not None:
             drafting = Drafting(make_drafter(self.model, self.cache), choice.max_drafts, choice.choices)
@@ -80,7 +82,9 @@ class _Rank:
 
     def make_cache(self, limits, schedule):
         config = self.model.config
-        return KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=self.plain_dtype)
+        return KVCacheManager(
+            config, schedule, limits, device="cpu", plain_dtype=self.plain_dtype, fingerprint="fingerprint"
+        )
 
     def make_drafts(self):
         return self.make_cache(EngineConfig(max_context_tokens=256, max_concurrent_requests=1), self.model.schedule)
@@ -123,7 +127,8 @@ class ThreadedRanks:
             made = _Rank(self, rank, progress.tick, link)
             self.change(rank, made)
             link.answer(b"")
-            follow(RankExecutor(made.runner), link, rank, made.make_drafts)
+            follow(RankExecutor(made.runner), link, rank, self.size, made.make_drafts)
+            made.cache.close()
         except BaseException as error:
             link.report(error)
             self.errors[rank] = error
@@ -142,4 +147,5 @@ class ThreadedRanks:
         self.link.stop()
         for thread in self.threads:
             thread.join(10)
+        self.own.cache.close()
         assert not any(thread.is_alive() for thread in self.threads), "a rank is left behind"

@@ -173,7 +173,9 @@ class Follower:
     def __init__(self, books):
         self.books = books
         schedule = build_schedule(SMALL, with_mtp=False)
-        self.cache = KVCacheManager(SMALL, schedule, books.limits, device="cpu", plain_dtype=None)
+        self.cache = KVCacheManager(
+            SMALL, schedule, books.limits, device="cpu", plain_dtype=None, fingerprint=books.fingerprint
+        )
         self.executor = RankExecutor(SimpleNamespace(cache=self.cache, draft_table=None))
         self.opened = {}
 
@@ -183,8 +185,7 @@ class Follower:
         openings = tuple(_opening(piece.sequence, piece.slot) for piece in new)
         share = RankShare(self.books.take_changes(), openings)
         share = decode_plan(unpack(pack(encode_plan(1, StepSize(0), True, [share]))), 1).share
-        for change in share.changes:
-            self.executor._repeat(change)
+        self.executor.repeat(share.changes)
         for opening in share.openings:
             self.executor._open(opening)
         feed(self.books, pieces)
@@ -208,21 +209,27 @@ class Follower:
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(4, 8), st.integers(1, 4), st.booleans())
 def test_caches_follow_their_books(seed, num_slots, num_blocks, num_snapshots, late):
     """Random lives with common beginnings, few blocks and few snapshots; tokens known a step late, or at once."""
-    rng = random.Random(seed)
     one = books_of(1, 4, PREFIX_BYTES).schema.bytes_per_snapshot
     books = [books_of(num_slots, num_blocks, num_snapshots * one) for _ in range(2)]
+    live_at_random(random.Random(seed), books, [Follower(one) for one in books], late=late)
+
+
+def live_at_random(rng, books, followers, *, late, num_stems=2, before=lambda: None):
+    """`before` every step."""
     scheduler = RankScheduler(books, max_batched_tokens=rng.choice([100, 300]), aging_steps=5)
-    followers = [Follower(one) for one in books]
-    stems = [prompt_of(rng.randint(100, 300), number) for number in range(2)]
+    stems = [prompt_of(rng.randint(100, 300), number) for number in range(num_stems)]
     alive, owed = [], []
     for step in range(60):
         if step < 40 and rng.random() < 0.4:
-            prompt = rng.choice(stems)[: rng.randint(1, 300)] + prompt_of(rng.randint(1, 40), rng.randint(0, 3))
+            prompt = rng.choice(stems)[: rng.choice([300, rng.randint(1, 300)])] + prompt_of(
+                rng.randint(1, 40), rng.randint(0, 3)
+            )
             salt = rng.choice([None, None, "a"])
             alive.append(sequence_of(prompt, rng.randint(1, 140), priority=rng.randint(-1, 1), cache_salt=salt))
             scheduler.add(alive[-1])
         if alive and rng.random() < 0.1:
             scheduler.abort(rng.choice(alive))
+        before()
         plan = scheduler.schedule()
         for follower, share in zip(followers, plan.shares, strict=True):
             follower.hear(share.pieces)
@@ -242,7 +249,6 @@ def test_caches_follow_their_books(seed, num_slots, num_blocks, num_snapshots, l
 
 
 def test_what_needs_one_rank_is_said():
-    for name, value in {"cache_host_bytes": 1, "verify_hits": 0.5}.items():
-        with pytest.raises(ConfigError, match=f"{name} needs one rank, found gpus 2"):
-            rank_limits(EngineConfig(**{name: value}), 2)
+    with pytest.raises(ConfigError, match="verify_hits needs one rank, found gpus 2"):
+        rank_limits(EngineConfig(verify_hits=0.5), 2)
     assert rank_limits(EngineConfig(), 2).prefix_cache_bytes == EngineConfig().prefix_cache_bytes

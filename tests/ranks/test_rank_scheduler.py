@@ -71,13 +71,13 @@ def ranks_of(num_ranks, num_slots=2, num_blocks=4, **limits):
     return RankScheduler(books, **{"max_batched_tokens": 64, **limits})
 
 
-def books_of(num_slots, num_blocks, prefix_cache_bytes=0):
+def books_of(num_slots, num_blocks, prefix_cache_bytes=0, tiers=None, **more):
     limits = EngineConfig(
         max_context_tokens=1024, max_concurrent_requests=num_slots, num_blocks=num_blocks,
-        prefix_cache_bytes=prefix_cache_bytes,
+        prefix_cache_bytes=prefix_cache_bytes, **more,
     )  # fmt: skip
     schedule = build_schedule(SMALL, with_mtp=False)
-    return RankBooks(build_cache_schema(SMALL, schedule, limits, plain_itemsize=None), limits)
+    return RankBooks(build_cache_schema(SMALL, schedule, limits, plain_itemsize=None), limits, tiers)
 
 
 ARRIVALS = st.lists(
