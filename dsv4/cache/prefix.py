@@ -46,14 +46,18 @@ class Match:
     position   tokens that need not be fed
     num_busy   blocks of those that running requests hold already
     leaders    slots of running requests that will pass `expected`, up to which they have the same tokens
-    is_loading more is being read from disk; a request that is admitted before waits for it
+    loading    up to where more is being read from disk, or 0; a request that is admitted before waits for it
     """
 
     position: int = 0
     num_busy: int = 0
     leaders: tuple[int, ...] = ()
     expected: int = 0
-    is_loading: bool = False
+    loading: int = 0
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading > 0
 
 
 @dataclass
@@ -74,7 +78,7 @@ class LowerTiers(Protocol):
 
     def longest(self, keys: Sequence[bytes]) -> int: ...
 
-    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> bool: ...
+    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int: ...
 
     def wait(self) -> None: ...
 
@@ -94,7 +98,7 @@ class _Known:
     last: Node | None
     num_hit: int
     num_host: int
-    is_loading: bool
+    num_loading: int
 
     @property
     def num_blocks(self) -> int:
@@ -141,9 +145,9 @@ class PrefixCache:
         position, last = known.num_blocks * BLOCK_TOKENS, known.last
         num_busy = sum(bool(node.holders) for node in known.nodes[: known.num_blocks])
         if last is None or last.position <= position:
-            return Match(position, num_busy, is_loading=known.is_loading)
+            return Match(position, num_busy, loading=known.num_loading * BLOCK_TOKENS)
         leaders = tuple(slot for slot in sorted(last.slots) if positions[slot] < last.position)
-        return Match(position, num_busy, leaders, last.position, known.is_loading)
+        return Match(position, num_busy, leaders, last.position, known.num_loading * BLOCK_TOKENS)
 
     def num_here(self, keys: Sequence[bytes]) -> int:
         """Blocks of the longest prefix that the device has a snapshot of."""
@@ -161,9 +165,9 @@ class PrefixCache:
             if node.snapshot is not None:
                 num_hit = node.depth
         if self.tiers is None or num_below is not None:
-            return _Known(nodes, last, num_hit, num_below or 0, False)
-        is_loading = self.tiers.prepare(keys, num_hit)
-        return _Known(nodes, last, num_hit, self.tiers.longest(keys), is_loading)
+            return _Known(nodes, last, num_hit, num_below or 0, 0)
+        num_loading = self.tiers.prepare(keys, num_hit)
+        return _Known(nodes, last, num_hit, self.tiers.longest(keys), num_loading)
 
     def begin(self, slot: int, chain: ChainKeys, num_below: int | None = None) -> list[int]:
         """A request starts: the blocks it takes over, which it owns now, and its state up to there in the slot.
@@ -171,7 +175,7 @@ class PrefixCache:
         `num_below`: count on so many blocks in host memory, whatever else there may be by now.
         """
         known = self._known(chain, num_below)
-        if known.is_loading and self.tiers is not None:
+        if known.num_loading and self.tiers is not None:
             self.tiers.wait()
             known = self._known(chain)
         nodes = self.tree.enter(slot, chain.first(chain.num_known), None)

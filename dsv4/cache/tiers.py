@@ -69,13 +69,14 @@ class Tiers:
         segment = self.host.tree.longest(keys)
         return 0 if segment is None else segment.end
 
-    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> bool:
-        """Start reading a prefix longer than `num_blocks` if only the disk has one; True while it is on its way."""
+    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int:
+        """Start reading a prefix longer than `num_blocks` if only the disk has one; its blocks while it is on its way,
+        otherwise 0."""
         self.settle()
         wanted = None if self.disk is None else self.disk.tree.longest(keys)
         if wanted is None or wanted.end <= max(num_blocks, self.longest(keys)):
-            return False
-        return wanted.key in self._loads or self._load(wanted)
+            return 0
+        return wanted.end if wanted.key in self._loads or self._load(wanted) else 0
 
     def _load(self, wanted: Segment) -> bool:
         assert self.disk is not None

@@ -31,8 +31,10 @@ def most_rows(config: ModelConfig, engine: EngineConfig) -> int:
 
 
 def rank_folder(engine: EngineConfig, rank: int) -> EngineConfig:
-    """The limits with the folder of one of several ranks: each finds what it wrote itself."""
-    return engine if engine.cache_dir is None else replace(engine, cache_dir=f"{engine.cache_dir}/rank-{rank}")
+    """The limits with the folder of one of several ranks: each finds what it wrote itself, rank 0 what one rank did."""
+    if engine.cache_dir is None or rank == 0:
+        return engine
+    return replace(engine, cache_dir=f"{engine.cache_dir}/rank-{rank}")
 
 
 def rank_limits(engine: EngineConfig, num_ranks: int) -> EngineConfig:

@@ -256,7 +256,8 @@ class RankScheduler:
         fewest = min(rooms[rank].num_running for rank in fitting)
 
         def worth(rank: int) -> tuple[int, int, int, int]:
-            saved = matches[rank].position - IMBALANCE_TOKENS * (rooms[rank].num_running - fewest)
+            match = matches[rank]
+            saved = max(match.position, match.loading) - IMBALANCE_TOKENS * (rooms[rank].num_running - fewest)
             return max(0, saved), rooms[rank].num_blocks, rooms[rank].num_slots, -rank
 
         return max(fitting, key=worth)

@@ -6,7 +6,7 @@ until it has repeated the changes of the next step (`Tiers.promise`). The change
 it rank 0 counted on. What is stored, and what gives way to it, each rank decides alone.
 
     question  the rank that waits for its files or 0, then for each rank besides 0 the blocks its device has, keys
-    answer    blocks that host memory has, whether more is being read, whether a file brought them
+    answer    blocks that host memory has, blocks there will be when files have been read, whether one brought them
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Below(NamedTuple):
     """What a rank has of a prefix below its device."""
 
     num_blocks: int = 0
-    is_loading: bool = False
+    num_loading: int = 0
     is_from_disk: bool = False
 
 
@@ -48,7 +48,7 @@ class Lookups:
             here = [books.num_here(keys) for books in self.books]
             words = array("q", b"".join(keys))
             answers = self._ask([rank if must_wait else 0, *here, *words])
-            found = [Below(num_blocks, bool(loading), bool(disk)) for num_blocks, loading, disk in answers]
+            found = [Below(num_blocks, num_loading, bool(disk)) for num_blocks, num_loading, disk in answers]
             self._found[keys[-1]] = found
         return found[rank - 1]
 
@@ -70,12 +70,12 @@ class RankTiers:
         self.last = self._lookups.of(self._rank, keys)
         return self.last.num_blocks
 
-    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> bool:
+    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int:
         self._keys = keys
-        return self._lookups.of(self._rank, keys).is_loading
+        return self._lookups.of(self._rank, keys).num_loading
 
     def wait(self) -> None:
-        while self._lookups.of(self._rank, self._keys, must_wait=True).is_loading:
+        while self._lookups.of(self._rank, self._keys, must_wait=True).num_loading:
             pass
 
     def fetch(self, key: bytes, num_held: int, blocks: Sequence[int], snapshot: int) -> bool:

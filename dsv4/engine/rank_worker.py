@@ -118,12 +118,12 @@ class RankExecutor:
         """What lies below the device, kept until the next step's changes are repeated."""
         tiers, (must_wait, num_here, keys) = self.cache.tiers, question
         assert tiers is not None, "rank 0 has tiers, and the same limits"
-        is_loading = tiers.prepare(keys, num_here)
-        if is_loading and must_wait:
+        num_loading = tiers.prepare(keys, num_here)
+        if num_loading and must_wait:
             tiers.wait(_LOOK_SECONDS)
-            is_loading = tiers.prepare(keys, num_here)
+            num_loading = tiers.prepare(keys, num_here)
         num_blocks, is_from_disk = tiers.promise(keys)
-        return Below(num_blocks, is_loading, is_from_disk)
+        return Below(num_blocks, num_loading, is_from_disk)
 
     def _piece(self, one: RankPiece) -> Piece:
         sequence, num_drafts = self._request(one.slot), len(one.drafts)

@@ -287,6 +287,21 @@ def test_each_rank_takes_its_own_gpu(monkeypatch):
 
 
 @pytest.mark.processes
+def test_files_of_two_processes(folder, tmp_path):
+    """What both ranks wrote before they ended is found by those that come after them."""
+    limits = replace(LIMITS, max_context_tokens=512, cache_dir=str(tmp_path), cache_host_bytes=2**24)
+    prompts = [[5 + i] * 260 for i in range(4)]
+    params = SamplingParams(max_tokens=3, seed=2, logprobs=2, ignore_eos=True)
+    plain = LLM(folder, engine=replace(limits, cache_dir=None, cache_host_bytes=0, prefix_cache_bytes=0))
+    expected = [plain.generate([prompt], params)[0] for prompt in prompts]
+    for num_found in (0, 4):
+        llm = LLM(folder, engine=limits, gpus=2)
+        assert llm.generate(prompts, params) == expected
+        assert llm.engine.stats().num_prefix_disk_hits == num_found
+        llm.close()
+
+
+@pytest.mark.processes
 def test_offloaded_experts_of_two_processes(tmp_path):
     """The draft block's too; all ranks keep as many on the device as the one that has least room."""
     folder = write_checkpoint(tmp_path / "twelve", replace(SMALL, n_routed_experts=12), experts="nvfp4")
