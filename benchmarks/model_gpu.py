@@ -38,7 +38,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.config import EngineConfig
-from dsv4.engine.runner import Runner, decode_buckets
+from dsv4.engine.buckets import decode_buckets
+from dsv4.engine.runner import Runner
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
