@@ -107,7 +107,7 @@ class LocalExchange:
         rows = self._inner.dispatch(x, experts, weights, slots)
         return rows._replace(experts=self._chosen, weights=self._weights)
 
-    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+    def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         return self._inner.collect(parts, rows)
 
 

@@ -28,12 +28,14 @@ class Rows(NamedTuple):
     experts  int64 [N T, k]: places in this rank's stacks, -1 where an expert is not its own
     weights  [N T, k]
     routing  int64 [T, k]: the expert ids this rank's own tokens chose
+    homes    int64 [N] or None: where ranks keep the parts of their own tokens, if they can be stored there
     """
 
     x: Tensor
     experts: Tensor
     weights: Tensor
     routing: Tensor
+    homes: Tensor | None = None
 
 
 class Exchange(Protocol):
@@ -49,8 +51,9 @@ class Exchange(Protocol):
         """x [T, D], experts and weights [T, k] of this rank -> those of all ranks. Rows whose slot [T] is negative are
         padding: they choose nobody, and cost no owner anything."""
 
-    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
-        """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks.
+    def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
+        """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks. None:
+        they have been stored at `rows.homes`.
 
         What belongs to no expert holds anything."""
 
@@ -83,7 +86,8 @@ class CollectiveExchange:
         is_own = (routing >= self._own.start) & (routing < self._own.stop)
         return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, wanted)
 
-    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
+    def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
+        assert parts is not None  # there are no homes to store them
         size = self._group.size
         num_rows, top_k, dim = parts.shape
         num_tokens = num_rows // size
@@ -101,17 +105,16 @@ class CollectiveExchange:
 class StandInExchange:
     """Tensors of the right shapes and nothing in them: for calls on "meta", which only compile."""
 
-    can_capture = True
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, exchange: Exchange) -> None:
+        self.size, self.can_capture = exchange.size, exchange.can_capture
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
         of_all = [part.new_empty((self.size * len(part), part.shape[1])) for part in (x, experts.long(), weights)]
-        return Rows(of_all[0], of_all[1], of_all[2], experts)
+        homes = experts.new_empty(self.size, dtype=torch.int64) if self.can_capture else None
+        return Rows(of_all[0], of_all[1], of_all[2], experts, homes)
 
-    def collect(self, parts: Tensor, rows: Rows) -> Tensor:
-        return parts.new_empty((len(parts) // self.size, *parts.shape[1:]))
+    def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
+        return rows.x.new_empty((*rows.routing.shape, rows.x.shape[1]))
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

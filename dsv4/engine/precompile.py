@@ -115,7 +115,7 @@ def stand_in(
         window_freqs=on_meta(context.window_freqs),
         compressed_freqs=on_meta(context.compressed_freqs),
         branches=Branches(META),
-        exchange=None if context.exchange is None else StandInExchange(context.exchange.size),
+        exchange=None if context.exchange is None else StandInExchange(context.exchange),
     )
     state = SamplingState.empty(cache.schema.num_slots, model.config.vocab_size, META)
     return StandIn(copied, tuple(handles), on_meta(cache.block_table), state)

@@ -34,6 +34,8 @@ def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) 
     )
     with context.branches.beside(run_shared, can_fork=not context.backend.cuts_calls):
         rows = exchange.dispatch(x, experts, weights, batch.slots)
-        parts = context.ops.moe_parts(rows.x, rows.experts, rows.weights, routed, shared, limit=limit)
+        parts = context.ops.moe_parts(
+            rows.x, rows.experts, rows.weights, routed, shared, limit=limit, homes=rows.homes
+        )  # fmt: skip
         parts = exchange.collect(parts, rows)
     return context.ops.moe_fold(parts, shared_out), experts

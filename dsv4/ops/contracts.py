@@ -101,8 +101,9 @@ class Moe(Protocol):
 
 class MoeParts(Protocol):
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
-    ) -> Tensor: ...
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+        homes: Tensor | None = None,
+    ) -> Tensor | None: ...  # fmt: skip
 
 
 class MoeShared(Protocol):

@@ -1,13 +1,17 @@
-"""The exchange through shared memory, as four ranks of Flash launch it: for the compile check."""
+"""The exchange through shared memory and experts that store their parts there, as four ranks of Flash launch them: for
+the compile check."""
 
 from __future__ import annotations
 
 import torch
 
 from dsv4.dist.symmetric import Layout, SymmetricExchange
+from dsv4.formats.tensors import QuantFormat
+from dsv4.ops.moe import moe_parts
 from dsv4.testing.bench import BenchCase, Work
+from dsv4.testing.cases.moe import random_layer
 
-RANKS, EXPERTS, TOP_K, DIM = 4, 256, 6, 4096
+RANKS, EXPERTS, TOP_K, DIM, LIMIT = 4, 256, 6, 4096, 10.0
 
 
 def _case(num_tokens: int) -> BenchCase:
@@ -23,9 +27,17 @@ def _case(num_tokens: int) -> BenchCase:
         weights = torch.empty(num_tokens, TOP_K, device=device)
         slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
         parts = torch.empty(RANKS * num_tokens, TOP_K, DIM, dtype=torch.bfloat16, device=device)
-        return Work(lambda: exchange.collect(parts, exchange.dispatch(x, experts, weights, slots)), 0, 0)
+        matrices = random_layer("flash", QuantFormat.NVFP4, device, EXPERTS // RANKS)
+
+        def call() -> None:
+            rows = exchange.dispatch(x, experts, weights, slots)
+            stored = moe_parts(rows.x, rows.experts, rows.weights, *matrices, limit=LIMIT, homes=rows.homes)
+            exchange.collect(stored, rows)
+            exchange.collect(parts, rows)
+
+        return Work(call, 0, 0)
 
     return BenchCase("exchange", f"flash-{num_tokens}-of-{RANKS}", {"tokens": num_tokens, "ranks": RANKS}, build)
 
 
-CASES = [_case(num_tokens) for num_tokens in (1, 64, 2048)]
+CASES = [_case(num_tokens) for num_tokens in (1, 2048)]

@@ -77,5 +77,6 @@ def test_rejects_more_rows_than_the_buffers_hold():
 def test_compiles_for_gpus():
     found = reports(90, ["tests.ranks.exchange_cases"])
     assert [report.error for report in found if isinstance(report, CompileFailure)] == []
-    assert {report.kernel for report in found} == {"_send_rows_kernel", "_send_parts_kernel"}
+    kernels = {report.kernel for report in found}
+    assert kernels >= {"_send_rows_kernel", "_send_parts_kernel", "_down_kernel", "_wide_down_kernel"}
     assert all(report.spill_bytes == 0 for report in found)

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -319,10 +320,12 @@ class ExpertPool:
         return self._over(self.inner.ops.moe, x, experts, weights, routed, shared, limit)
 
     def moe_parts(
-        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,
+        homes: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """As `OpSet.moe_parts`, likewise."""
-        return self._over(self.inner.ops.moe_parts, x, experts, weights, routed, shared, limit)
+        op = partial(self.inner.ops.moe_parts, homes=homes)
+        return self._over(op, x, experts, weights, routed, shared, limit)
 
     def moe_shared(
         self, x: Tensor, routed: Any, shared: Any, out: Tensor, *, top_k: int, limit: float
@@ -332,9 +335,9 @@ class ExpertPool:
         self.inner.ops.moe_shared(x, stacks, shared, out, top_k=top_k, limit=limit)
 
     def _over(
-        self, op: Callable[..., Tensor], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,
+        self, op: Callable[..., Any], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,
         limit: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         if not isinstance(routed, LayerExperts):
             return op(x, experts, weights, routed, shared, limit=limit)
         if self.recorder is not None:
@@ -350,9 +353,9 @@ class ExpertPool:
         return op(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
 
     def _staged(
-        self, op: Callable[..., Tensor], x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor,
+        self, op: Callable[..., Any], x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor,
         routed: LayerExperts, shared: Any, limit: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         needed = _distinct(chosen)
         self.stats.num_uses += len(needed)
         self.stats.num_misses += routed.num_absent(needed)

@@ -23,7 +23,7 @@ _SUMMED = tl.constexpr(2048)  # values that the narrow form sums at a time; 4,09
 
 
 class DownResults(NamedTuple):
-    """What the second product writes: parts, sums of ranges, arrivals of parts, and their sum."""
+    """What the second product writes: parts (ranks': where), sums of ranges, arrivals of parts, and their sum."""
 
     parts: Any
     sums: Any
@@ -32,24 +32,42 @@ class DownResults(NamedTuple):
 
 
 @jit
-def store_parts(accs, scale, rows, is_row, outs, parts_ptr, D: tl.constexpr):
+def _part_rows(rows, is_row, parts_ptr, num_pairs, D: tl.constexpr, RANKS: tl.constexpr):
+    """Where rows of `parts` begin. RANKS > 0: at `parts_ptr` are the addresses of as many buffers, which hold the pairs
+    in equal shares, bf16.
+    """
+    if RANKS == 0:
+        return parts_ptr + rows * D
+    else:
+        share = num_pairs // RANKS
+        rank = rows // share
+        base = tl.load(parts_ptr + rank, mask=is_row, other=0).to(tl.pointer_type(tl.bfloat16))
+        return tl.multiple_of(base, [16]) + (rows - rank * share) * D
+
+
+@jit
+def store_parts(
+    accs, scale, rows, is_row, outs, parts_ptr, num_pairs, D: tl.constexpr, RANKS: tl.constexpr = 0
+):  # fmt: skip
     """bf16 rows of `parts`, complete; or fp32 ones, sums of one range before they are scaled."""
     for sub in tl.static_range(len(rows)):
-        part = tl.trans((accs[sub] * scale).to(parts_ptr.dtype.element_ty))
-        tl.store(parts_ptr + (rows[sub] * D)[:, None] + outs[None, :], part, mask=is_row[sub][:, None])
+        row_ptr = _part_rows(rows[sub], is_row[sub], parts_ptr, num_pairs, D, RANKS)
+        part = tl.trans((accs[sub] * scale).to(row_ptr.dtype.scalar.element_ty))
+        tl.store(row_ptr[:, None] + outs[None, :], part, mask=is_row[sub][:, None])
 
 
 @jit
 def _store_halves(
-    halves, scale, rows, is_row, first_out, parts_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr
-):
+    halves, scale, rows, is_row, first_out, parts_ptr, num_pairs,
+    D: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of `parts`: sums, or two halves of them."""
     if PAIR:
         outs = first_out + tl.arange(0, BLOCK // 2)
-        store_parts(halves[0], scale, rows, is_row, outs, parts_ptr, D)
-        store_parts(halves[1], scale, rows, is_row, outs + BLOCK // 2, parts_ptr, D)
+        store_parts(halves[0], scale, rows, is_row, outs, parts_ptr, num_pairs, D, RANKS)
+        store_parts(halves[1], scale, rows, is_row, outs + BLOCK // 2, parts_ptr, num_pairs, D, RANKS)
     else:
-        store_parts(halves, scale, rows, is_row, first_out + tl.arange(0, BLOCK), parts_ptr, D)
+        store_parts(halves, scale, rows, is_row, first_out + tl.arange(0, BLOCK), parts_ptr, num_pairs, D, RANKS)
 
 
 @jit
@@ -142,7 +160,7 @@ def _routed_down(
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
     UNROLL: tl.constexpr, QUANTISE: tl.constexpr, RANGES: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    SPLIT: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr,
+    SPLIT: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     IS_SPLIT: tl.constexpr = SPLIT and RANGES > 1
@@ -157,16 +175,19 @@ def _routed_down(
         True, PAIR,
     )  # fmt: skip
     pdl_trigger()
+    first_out = n_tile * BLOCK
     if IS_SPLIT:
-        _store_halves(halves, 1.0, pairs, is_row, n_tile * BLOCK, results.sums + part * num_pairs * D, D, BLOCK, PAIR)
+        sums_ptr = results.sums + part * num_pairs * D
+        _store_halves(halves, 1.0, pairs, is_row, first_out, sums_ptr, num_pairs, D, BLOCK, PAIR, 0)
     else:
-        _store_halves(halves, out_scale, pairs, is_row, n_tile * BLOCK, results.parts, D, BLOCK, PAIR)
-    pair, has_row = routed_rows(tile, expert, experts_ptr, order, num_pairs, 0, ROWS, DIRECT)
-    combine(
-        pair // TOP_K, has_row, n_tile, results.parts, results.sums, results.arrivals, experts_ptr, results.out,
-        down.out_scale, shared_scale_ptr, num_tokens,
-        BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, _SUMMED,
-    )  # fmt: skip
+        _store_halves(halves, out_scale, pairs, is_row, first_out, results.parts, num_pairs, D, BLOCK, PAIR, RANKS)
+    if RANKS == 0:
+        pair, has_row = routed_rows(tile, expert, experts_ptr, order, num_pairs, 0, ROWS, DIRECT)
+        combine(
+            pair // TOP_K, has_row, n_tile, results.parts, results.sums, results.arrivals, experts_ptr, results.out,
+            down.out_scale, shared_scale_ptr, num_tokens,
+            BLOCK, D, E, TOP_K, RANGES if IS_SPLIT else 1, SHARED_PARTS, 1 + PAIR, _SUMMED,
+        )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
@@ -176,7 +197,7 @@ def _down_kernel(
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
-    SHARED_QUANTISE: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr,
+    SHARED_QUANTISE: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """out [T, D]; parts bf16 [T k + T, D] by pair, then by token. `results`: `DownResults`; order: `PairOrder`; down,
     shared: `Matrix`. QUANTISE, SHARED_QUANTISE: hidden is still to be rounded to E4M3. ORDERED: hidden is in operand
@@ -186,6 +207,9 @@ def _down_kernel(
 
     PAIR: a program of a routed expert has the halves of its rows one after the other in one loop, so that fewer
     programs begin and end; one of the shared expert, which reads more, has a half.
+
+    RANKS > 0: parts go to the ranks whose tokens they are of (`_part_rows`), and nobody sums here. The shared expert
+    does not run.
     """
     N_TILES: tl.constexpr = D // BLOCK
     AT_ONCE: tl.constexpr = BLOCK // (1 + PAIR)
@@ -194,7 +218,7 @@ def _down_kernel(
     SHARED_PARTS: tl.constexpr = SHARED_RANGES if SPLIT else 1
     program = tl.program_id(0)
     num_shared_programs = num_shared_tiles * (D // AT_ONCE) * SHARED_PARTS
-    if program < num_shared_programs:
+    if RANKS == 0 and program < num_shared_programs:
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         tile, first_out = work // (D // AT_ONCE), work % (D // AT_ONCE) * AT_ONCE
         IS_ORDERED: tl.constexpr = ORDERED and not SHARED_QUANTISE
@@ -215,9 +239,9 @@ def _down_kernel(
         outs = first_out + tl.arange(0, AT_ONCE)
         if SHARED_PARTS > 1:
             behind = num_pairs * D * PARTS if PARTS > 1 else 0
-            store_parts(accs, 1.0, tokens, is_row, outs, results.sums + behind + part * num_tokens * D, D)
+            store_parts(accs, 1.0, tokens, is_row, outs, results.sums + behind + part * num_tokens * D, 0, D)
         else:
-            store_parts(accs, shared_scale, rows, is_row, outs, results.parts, D)
+            store_parts(accs, shared_scale, rows, is_row, outs, results.parts, 0, D)
         token, has_row = shared_rows(tile, num_tokens, 0, SHARED_ROWS, SHARED_ROWS)
         combine(
             token, has_row, first_out // BLOCK, results.parts, results.sums, results.arrivals, experts_ptr, results.out,
@@ -236,12 +260,12 @@ def _down_kernel(
                     tile, expert, n_tile, part, hidden_ptr, results, experts_ptr, order, down, shared.out_scale,
                     num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, QUANTISE,
-                    RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR,
+                    RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR, RANKS,
                 )  # fmt: skip
             else:
                 _routed_down(
                     tile, expert, n_tile, part, hidden_ptr, results, experts_ptr, order, down, shared.out_scale,
                     num_tokens,
                     BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, QUANTISE,
-                    RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR,
+                    RANGES, SHARED_PARTS, SPLIT, ORDERED, PAIR, RANKS,
                 )  # fmt: skip

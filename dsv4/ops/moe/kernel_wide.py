@@ -229,12 +229,15 @@ def _down_products(
 
 
 @jit
-def _store_products(accs, scale, rows, is_row, first_out, parts_ptr, D: tl.constexpr, PAIR: tl.constexpr):
+def _store_products(
+    accs, scale, rows, is_row, first_out, parts_ptr, num_pairs, D: tl.constexpr, PAIR: tl.constexpr,
+    RANKS: tl.constexpr = 0,
+):  # fmt: skip
     SIZE: tl.constexpr = accs[0].shape[0]
     NUM: tl.constexpr = len(rows)
     for index in tl.static_range(2 if PAIR else 1):
         outs = first_out + index * SIZE + tl.arange(0, SIZE)
-        store_parts(_of(accs, index, NUM), scale, rows, is_row, outs, parts_ptr, D)
+        store_parts(_of(accs, index, NUM), scale, rows, is_row, outs, parts_ptr, num_pairs, D, RANKS)
 
 
 @jit
@@ -243,7 +246,7 @@ def _routed_down(
     num_tokens,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, QUANTISE: tl.constexpr,
-    RANGES: tl.constexpr, PAIR: tl.constexpr,
+    RANGES: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
@@ -255,12 +258,14 @@ def _routed_down(
     pdl_trigger()
     accs = _small_parts(accs)
     pairs, is_row = wide_routed_rows(tile, expert, order, ROWS, True)
-    _store_products(accs, tl.load(down.out_scale + expert), pairs, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
-    for index in tl.static_range(len(pairs)):
-        combine(
-            pairs[index] // TOP_K, is_row[index], n_tile, parts_ptr, parts_ptr, arrivals_ptr, experts_ptr, out_ptr,
-            down.out_scale, shared_scale_ptr, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
-        )  # fmt: skip
+    out_scale, num_pairs = tl.load(down.out_scale + expert), num_tokens * TOP_K
+    _store_products(accs, out_scale, pairs, is_row, n_tile * BLOCK, parts_ptr, num_pairs, D, PAIR, RANKS)
+    if RANKS == 0:
+        for index in tl.static_range(len(pairs)):
+            combine(
+                pairs[index] // TOP_K, is_row[index], n_tile, parts_ptr, parts_ptr, arrivals_ptr, experts_ptr, out_ptr,
+                down.out_scale, shared_scale_ptr, num_tokens, BLOCK, D, E, TOP_K, 1, 1,
+            )  # fmt: skip
 
 
 @jit(do_not_specialize=("num_tokens", "num_shared_tiles"))
@@ -269,13 +274,13 @@ def _wide_down_kernel(
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     MIDDLE: tl.constexpr, SMALL: tl.constexpr, SHARED_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANGES: tl.constexpr,
-    SHARED_RANGES: tl.constexpr, QUANTISE: tl.constexpr, PAIR: tl.constexpr,
+    SHARED_RANGES: tl.constexpr, QUANTISE: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """`_down_kernel` with hidden in product order. PAIR: the BLOCK rows of a program are two products."""
     N_TILES: tl.constexpr = D // BLOCK
     program = tl.program_id(0)
     num_shared_programs = num_shared_tiles * N_TILES
-    if program < num_shared_programs:
+    if RANKS == 0 and program < num_shared_programs:
         n_tile = program % N_TILES
         tokens, is_row = wide_shared_rows(program // N_TILES, num_tokens, SHARED_ROWS)
         rows = plus(tokens, num_tokens * TOP_K)
@@ -284,7 +289,7 @@ def _wide_down_kernel(
             BLOCK, I, SHARED_FORMAT, QUANTISE, SHARED_RANGES, PAIR,
         )  # fmt: skip
         pdl_trigger()
-        _store_products(accs, tl.load(shared.out_scale), rows, is_row, n_tile * BLOCK, parts_ptr, D, PAIR)
+        _store_products(accs, tl.load(shared.out_scale), rows, is_row, n_tile * BLOCK, parts_ptr, 0, D, PAIR)
         for index in tl.static_range(len(tokens)):
             combine(
                 tokens[index], is_row[index], n_tile, parts_ptr, parts_ptr, arrivals_ptr, experts_ptr, out_ptr,
@@ -300,19 +305,19 @@ def _wide_down_kernel(
                 _routed_down(
                     tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
                     down, shared.out_scale, num_tokens,
-                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, SMALL, QUANTISE, RANGES, PAIR,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, SMALL, QUANTISE, RANGES, PAIR, RANKS,
                 )  # fmt: skip
             elif MIDDLE == ROWS or num_rows > MIDDLE:
                 _routed_down(
                     tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
                     down, shared.out_scale, num_tokens,
-                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, QUANTISE, RANGES, PAIR,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, QUANTISE, RANGES, PAIR, RANKS,
                 )  # fmt: skip
             else:
                 _routed_down(
                     tile, expert, n_tile, hidden_ptr, parts_ptr, arrivals_ptr, out_ptr, experts_ptr, order,
                     down, shared.out_scale, num_tokens,
-                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, MIDDLE, QUANTISE, RANGES, PAIR,
+                    BLOCK, D, I, E, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, MIDDLE, QUANTISE, RANGES, PAIR, RANKS,
                 )  # fmt: skip
 
 

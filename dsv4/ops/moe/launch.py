@@ -62,11 +62,11 @@ def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tu
 
 def launch_moe(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    *, has_routed: bool = True, has_shared: bool = True, out: Tensor | None = None,
+    *, has_routed: bool = True, has_shared: bool = True, out: Tensor | None = None, homes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe` with the work divided as `config` says, into `out` where given. Without the shared expert: `moe_parts`. No
-    token is complete then, so nobody sums. Without routed experts, of which nobody is chosen: `moe_shared`; it has
-    counters of its own, since it may run beside `moe_parts`.
+    token is complete then, so nobody sums; `homes`: see there. Without routed experts, of which nobody is chosen:
+    `moe_shared`; it has counters of its own, since it may run beside `moe_parts`.
     """
     _check(x, experts, weights, routed, shared)
     w1, w2, _ = routed
@@ -79,9 +79,12 @@ def launch_moe(
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
     if not has_shared and config.down.split and config.ranges.of(config.ranges.down, width) > 1:
         raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
+    if homes is not None and (has_shared or homes.dtype != torch.int64 or num_tokens % len(homes)):
+        found = f"{homes.dtype} {tuple(homes.shape)}"
+        raise KernelInputError(f"expected addresses for equal shares of {num_tokens} tokens, found {found}")
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if config.wide:
-        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_routed, has_shared)
+        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_routed, has_shared, homes)
         return out if has_shared else parts[: experts.numel()].view(num_tokens, top_k, dim)
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
@@ -132,18 +135,19 @@ def launch_moe(
         num_sums = num_pairs * routed_ranges * (routed_ranges > 1) + num_tokens * shared_ranges
         sums = torch.empty(num_sums, dim, dtype=torch.float32, device=x.device)
         num_work, num_shared_work = num_work * routed_ranges, num_shared_work * shared_ranges
+    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
     _down_kernel[(num_work + num_shared_work,)](
-        hidden, DownResults(parts, sums, arrivals, out), experts, _pair_order(order), _matrix(w2), _matrix(shared[1]),
+        hidden, DownResults(targets, sums, arrivals, out), experts, _pair_order(order), _matrix(w2), _matrix(shared[1]),
         num_tokens, num_shared_tiles, **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll,
         RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128,
-        SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, **down.options,
+        SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, RANKS=num_ranks, **down.options,
     )  # fmt: skip
     return out if has_shared else parts.view(num_tokens, top_k, dim)
 
 
 def _launch_wide(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    out: Tensor, has_routed: bool, has_shared: bool,
+    out: Tensor, has_routed: bool, has_shared: bool, homes: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The wide form: out [T, D] of T > 0 tokens, if the shared expert runs; returns the parts, pair by pair."""
     (w1, w2, _), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
@@ -167,11 +171,12 @@ def _launch_wide(
         num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
         RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
     )  # fmt: skip
+    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
     _wide_down_kernel[(num_tiles * (dim // down.block),)](
-        hidden, parts, arrivals, out, experts, _pair_order(order), _matrix(w2), _matrix(shared[1]), num_tokens,
+        hidden, targets, arrivals, out, experts, _pair_order(order), _matrix(w2), _matrix(shared[1]), num_tokens,
         num_shared_tiles, **common, **_strides(w2), E=num_experts,
         BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
-        QUANTISE=gate_up.block != 128, PAIR=down.pair, **down.options,
+        QUANTISE=gate_up.block != 128, PAIR=down.pair, RANKS=num_ranks, **down.options,
     )  # fmt: skip
     return parts
 

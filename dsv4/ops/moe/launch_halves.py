@@ -19,13 +19,15 @@ _KEPT_TOKENS = 1024
 
 
 def moe_parts(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
-) -> Tensor:  # fmt: skip
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+    homes: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """See `moe_parts_ref`; the launches of `moe` without the programs of the shared expert."""
     if not are_prepared(routed, shared):
         return moe_parts_ref(x, experts, weights, routed, shared, limit=limit)
     config, matrices = config_for(x, experts, routed), (cast(_Shuffled, routed), cast(_Shuffled, shared))
-    return launch_moe(x, experts, weights, *matrices, limit, config, has_shared=False)
+    parts = launch_moe(x, experts, weights, *matrices, limit, config, has_shared=False, homes=homes)
+    return parts if homes is None else None
 
 
 def moe_shared(

@@ -60,11 +60,15 @@ def moe_ref(
 
 
 def moe_parts_ref(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
-) -> Tensor:  # fmt: skip
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+    homes: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """The first half of `moe_ref`, where experts live on several ranks: what each chosen expert adds, [T, k, D] in x's
     dtype. Parts of ids outside 0 .. E - 1 are not computed and hold anything. `shared` is not run: kernels take it
     because they are compiled for its format too.
+
+    homes int64 [N]: addresses of bf16 [T / N, k, D] on each of N ranks, of whose tokens x consists. Kernels may store
+    the parts there, and return None.
     """
     pairs = _Pairs.of(experts, routed)
     if not pairs.counts:

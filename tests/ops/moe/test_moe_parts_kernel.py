@@ -102,6 +102,26 @@ def test_kernels_of_the_pieces(name, config):
     assert (arrival_counters("parts", x.device, NEVER) < NEVER // 2).all(), "no part is anybody's last"
 
 
+@pytest.mark.parametrize("config", [SPLIT, ORDERED, WIDE], ids=["split", "ordered", "wide"])
+def test_parts_go_to_the_ranks_of_their_tokens(config):
+    """Into the buffers of three ranks with two tokens each: the bits of parts kept here, and nothing else."""
+    x, experts, weights = inputs(6, seed=5)
+    experts = own(experts, OWNERS[-1])
+    here = prepare_experts(slices(LAYERS["nvfp4"][0], OWNERS[-1]))
+    shared = READY["nvfp4"][1]
+    buffers = [torch.full((2, TOP_K, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device) for _ in range(3)]
+    homes = torch.tensor([buffer.data_ptr() for buffer in buffers], device=x.device)
+    kept = launch_moe(x, experts, weights, here, shared, LIMIT, config, has_shared=False)
+    launch_moe(x, experts, weights, here, shared, LIMIT, config, has_shared=False, homes=homes)
+    stored, is_own = torch.cat(buffers), (experts >= 0).unsqueeze(-1)
+    assert 0 < is_own.sum() < is_own.numel()
+    assert_bitwise(stored, kept.masked_fill(~is_own, float("nan")))
+    assert moe_parts(x, experts, weights, here, shared, limit=LIMIT, homes=homes) is None
+    assert_bitwise(torch.cat(buffers), stored)
+    with pytest.raises(KernelInputError, match="addresses for equal shares of 6 tokens, found torch.int64 \\(4,\\)"):
+        moe_parts(x, experts, weights, here, shared, limit=LIMIT, homes=homes.new_zeros(4))
+
+
 def test_the_set_of_kernels_follows_the_oracle_and_takes_plain_weights():
     x, experts, weights = inputs(1)
     routed, shared = READY["mxfp4"]
