@@ -1,15 +1,16 @@
 """`SymmetricExchange`: the exchange of GPUs that can write into one another's memory. A graph can capture it.
 
-Every rank has one buffer of the same layout, mapped by all (torch's symmetric memory). A kernel stores a rank's rows into
-the buffers of the owners of their experts, then a barrier; the kernels that make parts store them into the buffers of
-the tokens' ranks (`Rows.homes`), then another. Two
-barriers a layer are enough for one buffer: nobody writes inputs before all have read the last ones (they have since
-sent parts), nor parts before all have folded the last ones (they have since sent inputs).
+Every rank has one buffer of the same layout, mapped by all (torch's symmetric memory). A kernel stores a rank's rows
+into the buffers of the owners of their experts, then a barrier; the kernels that make parts store them into the buffers
+of the tokens' ranks (`Rows.homes`), then another. Two barriers a layer are enough for one buffer: nobody writes inputs
+before all have read the last ones (they have since sent parts), nor parts before all have folded the last ones (they
+have since sent inputs).
 
     experts  int64 [N T, k]   |  weights  fp32 [N T, k]  |  x  bf16 [N T, D]  |  parts  bf16 [T, k, D]
 
 Offsets are those of the largest call; T is the call's own, the same on every rank. An owner is told places in its own
-stacks, and -1 for experts of others; x is sent only to ranks that own a chosen expert. Torch's default process group must be there: symmetric memory meets through it.
+stacks, and -1 for experts of others; x is sent only to ranks that own a chosen expert. Torch's default process group
+must be there: symmetric memory meets through it.
 """
 
 from __future__ import annotations

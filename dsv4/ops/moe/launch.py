@@ -65,8 +65,8 @@ def launch_moe(
     *, has_routed: bool = True, has_shared: bool = True, out: Tensor | None = None, homes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe` with the work divided as `config` says, into `out` where given. Without the shared expert: `moe_parts`. No
-    token is complete then, so nobody sums; `homes`: see there. Without routed experts, of which nobody is chosen:
-    `moe_shared`; it has counters of its own, since it may run beside `moe_parts`.
+    token is complete then, so nobody sums; with `homes` (see there) nothing is left here. Without routed experts, of
+    which nobody is chosen: `moe_shared`; it has counters of its own, since it may run beside `moe_parts`.
     """
     _check(x, experts, weights, routed, shared)
     w1, w2, _ = routed
@@ -75,17 +75,11 @@ def launch_moe(
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else _checked(out, x)
     if num_tokens == 0:
         return out if has_shared else x.new_empty((0, top_k, dim))
-    if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
-        raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
-    if not has_shared and config.down.split and config.ranges.of(config.ranges.down, width) > 1:
-        raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
-    if homes is not None and (has_shared or homes.dtype != torch.int64 or num_tokens % len(homes)):
-        found = f"{homes.dtype} {tuple(homes.shape)}"
-        raise KernelInputError(f"expected addresses for equal shares of {num_tokens} tokens, found {found}")
+    _check_size(num_tokens, top_k, dim, width, config, has_shared, homes)
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if config.wide:
         parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_routed, has_shared, homes)
-        return out if has_shared else parts[: experts.numel()].view(num_tokens, top_k, dim)
+        return out if has_shared or homes is not None else parts[: experts.numel()].view(num_tokens, top_k, dim)
     gate_up, down, ranges = config.gate_up, config.down, config.ranges
     num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
     purpose = "moe" if has_routed else "shared expert"
@@ -102,7 +96,7 @@ def launch_moe(
     num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows if homes is None else 0, dim, dtype=x.dtype, device=x.device)
     common = {
         "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
@@ -142,7 +136,7 @@ def launch_moe(
         RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128,
         SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, RANKS=num_ranks, **down.options,
     )  # fmt: skip
-    return out if has_shared else parts.view(num_tokens, top_k, dim)
+    return out if has_shared or homes is not None else parts.view(num_tokens, top_k, dim)
 
 
 def _launch_wide(
@@ -158,7 +152,7 @@ def _launch_wide(
     order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config, has_routed)
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_rows if homes is None else 0, dim, dtype=x.dtype, device=x.device)
     num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_tiles = len(order.tile_experts) * has_routed + num_shared_tiles
     common = {
@@ -279,6 +273,18 @@ def launch_fp4_linear(
         ROWS=tile_rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
     )  # fmt: skip
     return out
+
+
+def _check_size(
+    num_tokens: int, top_k: int, dim: int, width: int, config: MoeConfig, has_shared: bool, homes: Tensor | None
+) -> None:
+    if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
+        raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
+    if not has_shared and config.down.split and config.ranges.of(config.ranges.down, width) > 1:
+        raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
+    if homes is not None and (has_shared or homes.dtype != torch.int64 or num_tokens % len(homes)):
+        found = f"{homes.dtype} {tuple(homes.shape)}"
+        raise KernelInputError(f"expected addresses for equal shares of {num_tokens} tokens, found {found}")
 
 
 def _checked(out: Tensor, x: Tensor) -> Tensor:
