@@ -189,7 +189,7 @@ OPENINGS = st.builds(
     st.lists(NUMBERS).map(tuple),
 )  # fmt: skip
 CHANGES = st.one_of(
-    st.builds(Admitted, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS).map(tuple), st.one_of(st.none(), SALTS)),
+    st.builds(Admitted, *[NUMBERS] * 4, st.lists(NUMBERS).map(tuple), st.one_of(st.none(), SALTS)),
     st.builds(Released, NUMBERS, st.booleans(), NUMBERS), st.builds(StopAt, NUMBERS, NUMBERS),
     st.builds(Launched, NUMBERS, NUMBERS), st.builds(Rewound, NUMBERS, NUMBERS),
 )  # fmt: skip
