@@ -86,7 +86,7 @@ def test_a_promise_that_is_not_kept_ends_all(make_ranks):
         run(ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 2**32), st.integers(1, 2), st.integers(4, 5), st.integers(1, 2), st.booleans(), st.booleans(),
     st.integers(1, 12),
