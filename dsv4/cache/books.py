@@ -88,8 +88,8 @@ class HostBooks:
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
         With a `chain` it takes over the longest prefix there is: see its `position`. `num_below`: see
-        `PrefixCache.begin`. Refuses what could never finish
-        even alone: `RequestTooLong`, `RequestNeverFits`. `NoFreeSlot` may pass.
+        `PrefixCache.begin`. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
+        `NoFreeSlot` may pass.
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
