@@ -322,7 +322,7 @@ class Session:
                 self.attempt(f"{experts}, {size} ranks", works, 150)
 
     def engine(self) -> None:
-        self.attempt("engine, 2 ranks", [{"work": "engine", "device": self.options.device}], 200)
+        self.attempt("engine, 2 ranks", [{"work": "engine", "device": self.options.device}], 300)
 
     def speed(self) -> None:
         common = {"work": "speed", "preset": self.options.preset, "device": self.options.device}
