@@ -26,6 +26,9 @@ from dsv4.ops.rows.kernel_rope import rope_heads
 from dsv4.ops.rows.kernel_window import window_tile
 from dsv4.ops.rows.target import row_shape, rows_per_tile
 
+# rows of a tile that go into the ring too: of more, the addresses of both places take the registers of all programs
+RING_TILE_ROWS = 2
+
 
 def attention_inputs_ref(
     q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
@@ -61,11 +64,12 @@ def _attention_inputs_kernel(
     kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
     ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr, num_row_tiles, q, index_q,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ROWS: tl.constexpr, RING_LEN: tl.constexpr, NUM_HEADS: tl.constexpr, INDEX_KIND: tl.constexpr,
-    INDEX_DIM: tl.constexpr, INDEX_LOG2_DIM: tl.constexpr, NUM_INDEX_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr, RING_LEN: tl.constexpr, NUM_HEADS: tl.constexpr,
+    INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_LOG2_DIM: tl.constexpr, NUM_INDEX_HEADS: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tiles of rows first, since they take longest; then ROWS heads of a token each; then INDEX_HEADS index
-    heads of a token each. `q`, `index_q`: `HeadArguments`.
+    """Programs: tiles of WINDOW_ROWS rows first, since they take longest; then ROWS heads of a token each; then
+    INDEX_HEADS index heads of a token each. `q`, `index_q`: `HeadArguments`.
     """
     HEAD_TILES: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
     pdl_wait()
@@ -75,7 +79,7 @@ def _attention_inputs_kernel(
         window_tile(
             program, kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
             ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
-            KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, RING_LEN,
+            KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, WINDOW_ROWS, RING_LEN,
         )  # fmt: skip
     elif program < num_row_tiles + num_tokens * HEAD_TILES:
         program -= num_row_tiles
@@ -127,10 +131,12 @@ def attention_inputs(
     # a token's index heads are shared by several programs where there are few tokens
     tile_rows, index_heads = launch.shape["ROWS"], 8 if num_tokens <= FEW_QUERIES else 32
     num_tiles = -(-num_heads // tile_rows) + -(-num_index_heads // index_heads)
-    _attention_inputs_kernel[(launch.num_tiles + num_tokens * num_tiles,)](
-        *launch.arguments, launch.num_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
+    window_rows = min(RING_TILE_ROWS, tile_rows) if appends else tile_rows
+    num_row_tiles = -(-num_tokens // window_rows)
+    _attention_inputs_kernel[(num_row_tiles + num_tokens * num_tiles,)](
+        *launch.arguments, num_row_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
         **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
-        **rows_per_tile(rows_format.dim)[1], **({"maxnreg": 255} if appends else {}), **overlapping(),
+        WINDOW_ROWS=window_rows, **rows_per_tile(rows_format.dim)[1], **overlapping(),
     )  # fmt: skip
     return q_out, launch.rows, index_out
 
