@@ -32,7 +32,7 @@ class HyperTiles:
 # key: the largest number of tokens; up to FEW_ROWS there is nothing to choose
 TILES = {
     512: HyperTiles(tile_rows=64, finish_rows=2, lag=8),
-    MAX_ROWS: HyperTiles(tile_rows=128, finish_rows=4, lag=4),
+    MAX_ROWS: HyperTiles(tile_rows=128, finish_rows=2, lag=4),
 }
 
 
