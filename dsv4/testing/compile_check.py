@@ -177,6 +177,7 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
         # Triton says nothing: it puts a trap where a kernel needs more than the chip has
         columns = getattr(kernel.metadata, "tmem_size", None)
         raise CompileError(f"{kernel.metadata.name} became a bare trap; columns of tensor memory: {columns} of 512")
+    _write_launcher(kernel)
     target, log = _assemble(ptx, arch, kernel.metadata.enable_fp_fusion)
     return CompileReport(
         case=case,
@@ -194,6 +195,19 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
         uses_cp_async=re.search(r"cp\.async\.c[ag]", ptx) is not None,
         sum_layouts=_sum_layouts(kernel.asm["ttgir"]),
     )
+
+
+def _write_launcher(kernel: Any) -> None:
+    """Triton writes the host's side of a kernel at its first launch. What it cannot write (tensor descriptors inside a
+    tuple, for one) shows here."""
+    from triton.backends.nvidia.driver import make_launcher
+
+    source, names = kernel.src, kernel.src.fn.arg_names
+    constants = {(names.index(i),) if isinstance(i, str) else i: value for i, value in source.constants.items()}
+    try:
+        make_launcher(constants, dict(source.signature), getattr(kernel.metadata, "tensordesc_meta", None))
+    except AssertionError as error:
+        raise CompileError(f"{kernel.metadata.name}: Triton cannot write its launcher") from error
 
 
 def is_only_a_trap(ptx: str) -> bool:
