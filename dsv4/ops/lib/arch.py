@@ -5,11 +5,12 @@
 | launches that overlap, the copy engine (TMA) | | | x | x | x |
 | E4M3 as a type: conversions, tensor cores | | x | x | x | x |
 | warp groups' products (wgmma), from shared memory | | | x | | |
+| kernels in Gluon, for many rows | | | x | | |
 | tensor memory, where products of a loop live | | | | x | |
 | shared memory of a program, KB | 163 | 99 | 227 | 227 | 99 |
 
 Where something is missing, a kernel does without in another form: the same arithmetic, run in the interpreter too. The
-interpreter has everything but tensor memory; a test that wants the other forms sets `INTERPRETED`.
+interpreter has everything but Gluon and tensor memory; a test that wants the other forms sets `INTERPRETED`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +54,11 @@ class Architecture:
         return self.number in (0, 90)
 
     @property
+    def has_wide_kernels(self) -> bool:
+        """Kernels in Gluon, for many rows: written for Hopper, and not for the interpreter."""
+        return self.number == 90
+
+    @property
     def has_tensor_memory(self) -> bool:
         return 100 <= self.number < 120
 
@@ -70,6 +77,15 @@ def architecture() -> Architecture:
 
 # Triton then follows no further what a kernel depends on; the target is part of its cache's key
 setattr(architecture, "__triton_builtin__", True)  # noqa: B010
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the GPU at hand; of an H200 where there is none."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 132
+    gpu = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
 
 
 def blackwell_registers(limit: int) -> dict[str, int]:

@@ -42,10 +42,14 @@ class _MissingKernel:
         raise TritonMissingError(f"{self.name} needs Triton, which is not installed here; use the TORCH backend")
 
 
+_GLUON = "triton.experimental.gluon"
 if TYPE_CHECKING:
     import triton.language as tl
 else:
     tl = importlib.import_module("triton.language") if HAS_TRITON else _MissingTriton()
+# Gluon, Triton with its layouts and its warps in the open, and what Hopper has of it; never interpreted
+gl: Any = importlib.import_module(f"{_GLUON}.language") if HAS_TRITON else _MissingTriton()
+hopper: Any = importlib.import_module(f"{_GLUON}.language.nvidia.hopper") if HAS_TRITON else None
 IS_INTERPRETED: bool = HAS_TRITON and bool(importlib.import_module("triton").knobs.runtime.interpret)
 # for kernels: `if INTERPRET:` around what only a GPU has (inline PTX, libdevice)
 INTERPRET = tl.constexpr(IS_INTERPRETED)
@@ -64,6 +68,15 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
     if not HAS_TRITON:
         return _MissingKernel(function.__name__)
     return importlib.import_module("triton").jit(function, do_not_specialize=list(do_not_specialize))
+
+
+def gluon_jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """As `jit`, for kernels in Gluon. They may call functions of `jit`."""
+    if function is None:
+        return lambda inner: gluon_jit(inner, do_not_specialize=do_not_specialize)
+    if not HAS_TRITON:
+        return _MissingKernel(function.__name__)
+    return importlib.import_module(_GLUON).jit(function, do_not_specialize=list(do_not_specialize))
 
 
 def check_launch(*tensors: Tensor | None) -> None:

@@ -35,6 +35,21 @@ class LinearTile:
         return options | {"maxnreg": self.max_registers}
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """How `wide_linear_kernel` is launched on Hopper, from `min_rows` on: nothing here changes a bit of the result.
+
+    `stages`: steps in shared memory. `band`: as of `LinearTile`; `band_in_turns`: where its groups of warps take turns.
+    `registers`: of a thread that multiplies.
+    """
+
+    min_rows: int = 225
+    stages: int = 6
+    band: int = 32
+    band_in_turns: int = 8
+    registers: int = 232
+
+
 # key: rows up to; chosen from timings on an H200 (docs/kernels/linear.md)
 LINEAR_TILES = {
     16: LinearTile(64, 16, 4, 4, 4),
@@ -63,6 +78,7 @@ GROUPED_TILES = {
     512: LinearTile(128, 64, 4, 4, 4, tokens_first=True),
 }
 GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=False, max_registers=168)
+WIDE = WideConfig()
 # a weight of so many rows has tiles for every multiprocessor; below it K is cut into ranges of about so many columns
 UNSPLIT_ROWS = {"fp8": 8192, "plain": 8192, "grouped": 16384}
 SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}

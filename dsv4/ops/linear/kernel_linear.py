@@ -6,8 +6,8 @@ is made of the same parts:
 
 * A K range of a tile: `_fp8_range` and `_plain_range` walk it in steps, weights and input through pipelined loads (the
   tensor copy engine where strides allow it). FP8: the product of 128 codes on the tensor cores, then one fused
-  multiply-add with both scales in fp32. bf16: the product of 128 columns, then one addition in fp32, because the tensor
-  cores cut off what they add (error 5 times that of fp32 sums over 1,024 columns; their FP8 sums have 14 bits).
+  multiply-add with both scales in fp32. bf16: the product of 128 columns, added to the range's sum; the compiler makes
+  one chain of products of that, so the tensor cores add, and cut off what they add (their FP8 sums have 14 bits).
 * K is cut into splits by the layer's shape alone. For few rows every split is a program; it leaves an fp32 partial
   tile, and the program that arrives last adds the partials up, first split first. For many rows one program walks the
   splits and adds the same partial sums in the same order. So both give the same bits.
@@ -99,7 +99,7 @@ def _operand(tile):
 
 
 @jit
-def _as_float(scale):
+def as_float(scale):
     """Scales as stored (E8M0 codes or fp32) -> fp32."""
     return e8m0_to_float(scale) if scale.dtype == tl.uint8 else scale
 
@@ -137,7 +137,7 @@ def _fp8_range(
         else:
             next_x_scale = tl.load(x_scale_ptrs + following)
         partial = dot(codes, _operand(x_tile), zeros(BM, BT, TOKENS_FIRST), TOKENS_FIRST)
-        scale = e8m0_to_float(x_scale) * _as_float(w_scale)
+        scale = e8m0_to_float(x_scale) * as_float(w_scale)
         scale = scale[:, None] if TOKENS_FIRST else scale[None, :]
         acc = tl.fma(partial, tl.broadcast_to(scale, acc.shape), acc)
         if PER_SPLIT > 0:
@@ -253,7 +253,7 @@ def item_of(pid, num_items, num_token_tiles, BAND: tl.constexpr):
 
 
 @jit
-def _segment_of(tile, SEGMENTS: tl.constexpr):
+def segment_of(tile, SEGMENTS: tl.constexpr):
     """The fields of the segment that a tile lies in; its first tile comes back as the tile's number in it."""
     inside, num_rows, first_row = tile, SEGMENTS[1], SEGMENTS[2]
     scale_row, is_wide, out_col = SEGMENTS[3], SEGMENTS[4], SEGMENTS[5]
@@ -319,7 +319,7 @@ def _fp8_item(
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
     tile = item // SPLITS if IS_SPLIT else item
     split = item % SPLITS if IS_SPLIT else item * 0
-    inside, num_cols, segment_row, scale_row, is_wide, out_col = _segment_of(tile, SEGMENTS)
+    inside, num_cols, segment_row, scale_row, is_wide, out_col = segment_of(tile, SEGMENTS)
     col = inside * BM
     first_row, first_token, first_block = segment_row + col, token_tile * BT, split * PER_SPLIT
     w_scale_ptr += (scale_row + col // _FP8_STEP) * BLOCKS
@@ -347,7 +347,7 @@ def _plain_item(
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
     tile = item // SPLITS if IS_SPLIT else item
     split = item % SPLITS if IS_SPLIT else item * 0
-    inside, num_cols, segment_row, _, is_wide, out_col = _segment_of(tile, SEGMENTS)
+    inside, num_cols, segment_row, _, is_wide, out_col = segment_of(tile, SEGMENTS)
     col = inside * BM
     first_row, first_token, first_step = segment_row + col, token_tile * BT, split * PER_SPLIT
     acc = _plain_range(

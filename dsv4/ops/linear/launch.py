@@ -24,7 +24,7 @@ from dsv4.formats.tensors import (
     as_loaded,
     dequantize,
 )
-from dsv4.ops.lib.arch import architecture, code_tensor
+from dsv4.ops.lib.arch import code_tensor
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
@@ -35,6 +35,7 @@ from dsv4.ops.linear.config import (
     MANY_ROWS,
     QUANTISE_GROUPS,
     SHUFFLED_TILES,
+    WIDE,
     LinearTile,
     num_splits,
     pick_tile,
@@ -48,7 +49,9 @@ from dsv4.ops.linear.kernel_linear import (
     linear_kernel,
     quantize_kernel,
 )
+from dsv4.ops.linear.launch_wide import can_be_copied, launch_wide, takes_wide
 from dsv4.ops.linear.op import grouped_linear_ref, linear_ref
+from dsv4.ops.linear.outputs import Outputs
 
 
 def linear(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -137,9 +140,10 @@ def launch_linears(
         raise KernelInputError(f"expected an input [T, {width}], found {tuple(rows.shape)}")
     if fp8 is not None and width % FP8_STEP:
         raise KernelInputError(f"expected a multiple of {FP8_STEP} columns for an FP8 weight, found {width}")
-    outputs = _Outputs(bundle.segments, out_dtypes, num_tokens, rows.device)
+    outputs = Outputs(bundle.segments, out_dtypes, num_tokens, rows.device)
     if num_tokens == 0 or width == 0:
         return outputs.zeroed()
+    is_wide = tile is None and num_tokens >= WIDE.min_rows
     tile = tile or pick_tile(LINEAR_TILES, MANY_ROWS, num_tokens)
     rows = _dense_columns(rows)
     quantize = fp8 is not None and codes is None and num_tokens <= tile.quantize_rows
@@ -149,6 +153,9 @@ def launch_linears(
     scale = rows if codes is None else _dense_columns(codes.scale)
     splits8 = 1 if fp8 is None else _common_splits(bundle, True, width, "fp8")
     splits16 = 1 if plain is None else _common_splits(bundle, False, width, "plain")
+    if is_wide and takes_wide(fp8, plain, x8, rows):
+        launch_wide(fp8, plain, QuantActivation(x8, scale), rows, outputs, splits8, splits16)
+        return outputs.tensors()
     segments8, tiles8 = outputs.table(True, tile.outputs)
     segments16, tiles16 = outputs.table(False, tile.outputs)
     num_token_tiles = -(-num_tokens // tile.tokens)
@@ -272,46 +279,6 @@ def _quantize(x: Tensor) -> QuantActivation:
     return QuantActivation(codes, scale)
 
 
-class _Outputs:
-    """The results of a launch: one allocation per dtype, a contiguous matrix [T, N_i] in it for every segment."""
-
-    def __init__(
-        self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], num_tokens: int, device: torch.device
-    ) -> None:
-        self.segments, self.num_tokens = segments, num_tokens
-        self.is_wide = [dtype == torch.float32 for dtype in dtypes]
-        self.cols: list[int] = []  # where each begins, in columns of its dtype
-        ends = {False: 0, True: 0}
-        for segment, is_wide in zip(segments, self.is_wide, strict=True):
-            self.cols.append(ends[is_wide])
-            ends[is_wide] += segment.num_rows
-        self.narrow = torch.empty(ends[False] * num_tokens, dtype=torch.bfloat16, device=device)
-        self.wide = torch.empty(ends[True] * num_tokens, dtype=torch.float32, device=device)
-
-    def table(self, is_fp8: bool, tile_outputs: int) -> tuple[tuple[int, ...], int]:
-        """The kernel's fields of the segments of one format, and how many tiles they have."""
-        fields: list[int] = []
-        tiles = 0
-        for segment, is_wide, col in zip(self.segments, self.is_wide, self.cols, strict=True):
-            if segment.is_fp8 == is_fp8:
-                fields += [tiles, segment.num_rows, segment.first_row, segment.scale_row, int(is_wide), col]
-                tiles += -(-segment.num_rows // tile_outputs)
-        return tuple(fields), tiles
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(
-            (self.wide if is_wide else self.narrow)[col * self.num_tokens :][: segment.num_rows * self.num_tokens].view(
-                self.num_tokens, segment.num_rows
-            )
-            for segment, is_wide, col in zip(self.segments, self.is_wide, self.cols, strict=True)
-        )
-
-    def zeroed(self) -> tuple[Tensor, ...]:
-        self.narrow.zero_()
-        self.wide.zero_()
-        return self.tensors()
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
@@ -324,9 +291,7 @@ def _source(matrix: Tensor, block: tuple[int, int], is_allowed: bool = True) -> 
     """A matrix with contiguous columns as the kernel reads it: a tensor descriptor where the copy engine can take
     it, else itself. Second: whether it is a descriptor.
     """
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    has_rows = matrix.stride(0) >= matrix.shape[1] and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
-    if not (is_allowed and has_rows and architecture().has_copy_engine):
+    if not (is_allowed and can_be_copied(matrix)):
         return matrix, False
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block)), True

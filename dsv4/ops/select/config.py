@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from dsv4.ops.lib.arch import num_multiprocessors
 from dsv4.ops.select.kernel_long import COUNTERS
 
 MAX_K = 1024
@@ -52,7 +52,7 @@ class TopkConfig:
         """
         if num_columns <= self.long_row:
             return None
-        limit = _num_multiprocessors(device)
+        limit = num_multiprocessors(device)
         if num_rows <= min(self.lone_rows, limit):
             programs = self._power(limit // num_rows, num_columns // self.lone_keys)
             if num_columns <= programs * self.max_lone_keys:
@@ -70,12 +70,3 @@ class TopkConfig:
 
 TOPK_CONFIG = TopkConfig()
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": False}
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Of the GPU at hand; of an H200 where there is none."""
-    if device.type == "cpu" or not torch.cuda.is_available():
-        return 132
-    gpu = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-    return torch.cuda.get_device_properties(gpu).multi_processor_count
