@@ -294,7 +294,7 @@ def _attend_kernel(
         keys = ()
         for matrix in tl.static_range(MATRICES):
             some = words[matrix * WIDE :]
-            keys += (decode_groups(some, scale_word, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+            keys += (decode_groups(some, (scale_word,), matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
         weight = tl.zeros([HEADS, _KEYS], tl.bfloat16)
         shrink = tl.zeros([HEADS], tl.float32)
         share = shrink

@@ -111,6 +111,58 @@ def tile_rows(
 
 
 @jit
+def key_rows(
+    key, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
+    stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
+    WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
+):  # fmt: skip
+    """The addresses of rows, by the numbers of their keys in a query's tiles, and their scales in one word; 0 where
+    there is none.
+    """
+    PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
+    WINDOW_KEYS: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS * _KEYS
+    age = WINDOW_KEYS - 1 - key
+    is_window = is_there & (key < WINDOW_KEYS) & (age < WINDOW)
+    ids = tl.where(is_window, tl.maximum(position - age, -1), -1)
+    links_ptr = ring_positions_ptr + slot.to(tl.int64) * stride_rps + tl.maximum(ids, 0) % RING_LEN
+    has_link = (ids >= 0) & (ids < chunk_start)
+    if HAS_ENTRIES:
+        entry = key - WINDOW_KEYS
+        is_entry = is_there & (entry >= 0)
+        if NUM_PICKS > 0:
+            mask = is_entry & (entry < NUM_PICKS)
+            entry = tl.load(picks_ptr + token.to(tl.int64) * stride_pt + entry, mask=mask, other=-1).to(tl.int32)
+        is_entry = is_entry & (entry >= 0) & (entry < (position + 1) // RATIO)
+        ids = tl.where(is_entry, entry, ids)
+        links_ptr = tl.where(is_entry, block_table_ptr + slot.to(tl.int64) * stride_bs + ids // PER_BLOCK, links_ptr)
+        has_link = has_link | is_entry
+    links = tl.load(links_ptr, mask=has_link, other=-1)
+    id_ = tl.maximum(ids, 0)
+    is_fresh = ids >= chunk_start
+    exists = is_window & (ids >= 0) & (is_fresh | (links == ids))
+    row = (token - (position - ids)).to(tl.int64)
+    ring_slot = slot.to(tl.int64)
+    ring_row = id_ % RING_LEN
+    data = tl.where(
+        is_fresh,
+        rows.data + row * rows.data_stride,
+        ring.data + ring_slot * ring.data_stride + ring_row * ring.data_row,
+    )
+    scales = tl.where(
+        is_fresh,
+        rows.scales + row * rows.scales_stride,
+        ring.scales + ring_slot * ring.scales_stride + ring_row * ring.scales_row,
+    )
+    if HAS_ENTRIES:
+        block = links.to(tl.int64)
+        entry_row = id_ % PER_BLOCK
+        data = tl.where(is_entry, pages.data + block * pages.data_stride + entry_row * pages.data_row, data)
+        scales = tl.where(is_entry, pages.scales + block * pages.scales_stride + entry_row * pages.scales_row, scales)
+        exists = exists | is_entry
+    return tl.where(exists, data.to(tl.int64), 0), tl.load(scales, mask=exists, other=0)
+
+
+@jit
 def load_groups(words_ptr, exists, FIRST: tl.constexpr, LAST: tl.constexpr, NUM_GROUPS: tl.constexpr):
     """Groups FIRST .. LAST - 1 of a tile's rows in words [KEYS, 16]. The last two are the rope group: one has every
     other four words, one the rest, so that a thread gets the columns it has of other groups.
@@ -153,14 +205,13 @@ def _e4m3_word(word, scale):
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 high, low, first, second, factor, zero;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x07070707;
-            lop3.b32 high, $4, 0x80808080, high, 0xEA;
-            shl.b32 low, $4, 4;
-            and.b32 low, low, 0xF0F0F0F0;
-            prmt.b32 first, low, high, 0x5140;
-            prmt.b32 second, low, high, 0x7362;
+            .reg .b32 first, second, factor, zero;
+            prmt.b32 first, $4, $4, 0x9180;
+            prmt.b32 second, $4, $4, 0xB3A2;
+            shl.b32 first, first, 4;
+            shl.b32 second, second, 4;
+            and.b32 first, first, 0x87F087F0;
+            and.b32 second, second, 0x87F087F0;
             mov.b32 factor, 0x7B807B80;
             mov.b32 zero, 0x80008000;
             fma.rn.bf16x2 first, first, factor, zero;
@@ -179,11 +230,16 @@ def _e4m3_word(word, scale):
 
 
 @jit
-def _decode(words, scale_word, GROUP: tl.constexpr):
-    """decode_rows of one group: words [KEYS, 16] of four codes and the row's scales -> bf16 [KEYS, 64], exact."""
-    code = ((scale_word >> (8 * GROUP)) & 0xFF).to(tl.int32)
-    # 2^(code - 127) in bf16: 2^-127 is a subnormal, 255 is NaN
-    bits = tl.where(code == 0, 0x40, code << 7) | tl.where(code == 255, 0x40, 0)
+def scale_bits(code):
+    """An E8M0 code as the bits of a bf16: 2^-127 is a subnormal, 255 is NaN."""
+    return tl.where(code == 0, 0x40, code << 7) | tl.where(code == 255, 0x40, 0)
+
+
+@jit
+def _decode(words, bits):
+    """decode_rows of one group: words [KEYS, 16] of four codes and the rows' scales in bf16's bits -> bf16 [KEYS, 64],
+    exact.
+    """
     first, second, third, fourth = _e4m3_word(words, tl.broadcast_to((bits * 0x10001)[:, None], words.shape))
     return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [_KEYS, _GROUP])
 
@@ -210,16 +266,21 @@ def _side_by_side(left, right):
 
 
 @jit
-def decode_groups(words, scale_word, FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Groups FIRST .. FIRST + COUNT - 1, a power of two of them, side by side. `words` begin with group FIRST."""
+def decode_groups(words, scales, FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Groups FIRST .. FIRST + COUNT - 1, a power of two of them, side by side. `words` begin with group FIRST.
+    `scales`: 8 codes in a word, or bf16's bits of each group from FIRST on.
+    """
     if COUNT == 1:
         if FIRST == NUM_GROUPS:
             return _rope_group(words[0], words[1])
         else:
-            return _decode(words[0], scale_word, FIRST)
+            if scales[0].dtype == tl.int64:
+                return _decode(words[0], scale_bits(((scales[0] >> (8 * FIRST)) & 0xFF).to(tl.int32)))
+            else:
+                return _decode(words[0], scales[0])
     else:
         HALF: tl.constexpr = COUNT // 2
         return _side_by_side(
-            decode_groups(words, scale_word, FIRST, HALF, NUM_GROUPS),
-            decode_groups(words[HALF:], scale_word, FIRST + HALF, HALF, NUM_GROUPS),
+            decode_groups(words, scales, FIRST, HALF, NUM_GROUPS),
+            decode_groups(words[HALF:], scales if scales[0].dtype == tl.int64 else scales[HALF:], FIRST + HALF, HALF, NUM_GROUPS),
         )
