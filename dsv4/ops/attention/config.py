@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv4.ops.attention.kernel_attend import BY_RUN, BY_TILE, IN_TURN, WHOLE
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_TURN, WHOLE
 from dsv4.ops.lib.arch import Architecture
+
+
+class ColumnsPlan(NamedTuple):
+    """How the two launches by columns are cut. `wide`, `ahead`: as in AttentionPlan, of the first; `slice`: 64-wide
+    groups that a program of the second sums. Two programs of each share a multiprocessor.
+    """
+
+    wide: int = 2
+    ahead: int = 4
+    num_warps: int = 4
+    slice: int = 2
+    value_warps: int = 8
+    value_registers: int = 128
+    early: bool = False
 
 
 class AttentionPlan(NamedTuple):
@@ -15,7 +29,7 @@ class AttentionPlan(NamedTuple):
     states than this are stored, of 128 KB each with 64 heads; four waves of queries with eight runs. `wide`: 64-wide
     groups of a row in one matrix, `run_wide` where a query has several runs; `ahead`: groups fetched a tile ahead.
     `combine_rows`: heads a program folds of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a
-    launch may begin before the one before it has ended.
+    launch may begin before the one before it has ended. `columns`: how it is done by columns, if it is.
     """
 
     heads: int = 64
@@ -31,6 +45,7 @@ class AttentionPlan(NamedTuple):
     combine_warps: int = 4
     combine_runs: int = 8
     overlap: bool = True
+    columns: ColumnsPlan | None = ColumnsPlan()
 
     def cut(self, num_programs: int, num_tiles: int, run_tiles: int) -> int:
         """What a program takes, by counts that the host knows: `num_tiles` is what a block table has room for."""
@@ -42,22 +57,38 @@ class AttentionPlan(NamedTuple):
             del times[BY_RUN]
         if num_programs * num_tiles > self.max_states:
             del times[BY_TILE]
+        if num_runs > 1 or self.columns is None:
+            del times[BY_COLUMNS]
         cut = min(times, key=times.__getitem__)
-        return WHOLE if num_runs <= 1 and cut != BY_TILE else cut
+        return WHOLE if num_runs <= 1 and cut in (BY_RUN, IN_TURN) else cut
 
     def predicted_us(self, num_programs: int, num_tiles: int, run_tiles: int) -> dict[int, float]:
         """Times on an H200, within 12 % of what was measured: few programs are worth a state stored for every tile or
         run, which takes as long as 1/40 or 1/80 of a tile on a chip that is full.
         """
         runs_at_once = run_tiles * self.multiprocessors
+        all_tiles = num_programs * num_tiles
         tile_us = 5.2 if num_tiles > run_tiles else 6.0
         return {
-            BY_TILE: 15 + 0.125 * num_programs * num_tiles,
+            BY_TILE: 15
+            + (0.05 if num_programs * num_tiles <= self.multiprocessors else 0.125) * num_programs * num_tiles,
             BY_RUN: 15
-            + tile_us * run_tiles * -(-num_programs * num_tiles // runs_at_once)
+            + tile_us * run_tiles * -(-all_tiles // runs_at_once)
             + 0.06 * num_programs * -(-num_tiles // run_tiles),
             IN_TURN: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
+            BY_COLUMNS: 5
+            + self._weights_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
+            + num_tiles * max(1.4, 0.9 * -(-4 * num_programs // self.multiprocessors)),
         }
+
+    def share(self, num_programs: int, num_tiles: int) -> int:
+        """Tiles of a program that weighs them."""
+        return min(range(1, num_tiles + 1), key=lambda share: self._weights_us(num_programs, num_tiles, share))
+
+    def _weights_us(self, num_programs: int, num_tiles: int, share: int) -> float:
+        """A tile takes 3 us where a multiprocessor has others meanwhile, 5 alone; to begin, as long as 0.8 tiles."""
+        programs_at_once = -(-num_programs * -(-num_tiles // share) // self.multiprocessors)
+        return (share + 0.8) * max(5.0, 3.0 * programs_at_once)
 
     def range_tokens(self, token_states: int) -> int:
         """Tokens of a launch that stores so many states a token; in fours, so that pointers keep the alignment that a
@@ -71,9 +102,9 @@ class AttentionPlan(NamedTuple):
 PLAN = AttentionPlan()
 # products by single warps: half the heads leave registers for all of a row (Blackwell's own products spill 2.3 KB), and
 # 164 KB of shared memory suffice
-HALVES_PLAN = AttentionPlan(heads=32, ahead=1, run_wide=4)
+HALVES_PLAN = AttentionPlan(heads=32, ahead=1, run_wide=4, columns=None)
 # 99 KB: a tile's program needs 98 of them
-TILES_PLAN = AttentionPlan(heads=16, num_warps=4, has_tiles_only=True)
+TILES_PLAN = AttentionPlan(heads=16, num_warps=4, has_tiles_only=True, columns=None)
 
 
 def pick_plan(architecture: Architecture) -> AttentionPlan:

@@ -23,6 +23,7 @@ from dsv4.ops.attention.kernel_rows import (
     count_tiles,
     decode_groups,
     load_groups,
+    scales_of,
     tile_ids,
     tile_links,
     tile_rows,
@@ -33,7 +34,8 @@ from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.rows.kernel_rope import rotate_pairs
 
 RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
-WHOLE, IN_TURN, BY_RUN, BY_TILE = 0, 1, 2, 3  # a program takes a query of one run, of any number, a run, a tile
+# a program takes a query of one run, of any number, a run, a tile; or (kernel_columns.py) columns of a query of one run
+WHOLE, IN_TURN, BY_RUN, BY_TILE, BY_COLUMNS = 0, 1, 2, 3, 4
 _KEYS = tl.constexpr(KEYS)
 _IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)
@@ -74,11 +76,12 @@ class StateArguments(NamedTuple):
 
 @jit
 def _probabilities(logits, exists):
-    """Logits (base 2) [H, KEYS] -> their highest; 2^(l - highest); its sum."""
+    """Logits (base 2) [H, KEYS] -> their highest; 2^(l - highest); its sum, that of each half of the keys first."""
     logits = tl.where((exists != 0)[None, :], logits, float("-inf"))
     highest = tl.maximum(tl.max(logits, axis=1), _NONE)
     weight = tl.exp2(logits - highest[:, None])  # a NaN stays one
-    return highest, weight, tl.sum(weight, axis=1)
+    halves = tl.sum(tl.reshape(weight, [weight.shape[0], 2, _KEYS // 2]), axis=2)
+    return highest, weight, tl.sum(halves, axis=1)
 
 
 @jit
@@ -122,13 +125,13 @@ def _store_part(states, first_row, highest, total, out):
 
 
 @jit
-def _store_result(first_out, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
+def _store_result(first_out, stride_oh, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
                   INVERSE_ROPE: tl.constexpr):  # fmt: skip
     COLS: tl.constexpr = out[0].shape[1]
     inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
     for matrix in tl.static_range(len(out)):
         _finish(
-            out[matrix], first_out + matrix * COLS, len(out) * COLS, inverse, head_mask, position, freqs_ptr,
+            out[matrix], first_out + matrix * COLS, stride_oh, inverse, head_mask, position, freqs_ptr,
             INVERSE_ROPE and matrix == len(out) - 1,
         )  # fmt: skip
 
@@ -294,7 +297,8 @@ def _attend_kernel(
         keys = ()
         for matrix in tl.static_range(MATRICES):
             some = words[matrix * WIDE :]
-            keys += (decode_groups(some, (scale_word,), matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+            scales = scales_of(scale_word, matrix * WIDE, WIDE)
+            keys += (decode_groups(some, scales, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
         weight = tl.zeros([HEADS, _KEYS], tl.bfloat16)
         shrink = tl.zeros([HEADS], tl.float32)
         share = shrink
@@ -363,7 +367,9 @@ def _attend_kernel(
                     INVERSE_ROPE and matrix == MATRICES - 1,
                 )  # fmt: skip
             return
-    _store_result(first_out, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE)
+    _store_result(
+        first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE
+    )
 
 
 @jit(do_not_specialize=("num_heads", "num_slices"))

@@ -116,9 +116,7 @@ def key_rows(
     stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """The addresses of rows, by the numbers of their keys in a query's tiles, and their scales in one word; 0 where
-    there is none.
-    """
+    """The addresses of rows and of their scales, by the numbers of their keys in a query's tiles; 0: there is none."""
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
     WINDOW_KEYS: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS * _KEYS
     age = WINDOW_KEYS - 1 - key
@@ -159,7 +157,7 @@ def key_rows(
         data = tl.where(is_entry, pages.data + block * pages.data_stride + entry_row * pages.data_row, data)
         scales = tl.where(is_entry, pages.scales + block * pages.scales_stride + entry_row * pages.scales_row, scales)
         exists = exists | is_entry
-    return tl.where(exists, data.to(tl.int64), 0), tl.load(scales, mask=exists, other=0)
+    return tl.where(exists, data.to(tl.int64), 0), tl.where(exists, scales.to(tl.int64), 0)
 
 
 @jit
@@ -266,21 +264,27 @@ def _side_by_side(left, right):
 
 
 @jit
+def scales_of(scale_word, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Codes FIRST .. FIRST + COUNT - 1 of a word, as bits of bf16."""
+    scales = ()
+    for group in tl.static_range(FIRST, FIRST + COUNT):
+        scales += (scale_bits(((scale_word >> (8 * group)) & 0xFF).to(tl.int32)),)  # type: ignore[assignment]
+    return scales
+
+
+@jit
 def decode_groups(words, scales, FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Groups FIRST .. FIRST + COUNT - 1, a power of two of them, side by side. `words` begin with group FIRST.
-    `scales`: 8 codes in a word, or bf16's bits of each group from FIRST on.
+    """Groups FIRST .. FIRST + COUNT - 1, a power of two of them, side by side. `words` and `scales` (bits of bf16)
+    begin with group FIRST.
     """
     if COUNT == 1:
         if FIRST == NUM_GROUPS:
             return _rope_group(words[0], words[1])
         else:
-            if scales[0].dtype == tl.int64:
-                return _decode(words[0], scale_bits(((scales[0] >> (8 * FIRST)) & 0xFF).to(tl.int32)))
-            else:
-                return _decode(words[0], scales[0])
+            return _decode(words[0], scales[0])
     else:
         HALF: tl.constexpr = COUNT // 2
         return _side_by_side(
             decode_groups(words, scales, FIRST, HALF, NUM_GROUPS),
-            decode_groups(words[HALF:], scales if scales[0].dtype == tl.int64 else scales[HALF:], FIRST + HALF, HALF, NUM_GROUPS),
+            decode_groups(words[HALF:], scales[HALF:], FIRST + HALF, HALF, NUM_GROUPS),
         )

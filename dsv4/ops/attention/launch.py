@@ -1,14 +1,15 @@
 """Launchers of attention.
 
-Kernels (kernel_attend.py): tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a
-program takes all runs of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles
-stored. All give the same bits, so the choice may depend on the batch.
+Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a program takes all runs
+of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles stored
+(kernel_attend.py). Between few and many, where a query is one run: one launch weighs the keys of tiles, a second sums
+columns of the values (kernel_columns.py). All give the same bits, so the choice may depend on the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import ENTRY_GROUP, RowKind
 from dsv4.ops.attention.config import AttentionPlan, pick_plan
 from dsv4.ops.attention.kernel_attend import (
+    BY_COLUMNS,
     BY_RUN,
     BY_TILE,
     IN_TURN,
@@ -32,6 +34,7 @@ from dsv4.ops.attention.kernel_attend import (
     _attend_kernel,
     _combine_kernel,
 )
+from dsv4.ops.attention.kernel_columns import TileArguments, _values_kernel, _weights_kernel
 from dsv4.ops.attention.kernel_rows import KEYS
 from dsv4.ops.lib.arch import architecture, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
@@ -80,43 +83,115 @@ def launch_attention(
     head_blocks = -(-num_heads // plan.heads)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
-    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, BY_TILE: num_tiles}[cut]
+    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs}.get(cut, num_tiles)
     is_in_ranges = cut == IN_TURN or plan.has_tiles_only  # so that not too many states are stored
     most_tokens = min(plan.range_tokens(head_blocks * num_parts), num_tokens) if is_in_ranges else num_tokens
-    num_states = 0 if cut == WHOLE else most_tokens * head_blocks * num_parts
-    states = _scratch(num_states, plan.heads, dim, q.device)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
-        "HEADS": plan.heads, "HEAD_BLOCKS": head_blocks, "INVERSE_ROPE": freqs is not None, "RUN": run_tiles,
-        "CUT": cut,
+        "HEADS": plan.heads, "HEAD_BLOCKS": head_blocks,
     }  # fmt: skip
     chunk_starts = batch.chunk_starts.contiguous()
-    wide = plan.run_wide if cut in (BY_RUN, IN_TURN) else plan.wide
+    states: StateArguments | None = None
     for start in range(0, num_tokens, most_tokens):
         # every pointer at the first token of a range; the rows of tokens before it lie before it
         part = slice(start, start + most_tokens)
         fresh = _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
-        num_programs = min(most_tokens, num_tokens - start) * head_blocks
-        _attend_kernel[(num_programs, 1 if cut == IN_TURN else num_parts)](
-            QueryArguments(q[part], q.stride(0), q.stride(1)), out[part], num_heads, dim**-0.5 * LOG2_E, tables,
-            TokenArguments(positions[part], slots[part], chunk_starts[part]), fresh, ring, window.positions,
-            window.positions.stride(0), pages, picked[part], picked.stride(0), table, table.stride(0), states,
-            num_parts, **shape, RING_LEN=window.ring_len, ALIGNED=all(map(_is_aligned, (fresh, ring, pages))),
-            WIDE=min(wide, dim // ENTRY_GROUP), AHEAD=min(plan.ahead, dim // ENTRY_GROUP + 1),
-            num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
-            **overlapping(plan.overlap and cut == IN_TURN),
+        step = _Step(
+            min(most_tokens, num_tokens - start) * head_blocks, num_parts, q[part], out[part], tables,
+            TokenArguments(positions[part], slots[part], chunk_starts[part]),
+            (
+                fresh, ring, window.positions, window.positions.stride(0), pages, picked[part], picked.stride(0),
+                table, table.stride(0),
+            ),
+            shape, window.ring_len, all(map(_is_aligned, (fresh, ring, pages))), freqs is not None,
         )  # fmt: skip
-        if cut in (BY_RUN, BY_TILE):
-            rows_at_once, parts_at_once = (
-                (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
-            )
-            _combine_kernel[(num_programs, plan.heads // rows_at_once, dim // ENTRY_GROUP)](
-                states, num_parts, out[part], num_heads, tables, positions[part], slots[part],
-                **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
-                num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
-            )  # fmt: skip
+        if cut == BY_COLUMNS:
+            _launch_columns(plan, step)
+            continue
+        if states is None:
+            states = _scratch(0 if cut == WHOLE else step.num_programs * num_parts, plan.heads, dim, q.device)
+        _launch_tiles(plan, step, states, cut, run_tiles)
     return out
+
+
+class _Step(NamedTuple):
+    """Some tokens of a call, as kernels take them: programs of one part of a query, parts, and the arguments."""
+
+    num_programs: int
+    num_parts: int
+    q: Tensor
+    out: Tensor
+    tables: TableArguments
+    tokens: TokenArguments
+    sources: tuple[Any, ...]
+    shape: dict[str, Any]
+    ring_len: int
+    is_aligned: bool
+    has_rope: bool
+
+    @property
+    def queries(self) -> tuple[Any, ...]:
+        """The first arguments of both kernels that have queries."""
+        return QueryArguments(self.q, self.q.stride(0), self.q.stride(1)), self.q.shape[1], self.dim**-0.5 * LOG2_E
+
+    @property
+    def dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def num_groups(self) -> int:
+        return self.dim // ENTRY_GROUP
+
+
+def _launch_tiles(plan: AttentionPlan, step: _Step, states: StateArguments, cut: int, run_tiles: int) -> None:
+    """A program takes a query, a run or a tile (kernel_attend.py)."""
+    wide = plan.run_wide if cut in (BY_RUN, IN_TURN) else plan.wide
+    shape = step.shape | {"INVERSE_ROPE": step.has_rope, "RUN": run_tiles, "CUT": cut}
+    queries, num_heads, scale = step.queries
+    _attend_kernel[(step.num_programs, 1 if cut == IN_TURN else step.num_parts)](
+        queries, step.out, num_heads, scale, step.tables, step.tokens, *step.sources, states, step.num_parts,
+        **shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(wide, step.num_groups),
+        AHEAD=min(plan.ahead, step.num_groups + 1), num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
+        **overlapping(plan.overlap and cut == IN_TURN),
+    )  # fmt: skip
+    if cut in (BY_RUN, BY_TILE):
+        rows_at_once, parts_at_once = (
+            (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
+        )
+        _combine_kernel[(step.num_programs, plan.heads // rows_at_once, step.num_groups)](
+            states, step.num_parts, step.out, num_heads, step.tables, step.tokens.positions, step.tokens.slots,
+            **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
+            num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
+        )  # fmt: skip
+
+
+def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
+    """Weights of tiles, then columns of values (kernel_columns.py)."""
+    columns = plan.columns
+    assert columns is not None
+    num_programs, num_tiles, heads = step.num_programs, step.num_parts, plan.heads
+    share = plan.share(num_programs, num_tiles)
+    num_places, device = num_programs * num_tiles, step.q.device
+    weights = torch.empty((num_places, heads, KEYS), dtype=step.q.dtype, device=device)
+    highest, total = torch.empty((2, num_places, heads), dtype=torch.float32, device=device).unbind(0)
+    tiles = TileArguments(
+        weights, highest, total, torch.empty((num_places, KEYS), dtype=torch.int64, device=device),
+        torch.empty((num_places, KEYS, 2), dtype=torch.int64, device=device),
+    )  # fmt: skip
+    _weights_kernel[(num_programs, -(-num_tiles // share))](
+        *step.queries, step.tokens, *step.sources, tiles, num_tiles, share,
+        **step.shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(columns.wide, step.num_groups),
+        AHEAD=min(columns.ahead, step.num_groups + 1), num_warps=columns.num_warps, num_stages=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    slice_groups = min(columns.slice, step.num_groups)
+    _values_kernel[(step.num_groups // slice_groups, num_programs)](
+        tiles, num_tiles, step.out, step.q.shape[1], step.tables, step.tokens.positions, step.tokens.slots,
+        **step.shape, INVERSE_ROPE=step.has_rope, ALIGNED=step.is_aligned, SLICE=slice_groups, EARLY=columns.early,
+        num_warps=columns.value_warps, num_stages=1, enable_fp_fusion=False,
+        **({"maxnreg": columns.value_registers} if columns.value_registers else {}), **overlapping(plan.overlap),
+    )  # fmt: skip
 
 
 def _check(
