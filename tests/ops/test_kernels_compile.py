@@ -4,6 +4,7 @@ one spills registers.
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 
@@ -140,6 +141,24 @@ def test_cached_rows_sum_as_the_norm_does(compiled, arch):
         assert inside_rows(case) == [*norm, ("128", "8", "16", "1")]
     for case in ("attention_inputs/csa-1-ring", "attention_inputs/hca-16", "attention_inputs/csa-4096"):
         assert inside_rows(case) == [*norm, *norm], "rows, and heads as head_norm_rope has them"
+
+
+@pytest.mark.parametrize("arch", [90])
+def test_attention_sums_weights_in_one_order_by_tiles_and_by_columns(compiled, arch):
+    """Keys of a half tile: those of a thread, in the order of its registers, then lanes; halves are added after."""
+    layout = re.compile(r"64x2x32xf32 .*register = (\[.*?\]\]), lane = (\[.*?\]\])")
+
+    def orders(case):
+        found = [layout.search(text) for kernel in compiled[case, arch] for text in kernel.sum_layouts]
+        return [
+            [[base[2] for base in json.loads(bases) if base[2]] for bases in match.groups()] for match in found if match
+        ]
+
+    kernels = {kernel.kernel for kernel in compiled["sparse_attention/flash-csa-64k-64", arch]}
+    assert kernels == {"_weights_kernel", "_values_kernel"}
+    assert orders("sparse_attention/flash-csa-64k-64") == [[[1, 8, 16], [2, 4]]]
+    for case in ("flash-csa-64k-8", "flash-csa-64k-256", "flash-hca-1m-16", "pro-csa-64k-32"):
+        assert orders(f"sparse_attention/{case}") == [[[1, 8, 16], [2, 4]]]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -15,7 +15,7 @@ from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.attention import PLAN, AttentionPlan, launch, launch_attention, sparse_attention, sparse_attention_ref
-from dsv4.ops.attention.kernel_attend import BY_RUN, BY_TILE, IN_TURN, RUN
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_TURN, RUN
 from dsv4.ops.attention.kernel_attend import WHOLE as ONE_RUN
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.rows import rope, rope_frequencies
@@ -31,7 +31,7 @@ def always(cut):
     return type("Always", (AttentionPlan,), {"cut": lambda self, *counts: cut})()
 
 
-SPLIT, RUNS, TURNS = always(BY_TILE), always(BY_RUN), always(IN_TURN)
+SPLIT, RUNS, TURNS, COLUMNS = always(BY_TILE), always(BY_RUN), always(IN_TURN), always(BY_COLUMNS)
 
 
 class WithoutParts(AttentionPlan):
@@ -160,16 +160,18 @@ CHUNKS = {
 
 @pytest.mark.parametrize("ratio", [CSA, HCA])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-def test_follows_the_oracle_in_both_forms(chunks, ratio):
+def test_follows_the_oracle_in_all_forms(chunks, ratio):
     case = case_of(chunks, ratio=ratio, padding=1)
     found = assert_follows_oracle(case)
     assert_bitwise(run(case, WHOLE), found, "all tiles in one program")
+    assert_bitwise(run(case, COLUMNS), found, "by columns")
 
 
 def test_head_dim_512_and_two_blocks_of_heads():
     case = case_of([(1, 300, 1)], fmt=ENTRY, heads=65)
     found = assert_follows_oracle(case)
     assert_bitwise(run(case, WHOLE), found)
+    assert_bitwise(run(case, COLUMNS), found)
 
 
 def test_a_million_tokens():
@@ -185,10 +187,11 @@ def test_many_entries_without_picks():
 
 
 def test_sharp_logits():
-    """One key takes all, in any tile: what underflows must do so in both forms alike."""
+    """One key takes all, in any tile: what underflows must do so in all forms alike."""
     case = case_of([(1, 400, 1)], scale=20.0)
     found = assert_follows_oracle(case)
     assert_bitwise(run(case, WHOLE), found)
+    assert_bitwise(run(case, COLUMNS), found)
 
 
 def test_a_draft_block_reads_one_window():
@@ -215,12 +218,15 @@ def test_a_draft_block_reads_one_window():
 
 def test_window_layers_have_no_entries():
     case = case_of([(1, 200, 1), (0, 0, 1)]) | {"entries": None, "picks": None}
-    assert_bitwise(run(case, WHOLE), assert_follows_oracle(case))
+    found = assert_follows_oracle(case)
+    assert_bitwise(run(case, WHOLE), found)
+    assert_bitwise(run(case, COLUMNS), found)
 
 
 @pytest.mark.parametrize("window_len", [1, 63, 65])
 def test_other_windows(window_len):
-    assert_follows_oracle(case_of([(1, 200, 2)]) | {"window_len": window_len})
+    case = case_of([(1, 200, 2)]) | {"window_len": window_len}
+    assert_bitwise(run(case, COLUMNS), assert_follows_oracle(case))
 
 
 def test_nothing_picked_and_nothing_in_the_ring():
@@ -231,12 +237,13 @@ def test_nothing_picked_and_nothing_in_the_ring():
     found = run(case)
     fresh = decode_rows(case["rows"])
     assert_bitwise(run(case, WHOLE), found)
+    assert_bitwise(run(case, COLUMNS), found)
     # with a sink of -inf one key is the whole average
     alone = run(case | {"sink": torch.full_like(case["sink"], float("-inf")), "freqs": None})
     assert_bitwise(alone, fresh.unsqueeze(1).expand_as(alone).contiguous())
 
 
-@pytest.mark.parametrize("plan", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("plan", [SPLIT, WHOLE, COLUMNS], ids=["split", "whole", "columns"])
 def test_every_code_and_scale_is_decoded_exactly(plan):
     """A query that sees one row alone, with a sink of -inf, gives that row. Scales far outside what rows hold."""
     case = case_of([(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)], heads=1)
@@ -249,7 +256,7 @@ def test_every_code_and_scale_is_decoded_exactly(plan):
     assert_bitwise(run(case | changed, plan), decode_rows(case["rows"]).unsqueeze(1) + 0.0)  # a sum is never -0
 
 
-@pytest.mark.parametrize("plan", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("plan", [SPLIT, WHOLE, COLUMNS], ids=["split", "whole", "columns"])
 def test_infinite_sinks(plan):
     case = case_of([(1, 300, 1)], padding=1)
     case["sink"][0], case["sink"][1] = float("inf"), float("-inf")
@@ -266,13 +273,13 @@ def test_a_nan_that_is_read_is_seen():
     poison(case["entries"].rows.data)
     poison(case["entries"].rows.scales)
     case["picks"][0, 5] = 3
-    for plan in (SPLIT, WHOLE):
+    for plan in (SPLIT, WHOLE, COLUMNS):
         assert run(case, plan).isnan().all()
 
 
 def test_without_frequencies_the_rotation_is_left_to_rope():
     case = case_of([(1, 300, 1), (0, 7, 1)])
-    for plan in (SPLIT, WHOLE):
+    for plan in (SPLIT, WHOLE, COLUMNS):
         unfused = rope(run(case | {"freqs": None}, plan), case["batch"].positions, FREQS, inverse=True)
         assert_bitwise(run(case, plan), unfused)
 
@@ -313,6 +320,7 @@ def test_the_batch_does_not_matter(ratio):
         ),
     }  # fmt: skip
     assert_bitwise(run(padded)[:4], whole, "padding")
+    assert_bitwise(run(of_tokens(case, order), COLUMNS), whole[order], "by columns")
 
 
 @pytest.fixture
@@ -383,6 +391,39 @@ def only_rounding():
     return case | {"freqs": None}
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_columns_take_any_tiles_and_follow_no_address_that_nobody_stored():
+    """Queries of two to seven tiles in a table with room for eight, padding first and last."""
+    case = case_of([(0, 128 * 310, 1), (3, 128 * 40, 1), (1, 20, 1)], ratio=HCA, padding=2)
+    case = of_tokens(case, torch.tensor([3, 0, 1, 2, 4], device=kernel_device()))
+    found = run(case)
+    for share in (1, 3, 8):
+        plan = type("Shared", (type(COLUMNS),), {"share": lambda self, *counts, share=share: share})()
+        assert_bitwise(run(case, plan), found, f"{share} tiles a program")
+
+
+def test_columns_agree_where_only_rounding_is_left(monkeypatch):
+    case = only_rounding()
+    found = run(case, SPLIT)
+    assert_bitwise(run(case, COLUMNS), found)
+
+    class Swapped:
+        """The sums of columns with two tiles exchanged. The first two alone would not show: a + b is b + a."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(tiles, *args, **kwargs):
+                order = torch.tensor([0, 1, 2, 5, 4, 3, 6], device=kernel_device())
+                self.kernel[grid](type(tiles)(*(state[order].contiguous() for state in tiles)), *args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(launch, "_values_kernel", Swapped(launch._values_kernel))
+    assert not torch.equal(run(case, COLUMNS)[..., 64:], found[..., 64:]), "another order is other bits"
+
+
 class Tampered:
     """The fold with something done to what it is given."""
 
@@ -433,8 +474,11 @@ def test_what_a_program_takes():
     assert [num for num, cut in cuts.items() if cut == BY_RUN] == [8, 16, 32, 64, 200]
     assert [num for num, cut in cuts.items() if cut == IN_TURN] == [110, 130, 264, 8192]
     assert [PLAN.cut(num, 34, RUN) for num in (16, 64)] == [BY_TILE, BY_RUN]
-    assert [PLAN.cut(num, 10, RUN) for num in (1, 32, 48, 64, 8192)] == [BY_TILE] * 2 + [ONE_RUN] * 3
-    assert [PLAN.cut(num, 18, RUN) for num in (2, 16, 32, 64)] == [BY_TILE] * 3 + [ONE_RUN]
+    assert [PLAN.cut(num, 10, RUN) for num in (1, 8, 13)] == [BY_TILE] * 3
+    assert [PLAN.cut(num, 10, RUN) for num in (16, 32, 64, 66)] == [BY_COLUMNS] * 4
+    assert [PLAN.cut(num, 10, RUN) for num in (128, 256, 8192)] == [ONE_RUN] * 3
+    assert [PLAN.cut(num, 18, RUN) for num in (2, 8, 16, 64, 128)] == [BY_TILE] * 2 + [BY_COLUMNS] * 2 + [ONE_RUN]
+    assert [PLAN.share(num, 10) for num in (16, 32, 64)] == [1, 1, 3]
     assert PLAN._replace(max_states=127).cut(16, 130, RUN) == IN_TURN
     assert [PLAN.range_tokens(num) for num in (8, 16, 24, 4096, 9999)] == [528, 264, 176, 1, 1]
 
@@ -492,4 +536,6 @@ def test_real_sizes(heads, ratio):
     assert_bitwise(run(case, SPLIT), found, "split")
     assert_bitwise(run(case, RUNS), found, "a program a run")
     assert_bitwise(run(case, TURNS._replace(max_states=256)), found, "a program a query")
+    if ratio == CSA:
+        assert_bitwise(run(case, COLUMNS), found, "by columns")
     assert_bitwise(sparse_attention(**case), found, "as launched")
