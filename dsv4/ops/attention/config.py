@@ -10,16 +10,13 @@ from dsv4.ops.lib.arch import Architecture
 
 class ColumnsPlan(NamedTuple):
     """How the two launches by columns are cut. `wide`, `ahead`: as in AttentionPlan, of the first; `slice`: 64-wide
-    groups that a program of the second sums. Two programs of each share a multiprocessor.
+    groups that a program of the second sums. Of both two programs share a multiprocessor.
     """
 
     wide: int = 2
     ahead: int = 4
-    num_warps: int = 4
     slice: int = 2
-    value_warps: int = 8
-    value_registers: int = 128
-    early: bool = False
+    num_warps: int = 4
 
 
 class AttentionPlan(NamedTuple):
@@ -76,9 +73,9 @@ class AttentionPlan(NamedTuple):
             + tile_us * run_tiles * -(-all_tiles // runs_at_once)
             + 0.06 * num_programs * -(-num_tiles // run_tiles),
             IN_TURN: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
-            BY_COLUMNS: 5
+            BY_COLUMNS: 7
             + self._weights_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
-            + num_tiles * max(1.4, 0.9 * -(-4 * num_programs // self.multiprocessors)),
+            + num_tiles * max(1.0, 0.9 * -(-4 * num_programs // self.multiprocessors)),
         }
 
     def share(self, num_programs: int, num_tiles: int) -> int:
@@ -86,9 +83,10 @@ class AttentionPlan(NamedTuple):
         return min(range(1, num_tiles + 1), key=lambda share: self._weights_us(num_programs, num_tiles, share))
 
     def _weights_us(self, num_programs: int, num_tiles: int, share: int) -> float:
-        """A tile takes 3 us where a multiprocessor has others meanwhile, 5 alone; to begin, as long as 0.8 tiles."""
-        programs_at_once = -(-num_programs * -(-num_tiles // share) // self.multiprocessors)
-        return (share + 0.8) * max(5.0, 3.0 * programs_at_once)
+        """Two programs at once take 6 us for a tile each, one alone 5; to begin takes as long as 0.8 tiles."""
+        all_programs = num_programs * -(-num_tiles // share)
+        tile_us = 5.0 if all_programs <= self.multiprocessors else 6.0
+        return -(-all_programs // (2 * self.multiprocessors)) * (share + 0.8) * tile_us
 
     def range_tokens(self, token_states: int) -> int:
         """Tokens of a launch that stores so many states a token; in fours, so that pointers keep the alignment that a

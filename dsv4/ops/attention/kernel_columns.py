@@ -54,35 +54,24 @@ def _four_scales(codes):
 
 
 @jit
-def _store_addresses(
+def _store_places(
     tiles, first_place, first, stop, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps,
     pages, picks_ptr, stride_pt, block_table_ptr, stride_bs,
     HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
     RING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of the tiles first .. stop - 1 and their scales begin."""
+    """Where the rows of the tiles first .. stop - 1 begin, and their scales."""
     for start in range(first * _KEYS, stop * _KEYS, _AT_ONCE):
         key = start + tl.arange(0, _AT_ONCE)
         is_there = key < stop * _KEYS
-        data, scales = key_rows(
+        address, codes = key_rows(
             key, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages,
             picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW, RING_LEN,
         )  # fmt: skip
-        tl.store(tiles.rows + first_place * _KEYS + key, data, mask=is_there)
-        tl.store(tiles.scales + (first_place * _KEYS + key) * 2, scales, mask=is_there)
-
-
-@jit
-def _store_scales(tiles, first_place, first, stop):
-    """Scales in place of their addresses."""
-    for start in range(first * _KEYS, stop * _KEYS, _AT_ONCE):
-        key = start + tl.arange(0, _AT_ONCE)
-        is_there = key < stop * _KEYS
-        places = tiles.scales + (first_place * _KEYS + key) * 2
-        address = tl.load(places, mask=is_there, other=0)
-        codes = tl.load(address.to(tl.pointer_type(tl.int64), bitcast=True), mask=address != 0, other=0)
-        tl.store(places, _four_scales(codes), mask=is_there)
-        tl.store(places + 1, _four_scales(codes >> 32), mask=is_there)
+        places = first_place * _KEYS + key
+        tl.store(tiles.rows + places, address, mask=is_there)
+        tl.store(tiles.scales + places * 2, _four_scales(codes), mask=is_there)
+        tl.store(tiles.scales + places * 2 + 1, _four_scales(codes >> 32), mask=is_there)
 
 
 @jit
@@ -126,7 +115,7 @@ def _weights_kernel(
         q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
         q_ptrs = q_rows + matrix * COLS + tl.arange(0, COLS)[None, :]
         q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
-    _store_addresses(
+    _store_places(
         tiles, first_place, first, stop, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
         stride_rps, pages, picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW,
         RING_LEN,
@@ -134,8 +123,6 @@ def _weights_kernel(
     tl.debug_barrier()  # what other threads stored is there
     words_ptr, exists = _load_rows(tiles, first_place + first, ALIGNED)
     words = load_groups(words_ptr, exists, 0, AHEAD, NUM_GROUPS)
-    _store_scales(tiles, first_place, first, stop)
-    tl.debug_barrier()
     for tile in range(first, stop):
         place = first_place + tile
         scale_places = tiles.scales + (place * _KEYS + tl.arange(0, _KEYS)) * 2
@@ -179,7 +166,7 @@ def _load_scales(tiles, place, first_group, COUNT: tl.constexpr):
 @jit
 def _sum_values(
     tiles, first_place, num_tiles, first_group, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
-    SLICE: tl.constexpr, HAS_ROPE: tl.constexpr, EARLY: tl.constexpr,
+    SLICE: tl.constexpr, HAS_ROPE: tl.constexpr,
 ):  # fmt: skip
     """SLICE groups of columns from `first_group` on, the left fold of all tiles: highest, total, out."""
     # groups as the functions of rows count them: from the pointer on, and where among them the rope group is
@@ -201,15 +188,12 @@ def _sum_values(
     tile_total = tl.load(tiles.total + first_place * HEADS + rows)
     for tile in range(0, num_tiles):
         place = first_place + tile
-        if not EARLY:
-            weight = tl.load(tiles.weights + place * (HEADS * _KEYS) + weight_places)
         part = tl.dot(weight, decode_groups(words, scales, FIRST, SLICE, ROPE))
         # behind the product: a fence in front of it would wait for these
         after = tl.minimum(place + 1, last_place)
         words = load_groups(words_ptr + shift, exists, FIRST, LAST, ROPE)
         scales = _load_scales(tiles, after, first_group, SLICE)
-        if EARLY:
-            weight = tl.load(tiles.weights + after * (HEADS * _KEYS) + weight_places)
+        weight = tl.load(tiles.weights + after * (HEADS * _KEYS) + weight_places)
         words_ptr, exists = _load_rows(tiles, tl.minimum(place + 2, last_place), ALIGNED)
         new_highest = tl.maximum(highest, tile_highest)
         shrink = tl.exp2(highest - new_highest)
@@ -227,7 +211,7 @@ def _values_kernel(
     tiles, num_slices, out_ptr, num_heads, tables, positions_ptr, slots_ptr,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
-    ALIGNED: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """SLICE groups of columns of a query and HEADS heads. Programs that read the same rows are neighbours."""
     block = tl.program_id(1).to(tl.int64)
@@ -242,13 +226,13 @@ def _values_kernel(
     pdl_wait()
     if first_group == NUM_GROUPS + 1 - SLICE:
         highest, total, out = _sum_values(
-            tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, True, EARLY
+            tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, True
         )
         _store_result(
             first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE
         )
     else:
         highest, total, out = _sum_values(
-            tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, False, EARLY
+            tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, False
         )
         _store_result(first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, False)

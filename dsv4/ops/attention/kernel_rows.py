@@ -116,7 +116,7 @@ def key_rows(
     stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
 ):  # fmt: skip
-    """The addresses of rows and of their scales, by the numbers of their keys in a query's tiles; 0: there is none."""
+    """The addresses of rows, by the numbers of their keys in a query's tiles, 0 where there is none; their scales."""
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
     WINDOW_KEYS: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS * _KEYS
     age = WINDOW_KEYS - 1 - key
@@ -157,7 +157,7 @@ def key_rows(
         data = tl.where(is_entry, pages.data + block * pages.data_stride + entry_row * pages.data_row, data)
         scales = tl.where(is_entry, pages.scales + block * pages.scales_stride + entry_row * pages.scales_row, scales)
         exists = exists | is_entry
-    return tl.where(exists, data.to(tl.int64), 0), tl.where(exists, scales.to(tl.int64), 0)
+    return tl.where(exists, data.to(tl.int64), 0), tl.load(scales, mask=exists, other=0)
 
 
 @jit

@@ -188,9 +188,8 @@ def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
     slice_groups = min(columns.slice, step.num_groups)
     _values_kernel[(step.num_groups // slice_groups, num_programs)](
         tiles, num_tiles, step.out, step.q.shape[1], step.tables, step.tokens.positions, step.tokens.slots,
-        **step.shape, INVERSE_ROPE=step.has_rope, ALIGNED=step.is_aligned, SLICE=slice_groups, EARLY=columns.early,
-        num_warps=columns.value_warps, num_stages=1, enable_fp_fusion=False,
-        **({"maxnreg": columns.value_registers} if columns.value_registers else {}), **overlapping(plan.overlap),
+        **step.shape, INVERSE_ROPE=step.has_rope, ALIGNED=step.is_aligned, SLICE=slice_groups,
+        num_warps=columns.num_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
     )  # fmt: skip
 
 

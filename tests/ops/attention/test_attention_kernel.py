@@ -475,10 +475,10 @@ def test_what_a_program_takes():
     assert [num for num, cut in cuts.items() if cut == IN_TURN] == [110, 130, 264, 8192]
     assert [PLAN.cut(num, 34, RUN) for num in (16, 64)] == [BY_TILE, BY_RUN]
     assert [PLAN.cut(num, 10, RUN) for num in (1, 8, 13)] == [BY_TILE] * 3
-    assert [PLAN.cut(num, 10, RUN) for num in (16, 32, 64, 66)] == [BY_COLUMNS] * 4
-    assert [PLAN.cut(num, 10, RUN) for num in (128, 256, 8192)] == [ONE_RUN] * 3
+    assert [PLAN.cut(num, 10, RUN) for num in (16, 24, 32, 48, 64, 80, 160)] == [BY_COLUMNS] * 7
+    assert [PLAN.cut(num, 10, RUN) for num in (96, 112, 128, 200, 256, 8192)] == [ONE_RUN] * 6
     assert [PLAN.cut(num, 18, RUN) for num in (2, 8, 16, 64, 128)] == [BY_TILE] * 2 + [BY_COLUMNS] * 2 + [ONE_RUN]
-    assert [PLAN.share(num, 10) for num in (16, 32, 64)] == [1, 1, 3]
+    assert [PLAN.share(num, 10) for num in (16, 32, 64, 80)] == [1, 2, 3, 4]
     assert PLAN._replace(max_states=127).cut(16, 130, RUN) == IN_TURN
     assert [PLAN.range_tokens(num) for num in (8, 16, 24, 4096, 9999)] == [528, 264, 176, 1, 1]
 
