@@ -70,6 +70,25 @@ def tile_links(tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, blo
 
 
 @jit
+def _window_places(ids, is_fresh, token, position, slot, rows, ring, RING_LEN: tl.constexpr):
+    """Where the rows of positions begin, and their scales: in the batch if they are fresh, or in the ring."""
+    row = (token - (position - ids)).to(tl.int64)
+    ring_slot = slot.to(tl.int64)
+    ring_row = tl.maximum(ids, 0) % RING_LEN
+    data = tl.where(
+        is_fresh,
+        rows.data + row * rows.data_stride,
+        ring.data + ring_slot * ring.data_stride + ring_row * ring.data_row,
+    )
+    scales = tl.where(
+        is_fresh,
+        rows.scales + row * rows.scales_stride,
+        ring.scales + ring_slot * ring.scales_stride + ring_row * ring.scales_row,
+    )
+    return data, scales
+
+
+@jit
 def tile_rows(
     tile, ids, links, token, position, slot, chunk_start, rows, ring, pages,
     HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
@@ -82,19 +101,7 @@ def tile_rows(
     id_ = tl.maximum(ids, 0)
     is_fresh = ids >= chunk_start
     exists = (ids >= 0) & (is_fresh | (links == ids))
-    row = (token - (position - ids)).to(tl.int64)
-    ring_slot = slot.to(tl.int64)
-    ring_row = id_ % RING_LEN
-    data = tl.where(
-        is_fresh,
-        rows.data + row * rows.data_stride,
-        ring.data + ring_slot * ring.data_stride + ring_row * ring.data_row,
-    )
-    scales = tl.where(
-        is_fresh,
-        rows.scales + row * rows.scales_stride,
-        ring.scales + ring_slot * ring.scales_stride + ring_row * ring.scales_row,
-    )
+    data, scales = _window_places(ids, is_fresh, token, position, slot, rows, ring, RING_LEN)
     if HAS_ENTRIES:
         is_window = tile < (WINDOW + _KEYS - 1) // _KEYS
         block = links.to(tl.int64)
@@ -138,19 +145,7 @@ def key_rows(
     id_ = tl.maximum(ids, 0)
     is_fresh = ids >= chunk_start
     exists = is_window & (ids >= 0) & (is_fresh | (links == ids))
-    row = (token - (position - ids)).to(tl.int64)
-    ring_slot = slot.to(tl.int64)
-    ring_row = id_ % RING_LEN
-    data = tl.where(
-        is_fresh,
-        rows.data + row * rows.data_stride,
-        ring.data + ring_slot * ring.data_stride + ring_row * ring.data_row,
-    )
-    scales = tl.where(
-        is_fresh,
-        rows.scales + row * rows.scales_stride,
-        ring.scales + ring_slot * ring.scales_stride + ring_row * ring.scales_row,
-    )
+    data, scales = _window_places(ids, is_fresh, token, position, slot, rows, ring, RING_LEN)
     if HAS_ENTRIES:
         block = links.to(tl.int64)
         entry_row = id_ % PER_BLOCK
