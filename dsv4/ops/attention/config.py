@@ -67,8 +67,7 @@ class AttentionPlan(NamedTuple):
         all_tiles = num_programs * num_tiles
         tile_us = 5.2 if num_tiles > run_tiles else 6.0
         return {
-            BY_TILE: 15
-            + (0.05 if num_programs * num_tiles <= self.multiprocessors else 0.125) * num_programs * num_tiles,
+            BY_TILE: 15 + all_tiles * (0.05 if all_tiles <= self.multiprocessors else 0.125),
             BY_RUN: 15
             + tile_us * run_tiles * -(-all_tiles // runs_at_once)
             + 0.06 * num_programs * -(-num_tiles // run_tiles),
