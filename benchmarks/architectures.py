@@ -35,7 +35,8 @@ GPUS = {
 }  # fmt: skip
 MIDDLE_TOKENS, MAX_TOKENS = 64, 4096
 THREE_SIZES = {"sparse_attention", "linear", "linears", "grouped_linear", "moe"}  # another form between few and many
-SAME_KERNELS = {"hc_enter", "hc_head", "moe_parts", "moe_shared", "moe_fold", "rms_norm"}  # launches of others' kernels
+# launches of others' kernels
+SAME_KERNELS = {"grouped_codes", "hc_enter", "hc_head", "moe_parts", "moe_shared", "moe_fold", "rms_norm"}
 KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 

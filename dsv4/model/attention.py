@@ -69,6 +69,8 @@ def attention(
     if not appends:
         ops.append_swa(rows, cache.window, batch)
     grouped = out.flatten(1).unflatten(-1, (config.o_groups, -1))  # [T, G, H / G * d]
+    if takes_codes(params.wo_b):
+        return ops.linear(ops.grouped_codes(grouped, params.wo_a), params.wo_b, out.dtype), picks
     return ops.linear(ops.grouped_linear(grouped, params.wo_a).flatten(1), params.wo_b), picks
 
 

@@ -14,6 +14,7 @@ from dsv4.model.moe import moe
 from dsv4.model.parameters import BlockParams, HyperParams
 from dsv4.ops.hyper import HyperInput, HyperSettings
 from dsv4.ops.linear import takes_codes
+from dsv4.ops.moe import takes_rounded
 from dsv4.schedule import LayerSpec
 
 
@@ -43,8 +44,9 @@ def block(
     starts from comes out of the same step that ends this block. `shared`: what the rows of a draft block read."""
     ops = context.ops
     attn_out, entries = attention(start, params.attn, layer, cache, batch, context, shared)
-    middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context, has_codes=False)
-    ffn_out, experts = moe(middle.hidden, params.ffn, batch, context)
+    has_rounded = context.exchange is None and takes_rounded(batch.num_tokens, params.ffn.experts.matrices)
+    middle = _cross(attn_out, start, params.hc_ffn, params.ffn_norm, context, False, has_rounded)
+    ffn_out, experts = moe(middle, params.ffn, batch, context)
     if following is None:
         streams, next_start = ops.hc_post(ffn_out, middle.streams, middle.post, middle.comb), None
     else:
@@ -55,11 +57,12 @@ def block(
 
 
 def _cross(
-    out: Tensor, before: HyperInput, hyper: HyperParams, norm: Tensor, context: ModelContext, has_codes: bool
-) -> HyperInput:
+    out: Tensor, before: HyperInput, hyper: HyperParams, norm: Tensor, context: ModelContext, has_codes: bool,
+    has_rounded: bool = False,
+) -> HyperInput:  # fmt: skip
     """A sublayer's output [T, D] back into the streams, and on to the next sublayer's input (and its codes)."""
     return context.ops.hc_boundary(
-        out, before.streams, before.post, before.comb, *_mixing(hyper), norm, _settings(context), has_codes
+        out, before.streams, before.post, before.comb, *_mixing(hyper), norm, _settings(context), has_codes, has_rounded
     )
 
 

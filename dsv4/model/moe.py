@@ -15,11 +15,12 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import MoeParams
+from dsv4.ops.hyper import HyperInput
 
 
-def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) -> tuple[Tensor, Tensor]:
-    """x [T, D] (normed) -> the sublayer's output [T, D], and the experts chosen [T, k], ascending."""
-    config = context.config
+def moe(start: HyperInput, params: MoeParams, batch: TokenBatch, context: ModelContext) -> tuple[Tensor, Tensor]:
+    """The normed input [T, D] of `start` -> the sublayer's output [T, D], and the experts chosen [T, k], ascending."""
+    config, x = context.config, start.hidden
     experts, weights = context.ops.route(
         x, params.gate, params.bias, params.tid2eid, batch.token_ids,
         top_k=config.num_experts_per_tok, scale=config.routed_scaling_factor,
@@ -27,7 +28,8 @@ def moe(x: Tensor, params: MoeParams, batch: TokenBatch, context: ModelContext) 
     routed, shared, limit = params.experts.matrices, params.shared.matrices, config.swiglu_limit
     exchange = context.exchange
     if exchange is None:
-        return context.ops.moe(x, experts, weights, routed, shared, limit=limit), experts
+        out = context.ops.moe(x, experts, weights, routed, shared, limit=limit, rounded=start.rounded)
+        return out, experts
     shared_out = torch.empty_like(x)
     run_shared = partial(
         context.ops.moe_shared, x, routed, shared, shared_out, top_k=config.num_experts_per_tok, limit=limit

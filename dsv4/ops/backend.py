@@ -36,6 +36,8 @@ from dsv4.ops.hyper import (
 from dsv4.ops.indexer import index_topk, index_topk_ref
 from dsv4.ops.linear import (
     LinearBundle,
+    grouped_codes,
+    grouped_codes_ref,
     grouped_linear,
     grouped_linear_ref,
     linear,
@@ -130,6 +132,7 @@ TORCH = Backend(
         linear=linear_ref,
         linears=linears_ref,
         grouped_linear=grouped_linear_ref,
+        grouped_codes=grouped_codes_ref,
         route=route_ref,
         moe=moe_ref,
         moe_parts=moe_parts_ref,
@@ -168,6 +171,7 @@ TRITON = Backend(
         linear=linear,
         linears=linears,
         grouped_linear=grouped_linear,
+        grouped_codes=grouped_codes,
         route=route,
         moe=moe,
         moe_parts=moe_parts,

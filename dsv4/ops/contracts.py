@@ -48,7 +48,7 @@ class HcEnter(Protocol):
 class HcBoundary(Protocol):
     def __call__(
         self, out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
-        norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+        norm_weight: Tensor, settings: HyperSettings, has_codes: bool, has_rounded: bool = False,
     ) -> HyperInput: ...  # fmt: skip
 
 
@@ -86,6 +86,10 @@ class GroupedLinear(Protocol):
     def __call__(self, x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor: ...
 
 
+class GroupedCodes(Protocol):
+    def __call__(self, x: Tensor, weight: AnyWeight | ShuffledTensor) -> QuantActivation: ...
+
+
 class Route(Protocol):
     def __call__(
         self, x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
@@ -95,8 +99,9 @@ class Route(Protocol):
 
 class Moe(Protocol):
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
-    ) -> Tensor: ...
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+        rounded: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class MoeParts(Protocol):
@@ -200,6 +205,7 @@ class OpSet:
     linear: Linear
     linears: Linears
     grouped_linear: GroupedLinear
+    grouped_codes: GroupedCodes
     route: Route
     moe: Moe
     moe_parts: MoeParts

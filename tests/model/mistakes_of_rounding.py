@@ -92,7 +92,7 @@ def activation_scale_not_a_power_of_two(bed: Bed) -> None:
 
 
 def fp8_before_wo_a(bed: Bed) -> None:
-    bed.op("grouped_linear", lambda right, x, weight: right(fp8_fake_quantize(x, ACTIVATION_GROUP), weight))
+    bed.op("grouped_codes", lambda right, x, weight: right(fp8_fake_quantize(x, ACTIVATION_GROUP), weight))
 
 
 def fp8_before_the_compressor(bed: Bed) -> None:

@@ -46,7 +46,7 @@ def with_noise(seed):
 def with_wrong_experts():
     """The oracles, with one wrong expert in every fiftieth row."""
 
-    def moe(x, experts, weights, routed, shared, *, limit):
+    def moe(x, experts, weights, routed, shared, *, limit, rounded=None):
         experts = experts.clone()
         experts[::50, 0] = (experts[::50, 0] + 1) % routed[0].shape[0]
         return TORCH.ops.moe(x, experts, weights, routed, shared, limit=limit)

@@ -314,10 +314,11 @@ class ExpertPool:
             self.num_valid = before
 
     def moe(
-        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float
+        self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,
+        rounded: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
-        return self._over(self.inner.ops.moe, x, experts, weights, routed, shared, limit)
+        return self._over(partial(self.inner.ops.moe, rounded=rounded), x, experts, weights, routed, shared, limit)
 
     def moe_parts(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,

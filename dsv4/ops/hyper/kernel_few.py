@@ -153,7 +153,7 @@ def hyper_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, NUM_WORKERS: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_CODES: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """Up to FEW_ROWS tokens: the programs that arrive last finish them. `result`: `HyperResult`."""
     split = tl.program_id(0)
@@ -182,5 +182,5 @@ def hyper_kernel(
             x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
             store_hidden(
                 x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token,
-                cols, mask, D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+                cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
             )  # fmt: skip

@@ -165,7 +165,7 @@ def hyper_many_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, FINISH: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_CODES: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """Many tokens: programs of their own finish them (`program_of_many`). `result`: `HyperResult`."""
     is_finisher, tile, place = program_of_many(tl.cdiv(num_tokens, TILE), lag, NUM_SPLITS, TILE // FINISH)
@@ -205,7 +205,7 @@ def hyper_many_kernel(
                     norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
                 store_hidden(
                     x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale,
-                    token, cols, mask, D, BLOCK, GROUP, HAS_NORM, HAS_CODES,
+                    token, cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
                 )  # fmt: skip
             tl.debug_barrier()
             if NUM_MIXES > 4:

@@ -5,12 +5,15 @@ iteration, and the collapse with its norm and codes.
 from __future__ import annotations
 
 from dsv4.ops.hyper.kernel_streams import MIX_COLS
-from dsv4.ops.lib.codecs import quantize_e4m3
+from dsv4.ops.lib.codecs import fake_quantize_e4m3, quantize_e4m3
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.maths import exp_fp32, to_bf16
 from dsv4.ops.norm.kernel_norm import inverse_rms
 
+NO_CODES, AS_CODES, AS_VALUES = 0, 1, 2  # what else is stored of the normed row: nothing, FP8 codes, or their values
+
 _MIX_COLS = tl.constexpr(MIX_COLS)
+_NO_CODES, _AS_CODES = tl.constexpr(NO_CODES), tl.constexpr(AS_CODES)
 
 
 # ---- weights ----
@@ -160,20 +163,26 @@ def _collapse(x0, x1, x2, x3, values):
 
 
 @jit
-def _store_codes(codes_ptr, scale_ptr, hidden, token, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """FP8 codes of a row [1, BLOCK], as `_rms_norm_kernel` of ops/norm writes them."""
+def _store_codes(
+    codes_ptr, scale_ptr, hidden, token, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr
+):  # fmt: skip
+    """FP8 codes of a row [1, BLOCK], as `_rms_norm_kernel` of ops/norm writes them; or what they stand for."""
     groups = tl.arange(0, BLOCK // GROUP)
-    codes, scale = quantize_e4m3(tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP]))
+    wide = tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP])
     group_mask = groups < D // GROUP
     code_offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(codes_ptr + token * D + code_offsets, codes, mask=group_mask[:, None])
-    tl.store(scale_ptr + token * (D // GROUP) + groups, scale, mask=group_mask)
+    if CODES == _AS_CODES:
+        codes, scale = quantize_e4m3(wide)
+        tl.store(codes_ptr + token * D + code_offsets, codes, mask=group_mask[:, None])
+        tl.store(scale_ptr + token * (D // GROUP) + groups, scale, mask=group_mask)
+    else:
+        tl.store(codes_ptr + token * D + code_offsets, fake_quantize_e4m3(wide), mask=group_mask[:, None])
 
 
 @jit
 def store_hidden(
     x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
-    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CODES: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Collapse a token's streams [1, BLOCK], norm and encode the result, store both."""
     hidden = _collapse(x0, x1, x2, x3, values)
@@ -183,5 +192,5 @@ def store_hidden(
         normed = wide * inverse_rms(wide, D, norm_eps)[:, None] * norm_weight.to(tl.float32)
         hidden = to_bf16(normed)
     tl.store(hidden_ptr + token * D + cols, hidden, mask=mask)
-    if HAS_CODES:
-        _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP)
+    if CODES != _NO_CODES:
+        _store_codes(codes_ptr, code_scale_ptr, hidden, token, D, BLOCK, GROUP, CODES)

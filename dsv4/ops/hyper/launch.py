@@ -34,6 +34,7 @@ from dsv4.ops.hyper.kernel_streams import (
     HyperResult,
     hc_post_kernel,
 )
+from dsv4.ops.hyper.kernel_weights import AS_CODES, AS_VALUES, NO_CODES
 from dsv4.ops.hyper.op import HyperInput, HyperSettings
 from dsv4.ops.lib.arch import blackwell_registers, code_tensor
 from dsv4.ops.lib.arrivals import arrival_counters
@@ -58,6 +59,7 @@ class HyperCall:
     post: Tensor | None = None
     comb: Tensor | None = None
     is_head: bool = False
+    has_rounded: bool = False
 
     @property
     def source(self) -> int:
@@ -90,10 +92,11 @@ def hc_enter(
 
 def hc_boundary(
     out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
-    norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+    norm_weight: Tensor, settings: HyperSettings, has_codes: bool, has_rounded: bool = False,
 ) -> HyperInput:  # fmt: skip
     """See `hc_boundary_ref`. One launch for up to MAX_ROWS rows."""
-    return launch_hyper(HyperCall(streams, _tensor(fn), base, scale, settings, norm_weight, has_codes, out, post, comb))
+    mixing = streams, _tensor(fn), base, scale, settings, norm_weight
+    return launch_hyper(HyperCall(*mixing, has_codes, out, post, comb, has_rounded=has_rounded))
 
 
 def hc_pre(
@@ -145,7 +148,10 @@ def launch_hyper(call: HyperCall, tiles: HyperTiles | None = None) -> HyperInput
     for start in range(0, num_tokens, MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         quant = None if result.quant is None else QuantActivation(result.quant.codes[rows], result.quant.scale[rows])
-        part = HyperInput(result.streams[rows], result.hidden[rows], quant, result.post[rows], result.comb[rows])
+        rounded = None if result.rounded is None else result.rounded[rows]
+        part = HyperInput(
+            result.streams[rows], result.hidden[rows], quant, result.post[rows], result.comb[rows], rounded
+        )
         chosen = tiles or pick_tiles(min(num_tokens - start, MAX_ROWS))
         if hidden_size:
             _launch_rows(call.rows(start, start + MAX_ROWS), part, chosen)
@@ -161,12 +167,12 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
     x, device = _dense(call.x), call.x.device
     # an unused pointer still needs a tensor of the right kind
     out, post, comb = (x if tensor is None else _dense(tensor) for tensor in (call.out, call.post, call.comb))
-    quant = result.quant
+    quant, codes = result.quant, result.hidden if result.rounded is None else result.rounded
     tensors = (
         out, x, post, comb, _dense(call.fn), _dense(call.base), _dense(call.scale),
         x if call.norm_weight is None else _dense(call.norm_weight),
         HyperResult(
-            result.streams, result.hidden, result.hidden if quant is None else code_tensor(quant.codes),
+            result.streams, result.hidden, codes if quant is None else code_tensor(quant.codes),
             result.hidden if quant is None else quant.scale, result.post, result.comb,
         ),
     )  # fmt: skip
@@ -175,7 +181,7 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
         "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
         "SPLIT_BLOCK": next_power_of_2(num_splits), "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
-        "HAS_CODES": quant is not None,
+        "CODES": AS_CODES if quant is not None else AS_VALUES if result.rounded is not None else NO_CODES,
     }  # fmt: skip
 
     def empty_partial(num_rows: int) -> Tensor:
@@ -215,6 +221,7 @@ def _empty_result(call: HyperCall) -> HyperInput:
         quant=quant,
         post=empty(NUM_STREAMS, dtype=torch.float32),
         comb=empty(NUM_STREAMS, NUM_STREAMS, dtype=torch.float32),
+        rounded=empty(hidden_size, dtype=call.x.dtype) if call.has_rounded else None,
     )
 
 
@@ -240,7 +247,9 @@ def _check_call(call: HyperCall) -> None:
         _check_tensor(name, getattr(call, name), expected, torch.float32)
     if call.norm_weight is not None and call.norm_weight.shape != (hidden_size,):
         raise KernelInputError(f"expected a norm of shape ({hidden_size},), found {tuple(call.norm_weight.shape)}")
-    if call.has_codes and hidden_size % ACTIVATION_GROUP:
+    if call.has_codes and call.has_rounded:
+        raise KernelInputError("expected FP8 codes or their values to be asked for, found both")
+    if (call.has_codes or call.has_rounded) and hidden_size % ACTIVATION_GROUP:
         raise KernelInputError(f"FP8 codes need a multiple of {ACTIVATION_GROUP} columns, found {hidden_size}")
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dsv4.formats.tensors import AnyWeight, QuantActivation
+from dsv4.formats.fp8 import fp8_fake_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, AnyWeight, QuantActivation
 from dsv4.ops.lib.invariant import accumulator, ordered_sum, rows_matmul, sigmoid, wide_dtype
 from dsv4.ops.norm import rms_norm_ref
 
@@ -37,13 +38,15 @@ class HyperSettings:
 @dataclass(frozen=True)
 class HyperInput:
     """What a sublayer starts from: the streams [T, n, D] it will be mixed into, its normed input [T, D] (and that
-    input's FP8 codes, if asked for), and the weights post [T, n] and comb [T, n, n] for mixing, in at least fp32."""
+    input's FP8 codes, or what they stand for in its own dtype, if asked for), and the weights post [T, n] and comb
+    [T, n, n] for mixing, in at least fp32."""
 
     streams: Tensor
     hidden: Tensor
     quant: QuantActivation | None
     post: Tensor
     comb: Tensor
+    rounded: Tensor | None = None
 
 
 def hc_expand_ref(hidden: Tensor, num_streams: int) -> Tensor:
@@ -157,13 +160,17 @@ def hc_enter_ref(
 
 def hc_boundary_ref(
     out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
-    norm_weight: Tensor, settings: HyperSettings, has_codes: bool,
+    norm_weight: Tensor, settings: HyperSettings, has_codes: bool, has_rounded: bool = False,
 ) -> HyperInput:  # fmt: skip
     """From one sublayer into the next: `hc_post` with the old weights, then `hc_enter` with the next fn, base, scale.
 
-    The streams between the two are rounded to their dtype. New tensors throughout.
+    The streams between the two are rounded to their dtype. New tensors throughout. `has_rounded`: instead of codes what
+    they stand for, in the input's dtype.
     """
-    return hc_enter_ref(hc_post_ref(out, streams, post, comb), fn, base, scale, norm_weight, settings, has_codes)
+    made = hc_enter_ref(hc_post_ref(out, streams, post, comb), fn, base, scale, norm_weight, settings, has_codes)
+    if not has_rounded:
+        return made
+    return replace(made, rounded=fp8_fake_quantize(made.hidden, ACTIVATION_GROUP))
 
 
 def hc_head_norm_ref(

@@ -120,6 +120,33 @@ def quantize_e4m3(x):
 
 
 @jit
+def fake_quantize_e4m3(x):
+    """[R, 128] -> the same rounded to E4M3 with one E8M0 scale a row, in bf16: exact there."""
+    wide = x.to(tl.float32)
+    return _rounded(wide, e4m3_scale(tl.max(abs_bits(wide), axis=1)))
+
+
+@jit
+def fake_quantize_halves(left, right):
+    """The same of two [R, 64] that are one group of 128 columns."""
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    scale = scale_of_halves(left, right)
+    return _rounded(left, scale), _rounded(right, scale)
+
+
+@jit
+def scale_of_halves(left, right):
+    """E8M0 codes (int32) [R] of the E4M3 scales of rows of which each has a half, fp32 [R, 64]."""
+    return e4m3_scale(tl.maximum(tl.max(abs_bits(left), axis=1), tl.max(abs_bits(right), axis=1)))
+
+
+@jit
+def _rounded(x, scale):
+    """fp32 [R, C] rounded to E4M3 with E8M0 scales [R]."""
+    return (round_e4m3(x * e8m0_reciprocal(scale)[:, None]) * e8m0_to_float(scale)[:, None]).to(tl.bfloat16)
+
+
+@jit
 def e2m1_encode(x):
     """fp32 -> nibbles in int32: round to nearest, ties to even, saturating at 6; NaN gives 0.
 

@@ -71,6 +71,7 @@ SHUFFLED_TILES = {
     384: _HALF_WAVES,
     512: _WHOLE_WAVES,
 }
+CODED_ROWS = 16  # of a shuffled weight: up to so many rows become codes in the launch that makes them
 # a bf16 weight
 GROUPED_TILES = {
     16: LinearTile(64, 16, 4, 6, 6),

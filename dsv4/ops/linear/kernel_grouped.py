@@ -9,7 +9,10 @@ matrices. Both take K 16 columns at a time, in order, and cut it alike (kernel_l
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS
+from dsv4.ops.lib.codecs import e4m3_codes, e8m0_reciprocal, scale_of_halves
 from dsv4.ops.lib.fp4 import fp8_tile
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
@@ -21,6 +24,13 @@ _STEP = tl.constexpr(GROUPED_STEP)
 _ROWS = tl.constexpr(TILE_ROWS)
 _COLS = tl.constexpr(TILE_COLS)
 _WORDS = tl.constexpr(TILE_ROWS * TILE_COLS // 4)  # of a tile
+
+
+class GroupedCodes(NamedTuple):
+    """E4M3 codes [T, G R] and their scales [T, G R / 128]."""
+
+    codes: Any
+    scale: Any
 
 
 @jit
@@ -66,13 +76,60 @@ def _shuffled_range(
     return acc
 
 
+@jit
+def _total(tile_ptrs, mask, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of a tile's splits, as `sum_of_splits` forms it; other multiprocessors wrote them."""
+    total = tl.load(tile_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    if SPLITS > 1:
+        total = tl.zeros_like(total) + total
+        for index in tl.static_range(1, SPLITS):
+            total += tl.load(tile_ptrs + index * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@jit
+def _store_codes(
+    acc, factor, out, partial_ptr, counter_ptr, tile, split, group, col, num_tokens,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Leave a partial tile of 64 outputs; the last of two neighbouring tiles adds both up and stores their codes: 128
+    outputs are one group. `out`: `GroupedCodes`. The last one sets the counter back.
+    """
+    BM: tl.constexpr = acc.shape[0]
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    outs, tokens = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    mask = tl.broadcast_to(tokens < num_tokens, acc.shape)
+    half = tile % 2
+    first_ptrs = partial_ptr + (tile - half) * (SPLITS * SIZE) + tokens * BM + outs
+    tl.store(first_ptrs + (half * SPLITS + split) * SIZE, acc, mask=mask)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(counter_ptr + tile // 2, 1, sem="acq_rel") == 2 * SPLITS - 1:
+        tl.debug_barrier()
+        left, right = _total(first_ptrs, mask, SPLITS, SIZE), _total(first_ptrs + SPLITS * SIZE, mask, SPLITS, SIZE)
+        # QuantActivation.of(out)
+        left = tl.trans((left * factor).to(tl.bfloat16).to(tl.float32))
+        right = tl.trans((right * factor).to(tl.bfloat16).to(tl.float32))
+        scale = scale_of_halves(left, right)
+        rows = tl.arange(0, acc.shape[1]).to(tl.int64)
+        first_col = group * RANK + col - half * BM
+        places = out.codes + (rows * (GROUPS * RANK))[:, None] + (first_col + tl.arange(0, BM))[None, :]
+        has_row = rows < num_tokens
+        tl.store(places, e4m3_codes(left * e8m0_reciprocal(scale)[:, None]), mask=has_row[:, None])
+        tl.store(places + BM, e4m3_codes(right * e8m0_reciprocal(scale)[:, None]), mask=has_row[:, None])
+        scale_places = out.scale + rows * (GROUPS * RANK // (2 * BM)) + first_col // (2 * BM)
+        tl.store(scale_places, scale.to(tl.uint8), mask=has_row)
+        tl.store(counter_ptr + tile // 2, 0)
+
+
 @jit(do_not_specialize=("num_tokens",))
 def grouped_shuffled_kernel(
     data_ptr, scale_ptr, out_scale_ptr, x, out_ptr, partial_ptr, counter_ptr, num_tokens, stride_x,
     K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """A program: BM (64 or 128) outputs, BT tokens, one split of K."""
+    """A program: BM (64 or 128) outputs, BT tokens, one split of K. CODES (64 outputs, one tile of tokens): out_ptr is
+    `GroupedCodes`, and what is stored the codes of the result.
+    """
     GROUP_TILES: tl.constexpr = RANK // BM
     BLOCKS: tl.constexpr = K // _COLS
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
@@ -90,16 +147,22 @@ def grouped_shuffled_kernel(
         BM, BT, BLOCKS, X_DESC, STAGES,
     )  # fmt: skip
     out_scale = tl.load(out_scale_ptr)
-    out_ptr += group * RANK
-    if SPLITS > 1:
+    if CODES:
+        _store_codes(
+            acc, out_scale, out_ptr, partial_ptr, counter_ptr, tile, split, group, col, num_tokens,
+            RANK, GROUPS, SPLITS,
+        )  # fmt: skip
+    elif SPLITS > 1:
         acc, is_last = sum_of_splits(
             acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, num_tokens - first_token,
             SPLITS, False,
         )  # fmt: skip
         if is_last:
-            store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
+            acc, out_ptr = acc * out_scale, out_ptr + group * RANK
+            store_tile(acc, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
     else:
-        store_tile(acc * out_scale, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
+        acc, out_ptr = acc * out_scale, out_ptr + group * RANK
+        store_tile(acc, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
 
 
 @jit

@@ -29,6 +29,7 @@ from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
 from dsv4.ops.linear.config import (
+    CODED_ROWS,
     GROUPED_MANY_ROWS,
     GROUPED_TILES,
     LINEAR_TILES,
@@ -40,7 +41,13 @@ from dsv4.ops.linear.config import (
     num_splits,
     pick_tile,
 )
-from dsv4.ops.linear.kernel_grouped import GROUPED_STEP, grouped_plain_kernel, grouped_shuffled_kernel, widen_kernel
+from dsv4.ops.linear.kernel_grouped import (
+    GROUPED_STEP,
+    GroupedCodes,
+    grouped_plain_kernel,
+    grouped_shuffled_kernel,
+    widen_kernel,
+)
 from dsv4.ops.linear.kernel_linear import (
     FP8_STEP,
     PLAIN_STEP,
@@ -97,6 +104,16 @@ def grouped_linear(x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor:
             return launch_shuffled(x, weight)
         return launch_grouped(x, widened(weight))
     return launch_grouped(x, dequantize(weight, x.dtype)) if is_kernel_weight(weight) else grouped_linear_ref(x, weight)
+
+
+def grouped_codes(x: Tensor, weight: AnyWeight | ShuffledTensor) -> QuantActivation:
+    """See `grouped_codes_ref`. Up to CODED_ROWS rows of a shuffled weight in the launch that makes them."""
+    if isinstance(weight, ShuffledTensor) and x.dtype == torch.bfloat16 and x.shape[0] <= CODED_ROWS:
+        num_rows = weight.shape[0] // x.shape[1]
+        if num_rows % ACTIVATION_GROUP == 0:
+            return launch_codes(x, weight)
+    out = grouped_linear(x, weight).flatten(1)
+    return _quantize(out) if out.dtype == torch.bfloat16 and out.numel() else QuantActivation.of(out)
 
 
 def prepare_grouped(weight: Weight, num_groups: int) -> Weight | ShuffledTensor:
@@ -191,26 +208,48 @@ def launch_linears(
 
 def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None = None) -> Tensor:
     """`grouped_shuffled_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
+    out, rows, _ = _grouped_operands(x, weight.shape)
+    tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], x.shape[0])
+    _launch_shuffled(x, rows, weight, tile, out, None)
+    return out
+
+
+def launch_codes(x: Tensor, weight: ShuffledTensor) -> QuantActivation:
+    """The same for up to CODED_ROWS rows, and the codes of the result instead of itself."""
+    _, rows, rank = _grouped_operands(x, weight.shape)
+    num_tokens, num_groups, _ = x.shape
+    codes = torch.empty(num_tokens, num_groups * rank, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(num_tokens, num_groups * rank // ACTIVATION_GROUP, dtype=torch.uint8, device=x.device)
+    _launch_shuffled(x, rows, weight, SHUFFLED_TILES[CODED_ROWS], codes, scale)
+    return QuantActivation(codes, scale)
+
+
+def _launch_shuffled(
+    x: Tensor, rows: Tensor, weight: ShuffledTensor, tile: LinearTile, out: Tensor, scale: Tensor | None
+) -> None:
+    """Into `out`; with `scale`, codes and their scales."""
     check_launch(x, weight.data)
-    out, rows, rank = _grouped_operands(x, weight.shape)
     num_tokens, num_groups, width = x.shape
+    rank = weight.shape[0] // num_groups
     if rank % TILE_ROWS or width % TILE_COLS:
         raise KernelInputError(f"expected groups of whole tiles ({TILE_ROWS} x {TILE_COLS}), found {rank} x {width}")
     if out.numel() == 0:
-        return out
-    tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], num_tokens)
+        return
     splits = num_splits(weight.shape[0], width, "grouped")
     if rank % tile.outputs:
         tile = replace(tile, outputs=TILE_ROWS, num_warps=4)
     tiles, num_token_tiles = weight.shape[0] // tile.outputs, -(-num_tokens // tile.tokens)
-    partial, counters = _workspace(x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, splits)
+    num_shares = splits if scale is None else 2 * splits  # of what one program adds up: two tiles for codes
+    partial, counters = _workspace(
+        x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, num_shares
+    )  # fmt: skip
     x_source = _source(rows, (tile.tokens, TILE_COLS))
     grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
-        weight.data, weight.scale, weight.out_scale, x_source[0], out, partial, counters, num_tokens, rows.stride(0),
+        weight.data, weight.scale, weight.out_scale, x_source[0],
+        out if scale is None else GroupedCodes(code_tensor(out), scale), partial, counters, num_tokens, rows.stride(0),
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
-        X_DESC=x_source[1], STAGES=tile.stages, **tile.options,
+        X_DESC=x_source[1], STAGES=tile.stages, CODES=scale is not None, **tile.options,
     )  # fmt: skip
-    return out
 
 
 def widened(weight: ShuffledTensor) -> Tensor:

@@ -40,6 +40,11 @@ def linear_ref(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.
     return linears_ref(x, (weight,), (out_dtype,))[0]
 
 
+def grouped_codes_ref(x: Tensor, weight: AnyWeight | ShuffledTensor) -> QuantActivation:
+    """`grouped_linear_ref`, flat: the FP8 codes [T, G * R] of its result, for a layer that quantises its input."""
+    return QuantActivation.of(grouped_linear_ref(x, weight).flatten(1))
+
+
 def linears_ref(
     x: Tensor | QuantActivation, weights: Sequence[AnyWeight] | LinearBundle,
     out_dtypes: Sequence[torch.dtype | None], codes: QuantActivation | None = None,

@@ -120,7 +120,8 @@ _SOME = MoeConfig(8, 8, GemmConfig(max_registers=128), GemmConfig(block=128, pai
 _MORE = MoeConfig(
     16, 32, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True), ordered=True, shared_block=128
 )
-_NARROW = {5: _FEW, 11: _SOME, 1 << 30: _MORE}
+FEW_TOKENS = 5
+_NARROW = {FEW_TOKENS: _FEW, 11: _SOME, 1 << 30: _MORE}
 # the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
 # with many rows two warp groups share a tile of tokens
 _WIDE_FEW = MoeConfig(

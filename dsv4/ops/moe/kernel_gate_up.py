@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from dsv4.ops.lib.codecs import fake_quantize_e4m3, fake_quantize_halves
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_products import (
     IN_NATURAL,
-    fake_quantize_e4m3,
     in_order,
     plus_each,
     product,
@@ -111,17 +111,27 @@ def _activate(gate, up, limit):
 
 
 @jit
+def _hidden_row(
+    gate, up, gate_scale, up_scale, rows, is_row, weights_ptr, limit, HAS_WEIGHTS: tl.constexpr
+):  # fmt: skip
+    """Sums [outs, 8] -> hidden bf16 [8, outs]."""
+    hidden = _activate(gate * gate_scale, up * up_scale, limit)
+    if HAS_WEIGHTS:
+        # hidden = hidden * weight.unsqueeze(-1)
+        hidden = hidden * tl.load(weights_ptr + rows, mask=is_row, other=0.0)[None, :]
+    return tl.trans(hidden.to(tl.bfloat16))
+
+
+@jit
 def store_hidden(
     gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
     I: tl.constexpr, HAS_WEIGHTS: tl.constexpr, QUANTISE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Rows of hidden, in the order ORDER. QUANTISE: `outs` is one group of 128, and the rows are rounded to E4M3."""
     for sub in tl.static_range(len(rows)):
-        hidden = _activate(gates[sub] * gate_scale, ups[sub] * up_scale, limit)
-        if HAS_WEIGHTS:
-            # hidden = hidden * weight.unsqueeze(-1)
-            hidden = hidden * tl.load(weights_ptr + rows[sub], mask=is_row[sub], other=0.0)[None, :]
-        hidden = tl.trans(hidden.to(tl.bfloat16))
+        hidden = _hidden_row(
+            gates[sub], ups[sub], gate_scale, up_scale, rows[sub], is_row[sub], weights_ptr, limit, HAS_WEIGHTS
+        )
         if QUANTISE:
             hidden = fake_quantize_e4m3(hidden)
         target = hidden_ptr + (rows[sub] * I)[:, None] + outs[None, :]
@@ -154,15 +164,44 @@ def _collect_sums(partials_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr, RANGES: 
 
 
 @jit
+def _store_rounded_pair(
+    partials_ptr, gate_scale, up_scale, rows, is_row, first_out, weights_ptr, hidden_ptr, limit,
+    BLOCK: tl.constexpr, I: tl.constexpr, RANGES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Two neighbouring blocks of 64 columns of hidden, rounded to E4M3 as one group, from the sums of both."""
+    NUM: tl.constexpr = len(rows)
+    SUMS: tl.constexpr = RANGES * NUM * BLOCK * SUB  # of a block of one matrix
+    gates, ups = _collect_sums(partials_ptr, NUM, BLOCK, RANGES), _collect_sums(partials_ptr + SUMS, NUM, BLOCK, RANGES)
+    partials_ptr += 2 * SUMS
+    next_gates = _collect_sums(partials_ptr, NUM, BLOCK, RANGES)
+    next_ups = _collect_sums(partials_ptr + SUMS, NUM, BLOCK, RANGES)
+    outs = first_out + tl.arange(0, BLOCK)
+    for sub in tl.static_range(NUM):
+        left = _hidden_row(
+            gates[sub], ups[sub], gate_scale, up_scale, rows[sub], is_row[sub], weights_ptr, limit, HAS_WEIGHTS
+        )
+        right = _hidden_row(
+            next_gates[sub], next_ups[sub], gate_scale, up_scale, rows[sub], is_row[sub], weights_ptr, limit,
+            HAS_WEIGHTS,
+        )  # fmt: skip
+        left, right = fake_quantize_halves(left, right)
+        target = hidden_ptr + (rows[sub] * I)[:, None] + outs[None, :]
+        tl.store(target, left, mask=is_row[sub][:, None])
+        tl.store(target + BLOCK, right, mask=is_row[sub][:, None])
+
+
+@jit
 def _gate_up_rows(
     x_ptr, x_rows, rows, is_row, data1_ptr, scale1_ptr, out1_ptr, data3_ptr, scale3_ptr, out3_ptr, first_out, part,
     partials_ptr, counter_ptr, weights_ptr, hidden_ptr, limit,
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr,
     UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    QUANTISE_HIDDEN: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
+    ROUNDED: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Rows of hidden of one tile. SPLIT: this program has one range of one matrix; the last to arrive does the rest.
-    ORDERED: x is in operand order; ORDER: hidden's.
+    ROUNDED: hidden is to be rounded to E4M3, in groups of 128 columns. A block of 64 is half of one: with SPLIT the
+    last to arrive for two blocks does both, without it hidden stays as it is. ORDERED: x is in operand order; ORDER:
+    hidden's.
     """
     NUM: tl.constexpr = len(rows)
     outs = first_out + tl.arange(0, BLOCK)
@@ -176,15 +215,26 @@ def _gate_up_rows(
             BLOCK, D, FORMAT, QUANTISE, UNROLL, RANGES, True, ORDERED,
         )  # fmt: skip
         _leave_sums(accs, partials_ptr + part * (NUM * BLOCK * SUB))
+        IN_PAIRS: tl.constexpr = ROUNDED and BLOCK == 64
+        if IN_PAIRS:
+            half = first_out // BLOCK % 2
+            partials_ptr -= half * (2 * RANGES * NUM * BLOCK * SUB)
+            counter_ptr -= half
         tl.debug_barrier()  # all sums of this program are written before its arrival is
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == 2 * RANGES - 1:
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == (1 + IN_PAIRS) * 2 * RANGES - 1:
             tl.debug_barrier()
-            gates = _collect_sums(partials_ptr, NUM, BLOCK, RANGES)
-            ups = _collect_sums(partials_ptr + RANGES * (NUM * BLOCK * SUB), NUM, BLOCK, RANGES)
-            store_hidden(
-                gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-                I, HAS_WEIGHTS, QUANTISE_HIDDEN, ORDER,
-            )  # fmt: skip
+            if IN_PAIRS:
+                _store_rounded_pair(
+                    partials_ptr, gate_scale, up_scale, rows, is_row, first_out - half * BLOCK, weights_ptr, hidden_ptr,
+                    limit, BLOCK, I, RANGES, HAS_WEIGHTS,
+                )  # fmt: skip
+            else:
+                gates = _collect_sums(partials_ptr, NUM, BLOCK, RANGES)
+                ups = _collect_sums(partials_ptr + RANGES * (NUM * BLOCK * SUB), NUM, BLOCK, RANGES)
+                store_hidden(
+                    gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
+                    I, HAS_WEIGHTS, ROUNDED and BLOCK == 128, ORDER,
+                )  # fmt: skip
             tl.store(counter_ptr, 0)
     else:
         gates, ups = two_products(
@@ -193,7 +243,7 @@ def _gate_up_rows(
         )  # fmt: skip
         store_hidden(
             gates, ups, gate_scale, up_scale, rows, is_row, outs, weights_ptr, hidden_ptr, limit,
-            I, HAS_WEIGHTS, QUANTISE_HIDDEN, ORDER,
+            I, HAS_WEIGHTS, ROUNDED and BLOCK == 128, ORDER,
         )  # fmt: skip
 
 
@@ -241,6 +291,7 @@ def _routed_gate_up(
     BLOCK: tl.constexpr, D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr,
     UNROLL: tl.constexpr, RANGES: tl.constexpr, SPLIT: tl.constexpr, ORDERED: tl.constexpr, ORDER: tl.constexpr,
+    ROUND_X: tl.constexpr,
 ):  # fmt: skip
     """A tile of a routed expert of which the first ROWS rows hold all there are."""
     wide = expert.to(tl.int64)
@@ -251,8 +302,7 @@ def _routed_gate_up(
         x_ptr, tokens_of(pairs, TOP_K), pairs, is_row, data1_ptr, scale1_ptr, gate.out_scale + expert,
         data3_ptr, scale3_ptr, up.out_scale + expert, first_out, part, partials_ptr, counter_ptr,
         weights_ptr, hidden_ptr, limit,
-        BLOCK, D, I, FORMAT, DIRECT and FORMAT != 0, UNROLL, RANGES, SPLIT, True,
-        BLOCK == 128 and FORMAT != 0, ORDERED, ORDER,
+        BLOCK, D, I, FORMAT, ROUND_X and FORMAT != 0, UNROLL, RANGES, SPLIT, True, FORMAT != 0, ORDERED, ORDER,
     )  # fmt: skip
 
 
@@ -264,13 +314,14 @@ def _gate_up_kernel(
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, SHARED_BLOCK: tl.constexpr,
-    ORDERED_X: tl.constexpr, ORDER: tl.constexpr,
+    ORDERED_X: tl.constexpr, ORDER: tl.constexpr, ROUND_X: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [T k + T, I]: a row for each pair, then one for each token's shared expert. `order`: `PairOrder`;
     matrices: `GateUpMatrices`; split: `SplitSums`.
 
-    DIRECT: no launch has rounded x or sorted the pairs. SPLIT: programs have one matrix and one of its ranges. A block
-    of 128 (SHARED_BLOCK: the shared expert's) is rounded here where hidden is to be rounded, else by its reader.
+    DIRECT: no launch has sorted the pairs. ROUND_X: none has rounded x. SPLIT: programs have one matrix and one of its
+    ranges. Where hidden is to be rounded, it is here with SPLIT or in blocks of 128 (SHARED_BLOCK: the shared
+    expert's), else by its reader.
     ORDERED_X: x is in operand order. ORDER: of NVFP4 experts' hidden, and of the shared one's where it is rounded here.
     """
     N_TILES: tl.constexpr = I // BLOCK
@@ -280,7 +331,7 @@ def _gate_up_kernel(
     SHARED_TILES: tl.constexpr = I // SHARED_BLOCK
     program = tl.program_id(0)
     num_shared_work = num_shared_tiles * SHARED_TILES
-    rounded_ptr = x_ptr if DIRECT else quantised_ptr
+    rounded_ptr = x_ptr if ROUND_X else quantised_ptr
     if program < num_shared_work * SHARED_PARTS:
         work, part = program // SHARED_PARTS, program % SHARED_PARTS
         first_out = (work % SHARED_TILES) * SHARED_BLOCK
@@ -299,7 +350,7 @@ def _gate_up_kernel(
                 up.data, up.scale, up.out_scale, first_out, part,
                 split.partials + work.to(tl.int64) * (2 * SHARED_RANGES * SHARED_ROWS * BLOCK), split.counters + work,
                 weights_ptr, shared_hidden_ptr, limit,
-                BLOCK, D, I, SHARED_FORMAT, DIRECT, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, BLOCK == 128,
+                BLOCK, D, I, SHARED_FORMAT, ROUND_X, SHARED_UNROLL, SHARED_RANGES, SPLIT, False, True,
                 ORDERED_X, ORDER if BLOCK == 128 else IN_NATURAL,
             )  # fmt: skip
     else:
@@ -320,14 +371,14 @@ def _gate_up_kernel(
                     tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, order,
                     matrices.gate, matrices.up, sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, ROWS, DIRECT, UNROLL, RANGES, SPLIT,
-                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
+                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL, ROUND_X,
                 )  # fmt: skip
             else:
                 _routed_gate_up(
                     tile, expert, first_out, part, source_ptr, hidden_ptr, experts_ptr, weights_ptr, order,
                     matrices.gate, matrices.up, sums_ptr, counter_ptr, limit, num_pairs,
                     BLOCK, D, I, TOP_K, FORMAT, DATA_WORDS, SCALE_WORDS, HALF, DIRECT, UNROLL, RANGES, SPLIT,
-                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL,
+                    ORDERED_X, ORDER if FORMAT == 0 else IN_NATURAL, ROUND_X,
                 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ why, is said in kernel_gate_up.py.
 
 from __future__ import annotations
 
-from dsv4.ops.lib.codecs import abs_bits, e4m3_scale, e8m0_reciprocal, e8m0_to_float, round_e4m3
+from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.order import in_product_order
@@ -12,14 +12,6 @@ from dsv4.ops.moe.config import NATURAL, OPERAND, PRODUCT
 from dsv4.ops.moe.kernel_rows import SUB, with_item
 
 IN_NATURAL, IN_PRODUCT, IN_OPERAND = tl.constexpr(NATURAL), tl.constexpr(PRODUCT), tl.constexpr(OPERAND)
-
-
-@jit
-def fake_quantize_e4m3(x):
-    """bf16 [R, 128] -> the same rounded to E4M3 with one E8M0 scale a row, back in bf16: exact there."""
-    wide = x.to(tl.float32)
-    scale = e4m3_scale(tl.max(abs_bits(wide), axis=1))
-    return (round_e4m3(wide * e8m0_reciprocal(scale)[:, None]) * e8m0_to_float(scale)[:, None]).to(tl.bfloat16)
 
 
 # ---- products ----

@@ -9,13 +9,14 @@ tile, which costs nothing; x and hidden lie in memory in that order. Hopper only
 
 from __future__ import annotations
 
+from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.order import in_product_order
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_down import combine, store_parts
 from dsv4.ops.moe.kernel_gate_up import prepare_row, store_hidden
-from dsv4.ops.moe.kernel_products import IN_PRODUCT, fake_quantize_e4m3, plus_each
+from dsv4.ops.moe.kernel_products import IN_PRODUCT, plus_each
 from dsv4.ops.moe.kernel_rows import plus, sorted_num_rows, tokens_of, wide_routed_rows, wide_shared_rows, with_item
 
 # ---- products ----

@@ -19,7 +19,16 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.moe.config import NATURAL, OPERAND, PRODUCT, GemmConfig, MoeConfig, pick_linear_config, pick_moe_config
+from dsv4.ops.moe.config import (
+    FEW_TOKENS,
+    NATURAL,
+    OPERAND,
+    PRODUCT,
+    GemmConfig,
+    MoeConfig,
+    pick_linear_config,
+    pick_moe_config,
+)
 from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
 from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
 from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
@@ -33,20 +42,30 @@ QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first lau
 
 
 def moe(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+    rounded: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
-    Weights of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
+    `rounded` is read for few tokens, of which otherwise every program rounds what it reads (`takes_rounded`). Weights
+    of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
     """
     if not are_prepared(routed, shared):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)
-    config = config_for(x, experts, routed)
-    return launch_moe(x, experts, weights, cast(_Shuffled, routed), cast(_Shuffled, shared), limit, config)
+    config, matrices = config_for(x, experts, routed), (cast(_Shuffled, routed), cast(_Shuffled, shared))
+    return launch_moe(x, experts, weights, *matrices, limit, config, rounded=rounded)
 
 
 def are_prepared(routed: Matrices, shared: Matrices) -> bool:
     """Whether the kernels take these weights."""
     return all(isinstance(weight, ShuffledTensor) for weight in (*routed, *shared))
+
+
+def takes_rounded(num_tokens: int, routed: Any) -> bool:
+    """Whether `moe` is faster with its input rounded to E4M3 as well: where routed experts in MXFP4 are to see it so,
+    and tokens are too few for a launch that prepares them.
+    """
+    is_ready = isinstance(routed, tuple) and isinstance(routed[0], ShuffledTensor)
+    return is_ready and routed[0].format is QuantFormat.MXFP4 and num_tokens <= FEW_TOKENS
 
 
 def config_for(x: Tensor, experts: Tensor, routed: Matrices) -> MoeConfig:
@@ -62,7 +81,8 @@ def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tu
 
 def launch_moe(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    *, has_routed: bool = True, has_shared: bool = True, out: Tensor | None = None, homes: Tensor | None = None,
+    *, has_routed: bool = True, has_shared: bool = True, rounded: Tensor | None = None, out: Tensor | None = None,
+    homes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe` with the work divided as `config` says, into `out` where given. Without the shared expert: `moe_parts`. No
     token is complete then, so nobody sums; with `homes` (see there) nothing is left here. Without routed experts, of
@@ -86,7 +106,8 @@ def launch_moe(
     is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
     if is_direct:
         # what the programs do not read stands for what is not there
-        order, ordered, quantised, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, x, num_pairs
+        order, ordered, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
+        quantised = x if rounded is None else _checked(rounded.contiguous(), x)
         # counters are set back by whoever sums
         arrivals = arrival_counters(purpose, x.device) if has_shared else arrival_counters("parts", x.device, NEVER)
     else:
@@ -102,10 +123,8 @@ def launch_moe(
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
         "DIRECT": is_direct,
     }  # fmt: skip
-
     routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
     shared_block = gate_up.block if is_direct or config.shared_block is None else config.shared_block
-    is_rounded = max(gate_up.block, shared_block) == 128  # the shared expert's hidden, by gate and up
     num_work, num_shared_work = num_tiles * (width // gate_up.block), num_shared_tiles * (width // shared_block)
     is_split = gate_up.split and shared_block == gate_up.block and num_work + num_shared_work <= NUM_COUNTERS
     partials, counters = hidden, arrivals
@@ -114,12 +133,14 @@ def launch_moe(
         partials = torch.empty(2 * num_sums * gate_up.block, dtype=torch.float32, device=x.device)
         counters = arrival_counters(f"{purpose} gate and up", x.device)
         num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
+    # whether gate and up round what they leave: groups of 128 columns, of one block or, in natural order, of two
+    is_rounded = gate_up.block == 128 or (is_split and gate_up.block == 64 and not config.ordered)
     _gate_up_kernel[(num_work + num_shared_work,)](
         ordered, quantised, hidden, experts, weights, _pair_order(order), _gate_up_matrices(routed, shared),
         SplitSums(partials, counters), limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
         BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
         SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
-        ORDER=OPERAND if config.ordered else NATURAL, **gate_up.options,
+        ORDER=OPERAND if config.ordered else NATURAL, ROUND_X=is_direct and rounded is None, **gate_up.options,
     )  # fmt: skip
 
     routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
@@ -133,8 +154,9 @@ def launch_moe(
     _down_kernel[(num_work + num_shared_work,)](
         hidden, DownResults(targets, sums, arrivals, out), experts, _pair_order(order), _matrix(w2), _matrix(shared[1]),
         num_tokens, num_shared_tiles, **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll,
-        RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=gate_up.block != 128,
-        SHARED_QUANTISE=not is_rounded, ORDERED=config.ordered, PAIR=down.pair, RANKS=num_ranks, **down.options,
+        RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=not is_rounded,
+        SHARED_QUANTISE=not is_rounded and shared_block != 128, ORDERED=config.ordered, PAIR=down.pair,
+        RANKS=num_ranks, **down.options,
     )  # fmt: skip
     return out if has_shared or homes is not None else parts.view(num_tokens, top_k, dim)
 

@@ -42,12 +42,14 @@ def _as_loaded(matrices: Matrices) -> Expert:
 
 
 def moe_ref(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float
+    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+    rounded: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, D], experts and weights [T, k], (w1, w2, w3) stacked [E, ...] and of the shared expert -> [T, D].
 
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
-    expert id outside 0 .. E - 1 (-1 by convention) is left out.
+    expert id outside 0 .. E - 1 (-1 by convention) is left out. `rounded`: x as FP8 layers see it (`HyperInput`), if
+    somebody has it already; here nobody asks for it.
     """
     pairs, num_tokens = _Pairs.of(experts, routed), x.shape[0]
     everyone = torch.arange(num_tokens, device=x.device)

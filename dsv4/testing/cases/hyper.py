@@ -57,20 +57,21 @@ def make_inputs(rows: int, width: int, device: torch.device, num_mixes: int = 24
     )  # fmt: skip
 
 
-def _boundary(rows: int, width: int, has_codes: bool) -> BenchCase:
+def _boundary(rows: int, width: int, has_codes: bool, has_rounded: bool = False) -> BenchCase:
     def build(device: torch.device) -> Work:
         x = make_inputs(rows, width, device)
+        rounded = rows * width * 129 // 128 if has_codes else 2 * rows * width * has_rounded
         return Work(
             op_call(
                 "hc_boundary", **x.streams_arguments, **x.mixing_arguments, norm_weight=x.norm, settings=SETTINGS,
-                has_codes=has_codes,
+                has_codes=has_codes, has_rounded=has_rounded,
             ),
             nbytes(x.out, x.streams, x.post, x.comb, x.norm) + x.weights_bytes,
-            nbytes(x.streams, x.out, x.post, x.comb) + (rows * width * 129 // 128 if has_codes else 0),
+            nbytes(x.streams, x.out, x.post, x.comb) + rounded,
             x.flops,
         )  # fmt: skip
 
-    name = f"{'codes-' if has_codes else ''}{rows}x{width}"
+    name = f"{'codes-' if has_codes else 'rounded-' if has_rounded else ''}{rows}x{width}"
     return BenchCase("hc_boundary", name, {"rows": rows, "width": width, "codes": str(has_codes)}, build)
 
 
@@ -128,6 +129,7 @@ def _head(rows: int, width: int, has_norm: bool) -> BenchCase:
 CASES = [
     *(_boundary(rows, width, False) for width in (4096, 7168) for rows in (1, 4, 16, 64, 256, 1024, 4096)),
     _boundary(1, 4096, True),
+    *(_boundary(1, width, False, True) for width in (4096, 7168)),
     _boundary(4096, 7168, True),
     _enter(1, 4096),
     *(_pre(rows, 4096) for rows in (1, 4096)),
@@ -139,6 +141,7 @@ CASES = [
 SMALL = [
     _boundary(3, 256, True),
     _boundary(70, 128, False),  # the form for many rows
+    _boundary(3, 256, False, True),
     _enter(3, 256),
     _pre(3, 256),
     _post(3, 256),

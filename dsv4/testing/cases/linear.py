@@ -11,7 +11,7 @@ import torch
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
 from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
-from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
+from dsv4.ops.linear import LinearBundle, grouped_codes, linear, linears
 from dsv4.testing.bench import BenchCase, Work, nbytes
 from dsv4.testing.op_call import op_call
 
@@ -112,16 +112,18 @@ def _bundle(name: str, tokens: int) -> BenchCase:
     return BenchCase("linears", f"{name}-{tokens}", {"tokens": tokens, "width": width}, build)
 
 
-def _grouped(name: str, tokens: int) -> BenchCase:
+def _grouped(name: str, tokens: int, has_codes: bool = False) -> BenchCase:
     groups, rank, width = GROUPED[name]
+    op = "grouped_codes" if has_codes else "grouped_linear"
 
     def build(device: torch.device) -> Work:
         weight = random_shuffled(groups * rank, width, device)
         x = random_plain(tokens, groups * width, device).unflatten(1, (groups, width))
-        written, flops = 2 * tokens * groups * rank, 2 * tokens * groups * rank * width
-        return Work(op_call("grouped_linear", x=x, weight=weight), weight.nbytes + nbytes(x), written, flops)
+        written, flops = tokens * groups * rank, 2 * tokens * groups * rank * width
+        written = written * 129 // 128 if has_codes else 2 * written
+        return Work(op_call(op, x=x, weight=weight), weight.nbytes + nbytes(x), written, flops)
 
-    return BenchCase("grouped_linear", f"{name}-{tokens}", {"tokens": tokens, "groups": groups, "width": width}, build)
+    return BenchCase(op, f"{name}-{tokens}", {"tokens": tokens, "groups": groups, "width": width}, build)
 
 
 def _head(name: str, tokens: int) -> BenchCase:
@@ -167,8 +169,8 @@ class AttentionBlock:
     def call(self) -> tuple[torch.Tensor, ...]:
         latent, *of_compressors = linears(self.x, self.bundles[0], self.dtypes(0), self.codes)
         queries, index_queries = linears(latent, self.bundles[1], self.dtypes(1))
-        grouped = grouped_linear(queries.unflatten(1, (self.groups, -1)), self.wo_a)
-        return linear(grouped.flatten(1), self.wo_b), index_queries, *of_compressors
+        grouped = grouped_codes(queries.unflatten(1, (self.groups, -1)), self.wo_a)
+        return linear(grouped, self.wo_b), index_queries, *of_compressors
 
 
 def _block(tokens: int) -> BenchCase:
@@ -184,6 +186,7 @@ CASES = [
     *(_linear("flash-wo_b", *FP8_SHAPES["flash-wo_b"], tokens, False) for tokens in ROWS),
     *(_bundle(name, tokens) for name in BUNDLES if name != SMALL_NAME for tokens in ROWS),
     *(_grouped(name, tokens) for name in GROUPED if name != SMALL_NAME for tokens in ROWS),
+    *(_grouped(name, tokens, True) for name in ("flash-wo_a", "pro-wo_a") for tokens in (1, 16, 64)),
     *(_head(name, tokens) for name in HEADS if not name.startswith(SMALL_NAME) for tokens in (1, 16, 64)),
     *(_block(tokens) for tokens in (1, 16)),
 ]
@@ -191,5 +194,6 @@ SMALL = [
     *(_linear("small", 72, 256, tokens, has_codes) for tokens in (5, 70) for has_codes in (True, False)),
     _bundle(SMALL_NAME, 5),
     _grouped(SMALL_NAME, 5),
+    _grouped(SMALL_NAME, 5, True),
     _head("small-head", 5),
 ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.layouts import ShuffledTensor
-from dsv4.formats.tensors import QuantFormat
-from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat
+from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, takes_rounded
 from dsv4.testing.bench import BenchCase, Work, nbytes
 from dsv4.testing.op_call import op_call
 
@@ -84,6 +85,8 @@ def _moe(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
         x, experts, weights = random_inputs(model, tokens, device)
 
         call = op_call("moe", x=x, experts=experts, weights=weights, routed=routed, shared=shared, limit=LIMIT)
+        if takes_rounded(tokens, routed):  # as the model calls it
+            call = op_call("moe", **call.arguments, rounded=fp8_fake_quantize(x, ACTIVATION_GROUP))
         flops = 6 * tokens * (top_k + 1) * dim * width
         return Work(call, layer_bytes(model, fmt, tokens), 2 * tokens * dim, flops)
 

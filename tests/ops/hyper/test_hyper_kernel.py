@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.formats.fp8 import fp8_quantize
+from dsv4.formats.fp8 import fp8_fake_quantize, fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP
 from dsv4.ops.hyper import (
     MAX_ROWS,
@@ -192,6 +192,16 @@ def test_a_boundary_is_post_pre_and_norm(rows):
     assert_equals_chain(hc_boundary(*before, *weights, norm, QUICK, True), unfused(before, weights, norm, QUICK))
 
 
+@pytest.mark.parametrize("rows", [3, 20], ids=["few", "many"])
+def test_values_instead_of_codes(rows):
+    """What the codes stand for, and nothing else changes."""
+    before, weights, norm = sublayer(rows, 128, seed=rows), mixing(128), normal((128,), seed=9)
+    found, plain = (hc_boundary(*before, *weights, norm, QUICK, False, has_rounded) for has_rounded in (True, False))
+    assert_same(found, plain)
+    assert plain.rounded is None
+    assert_bitwise(found.rounded, fp8_fake_quantize(plain.hidden, ACTIVATION_GROUP))
+
+
 def test_a_boundary_of_a_width_off_the_tile():
     before, weights, norm = sublayer(3, 100, seed=10), mixing(100), normal((100,), seed=11)
     found = hc_boundary(*before, *weights, norm, REAL, False)
@@ -357,6 +367,8 @@ def test_what_cannot_be_done_is_said():
         pre(base=base.bfloat16())
     with pytest.raises(KernelInputError, match=r"scale: expected \(3,\)"):
         pre(scale=scale[:1])
+    with pytest.raises(KernelInputError, match="codes or their values to be asked for, found both"):
+        hc_boundary(out, streams, post, comb, fn, base, scale, norm, QUICK, True, True)
     with pytest.raises(KernelInputError, match="at least one Sinkhorn iteration, found 0"):
         pre(num_iters=0)
     with pytest.raises(KernelInputError, match=r"post: expected \(2, 4\) of torch.float32, found \(2, 3\)"):

@@ -16,6 +16,8 @@ from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.linear import (
     LinearBundle,
+    grouped_codes,
+    grouped_codes_ref,
     grouped_linear,
     grouped_linear_ref,
     launch_grouped,
@@ -229,6 +231,21 @@ def test_a_shuffled_weight_is_the_weight(num_tokens):
     assert spoilt[0, 1].isnan().all()
     assert_bitwise(spoilt[0, 0], result[0, 0])
     assert_bitwise(spoilt[1:], result[1:])
+    assert (arrival_counters("linear", x.device) == 0).all()
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2304), (5, 256), (17, 256)], ids=["splits", "none", "many"])
+def test_codes_of_a_grouped_result(num_tokens, width):
+    """Codes made by the last of two tiles, or in a launch of their own, are those of the result."""
+    x, weight, ready = few_grouped(num_tokens, width, rank=128)
+    hostile = (strided(x, 0), padded_rows(x, 2), wild(x.shape, BF16, seed=45)) if width == 256 else ()
+    for place, given in enumerate((x, *hostile)):
+        found, expected = grouped_codes(given, ready), codes_of(grouped_linear(given, ready).flatten(1))
+        assert_bitwise(found.codes, expected.codes, f"codes {place}")
+        assert_bitwise(found.scale, expected.scale, f"scales {place}")
+    oracle, expected = grouped_codes_ref(x, weight), codes_of(grouped_linear_ref(x, weight).flatten(1))
+    assert_bitwise(oracle.codes, expected.codes)
+    assert grouped_codes(x[:0], ready).codes.shape == (0, 256)
     assert (arrival_counters("linear", x.device) == 0).all()
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize, pack_nibbles
-from dsv4.formats.fp8 import fp8_block_quantize
+from dsv4.formats.fp8 import fp8_block_quantize, fp8_fake_quantize
 from dsv4.formats.layouts import shuffle
-from dsv4.formats.tensors import QuantFormat, QuantTensor
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import (
+    FEW_TOKENS,
     NARROW_ROWS,
     WIDE_CONFIGS,
     GemmConfig,
@@ -330,6 +331,25 @@ def test_a_row_does_not_depend_on_the_batch(config):
     weights = torch.cat((weights, torch.full((3, TOP_K), float("nan"), device=x.device)))
     poison(wide[10:])
     assert_bitwise(launch_moe(wide, more, weights, *layer, LIMIT, config)[:10], whole, "padded")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 1), ("mxfp4", FEW_TOKENS)])
+def test_an_input_that_is_rounded_already(name, tokens):
+    """The same bits as rounded here. It is all that the shared expert reads."""
+    x, experts, weights = inputs(tokens)
+    rounded, nobody = fp8_fake_quantize(x, ACTIVATION_GROUP), torch.full_like(experts, -1)
+    out = moe(x, experts, weights, *READY[name], limit=LIMIT)
+    assert_bitwise(moe(x, experts, weights, *READY[name], limit=LIMIT, rounded=strided(rounded, 0)), out)
+    shared = moe(x, nobody, weights, *READY[name], limit=LIMIT)
+    assert_bitwise(
+        moe(torch.full_like(x, torch.nan), nobody, weights, *READY[name], limit=LIMIT, rounded=rounded), shared
+    )
+
+
+def test_many_tokens_are_rounded_by_a_launch_of_their_own():
+    x, experts, weights = inputs(FEW_TOKENS + 1)
+    found = moe(x, experts, weights, *READY["nvfp4"], limit=LIMIT, rounded=torch.full_like(x, torch.nan))
+    assert_bitwise(found, moe(x, experts, weights, *READY["nvfp4"], limit=LIMIT))
 
 
 @pytest.mark.parametrize("config", [NARROW, WIDE])

@@ -241,7 +241,9 @@ VARIANTS = {
 }  # fmt: skip
 WITHOUT_ORACLE = {"fp4_linear"}  # its oracle is that of another op
 # parts of a step of this engine, of no use by themselves
-NOT_IN_THE_LIBRARY = {"accept", "confidence", "tap_streams", "moe_fold", "moe_parts", "moe_shared"}
+NOT_IN_THE_LIBRARY = {
+    "accept", "confidence", "tap_streams", "grouped_codes", "moe_fold", "moe_parts", "moe_shared",
+}  # fmt: skip
 
 
 def test_every_kernel_is_an_op():
