@@ -9,6 +9,7 @@ import torch
 
 from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
+from dsv4.ops.lib.arch import architecture
 from dsv4.ops.linear import LinearBundle, launch_linears, launch_wide, linear, linears
 from dsv4.ops.linear.config import MANY_ROWS, WIDE, WideConfig
 from dsv4.testing.inputs import normal, wild
@@ -48,9 +49,9 @@ def hostile(num_tokens, width):
     return x, QuantActivation(*fp8_quantize(x, ACTIVATION_GROUP))
 
 
-def test_the_interpreter_never_takes_it():
+def test_hopper_takes_it_and_the_interpreter_never():
     weight, x = fp8_weight(8, 128), normal((WIDE.min_rows, 128))
-    assert not launch_wide.takes_wide(weight, None, x, x)
+    assert launch_wide.takes_wide(weight, None, x, x) == (architecture().number == 90)
 
 
 @pytest.mark.parametrize(
