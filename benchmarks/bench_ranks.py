@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -223,27 +224,27 @@ def run_rank(given: Record) -> list[Record]:
 
 
 def run_engine(given: Record) -> list[Record]:
-    """Requests of several kinds through one process and through two ranks, without drafts and with them."""
+    """Requests of several kinds through one process, which leaves what it found, or through two ranks."""
     texts = ["SCENE I.", "And it came to pass", "A street in Verona. Enter", "The", "What light through yonder"]
     params = [
         SamplingParams(max_tokens=24, seed=seed, temperature=0.8 * (seed % 2), logprobs=2, ignore_eos=True)
         for seed in range(len(texts))
     ]
     limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=4, max_chunk_tokens=32)
-    plain, records = None, []
-    for gpus, drafts in ((1, "off"), (2, "off"), (2, 2)):
-        began = time.perf_counter()
-        llm = LLM(device=given["device"], gpus=gpus, engine=limits, drafts=drafts)
-        found, stats = llm.generate(texts, params), llm.engine.stats().drafts
-        captured = len(llm.engine.runner.captured)
-        llm.close()
-        plain = plain or found
-        records.append({
-            "kind": "rank_engine", "ranks": gpus, "drafts": drafts, "requests": len(texts), "same": found == plain,
-            "tokens_per_step": None if stats is None else round(stats.tokens_per_step, 3), "captured": captured,
-            "seconds": round(time.perf_counter() - began, 1), "text": found[0].text[:60],
-        })  # fmt: skip
-    return records
+    gpus, drafts, reference = given["gpus"], given["drafts"], Path(given["reference"])
+    began = time.perf_counter()
+    llm = LLM(device=given["device"], gpus=gpus, engine=limits, drafts=drafts)
+    found, stats = llm.generate(texts, params), llm.engine.stats().drafts
+    captured = len(llm.engine.runner.captured)
+    llm.close()
+    if gpus == 1:
+        reference.write_bytes(pickle.dumps(found))
+    return [{
+        "kind": "rank_engine", "ranks": gpus, "drafts": drafts, "requests": len(texts),
+        "same": found == pickle.loads(reference.read_bytes()),
+        "tokens_per_step": None if stats is None else round(stats.tokens_per_step, 3), "captured": captured,
+        "seconds": round(time.perf_counter() - began, 1), "text": found[0].text[:60],
+    }]  # fmt: skip
 
 
 def run_speed(given: Record) -> list[Record]:
@@ -302,7 +303,7 @@ class Session:
             if out.exists():
                 self._add(json.loads(out.read_text(encoding="utf-8")))
             else:
-                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
+                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-60:]
                 code = processes[place].returncode
                 self._add([{"kind": "error", "what": f"{what}, process {place}", "code": code, "lines": lines}])
         print(f"[{time.monotonic() - self.began:6.1f}] {what}: {took} s", flush=True)
@@ -322,7 +323,9 @@ class Session:
                 self.attempt(f"{experts}, {size} ranks", works, 150)
 
     def engine(self) -> None:
-        self.attempt("engine, 2 ranks", [{"work": "engine", "device": self.options.device}], 300)
+        common = {"work": "engine", "device": self.options.device, "reference": str(self.folder / "engine.pickle")}
+        for gpus, drafts in ((1, "off"), (2, "off"), (2, 2)):
+            self.attempt(f"engine, gpus {gpus}, drafts {drafts}", [common | {"gpus": gpus, "drafts": drafts}], 200)
 
     def speed(self) -> None:
         common = {"work": "speed", "preset": self.options.preset, "device": self.options.device}

@@ -49,6 +49,7 @@ class World:
         """The way between experts: through one another's memory where GPUs can, else through collectives."""
         if self.meeting is None or dtype is not torch.bfloat16:
             return CollectiveExchange(self.group, config.n_routed_experts)
+        self.least(0)  # all are still there: where memory is shared, a rank waits for others without looking
         return symmetric_exchange(
             self.meeting, max_rows=most_rows(config, limits), num_experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
@@ -115,7 +116,7 @@ def join_world(
         is_gpu = device.type == "cuda"
         link = _link(store, rank, size, host, progress, processes, stalled_seconds, is_gpu)
         meeting = None
-        if is_gpu and not is_checked and _has_peer_access(size):
+        if is_gpu and not is_checked and _can_share_memory(size):
             group: Group = gloo_group(store, rank, size, host, progress.tick, lambda: link.is_lost)
             meeting = _default_group(store, rank, size)
         elif is_gpu:
@@ -128,9 +129,15 @@ def join_world(
     return World(rank, size, CheckedGroup(group) if is_checked else group, link, progress, meeting)
 
 
-def _has_peer_access(size: int) -> bool:
-    """Whether all ranks are on this machine, on GPUs that can write into one another's memory."""
-    if is_started_by_torchrun() and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:
+def _can_share_memory(size: int) -> bool:
+    """Whether all ranks are on this machine, on GPUs that can write into one another's memory, and will meet there.
+
+    Torch counts a process's meetings: rank 0 of a second model, whose other ranks are new, would wait for ever.
+    """
+    if is_started_by_torchrun():
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:
+            return False
+    elif dist.is_initialized():
         return False
     devices = range(min(size, torch.cuda.device_count()))
     return all(torch.cuda.can_device_access_peer(one, other) for one in devices for other in devices if one != other)

@@ -22,6 +22,7 @@ from rank_cases import SMALL
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
 from dsv4.dist.errors import RankFailed
+from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
 from dsv4.engine.rank_load import check_alike, rank_device
@@ -284,6 +285,22 @@ def test_each_rank_takes_its_own_gpu(monkeypatch):
     assert rank_device(cuda, 8) == torch.device("cuda", 1)
     assert current == [torch.device("cuda", place) for place in (0, 1, 1)]
     assert rank_device(torch.device("cpu"), 2) == torch.device("cpu")
+
+
+def test_memory_is_shared_by_the_first_model_of_a_process(monkeypatch):
+    """Torch counts a process's meetings, so new ranks would not find a rank 0 that has met others before."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert _can_share_memory(2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not _can_share_memory(2)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "2")
+    assert _can_share_memory(2), "torchrun's ranks have all met as often"
+    assert not _can_share_memory(4), "two of them are on another machine"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    assert not _can_share_memory(2)
 
 
 @pytest.mark.processes
