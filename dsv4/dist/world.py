@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,11 +49,13 @@ class World:
         """The way between experts: through one another's memory where GPUs can, else through collectives."""
         if self.meeting is None or dtype is not torch.bfloat16:
             return CollectiveExchange(self.group, config.n_routed_experts)
-        self.least(0)  # all are still there: where memory is shared, a rank waits for others without looking
-        return symmetric_exchange(
-            self.meeting, max_rows=most_rows(config, limits), num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
-        )  # fmt: skip
+        self.least(0)  # all are still there
+        # where memory is shared, a rank waits for others without looking; rank 0 ends if one of them does
+        with self.link.working() if isinstance(self.link, Leader) else nullcontext():
+            return symmetric_exchange(
+                self.meeting, max_rows=most_rows(config, limits), num_experts=config.n_routed_experts,
+                top_k=config.num_experts_per_tok, dim=config.hidden_size, device=device,
+            )  # fmt: skip
 
     def least(self, number: int) -> int:
         """The smallest of the numbers that the ranks say here. All of them must ask."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from rank_cases import SMALL
 
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
+from dsv4.dist.control import Leader, Progress
 from dsv4.dist.errors import RankFailed
 from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
@@ -301,6 +302,28 @@ def test_memory_is_shared_by_the_first_model_of_a_process(monkeypatch):
     assert not _can_share_memory(4), "two of them are on another machine"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     assert not _can_share_memory(2)
+
+
+def test_rank_0_is_watched_where_memory_meets(monkeypatch):
+    """A rank that fails there would be waited for: all come together before, and the leader looks on meanwhile."""
+    seen = []
+
+    class Watched(Leader):
+        def __init__(self):
+            pass
+
+        @contextmanager
+        def working(self):
+            seen.append("begins")
+            yield
+            seen.append("ends")
+
+    monkeypatch.setattr(world.World, "least", lambda self, number: seen.append("together"))
+    monkeypatch.setattr(world, "symmetric_exchange", lambda group, **sizes: seen.append("meets"))
+    for link in (Watched(), object()):
+        rank = world.World(0, 2, None, link, Progress(), meeting=object())
+        rank.exchange(SMALL, LIMITS, torch.device("cpu"), torch.bfloat16)
+    assert seen == ["together", "begins", "meets", "ends", "together", "meets"]
 
 
 @pytest.mark.processes
