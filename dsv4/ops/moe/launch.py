@@ -62,10 +62,11 @@ def are_prepared(routed: Matrices, shared: Matrices) -> bool:
 
 def takes_rounded(num_tokens: int, routed: Any) -> bool:
     """Whether `moe` is faster with its input rounded to E4M3 as well: where routed experts in MXFP4 are to see it so,
-    and tokens are too few for a launch that prepares them.
+    and tokens are too few for a launch that prepares them. `routed`: matrices, or a layer of a pool, whose are its
+    `stack`.
     """
-    is_ready = isinstance(routed, tuple) and isinstance(routed[0], ShuffledTensor)
-    return is_ready and routed[0].format is QuantFormat.MXFP4 and num_tokens <= FEW_TOKENS
+    first = getattr(routed, "stack", routed)[0]
+    return isinstance(first, ShuffledTensor) and first.format is QuantFormat.MXFP4 and num_tokens <= FEW_TOKENS
 
 
 def config_for(x: Tensor, experts: Tensor, routed: Matrices) -> MoeConfig:
