@@ -31,6 +31,7 @@ STALLED_SECONDS = 8.0  # behind the others without a step
 _BLAME_SECONDS = 2.0  # a rank that lost its peer speaks before the peer's end is seen
 _CONNECT_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
+_STUCK_SECONDS = 3.0  # after a failure: a silent rank on a GPU ends all within 10 s
 
 
 class Progress:
@@ -258,7 +259,7 @@ class Leader:
             for process in self.processes:
                 process.kill()
             self._tell(RankFailed(self._failure))
-            self._end_if_stuck(time.monotonic() + _EXIT_SECONDS)
+            self._end_if_stuck(time.monotonic() + _STUCK_SECONDS)
 
     def _end_if_stuck(self, until: float) -> None:
         while self._may_be_stuck and self._working_since is not None:

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from draft_cases import ForcedDrafts, truth_of
+from process_cases import children_of, wait_until_gone
 from rank_cases import SMALL
 
 from dsv4.config import ConfigError, EngineConfig
@@ -98,21 +98,6 @@ def test_ranks_with_other_checkpoints_are_refused(folder, tmp_path, monkeypatch)
 
 def processes_of(llm):
     return llm.engine._link.processes
-
-
-def wait_until_gone(pids, seconds=10):
-    until = time.monotonic() + seconds
-    while alive := [pid for pid in pids if _is_alive(pid)]:
-        assert time.monotonic() < until, f"processes {alive} are left"
-        time.sleep(0.1)
-
-
-def _is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def test_four_processes_and_one_killed_while_nothing_runs(folder):
@@ -201,7 +186,7 @@ def test_torchrun_and_an_interrupt(folder):
     run = subprocess.Popen(
         endless, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    while not (children := _children(run.pid)):
+    while not (children := children_of(run.pid)):
         time.sleep(0.1)
     time.sleep(6)
     os.killpg(run.pid, signal.SIGINT)
@@ -218,7 +203,7 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     while "running on" not in (tmp_path / "log").read_text():
         assert run.poll() is None
         time.sleep(0.2)
-    (child,) = _children(run.pid)
+    (child,) = children_of(run.pid)
     body = {"model": "flash-mini", "prompt": "SCENE", "max_tokens": 100, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
@@ -228,7 +213,7 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     assert run.wait(10) == 1
     assert f"dsv4: error: rank 1 (process {child}) was ended by SIGKILL" in (tmp_path / "log").read_text()
     run = subprocess.Popen([*command, "--port", str(_free_port())], stderr=log)
-    while not (children := _children(run.pid)):
+    while not (children := children_of(run.pid)):
         time.sleep(0.05)
     run.terminate()
     run.wait(10)
@@ -240,12 +225,6 @@ def _free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
-
-
-def _children(pid):
-    with suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):

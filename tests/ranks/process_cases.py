@@ -1,0 +1,28 @@
+"""Processes of ranks: who they are, and that they are gone."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def children_of(pid):
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def wait_until_gone(pids, seconds=10):
+    until = time.monotonic() + seconds
+    while alive := [pid for pid in pids if _is_alive(pid)]:
+        assert time.monotonic() < until, f"processes {alive} are left"
+        time.sleep(0.1)
+
+
+def _is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
