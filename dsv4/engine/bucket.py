@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.engine.drafting.round import NO_DRAFT, NO_REQUEST, Drafted, Extended, FedDrafts, extend, propose
-from dsv4.engine.graphs import Capture, Replay
+from dsv4.engine.graphs import Capture, Replay, Result
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.sampler import NUM_TOP
 from dsv4.model.drafter import Drafter
@@ -93,16 +93,24 @@ class BucketGraph:
 
     def capture(self, compute: Compute, capture: Capture) -> None:
         """Capture `compute` over the buffers, and drawing from what it gives."""
-        self._forward: Replay[Forwarded] = capture(lambda: compute(self.batch, self._draw_rows, self._num_valid))
-        logits = self._forward.result.logits
-        self._draw: Replay[Tensor] = capture(lambda: self._ops.sample(logits, self._rows, self._state))
-        token_ids = self._draw.result
-        self._logprobs: Replay[tuple[Tensor, ...]] = capture(
-            lambda: self._ops.sampled_logprobs(logits, token_ids, self._num_top)
-        )
-        if self._drafting is not None:
-            with padded_from(self._experts, 0):
-                self._capture_drafting(self._drafting, token_ids, capture)
+
+        def ready(call: Callable[[], Result]) -> Replay[Result]:
+            """Captured, and run once on padding: until then its results are what memory happens to hold, and others
+            read them, the next capture as well as a step that leaves one of the graphs out."""
+            replay = capture(call)
+            replay()
+            return replay
+
+        with padded_from(self._experts, 0):
+            self._forward: Replay[Forwarded] = ready(lambda: compute(self.batch, self._draw_rows, self._num_valid))
+            logits = self._forward.result.logits
+            self._draw: Replay[Tensor] = ready(lambda: self._ops.sample(logits, self._rows, self._state))
+            token_ids = self._draw.result
+            self._logprobs: Replay[tuple[Tensor, ...]] = ready(
+                lambda: self._ops.sampled_logprobs(logits, token_ids, self._num_top)
+            )
+            if self._drafting is not None:
+                self._capture_drafting(self._drafting, token_ids, ready)
 
     def _capture_drafting(self, drafting: Drafting, token_ids: Tensor, capture: Capture) -> None:
         drafter, ops, state, hidden = drafting.drafter, self._ops, self._state, self._forward.result.hidden

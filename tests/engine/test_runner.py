@@ -40,11 +40,15 @@ def make_cache(model, num_slots=8, device="cpu"):
 
 
 class FakeReplay:
-    """Runs the call again, and leaves what it gives where the first call left it, as a graph does."""
+    """Runs the call again, and leaves what it gives where the first call left it, as a graph does. A capture runs
+    nothing: until the first replay, what the call makes is what memory happens to hold."""
 
     def __init__(self, call):
         self._call = call
         self.result = call()
+        for static, made in zip(_tensors(self.result), _tensors(call()), strict=True):
+            if static.data_ptr() != made.data_ptr():  # else it is a buffer of the call's own
+                static.fill_(float("nan") if static.is_floating_point() else 2**31 - 1)
 
     def __call__(self):
         for static, made in zip(_tensors(self.result), _tensors(self._call()), strict=True):
