@@ -10,6 +10,7 @@ from dsv4.ops.moe.kernel_products import product
 from dsv4.ops.moe.kernel_rows import (
     SUB,
     another,
+    direct_tile,
     num_rows_of,
     plus,
     routed_expert,
@@ -195,7 +196,7 @@ def _down_kernel(
     hidden_ptr, results, experts_ptr, order, down, shared, num_tokens, num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, SPARSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     SHARED_QUANTISE: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -252,6 +253,8 @@ def _down_kernel(
         program -= num_shared_programs
         work, part = program // PARTS, program % PARTS
         tile, n_tile = work // N_TILES, work % N_TILES
+        if SPARSE:
+            tile = direct_tile(tile, experts_ptr, num_tokens * TOP_K, E)
         expert = routed_expert(tile, experts_ptr, order, num_tokens * TOP_K, E, ROWS, DIRECT)
         if expert >= 0:
             HALF: tl.constexpr = max(ROWS // 2, SUB)

@@ -38,6 +38,7 @@ from dsv4.ops.moe.kernel_products import (
 from dsv4.ops.moe.kernel_rows import (
     SUB,
     another,
+    direct_tile,
     num_rows_of,
     routed_expert,
     routed_sub_rows,
@@ -312,16 +313,16 @@ def _gate_up_kernel(
     num_shared_tiles,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, DATA_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, DIRECT: tl.constexpr, SPARSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SHARED_RANGES: tl.constexpr, SPLIT: tl.constexpr, SHARED_BLOCK: tl.constexpr,
     ORDERED_X: tl.constexpr, ORDER: tl.constexpr, ROUND_X: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [T k + T, I]: a row for each pair, then one for each token's shared expert. `order`: `PairOrder`;
     matrices: `GateUpMatrices`; split: `SplitSums`.
 
-    DIRECT: no launch has sorted the pairs. ROUND_X: none has rounded x. SPLIT: programs have one matrix and one of its
-    ranges. Where hidden is to be rounded, it is here with SPLIT or in blocks of 128 (SHARED_BLOCK: the shared
-    expert's), else by its reader.
+    DIRECT: no launch has sorted the pairs. SPARSE: most of them have no expert here. ROUND_X: no launch has rounded x.
+    SPLIT: programs have one matrix and one of its ranges. Where hidden is to be rounded, it is here with SPLIT or in
+    blocks of 128 (SHARED_BLOCK: the shared expert's), else by its reader.
     ORDERED_X: x is in operand order. ORDER: of NVFP4 experts' hidden, and of the shared one's where it is rounded here.
     """
     N_TILES: tl.constexpr = I // BLOCK
@@ -359,6 +360,8 @@ def _gate_up_kernel(
         tile = work // N_TILES
         first_out = (work % N_TILES) * BLOCK
         num_pairs = num_tokens * TOP_K
+        if SPARSE:
+            tile = direct_tile(tile, experts_ptr, num_pairs, E)
         expert = routed_expert(tile, experts_ptr, order, num_pairs, E, ROWS, DIRECT)
         if expert >= 0:
             source_ptr = x_ptr if FORMAT == 0 else rounded_ptr  # NVFP4 is weight-only

@@ -78,6 +78,20 @@ def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr, PADDED: tl.constexpr =
 
 
 @jit
+def direct_tile(place, experts_ptr, num_pairs, E: tl.constexpr):
+    """The tile of the routed program at `place` where most pairs have no expert here: first the pairs that have one,
+    so that none of their programs begins behind programs with nothing to do.
+    """
+    others = tl.arange(0, _DIRECT_PAIRS)
+    ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1, cache_modifier=".cg").to(tl.int32)
+    is_here = (ids >= 0) & (ids < E)
+    num_before = tl.cumsum(is_here.to(tl.int32), 0)  # and itself
+    num_here = tl.sum(is_here.to(tl.int32), 0)
+    places = tl.where(is_here, num_before - 1, num_here + others - num_before)
+    return tl.sum(tl.where(places == place, others, 0), 0)
+
+
+@jit
 def routed_expert(
     tile, experts_ptr, order, num_pairs, E: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr
 ):  # fmt: skip

@@ -122,7 +122,7 @@ def launch_moe(
     common = {
         "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
-        "DIRECT": is_direct,
+        "DIRECT": is_direct, "SPARSE": is_direct and not has_shared,
     }  # fmt: skip
     routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
     shared_block = gate_up.block if is_direct or config.shared_block is None else config.shared_block
