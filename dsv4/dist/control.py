@@ -10,6 +10,7 @@ that waits in a collective), and a follower that loses its leader ends its proce
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from dsv4.dist.errors import PeerLost, RankFailed
@@ -66,7 +67,8 @@ class Leader:
     """Rank 0. `processes[i]` is rank i + 1 where this process started it, and is killed if anything fails.
 
     may_be_stuck  a call that waits for a rank which is gone may never come back (a GPU waits at a barrier): then this
-                  process ends, with the failure on stderr
+                  process ends, with the failure on stderr. Nor would what Python does at a process's end (memory that
+                  the GPU still uses is given back): after a failure it is left out, and the exit code is 1
     """
 
     def __init__(
@@ -297,6 +299,8 @@ class Leader:
             if self._failure is None and not self._is_stopping:
                 if is_sure:
                     self._failure = text
+                    if self._may_be_stuck:
+                        atexit.register(_leave)
                 elif self._suspicion is None:
                     self._suspicion = time.monotonic(), text
             self._changed.notify_all()
@@ -407,6 +411,13 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float 
 def _end_process(text: str) -> None:
     """At once: the main thread may wait for another rank, and would for ever."""
     print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(1)
 
 

@@ -1,8 +1,11 @@
 """`BucketGraph`: the captured step of up to so many tokens: the forward call, the draw, and the log-probabilities.
 
 Three graphs, since not every step needs all: a step that reads prompts may draw nothing, and the draw may have to wait
-for the host (a rule's mask) while the forward call runs. Each reads static buffers and the results of the one before.
+for the host (a rule's mask) while the forward call runs. Each reads static buffers and the results of those before it.
 With a drafter there are more: its rows of the step's tokens, and a graph for each number of drafts it may be asked for.
+
+All graphs share memory: what one gives lies where an earlier one has its temporaries, and is gone when that one runs
+again. So a graph reads only what was made since the forward call of its own step.
 """
 
 from __future__ import annotations
@@ -95,8 +98,8 @@ class BucketGraph:
         """Capture `compute` over the buffers, and drawing from what it gives."""
 
         def ready(call: Callable[[], Result]) -> Replay[Result]:
-            """Captured, and run once on padding: until then its results are what memory happens to hold, and others
-            read them, the next capture as well as a step that leaves one of the graphs out."""
+            """Captured, and run once on padding, since the next capture reads its results: until then they are what
+            memory happens to hold."""
             replay = capture(call)
             replay()
             return replay
@@ -160,8 +163,12 @@ class BucketGraph:
         logits = self._forward.result.logits[:num_rows]
         return Draws(token_ids, self._ops.sampled_logprobs(logits, token_ids, num_top))
 
-    def draft(self, fed: FedDrafts, num_drafts: int) -> Drafted | None:
-        """After the last draw: the drafter's rows, and drafts for the requests that drew; None for 0 drafts."""
+    def draft(self, fed: FedDrafts, num_drafts: int, *, has_drawn: bool) -> Drafted | None:
+        """After the last draw, if there was one: the drafter's rows, and drafts for the requests that drew; None for 0
+        drafts."""
+        if not has_drawn:  # the drafter reads draws, of nobody
+            self._rows.slots.fill_(PADDED_SLOT)
+            self._draw()
         num_requests, num_tokens = fed.slots.shape[0], fed.next_ids.shape[0]
         self._fed.slots.fill_(PADDED_SLOT)
         self._fed.num_drafts.fill_(NO_REQUEST)

@@ -165,7 +165,7 @@ class Runner:
         assert drafting is not None, "a runner without a drafter"
         with self._compiles:
             if forwarded.bucket is not None:
-                made = forwarded.bucket.draft(fed, num_drafts)
+                made = forwarded.bucket.draft(fed, num_drafts, has_drawn=token_ids is not None)
             else:
                 made = self._draft(drafting, forwarded, batch, token_ids, fed, num_drafts)
         self._check_compiles(f"drafting for {fed.slots.shape[0]} requests")

@@ -83,6 +83,14 @@ def test_in_graphs(kind):
     assert engine.runner.num_replays > 2 * engine.runner.num_direct
 
 
+@pytest.mark.parametrize("kind", ["mtp", slow("dspark")])
+def test_chunks_of_a_prompt_in_graphs(kind):
+    """A captured step that draws nothing: what an earlier one drew is gone from memory, and nobody misses it."""
+    choice = ForcedDrafts(MOST[kind], "partly", truth_of(expected(kind)))
+    engine = check(kind, choice, capture=FakeGraph(), buckets=(4, 16, 32), max_chunk_tokens=16)
+    assert engine.runner.num_direct == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_every_residue(kind):

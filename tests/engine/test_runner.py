@@ -40,20 +40,29 @@ def make_cache(model, num_slots=8, device="cpu"):
 
 
 class FakeReplay:
-    """Runs the call again, and leaves what it gives where the first call left it, as a graph does. A capture runs
-    nothing: until the first replay, what the call makes is what memory happens to hold."""
+    """Runs the call again, and leaves what it gives where the first call left it, as a graph does. What the call makes
+    is what memory happens to hold until the first replay, since a capture runs nothing, and again after a replay of an
+    earlier capture into the same `pool`, whose temporaries may have been there."""
 
-    def __init__(self, call):
-        self._call = call
+    def __init__(self, call, pool):
+        self._call, self._pool, self._place = call, pool, len(pool)
         self.result = call()
-        for static, made in zip(_tensors(self.result), _tensors(call()), strict=True):
-            if static.data_ptr() != made.data_ptr():  # else it is a buffer of the call's own
-                static.fill_(float("nan") if static.is_floating_point() else 2**31 - 1)
+        pairs = zip(_tensors(self.result), _tensors(call()), strict=True)
+        self._made = [static for static, again in pairs if static.data_ptr() != again.data_ptr()]  # else a buffer
+        self._spoil()
+        pool.append(self)
 
     def __call__(self):
-        for static, made in zip(_tensors(self.result), _tensors(self._call()), strict=True):
+        found = _tensors(self._call())
+        for later in self._pool[self._place + 1 :]:
+            later._spoil()
+        for static, made in zip(_tensors(self.result), found, strict=True):
             static.copy_(made)
         return self.result
+
+    def _spoil(self):
+        for tensor in self._made:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 def _tensors(result):
@@ -67,10 +76,11 @@ class FakeGraph:
 
     def __init__(self):
         self.num_captures = 0
+        self._replays = []
 
     def __call__(self, call):
         self.num_captures += 1
-        return FakeReplay(call)
+        return FakeReplay(call, self._replays)
 
 
 def make_runner(model, cache, buckets=(1, 2, 4, 8), **options):
@@ -267,6 +277,7 @@ class PiecewiseCapture:
     def __init__(self):
         self.pool = None
         self.num_cuts = 0
+        self._replays = []
 
     def cut(self, then):
         self.num_cuts += 1
@@ -280,7 +291,7 @@ class PiecewiseCapture:
             finally:
                 self.pool.recorder = None
 
-        return FakeReplay(recorded)
+        return FakeReplay(recorded, self._replays)
 
 
 def test_offloaded_experts_in_pieces(params):

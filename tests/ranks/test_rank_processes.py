@@ -149,6 +149,22 @@ def test_the_miniature_on_two_and_one_killed_or_stopped_in_a_step(number):
     llm.close()
 
 
+def test_a_process_ends_though_its_gpu_does_not(folder):
+    """After a failure a GPU may wait for ever, and with it whatever Python does when a process ends."""
+    program = (
+        "import atexit, os, signal, sys, time\nfrom dsv4 import LLM, SamplingParams\n"
+        "atexit.register(time.sleep, 100)\n"
+        "link = (llm := LLM(sys.argv[1], gpus=2)).engine._link\n"
+        "link._may_be_stuck = True\n"
+        "os.kill(link.processes[0].pid, signal.SIGKILL)\n"
+        "llm.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True))\n"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("was ended by SIGKILL")
+
+
 @pytest.mark.processes
 def test_no_rank_outlives_the_first(folder, tmp_path):
     """Killed without a word, in the middle of generating."""
