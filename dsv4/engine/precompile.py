@@ -20,15 +20,21 @@ from dsv4.cache.batch import COLUMNS, TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.exchange import StandInExchange
+from dsv4.engine.bucket import Drafting, padding_rows
+from dsv4.engine.drafting.make import make_drafter
+from dsv4.engine.drafting.round import FedDrafts, extend, make_table, propose
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.engine.sampler import NUM_TOP, SCORED_ROWS
+from dsv4.model.block import BlockOutput
 from dsv4.model.branches import Branches
-from dsv4.model.parameters import BlockParams, ExpertParams
+from dsv4.model.drafter import Drafter
+from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
 from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.sampling import SamplingRows, SamplingState
+from dsv4.schedule import LayerSpec
 
 META = torch.device("meta")
 ALIGNMENT = 16  # bytes; a pointer that has it is compiled for apart
@@ -36,26 +42,34 @@ ALIGNMENT = 16  # bytes; a pointer that has it is compiled for apart
 
 @dataclass(frozen=True)
 class StandIn:
-    """A model and its cache on "meta", with one layer of each kind."""
+    """A model and its cache on "meta", with one layer of each kind, and with its drafter, if it is to draft."""
 
     model: Transformer
     handles: tuple[LayerCacheHandle, ...]
     block_table: Tensor
     state: SamplingState
+    drafting: Drafting | None = None
 
     @torch.no_grad()
     def launch(self, size: int, num_rows: int) -> None:
-        """What a forward call of `size` tokens launches, drawing from `num_rows` rows, and scoring prompts."""
+        """What a step of `size` tokens launches that draws from `num_rows` rows, scores prompts, and drafts."""
         ops = self.model.context.ops
         # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
         columns = torch.empty((len(COLUMNS), size), dtype=torch.int64, device=META)
         batch = TokenBatch.over(columns, self.block_table)
         token_ids = ops.resolve_tokens(batch.token_ids, batch.slots, self.state.last_tokens)
         batch = replace(batch, token_ids=token_ids)
-        streams = self.model.forward(batch, self.handles.__getitem__)
-        for count in (num_rows, SCORED_ROWS):
+        outputs: list[BlockOutput] = []
+        streams = self.model.forward(batch, self.handles.__getitem__, lambda _, output: outputs.append(output))
+        for count in (SCORED_ROWS, num_rows):
             logits = self.model.logits(streams.index_select(0, torch.empty(count, dtype=torch.int64, device=META)))
             rehearse(ops, logits, self.state)
+        if self.drafting is not None:
+            tap = self.drafting.drafter.tap(size)
+            for layer_idx in range(self.model.config.num_hidden_layers):
+                tap(layer_idx, outputs[-1])
+            table = make_table(len(self.state.flags), self.drafting.max_drafts, META)
+            rehearse_drafts(self.drafting, ops, self.state, table, batch, tap.hidden, logits)
 
 
 def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
@@ -67,16 +81,33 @@ def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
         ops.sampled_logprobs(logits, token_ids, min(num_top, vocab_size))
 
 
+def rehearse_drafts(
+    drafting: Drafting, ops: OpSet, state: SamplingState, table: Tensor, batch: TokenBatch, hidden: Tensor,
+    logits: Tensor,
+) -> None:  # fmt: skip
+    """The drafter's calls behind a step that drew from `logits`, for requests that are not there."""
+    device, num_requests = logits.device, min(batch.num_tokens, len(state.flags))
+    fed = FedDrafts.padding(batch.num_tokens, num_requests, drafting.max_drafts, device)
+    rows = padding_rows(logits.shape[0], logits.shape[1], device, drafting.max_drafts)
+    token_ids = ops.sample(logits, rows, state)
+    for num_drafts in drafting.choices:
+        ends = extend(drafting.drafter, ops, state, batch, hidden, token_ids, fed)
+        propose(drafting.drafter, ops, state, ends, num_drafts, table)
+
+
 def precompile(
     model: Transformer, cache: KVCacheManager, sizes: Sequence[int], experts: ExpertPool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None, max_draws: int | None = None,
+    drafting: Drafting | None = None,
 ) -> None:  # fmt: skip
-    """Compile what forward calls of these numbers of tokens launch, for the current GPU; `progress` hears how many
-    kernels are compiled, of how many. Logits are those of as many rows as there are tokens, at most `max_draws`, which
-    is one for each request by default."""
-    resident = stand_in(model, cache, experts)
+    """Compile what steps of these numbers of tokens launch, for the current GPU; `progress` hears how many kernels are
+    compiled, of how many. Logits are those of as many rows as there are tokens, at most `max_draws`, which is one for
+    each request by default."""
+    resident = stand_in(model, cache, experts, drafting=drafting)
     # a call whose experts may not fit the slots finds all of them in a staging stack
-    staged = None if experts is None else stand_in(model, cache, experts, num_stacked=experts.num_experts)
+    staged = None
+    if experts is not None:
+        staged = stand_in(model, cache, experts, num_stacked=experts.num_experts, drafting=drafting)
     with launches_only_compile(), compiled_in_parallel(progress):
         for size in sorted(sizes, reverse=True):  # the kernels of many rows take longest
             num_rows = min(size, max_draws or cache.schema.num_slots)
@@ -86,8 +117,9 @@ def precompile(
 
 
 def stand_in(
-    model: Transformer, cache: KVCacheManager, experts: ExpertPool | None = None, num_stacked: int | None = None
-) -> StandIn:
+    model: Transformer, cache: KVCacheManager, experts: ExpertPool | None = None, num_stacked: int | None = None,
+    drafting: Drafting | None = None,
+) -> StandIn:  # fmt: skip
     """The layers that no other before them equals in all that decides a launch, and the last one: it alone has none
     behind it. Offloaded experts become the stack of their slots, or one of `num_stacked` experts: the host reads no
     routing."""
@@ -107,7 +139,7 @@ def stand_in(
             handles.append(handle)
     params, context = model.params, model.context
     copied = copy.copy(model)
-    copied.params = on_meta(replace(params, layers=blocks, mtp=[], dspark=None))
+    copied.params = on_meta(_with_drafter(replace(params, layers=blocks), drafting is not None, num_stacked))
     copied.schedule = tuple(model.schedule[layer_idx] for layer_idx in kept)
     copied.context = replace(
         context,
@@ -118,7 +150,29 @@ def stand_in(
         exchange=None if context.exchange is None else StandInExchange(context.exchange),
     )
     state = SamplingState.empty(cache.schema.num_slots, model.config.vocab_size, META)
-    return StandIn(copied, tuple(handles), on_meta(cache.block_table), state)
+    block_table = on_meta(cache.block_table)
+    if drafting is not None:
+        drafting = replace(drafting, drafter=_drafter(copied, model.schedule, cache, block_table))
+    return StandIn(copied, tuple(handles), block_table, state, drafting)
+
+
+class _StandInCache:
+    def __init__(self, cache: KVCacheManager, block_table: Tensor) -> None:
+        self._cache, self.block_table = cache, block_table
+
+    def handle(self, layer_idx: int) -> LayerCacheHandle:
+        return on_meta(self._cache.handle(layer_idx))  # type: ignore[no-any-return]
+
+
+def _drafter(
+    copied: Transformer, schedule: tuple[LayerSpec, ...], cache: KVCacheManager, block_table: Tensor
+) -> Drafter:
+    """Of the stand-in, with a schedule of all layers: draft layers are counted on from the main ones."""
+    model = copy.copy(copied)
+    model.schedule = schedule
+    drafter = make_drafter(model, _StandInCache(cache, block_table))
+    assert drafter is not None, "a model that drafts has a drafter"
+    return drafter
 
 
 def on_meta(tree: Any) -> Any:
@@ -135,6 +189,17 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _with_drafter(params: ModelParams, is_drafting: bool, num_stacked: int | None) -> ModelParams:
+    """The same with draft blocks as `_with_stack` makes them, or without any."""
+    if not is_drafting:
+        return replace(params, mtp=[], dspark=None)
+    mtp = [replace(draft, block=_with_stack(draft.block, num_stacked)) for draft in params.mtp]
+    head = params.dspark
+    if head is not None:
+        head = replace(head, blocks=[_with_stack(block, num_stacked) for block in head.blocks])
+    return replace(params, mtp=mtp, dspark=head)
 
 
 def _with_stack(block: BlockParams, num_stacked: int | None) -> BlockParams:

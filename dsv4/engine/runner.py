@@ -25,11 +25,11 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.engine.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch, padding_rows
+from dsv4.engine.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch
 from dsv4.engine.drafting.round import Drafted, FedDrafts, extend, make_table, propose
 from dsv4.engine.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.precompile import precompile, rehearse
+from dsv4.engine.precompile import precompile, rehearse, rehearse_drafts
 from dsv4.engine.sampler import NUM_TOP, SCORED_ROWS
 from dsv4.engine.slots import SlotStates
 from dsv4.model.block import BlockOutput
@@ -230,7 +230,7 @@ class Runner:
         try:
             precompile(
                 self.model, self.cache, self._direct_sizes(), self.experts, partial(progress, "compiling"),
-                max_draws=self.max_draws,
+                max_draws=self.max_draws, drafting=self.drafting,
             )  # fmt: skip
         except Exception as error:
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
@@ -251,21 +251,15 @@ class Runner:
         for num_top in NUM_TOP:
             self._score(made, scored, scored, min(num_top, self.model.config.vocab_size))
         if self.drafting is not None:
+            assert made.hidden is not None and self.draft_table is not None
             with padded_from(self.experts, 0):
-                self._rehearse_drafts(self.drafting, made, batch)
+                ops, state = self.model.context.ops, self.slots.state
+                rehearse_drafts(self.drafting, ops, state, self.draft_table, batch, made.hidden, made.logits)
 
     def _most_rows(self, size: int) -> int:
         """Rows of the largest call of a step of so many tokens."""
         each = 0 if self.drafting is None else self.drafting.drafter.rows_per_request
         return max(size, min(size, self.cache.schema.num_slots) * each)
-
-    def _rehearse_drafts(self, drafting: Drafting, made: Forwarded, batch: TokenBatch) -> None:
-        num_draws, num_requests = made.logits.shape[0], min(batch.num_tokens, self.cache.schema.num_slots)
-        fed = FedDrafts.padding(batch.num_tokens, num_requests, drafting.max_drafts, self.cache.device)
-        rows = padding_rows(num_draws, self.model.config.vocab_size, self.cache.device, drafting.max_drafts)
-        token_ids = self.model.context.ops.sample(made.logits, rows, self.slots.state)
-        for num_drafts in drafting.choices:
-            self._draft(drafting, made, batch, token_ids, fed, num_drafts)
 
     # ---- graphs ----
 

@@ -18,7 +18,9 @@ from triton.runtime import driver
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
+from dsv4.engine.bucket import Drafting
 from dsv4.engine.buckets import decode_buckets
+from dsv4.engine.drafting.make import make_drafter
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.precompile import precompile
@@ -34,6 +36,8 @@ from dsv4.testing.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
 TWO_LAYERS = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 4), num_nextn_predict_layers=0)
+
+DRAFTERS = {"mtp": SMALL, "dspark": SMALL.with_dspark(noise_token_id=3, markov_rank=128, block_size=3)}
 
 
 @jit
@@ -97,10 +101,12 @@ def keys():
     triton.compiler.compile = lambda source, **options: source
     watch, found = _CompileWatch(), []
     with watch:
-        for placement in (None, Placement(1, 2), Placement(2, 2)):
-            runner = make_runner(placement, "cpu")
+        cases = [(None, None), (Placement(1, 2), None), (Placement(2, 2), None)]
+        cases += [(placement, kind) for kind in DRAFTERS for placement in (None, Placement(1, 2))]
+        for placement, kind in cases:
+            runner = make_runner(placement, "cpu", kind)
             sizes = runner._direct_sizes()
-            precompile(runner.model, runner.cache, sizes, runner.experts)
+            precompile_for(runner, sizes)
             ahead = take(watch.names)
             num_launches = sum(launch_without_running(runner, size) for size in sizes)
             found.append({"ahead": ahead, "late": take(watch.names), "num_launches": num_launches})
@@ -108,14 +114,16 @@ def keys():
 
 
 def launch_without_running(runner, size):
-    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are."""
+    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are. What they
+    would have written, ids among it, is 0."""
     is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
-    embed, vocab_size = Transformer.embed, SMALL.vocab_size
-    runner.model.embed = lambda ids: embed(runner.model, ids.clamp(0, vocab_size - 1))  # no launch has made the ids
+    empty, empty_like = torch.empty, torch.empty_like
+    torch.empty = torch.zeros
+    torch.empty_like = lambda like, memory_format=None, **options: torch.zeros_like(like, **options)
     with launches_only_compile() as launched:
         guard.LAUNCH_DEVICES |= {"cpu"}
         runner._compile(size)
-    compile_only._is_meta = is_meta
+    torch.empty, torch.empty_like, compile_only._is_meta = empty, empty_like, is_meta
     return len(launched)
 
 
@@ -133,7 +141,7 @@ def on_gpu(placement):
     sizes = runner._direct_sizes()
     before = torch.cuda.memory_allocated()
     with runner._compiles:
-        precompile(runner.model, runner.cache, sizes, runner.experts)
+        precompile_for(runner, sizes)
         ahead, num_bytes = take(runner._compiles.names), torch.cuda.memory_allocated() - before
         for size in sizes:
             runner._compile(size)
@@ -142,18 +150,29 @@ def on_gpu(placement):
     return {"ahead": ahead, "late": late, "num_bytes": num_bytes, "captured": runner.captured}
 
 
-def make_runner(placement, device):
-    """With experts off the device as placed, if they are."""
-    params, pool = prepare_params(random_params(SMALL, device=device), TRITON), None
+def precompile_for(runner, sizes):
+    drafting, max_draws = runner.drafting, runner.max_draws
+    precompile(runner.model, runner.cache, sizes, runner.experts, max_draws=max_draws, drafting=drafting)
+
+
+def make_runner(placement, device, kind=None):
+    """With experts off the device as placed, if they are, and a drafter of a kind, if one is named."""
+    config = SMALL if kind is None else DRAFTERS[kind]
+    params, pool = prepare_params(random_params(config, device=device), TRITON), None
     if placement is not None:
-        params, pool = offload(params, placement, TRITON, top_k=SMALL.num_experts_per_tok, device=device)
-    model = Transformer(SMALL, params, torch.bfloat16, backend=TRITON if pool is None else pool.backend)
+        params, pool = offload(params, placement, TRITON, top_k=config.num_experts_per_tok, device=device)
+    model = Transformer(config, params, torch.bfloat16, backend=TRITON if pool is None else pool.backend)
+    cache, drafting = make_cache(model, device, 0 if kind is None else 3), None
+    if kind is not None:
+        drafting = Drafting(make_drafter(model, cache), 3, (1, 3))
     use_graphs = device == "cuda"
-    return Runner(model, make_cache(model, device), buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool)
+    return Runner(model, cache, buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool, drafting=drafting)
 
 
-def make_cache(model, device):
-    limits = EngineConfig(max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64)
+def make_cache(model, device, max_drafts=0):
+    limits = EngineConfig(
+        max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64, max_draft_tokens=max_drafts
+    )
     return KVCacheManager(model.config, model.schedule, limits, device=device, plain_dtype=None)
 
 

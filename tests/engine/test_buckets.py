@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from draft_cases import CONFIGS, make_limits, params_of
-from test_runner import FakeGraph
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
@@ -37,6 +36,16 @@ def test_buckets_of_an_engine():
     assert step_buckets(EngineConfig(max_concurrent_requests=1, max_chunk_tokens=1)) == (1,)
 
 
+class RunOnce:
+    """A capture that runs the call, and replays that do not."""
+
+    def __init__(self, call):
+        self.result = call()
+
+    def __call__(self):
+        return self.result
+
+
 @pytest.mark.parametrize(
     ("kind", "drafts"), [("mtp", "off"), ("mtp", "auto"), ("mtp", 2), ("dspark", "auto"), ("dspark", 3)]
 )
@@ -55,7 +64,7 @@ def test_layers_are_those_that_warm_up_captures(kind, drafts):
     cache = KVCacheManager(config, model.schedule, limits, device="cpu", plain_dtype=None)
     drafting = None if choice is None else Drafting(make_drafter(model, cache), most, choice.choices)
     buckets = step_buckets(limits, most)
-    runner = Runner(model, cache, buckets=buckets, use_graphs=True, capture=FakeGraph(), drafting=drafting)
+    runner = Runner(model, cache, buckets=buckets, use_graphs=True, capture=RunOnce, drafting=drafting)
     runner.warm_up()
     assert runner.captured == buckets
     assert len(counted) <= captured_layers(config, limits)
