@@ -415,6 +415,7 @@ def _end_process(text: str) -> None:
 
 
 def _leave() -> None:
+    """In place of the end that Python gives a process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

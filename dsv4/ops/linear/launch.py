@@ -208,7 +208,8 @@ def launch_linears(
 
 def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None = None) -> Tensor:
     """`grouped_shuffled_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
-    out, rows, _ = _grouped_operands(x, weight.shape)
+    rows, rank = _grouped_operands(x, weight.shape)
+    out = torch.empty(*x.shape[:2], rank, dtype=x.dtype, device=x.device)
     tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], x.shape[0])
     _launch_shuffled(x, rows, weight, tile, out, None)
     return out
@@ -216,7 +217,7 @@ def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None =
 
 def launch_codes(x: Tensor, weight: ShuffledTensor) -> QuantActivation:
     """The same for up to CODED_ROWS rows, and the codes of the result instead of itself."""
-    _, rows, rank = _grouped_operands(x, weight.shape)
+    rows, rank = _grouped_operands(x, weight.shape)
     num_tokens, num_groups, _ = x.shape
     codes = torch.empty(num_tokens, num_groups * rank, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_tokens, num_groups * rank // ACTIVATION_GROUP, dtype=torch.uint8, device=x.device)
@@ -265,8 +266,9 @@ def widened(weight: ShuffledTensor) -> Tensor:
 def launch_grouped(x: Tensor, weight: Tensor, tile: LinearTile | None = None) -> Tensor:
     """`grouped_plain_kernel` for a bf16 weight; the tile as in `launch_shuffled`."""
     check_launch(x, weight)
-    out, rows, rank = _grouped_operands(x, weight.shape)
+    rows, rank = _grouped_operands(x, weight.shape)
     num_tokens, num_groups, width = x.shape
+    out = torch.empty(num_tokens, num_groups, rank, dtype=x.dtype, device=x.device)
     if out.numel() == 0 or width == 0:
         return out.zero_()
     tile = tile or pick_tile(GROUPED_TILES, GROUPED_MANY_ROWS, num_tokens)
@@ -287,14 +289,14 @@ def launch_grouped(x: Tensor, weight: Tensor, tile: LinearTile | None = None) ->
     return out
 
 
-def _grouped_operands(x: Tensor, weight_shape: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """out [T, G, R] to fill, the input as [T, G K] with contiguous columns, and R."""
-    num_tokens, num_groups, width = x.shape
+def _grouped_operands(x: Tensor, weight_shape: Sequence[int]) -> tuple[Tensor, int]:
+    """The input as [T, G K] with contiguous columns, and R: the result is [T, G, R]."""
+    _, num_groups, width = x.shape
     if weight_shape[1] != width or weight_shape[0] % num_groups:
         raise KernelInputError(f"expected a weight [{num_groups} * R, {width}], found {tuple(weight_shape)}")
     rank = weight_shape[0] // num_groups
     rows = x if x.stride(2) == 1 and x.stride(1) == width else x.contiguous()
-    return torch.empty(num_tokens, num_groups, rank, dtype=x.dtype, device=x.device), rows.flatten(1), rank
+    return rows.flatten(1), rank
 
 
 def _common_splits(bundle: LinearBundle, is_fp8: bool, width: int, kind: str) -> int:
