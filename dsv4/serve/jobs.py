@@ -171,8 +171,9 @@ class JobMaker:
         ids: list[int] = refusing(self.tokenizer.encode, prompt) if isinstance(prompt, str) else list(prompt)
         return [refusing(self.tokenizer.special_id, PROTOCOL.bos), *ids] if add_bos else ids
 
-    def check_model(self, model: str) -> None:
-        if model != self._config.name:
+    def check_model(self, model: str | None) -> None:
+        """A server has one model: a request that names none means it."""
+        if model not in (None, self._config.name):
             message = f"model: this server has {self._config.name!r}, found {model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 

@@ -127,7 +127,7 @@ class ClaudeMetadata(Strict):
 class CountRequest(Strict):
     """`POST /v1/messages/count_tokens`"""
 
-    model: str = Field(max_length=256)
+    model: str | None = Field(default=None, max_length=256)
     messages: list[ClaudeMessage] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
     tools: list[ClaudeTool] | None = None

@@ -73,7 +73,7 @@ class HarmlessFields(Strict):
 class SamplingFields(HarmlessFields):
     """What both kinds of request share. None means the default."""
 
-    model: str = Field(max_length=256)
+    model: str | None = Field(default=None, max_length=256)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)

@@ -156,7 +156,7 @@ Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 class ResponsesRequest(Strict):
     """`POST /v1/responses`"""
 
-    model: str = Field(max_length=256)
+    model: str | None = Field(default=None, max_length=256)
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)

@@ -46,8 +46,7 @@ class DetokenizeRequest(Strict):
 
 def tokenize(jobs: JobMaker, asked: TokenizeRequest) -> Tokenized:
     """`ApiError` for what could not be a prompt."""
-    if asked.model is not None:
-        jobs.check_model(asked.model)
+    jobs.check_model(asked.model)
     if asked.prompt is not None:
         ids = jobs.encode(asked.prompt, bool(asked.add_special_tokens))
     else:
@@ -59,8 +58,7 @@ def tokenize(jobs: JobMaker, asked: TokenizeRequest) -> Tokenized:
 
 
 def detokenize(jobs: JobMaker, asked: DetokenizeRequest) -> Detokenized:
-    if asked.model is not None:
-        jobs.check_model(asked.model)
+    jobs.check_model(asked.model)
     ids = refusing(check_token_ids, asked.tokens, jobs.vocab_size, "token", field="tokens")
     return Detokenized(prompt=jobs.tokenizer.decode(ids))
 
@@ -74,4 +72,4 @@ def _chat(asked: TokenizeRequest) -> ChatRequest:
         by_alias=True, exclude_none=True,
         include={"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"},
     )  # fmt: skip
-    return validate(ChatRequest, {"model": asked.model or "", **fields})
+    return validate(ChatRequest, fields)

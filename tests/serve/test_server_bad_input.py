@@ -233,6 +233,29 @@ def test_an_unknown_model(live):
     assert error["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("address", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x", "store": False}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/detokenize", {"tokens": [65]}),
+    ],
+)
+def test_a_request_without_a_model_means_the_one_there_is(live, address, fields):
+    limit = {"/v1/responses": {"max_output_tokens": 3}, "/v1/messages": {"max_tokens": 3}}.get(address, {})
+    answers = []
+    for name in ({}, {"model": None}, {"model": NAME}):
+        answer = live.post(address, {**fields, **limit, **name})
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json().get("model"))
+    assert answers in ([NAME] * 3, [None] * 3)
+    check_error(live.post(address, {**fields, **limit, "model": "other"}), 404, "this server has 'tiny'", "model")
+
+
 # ---- sizes, headers, methods ----
 
 
