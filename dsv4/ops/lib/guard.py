@@ -57,6 +57,24 @@ INTERPRET = tl.constexpr(IS_INTERPRETED)
 LAUNCH_DEVICES = frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"})
 
 
+def _settle_keys() -> None:
+    """Triton 3.6 names a compiled kernel by its own constants and, of functions it calls, only by those that some other
+    kernel led to before. So the name depends on what was launched first, and the cache on disk is missed by a process
+    with another order. Asked for first, a function's constants are always there."""
+    finder = importlib.import_module("triton.runtime.jit").DependenciesFinder
+    update = finder._update_hash
+
+    def update_hash(self: Any, function: Any) -> None:
+        _ = function.cache_key
+        update(self, function)
+
+    finder._update_hash = update_hash
+
+
+if HAS_TRITON:
+    _settle_keys()
+
+
 def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
     """`triton.jit`, with or without arguments.
 

@@ -211,6 +211,26 @@ def test_without_triton_the_oracles_work_and_a_launch_says_why_not():
     )
 
 
+def test_what_a_compiled_kernel_is_called_does_not_depend_on_which_came_first():
+    """Else a process that launches in another order finds none of them in the cache on disk."""
+    run = run_python(
+        "import importlib, pkgutil\n"
+        "import dsv4.ops\n"
+        "from triton.runtime.jit import JITCallable\n"
+        "names = [module.name for module in pkgutil.walk_packages(dsv4.ops.__path__, 'dsv4.ops.')]\n"
+        "values = [value for name in names for value in vars(importlib.import_module(name)).values()]\n"
+        "functions = list({id(value): value for value in values if isinstance(value, JITCallable)}.values())\n"
+        "def keys(functions):\n"
+        "    for function in functions:\n"
+        "        function.hash, function.used_global_vals = None, {}\n"
+        "    return {id(function): function.cache_key for function in functions}\n"
+        "print(len(functions), keys(functions) == keys(functions[::-1]))\n"
+    )
+    number, is_same = run.stdout.split()
+    assert int(number) > 300, run.stderr
+    assert is_same == "True"
+
+
 def test_the_unrepaired_interpreter_is_refused():
     run = run_python(
         "import torch\n"
