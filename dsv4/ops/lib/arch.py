@@ -108,15 +108,16 @@ def code_tensor(codes: Tensor) -> Tensor:
 # ---- inside kernels, known when they are compiled ----
 
 
-def _known_at_compile_time(function: Callable[[], bool]) -> Any:
+def known_at_compile_time(function: Callable[..., Any]) -> Any:
+    """A function of constants that kernels may call."""
     return importlib.import_module("triton.runtime.jit").constexpr_function(function) if HAS_TRITON else function
 
 
-@_known_at_compile_time
+@known_at_compile_time
 def launches_overlap() -> bool:
     return not IS_INTERPRETED and architecture().has_overlap
 
 
-@_known_at_compile_time
+@known_at_compile_time
 def has_e4m3() -> bool:
     return architecture().has_e4m3

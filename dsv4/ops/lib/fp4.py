@@ -9,6 +9,7 @@ plane, the operand with K = 128. The plain form computes the same bits.
 from __future__ import annotations
 
 from dsv4.formats.layouts import TILE_ROWS
+from dsv4.ops.lib.arch import known_at_compile_time
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 
 NVFP4 = tl.constexpr(0)
@@ -23,10 +24,11 @@ MINUS_ZEROS = "0x80008000"
 _PERMUTES = ("0x7632", "0x7531", "0x7430", "0x4501")
 
 
-def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, str]:
+def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int, first_plane: int = 0) -> tuple[str, str]:
     """PTX and constraints: an output for each plane (two weights), the two words, then every scale twice.
 
-    `scale_of_plane`: for each plane the register with its scale in both halves: "s0l" is the low half of scale 0.
+    `scale_of_plane`: for each plane from `first_plane` on the register with its scale in both halves: "s0l" is the low
+    half of scale 0.
     """
     count = len(scale_of_plane)
     lines = ["{ .reg .b32 c0, c1, c2, c3, t, z;", f"mov.b32 z, {MINUS_ZEROS};"]
@@ -35,13 +37,14 @@ def _decode_ptx(scale_of_plane: tuple[str, ...], num_scales: int) -> tuple[str, 
         lines += [f"mov.b32 {{l, h}}, ${count + 2 + 2 * index};"]
         lines += [f"mov.b32 s{index}l, {{l, l}};", f"mov.b32 s{index}h, {{h, h}}; }}"]
     lines += [f"prmt.b32 c{index}, ${count}, ${count + 1}, {select};" for index, select in enumerate(_PERMUTES)]
-    for plane, scale in enumerate(scale_of_plane):
+    for place, scale in enumerate(scale_of_plane):
+        plane = first_plane + place
         if plane < 7:
             lines += [f"shl.b32 t, c{plane % 3}, {plane};"] if plane else ["mov.b32 t, c0;"]
-            lines += [f"and.b32 t, t, {_MASK};", f"fma.rn.bf16x2 ${plane}, t, {scale}, z;"]
+            lines += [f"and.b32 t, t, {_MASK};", f"fma.rn.bf16x2 ${place}, t, {scale}, z;"]
         else:
             lines += ["shl.b32 t, c3, 6;", "and.b32 t, t, 0x00C000C0;"]
-            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"fma.rn.bf16x2 ${plane}, t, {scale}, z;"]  # a & b | c
+            lines += ["lop3.b32 t, c3, 0x81008100, t, 0xEA;", f"fma.rn.bf16x2 ${place}, t, {scale}, z;"]  # a & b | c
     return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * (2 + 2 * num_scales))
 
 
@@ -49,6 +52,19 @@ _NV_PLANES = ("s0l", "s1l", "s0h", "s1h", "s2l", "s3l", "s2h", "s3h")
 _MX_PLANES = ("s0l", "s0l", "s1l", "s1l", "s0h", "s0h", "s1h", "s1h")
 _NV_PTX, _NV_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_NV_PLANES, 4))
 _MX_PTX, _MX_CONSTRAINTS = (tl.constexpr(text) for text in _decode_ptx(_MX_PLANES, 2))
+# some planes, by format, the first and their number, with the scales that `fp4_scales` makes
+_SOME_PLANES = {
+    (number_format, first, count): _decode_ptx(planes[first : first + count], 2, first)
+    for number_format, planes in enumerate((("s0l", "s1l", "s0h", "s1h") * 2, _MX_PLANES))
+    for count in (2, 4) for first in range(0, 8, count)
+}  # fmt: skip
+
+
+@known_at_compile_time
+def _planes_ptx(number_format: int, first: int, count: int) -> tuple[str, str]:
+    return _SOME_PLANES[number_format, first, count]
+
+
 # a permute and a multiply-add for two scales; masks with two constants would be three instructions
 _SCALE_PTX = tl.constexpr(
     "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4240; mad.lo.u32 $0, t, 16, 0x70007000;"
@@ -56,20 +72,29 @@ _SCALE_PTX = tl.constexpr(
 )
 
 
-def _fp8_ptx() -> tuple[str, str]:
-    """An output for each plane, two words, the multiplier (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the value
-    times 2^-120.
+def _fp8_ptx(planes: tuple[int, ...]) -> tuple[str, str]:
+    """An output for each of the planes, two words, the multiplier (twice). E4M3 at bf16's bits 15 and 10 .. 4 is the
+    value times 2^-120.
     """
+    count = len(planes)
     lines = ["{ .reg .b32 t, u, z;", f"mov.b32 z, {MINUS_ZEROS};"]
-    for plane in range(4):
+    for place, plane in enumerate(planes):
         high = 4 + plane
-        lines += [f"prmt.b32 t, $4, $5, 0x{high}{high}{plane}{plane};"]
+        lines += [f"prmt.b32 t, ${count}, ${count + 1}, 0x{high}{high}{plane}{plane};"]
         lines += ["shr.u32 u, t, 4;", "and.b32 u, u, 0x07F007F0;", "lop3.b32 t, t, 0x80008000, u, 0xEA;"]
-        lines += [f"fma.rn.bf16x2 ${plane}, t, $6, z;"]
-    return "\n".join([*lines, "}"]), ",".join(["=&r"] * 4 + ["r"] * 4)
+        lines += [f"fma.rn.bf16x2 ${place}, t, ${count + 2}, z;"]
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * count + ["r"] * 4)
 
 
-_FP8_PTX, _FP8_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx())
+_FP8_PTX, _FP8_CONSTRAINTS = (tl.constexpr(text) for text in _fp8_ptx((0, 1, 2, 3)))
+
+
+_FP8_PLANES = tuple(_fp8_ptx((plane,)) for plane in range(4))
+
+
+@known_at_compile_time
+def _fp8_plane_ptx(plane: int) -> tuple[str, str]:
+    return _FP8_PLANES[plane]
 
 
 @jit
@@ -123,9 +148,7 @@ def _nv_scales(codes, words):
         even = ((codes << 4) & 0x0FF00FF0) | 0x70007000
         odd = ((codes >> 4) & 0x0FF00FF0) | 0x70007000
     else:
-        even, odd = tl.inline_asm_elementwise(
-            _SCALE_PTX, "=&r,=&r,r", [codes], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        even, odd = fp4_scales(codes, NVFP4)
     return tl.broadcast_to(even[:, None], words.shape), tl.broadcast_to(odd[:, None], words.shape)
 
 
@@ -146,6 +169,28 @@ def mxfp4_tile(words, codes):
             _MX_PTX, _MX_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
         )
         return _join8(p0, p1, p2, p3, p4, p5, p6, p7)
+
+
+@jit
+def fp4_scales(codes, FORMAT: tl.constexpr):
+    """Scales of four codes, as `fp4_planes` takes them: of a row's first or last four planes (NVFP4), or of all
+    eight (MXFP4). Not in the interpreter."""
+    if FORMAT == NVFP4:
+        return tl.inline_asm_elementwise(
+            _SCALE_PTX, "=&r,=&r,r", [codes], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        return (codes << 7) & 0x7F807F80, (codes >> 1) & 0x7F807F80
+
+
+@jit
+def fp4_planes(words, even, odd, FORMAT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Two or four planes from plane FIRST on of words as `load_words` has them, which `nvfp4_tile` and `mxfp4_tile`
+    join: a tuple of bf16 in the words' shape, which is that of the scales too. Not in the interpreter."""
+    PTX: tl.constexpr = _planes_ptx(FORMAT, FIRST, COUNT)
+    return tl.inline_asm_elementwise(
+        PTX[0], PTX[1], [words, even, odd], dtype=(tl.bfloat16,) * COUNT, is_pure=True, pack=2
+    )
 
 
 @jit
@@ -176,6 +221,14 @@ def fp8_tile(words, multipliers):
             _FP8_PTX, _FP8_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
         )
         return _join4(p0, p1, p2, p3)
+
+
+@jit
+def fp8_plane(words, multipliers, PLANE: tl.constexpr):
+    """One of the planes that `fp8_tile` joins: bf16 in the words' shape, which is that of the multipliers too. Not in
+    the interpreter."""
+    PTX: tl.constexpr = _fp8_plane_ptx(PLANE)
+    return tl.inline_asm_elementwise(PTX[0], PTX[1], [words, multipliers], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit

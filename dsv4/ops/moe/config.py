@@ -77,7 +77,8 @@ RANGES = Ranges()
 class MoeConfig:
     """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8 in the
     narrow form; in the wide one 16 to 128, powers of two or three times one), and the two products. `smaller` (wide):
-    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none.
+    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none. `tiles`: the
+    products are those of kernel_tiles.py and, of the shared expert, kernel_dense.py.
 
     Narrow: `ordered`: x and hidden lie in operand order (kernel_products.py), where a launch before wrote them so.
     `shared_block`: weight rows of a program of the shared expert in gate and up; 128 of them are rounded there.
@@ -91,6 +92,7 @@ class MoeConfig:
     down: GemmConfig = GemmConfig()
     ranges: Ranges = RANGES
     wide: bool = False
+    tiles: bool = False
     smaller: tuple[int, ...] = ()
     ordered: bool = False
     shared_block: int | None = None
@@ -132,8 +134,10 @@ _WIDE_MANY = MoeConfig(
     128, 64, GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4),
     GemmConfig(block=256, unroll=1, num_warps=8, num_stages=4, pair=True), wide=True, smaller=(96, 64),
 )  # fmt: skip
-_WIDE = {36: _WIDE_FEW, 1 << 30: _WIDE_MANY}
+_WIDE = {32: _WIDE_FEW, 1 << 30: _WIDE_MANY}
 WIDE_CONFIGS = tuple(_WIDE.values())
+# in place of the last, where kernel_tiles.py is used (launch_tiles.py)
+TILES_CONFIG = replace(_WIDE_MANY, tiles=True)
 # one linear
 _LINEAR, _WIDE_LINEAR = GemmConfig(), GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4)
 _WIDE_LINEAR_ROWS = 128
@@ -151,7 +155,7 @@ def _is_wide(num_rows: int, num_columns: int) -> bool:
 
 
 def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: int) -> MoeConfig:
-    """`num_columns`: the fewest of any matrix."""
+    """`num_experts`: among which the tokens choose; `num_columns`: the fewest of any matrix."""
     per_expert = -(-num_tokens * top_k // num_experts)
     if _is_wide(num_tokens, num_columns):
         return cast(MoeConfig, _at_most(_WIDE, per_expert))

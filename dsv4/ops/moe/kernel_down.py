@@ -33,7 +33,7 @@ class DownResults(NamedTuple):
 
 
 @jit
-def _part_rows(rows, is_row, parts_ptr, num_pairs, D: tl.constexpr, RANKS: tl.constexpr):
+def part_rows(rows, is_row, parts_ptr, num_pairs, D: tl.constexpr, RANKS: tl.constexpr):
     """Where rows of `parts` begin. RANKS > 0: at `parts_ptr` are the addresses of as many buffers, which hold the pairs
     in equal shares, bf16.
     """
@@ -52,7 +52,7 @@ def store_parts(
 ):  # fmt: skip
     """bf16 rows of `parts`, complete; or fp32 ones, sums of one range before they are scaled."""
     for sub in tl.static_range(len(rows)):
-        row_ptr = _part_rows(rows[sub], is_row[sub], parts_ptr, num_pairs, D, RANKS)
+        row_ptr = part_rows(rows[sub], is_row[sub], parts_ptr, num_pairs, D, RANKS)
         part = tl.trans((accs[sub] * scale).to(row_ptr.dtype.scalar.element_ty))
         tl.store(row_ptr[:, None] + outs[None, :], part, mask=is_row[sub][:, None])
 
@@ -86,7 +86,7 @@ def _load_part(row, mask, scale, cols, parts_ptr, sums_ptr, num_rows, D: tl.cons
 
 
 @jit
-def _sum_parts(
+def sum_parts(
     tokens, is_last, first_col, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr, num_tokens,
     COLS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, RANGES: tl.constexpr,
     SHARED_RANGES: tl.constexpr,
@@ -142,13 +142,13 @@ def combine(
         R: tl.constexpr = tokens.shape[0]
         COLS: tl.constexpr = min(BLOCK, max(32, VALUES // R))  # what registers hold
         if COLS == BLOCK:
-            _sum_parts(
+            sum_parts(
                 tokens, is_last, first_out, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr,
                 num_tokens, COLS, D, E, TOP_K, RANGES, SHARED_RANGES,
             )  # fmt: skip
         else:
             for first_col in tl.range(first_out, first_out + BLOCK, COLS, num_stages=1):
-                _sum_parts(
+                sum_parts(
                     tokens, is_last, first_col, parts_ptr, sums_ptr, experts_ptr, out_ptr, scale_ptr, shared_scale_ptr,
                     num_tokens, COLS, D, E, TOP_K, RANGES, SHARED_RANGES,
                 )  # fmt: skip
@@ -209,7 +209,7 @@ def _down_kernel(
     PAIR: a program of a routed expert has the halves of its rows one after the other in one loop, so that fewer
     programs begin and end; one of the shared expert, which reads more, has a half.
 
-    RANKS > 0: parts go to the ranks whose tokens they are of (`_part_rows`), and nobody sums here. The shared expert
+    RANKS > 0: parts go to the ranks whose tokens they are of (`part_rows`), and nobody sums here. The shared expert
     does not run.
     """
     N_TILES: tl.constexpr = D // BLOCK

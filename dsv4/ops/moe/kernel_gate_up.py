@@ -104,7 +104,7 @@ def _moe_prepare_kernel(
 
 
 @jit
-def _activate(gate, up, limit):
+def activate(gate, up, limit):
     """silu(min(gate, limit)) * clamp(up, -limit, limit); both rounded to bf16 first."""
     gate = tl.minimum(gate.to(tl.bfloat16).to(tl.float32), limit)
     up = tl.minimum(tl.maximum(up.to(tl.bfloat16).to(tl.float32), -limit), limit)
@@ -116,7 +116,7 @@ def _hidden_row(
     gate, up, gate_scale, up_scale, rows, is_row, weights_ptr, limit, HAS_WEIGHTS: tl.constexpr
 ):  # fmt: skip
     """Sums [outs, 8] -> hidden bf16 [8, outs]."""
-    hidden = _activate(gate * gate_scale, up * up_scale, limit)
+    hidden = activate(gate * gate_scale, up * up_scale, limit)
     if HAS_WEIGHTS:
         # hidden = hidden * weight.unsqueeze(-1)
         hidden = hidden * tl.load(weights_ptr + rows, mask=is_row, other=0.0)[None, :]

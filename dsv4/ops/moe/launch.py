@@ -3,7 +3,8 @@
 Kernels (kernel_gate_up.py, kernel_down.py): gate, up and activation; down and combination. Up to 5 tokens that is all:
 two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
 products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
-those of kernel_wide.py: other instructions, the same bits. How work is divided is said in config.py.
+those of kernel_wide.py: other instructions, the same bits. On Hopper those of kernel_tiles.py and kernel_dense.py take
+their place, and a launch behind them sums the parts. How work is divided is said in config.py.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ from dsv4.ops.moe.config import (
     NATURAL,
     OPERAND,
     PRODUCT,
+    TILES_CONFIG,
+    WIDE_CONFIGS,
     GemmConfig,
     MoeConfig,
     pick_linear_config,
     pick_moe_config,
 )
 from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
+from dsv4.ops.moe.kernel_fold import _sum_parts_kernel
 from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
 from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
 from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
+from dsv4.ops.moe.launch_dense import launch_dense, new_partials
+from dsv4.ops.moe.launch_tiles import launch_tiles, takes_tiles
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
 from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
+SUM_BLOCK = 2, 1024  # tokens and columns of a program that sums parts
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
 
 
@@ -69,10 +76,12 @@ def takes_rounded(num_tokens: int, routed: Any) -> bool:
     return isinstance(first, ShuffledTensor) and first.format is QuantFormat.MXFP4 and num_tokens <= FEW_TOKENS
 
 
-def config_for(x: Tensor, experts: Tensor, routed: Matrices) -> MoeConfig:
-    """How the work of this call is divided."""
+def config_for(x: Tensor, experts: Tensor, routed: Matrices, num_ranks: int = 1) -> MoeConfig:
+    """How the work of this call is divided. `num_ranks`: among which the experts are divided that x's tokens chose."""
     num_experts, *sizes = routed[0].shape
-    return pick_moe_config(x.shape[0], experts.shape[1], num_experts, min(sizes))
+    config = pick_moe_config(x.shape[0], experts.shape[1], num_ranks * num_experts, min(sizes))
+    in_tiles = config is WIDE_CONFIGS[-1] and takes_tiles(cast(ShuffledTensor, routed[0]))
+    return TILES_CONFIG if in_tiles else config
 
 
 def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
@@ -176,10 +185,20 @@ def _launch_wide(
     num_rows = num_tokens * (top_k + 1)
     hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_rows if homes is None else 0, dim, dtype=x.dtype, device=x.device)
+    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
+    number_format = _FORMATS[w1.format]
+    if config.tiles:
+        if has_routed:
+            source = quantised if w1.format is QuantFormat.MXFP4 else ordered
+            launch_tiles(source, hidden, weights, order, (w1, routed[2]), limit, number_format)
+            launch_tiles(hidden, targets, weights, order, (w2,), limit, number_format, num_ranks)
+        if has_shared:
+            _launch_dense_shared(quantised, hidden, parts, experts, shared, limit, config, num_experts, out)
+        return parts
     num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
     num_tiles = len(order.tile_experts) * has_routed + num_shared_tiles
     common = {
-        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
+        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": number_format,
         "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "MIDDLE": config.sizes[0],
         "SMALL": config.sizes[1], "SHARED_ROWS": config.shared_rows,
     }  # fmt: skip
@@ -188,7 +207,6 @@ def _launch_wide(
         num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
         RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
     )  # fmt: skip
-    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
     _wide_down_kernel[(num_tiles * (dim // down.block),)](
         hidden, targets, arrivals, out, experts, _pair_order(order), _matrix(w2), _matrix(shared[1]), num_tokens,
         num_shared_tiles, **common, **_strides(w2), E=num_experts,
@@ -196,6 +214,22 @@ def _launch_wide(
         QUANTISE=gate_up.block != 128, PAIR=down.pair, RANKS=num_ranks, **down.options,
     )  # fmt: skip
     return parts
+
+
+def _launch_dense_shared(
+    x: Tensor, hidden: Tensor, parts: Tensor, experts: Tensor, shared: _Shuffled, limit: float, config: MoeConfig,
+    num_experts: int, out: Tensor,
+) -> None:  # fmt: skip
+    """The shared expert in tiles, behind the pairs in `hidden` and `parts`; then the sum of all parts."""
+    (w1, w2, w3), ranges, (num_tokens, dim) = shared, config.ranges, x.shape
+    hidden, own_parts, partials = hidden[experts.numel() :], parts[experts.numel() :], new_partials(x)
+    launch_dense(x, hidden, partials, (w1, w3), limit, ranges.of(ranges.shared_gate_up, dim))
+    launch_dense(hidden, own_parts, partials, (w2,), limit, ranges.of(ranges.shared_down, w2.shape[1]))
+    rows, cols = SUM_BLOCK
+    cols = min(cols, dim & -dim)
+    _sum_parts_kernel[(-(-num_tokens // rows), dim // cols)](
+        parts, experts, out, num_tokens, D=dim, E=num_experts, TOP_K=experts.shape[1], ROWS=rows, COLS=cols, num_warps=8
+    )  # fmt: skip
 
 
 def _prepare(

@@ -25,7 +25,8 @@ def moe_parts(
     """See `moe_parts_ref`; the launches of `moe` without the programs of the shared expert."""
     if not are_prepared(routed, shared):
         return moe_parts_ref(x, experts, weights, routed, shared, limit=limit)
-    config, matrices = config_for(x, experts, routed), (cast(_Shuffled, routed), cast(_Shuffled, shared))
+    config = config_for(x, experts, routed, 1 if homes is None else len(homes))
+    matrices = cast(_Shuffled, routed), cast(_Shuffled, shared)
     parts = launch_moe(x, experts, weights, *matrices, limit, config, has_shared=False, homes=homes)
     return parts if homes is None else None
 

@@ -1,0 +1,427 @@
+"""Routed experts of many tokens on Hopper, in Gluon: the products of kernel_wide.py in the same order, so its bits.
+
+A multiprocessor has one program, which takes tile after tile: up to 128 token rows of an expert, and 256 weight rows,
+128 of gate and of up or 256 of down. Its warps have three tasks:
+
+* Two copy, steps of 128 columns, as far ahead as shared memory holds: words, scales and token rows.
+* Sixteen decode and multiply, each four of them 64 weight rows. They do not wait for one another: the tensor cores
+  work for some while others decode. What a product computes is as wide as the tile has token rows, in eights.
+* Two end tiles: the others leave them sums in shared memory, scaled and rounded, and go on with the next tile.
+
+Barriers in shared memory say which stages are full and which are free, when sums of a tile are there and when they are
+taken, and that a tile is described: its number of rows and the factors of its sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dsv4.ops.lib.arch import known_at_compile_time
+from dsv4.ops.lib.codecs import fake_quantize_e4m3
+from dsv4.ops.lib.fp4 import fp4_planes, fp4_scales
+from dsv4.ops.lib.guard import gl, gluon_jit, hopper
+from dsv4.ops.lib.warp_groups import arrive_warp, begin_products, end_products, load_word, trap, wait_barrier
+from dsv4.ops.moe.kernel_down import part_rows
+from dsv4.ops.moe.kernel_gate_up import activate
+from dsv4.ops.moe.kernel_rows import with_item
+
+TILE_TOKENS = 128
+TILE_OUTPUTS = 256  # weight rows of a tile
+STAGES = 3
+NUM_WARPS = 16  # that multiply
+
+_TOKENS, _OUTPUTS, _STAGES = gl.constexpr(TILE_TOKENS), gl.constexpr(TILE_OUTPUTS), gl.constexpr(STAGES)
+_MULTIPLYING, _COPYING, _ENDING = gl.constexpr(NUM_WARPS), gl.constexpr(2), gl.constexpr(2)
+_REGISTERS = gl.constexpr(32)  # of warps that do not multiply; those that do then have 112
+# barriers: of full and of free stages, of sums that are there and that are taken, of a description in either place
+_FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
+_NUM_BARRIERS = gl.constexpr(2 * STAGES + 4)
+_DESCRIPTIONS = gl.constexpr(128)  # bytes behind the first barrier
+_X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
+_SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
+_MARK = gl.constexpr(0x6B5A4938)
+# token rows up to which registers hold all weights of a step, and up to which half of them are decoded at once
+_SPLIT_ROWS, _HALF_ROWS = gl.constexpr(96), gl.constexpr(64)
+if hopper is not None:
+    _barrier, _async = hopper.mbarrier, hopper.async_copy
+
+
+class Memory(NamedTuple):
+    """Shared memory: stages of token rows (halves of 64 columns), of words and of scales; sums of a tile; where rows of
+    x begin, which pairs they are of, and those pairs' weights; descriptions of two tiles; barriers."""
+
+    x: Any
+    words: Any
+    scales: Any
+    sums: Any
+    sources: Any
+    pairs: Any
+    weights: Any
+    tiles: Any
+    barriers: Any
+
+
+class Tile(NamedTuple):
+    """Of an expert, -1 behind the last: where its pairs begin and end, and which of the blocks of weight rows."""
+
+    expert: Any
+    start: Any
+    end: Any
+    block: Any
+
+
+@gluon_jit
+def _allocate(FORMAT: gl.constexpr):
+    """The barriers lie in what is left of the scales' memory: so all that is looked for by its address comes first."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x = gl.allocate_shared_memory(gl.bfloat16, [2 * _STAGES, _TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
+    sums = gl.allocate_shared_memory(gl.bfloat16, [_TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 128, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [2 * _STAGES + 1, 256 if FORMAT == 0 else 128], FLAT)
+    sources = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
+    pairs = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
+    weights = gl.allocate_shared_memory(gl.float32, [_TOKENS], FLAT)
+    rest = scales.index(2 * _STAGES)
+    tiles = rest.slice(_DESCRIPTIONS // 4, 8)._reinterpret(gl.int32, [2, 4], FLAT)
+    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MULTIPLYING], [0]))
+    x._reinterpret(gl.int32, [4], FLAT).store(mark)
+    tiles.index(0).store(mark)
+    barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
+    for i in gl.static_range(_STAGES):
+        _barrier.init(barriers.index(i), count=32 * _COPYING)
+        _barrier.init(barriers.index(_FREE + i), count=_MULTIPLYING)
+    _barrier.init(barriers.index(_SUMMED), count=_MULTIPLYING)
+    _barrier.init(barriers.index(_TAKEN), count=1)
+    _barrier.init(barriers.index(_DESCRIBED), count=1)
+    _barrier.init(barriers.index(_DESCRIBED + 1), count=1)
+    gl.thread_barrier()
+    return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers)
+
+
+@gluon_jit
+def _keep(memory):
+    """Nothing is laid over anything else."""
+    memory.x._keep_alive()
+    memory.words._keep_alive()
+    memory.scales._keep_alive()
+    memory.sums._keep_alive()
+
+
+@gluon_jit
+def _tile_at(order, index, num_tiles, num_pairs, BLOCKS: gl.constexpr):
+    """The tiles' pairs follow one another: one ends where the next begins, the last where all end."""
+    tile = index // BLOCKS
+    expert = gl.load(order.tile_experts + tile, mask=tile < num_tiles, other=-1)
+    start = gl.load(order.tile_starts + tile, mask=tile < num_tiles, other=0)
+    end = gl.load(order.tile_starts + tile + 1, mask=tile + 1 < num_tiles, other=-1)
+    return Tile(expert, start, gl.where(end < 0, num_pairs, end), index % BLOCKS)
+
+
+@gluon_jit
+def next_stage(stage, phase):
+    """The stage behind this one, and whether it is in an odd round."""
+    following = stage + 1
+    is_end = following == _STAGES
+    return gl.where(is_end, 0, following), gl.where(is_end, phase ^ 1, phase)
+
+
+# ---- the warps that copy ----
+
+
+@gluon_jit
+def _describe(memory, place, rows, scale, other_scale):
+    """A tile for the warps that multiply: 0 rows behind the last. The other place is still read: a tile has more steps
+    than there are stages, so who copies is never two tiles ahead."""
+    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_COPYING], [0]))
+    factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
+    memory.tiles.index(place).store(gl.where(word == 0, rows, factor))
+    _barrier.arrive(memory.barriers.index(_DESCRIBED + place))
+
+
+@gluon_jit
+def _copy_weights(memory, half, data_ptr, scale_ptr, tile, K: gl.constexpr, FORMAT: gl.constexpr):
+    """128 rows of a matrix, of two tiles of which the first is `tile`, into half a stage."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_COPYING, 1], [1, 0])
+    SIZE: gl.constexpr = 128 if FORMAT == 0 else 64  # words of scales
+    row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    word = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
+    inside = (row // 64 * (K * 8) + row % 64 * 16)[:, None] + word[None, :]
+    _async.async_copy_global_to_shared(memory.words.index(half), data_ptr + tile * 1024 + inside)
+    scale = gl.arange(0, 2 * SIZE, gl.BlockedLayout([4], [32], [_COPYING], [0]))
+    inside = scale // SIZE * (K // 128 * SIZE) + scale % SIZE
+    _async.async_copy_global_to_shared(memory.scales.index(half), scale_ptr + tile * SIZE + inside)
+
+
+@gluon_jit
+def _copy_rows(memory, stage, source_ptr, num_rows):
+    """128 columns of token rows, 32 rows at a time, which is what there are registers for."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [_COPYING, 1], [1, 0])
+    row = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    col = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    for first in gl.static_range(0, _TOKENS, 32):
+        places = memory.sources.slice(first, 32).load(gl.SliceLayout(1, LAYOUT)) * 8
+        source = source_ptr + (places[:, None] + col[None, :])
+        is_row = (first + row < num_rows)[:, None]
+        for half in gl.static_range(2):
+            target = memory.x.index(2 * stage + half).slice(first, 32)
+            _async.async_copy_global_to_shared(target, source + half * 64, mask=is_row)
+
+
+@gluon_jit
+def _copy_tiles(
+    x_ptr, order, first, second, memory, num_tiles,
+    K: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
+    GATE_UP: gl.constexpr, DATA_WORDS: gl.constexpr, SCALE_WORDS: gl.constexpr,
+):  # fmt: skip
+    """What the warps that copy do."""
+    num_pairs = gl.load(order.offsets + E)
+    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_COPYING], [0]))
+    index, described = gl.program_id(0), gl.to_tensor(0)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    while tile.expert >= 0:
+        num_rows = tile.end - tile.start
+        scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
+        _describe(memory, described, num_rows, scale, other_scale)
+        described ^= 1
+        pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
+        index += gl.num_programs(0)
+        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        memory.sources.store((pair // TOP_K if GATE_UP else pair) * (K // 8))
+        expert = tile.expert.to(gl.int64)
+        data_ptr, scale_ptr = first.data + expert * DATA_WORDS, first.scale + expert * SCALE_WORDS
+        other_data_ptr, other_scale_ptr = second.data + expert * DATA_WORDS, second.scale + expert * SCALE_WORDS
+        row_tile = tile.block * (2 if GATE_UP else 4)
+        other_tile = row_tile if GATE_UP else row_tile + 2
+        for step in range(K // 128):
+            _barrier.wait(memory.barriers.index(_FREE + stage), phase)
+            _copy_weights(memory, 2 * stage, data_ptr, scale_ptr, row_tile * (K // 128) + step, K, FORMAT)
+            other = other_tile * (K // 128) + step
+            _copy_weights(memory, 2 * stage + 1, other_data_ptr, other_scale_ptr, other, K, FORMAT)
+            _copy_rows(memory, stage, x_ptr + step * 128, (num_rows + 7) // 8 * 8)
+            _async.mbarrier_arrive(memory.barriers.index(stage), increment_count=False)
+            stage, phase = next_stage(stage, phase)
+        tile = following
+    _describe(memory, described, gl.to_tensor(0), gl.to_tensor(0.0), gl.to_tensor(0.0))
+
+
+# ---- the warps that multiply ----
+
+
+@known_at_compile_time
+def words_layout(is_gate_up: bool) -> Any:
+    """Which of a stage's words [256, 16] a thread has: four neighbours of two rows, which an MMA has 8 apart."""
+    lanes = [[0, 4], [0, 8], [1, 0], *([[4, 0], [8, 0]] if is_gate_up else [[2, 0], [4, 0]])]
+    warps = [[16, 0], [2, 0], [32, 0], [64, 0]] if is_gate_up else [[16, 0], [32, 0], [64, 0], [128, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [128 if is_gate_up else 8, 0]], lanes, warps, [], [256, 16])
+
+
+@gluon_jit
+def as_operand(words, MMA: gl.constexpr, GATE_UP: gl.constexpr):
+    """[256, 16] of a stage as rows and columns of products. Columns: bit 1 is the highest. Rows: of gate and of up
+    eight in turns, so that both of a channel are a thread's; channels in the order of hidden in memory
+    (`in_product_order`). All of it is but names."""
+    if GATE_UP:
+        words = words.reshape([2, 4, 2, 4, 2, 2, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5, 7, 6, 8))
+    else:
+        words = words.reshape([_OUTPUTS, 4, 2, 2]).permute((0, 2, 1, 3))
+    return gl.convert_layout(words.reshape([_OUTPUTS, 16]), MMA, assert_trivial=True)
+
+
+@gluon_jit
+def _scales(codes, MMA: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr):
+    even, odd = fp4_scales(codes, FORMAT)
+    even = as_operand(even.expand_dims(1).broadcast_to([_OUTPUTS, 16]), MMA, GATE_UP)
+    return even, as_operand(odd.expand_dims(1).broadcast_to([_OUTPUTS, 16]), MMA, GATE_UP)
+
+
+@gluon_jit
+def _load_weights(
+    memory, stage, WORDS: gl.constexpr, MMA: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr
+):  # fmt: skip
+    """Words of a stage, as operands, and the codes of scales of its rows: in NVFP4 eight each, in MXFP4 four."""
+    CODES: gl.constexpr = gl.int64 if FORMAT == 0 else gl.int32
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = memory.words._reinterpret(gl.int32, [_STAGES, _OUTPUTS, 16], PLAIN).index(stage).load(WORDS)
+    codes = memory.scales._reinterpret(CODES, [_STAGES, _OUTPUTS], FLAT).index(stage).load(gl.SliceLayout(1, WORDS))
+    return as_operand(words, MMA, GATE_UP), codes
+
+
+@gluon_jit
+def _sums_of_tile(
+    memory, sums, stage, phase,
+    N: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, MMA: gl.constexpr,
+    BARRIERS: gl.constexpr,
+):  # fmt: skip
+    """The products of a tile of up to N rows: `sums` are zeros [256, 16] for each 16 of them. Weights of the next step
+    are loaded beside the last products of a step."""
+    WORDS: gl.constexpr = words_layout(GATE_UP)
+    PLANES: gl.constexpr = 4 if N <= _HALF_ROWS else 2  # decoded at a time
+    wait_barrier(BARRIERS + stage * 8, phase)
+    words, codes = _load_weights(memory, stage, WORDS, MMA, FORMAT, GATE_UP)
+    for step in range(K // 128):
+        following, next_phase = next_stage(stage, phase)
+        under_way = ()
+        for plane in gl.static_range(0, 8, PLANES):
+            some = (codes >> 32 if FORMAT == 0 and plane >= 4 else codes).to(gl.int32)
+            even, odd = _scales(some, MMA, FORMAT, GATE_UP)
+            planes = fp4_planes(words, even, odd, FORMAT, plane, PLANES)
+            address = stage * _X_BYTES + (plane // 4 * (_X_BYTES // 2) + plane % 4 * 32)
+            sums = begin_products(sums, planes, address, N)
+            under_way = under_way + planes
+            if plane + PLANES == 8:  # noqa: SIM102
+                if step + 1 < K // 128:
+                    wait_barrier(BARRIERS + following * 8, next_phase)
+                    words, codes = _load_weights(memory, following, WORDS, MMA, FORMAT, GATE_UP)
+            if N > _SPLIT_ROWS or plane + PLANES == 8:
+                sums = end_products(sums, under_way)
+                under_way = ()
+        arrive_warp(BARRIERS + (_FREE + stage) * 8)
+        stage, phase = following, next_phase
+    return sums
+
+
+@gluon_jit
+def _joined(parts):
+    """Eight [256, 16] -> [256, 16, bits 4, 5 and 6 of the token row]."""
+    first, second = gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3])
+    third, last = gl.join(parts[4], parts[5]), gl.join(parts[6], parts[7])
+    return gl.join(gl.join(first, second), gl.join(third, last))
+
+
+@gluon_jit
+def leave_sums(memory, sums, scale, other_scale, MMA: gl.constexpr, GATE_UP: gl.constexpr):
+    """Sums, scaled, for the warps that end the tile: [128, 256], the columns of gate before those of up."""
+    row = gl.arange(0, _OUTPUTS, gl.SliceLayout(1, MMA))
+    factor = gl.where(row // 8 % 2 == 0, scale, other_scale).expand_dims(1) if GATE_UP else scale
+    parts = ()
+    for part in gl.static_range(_TOKENS // 16):  # behind the last: anything
+        parts = with_item(parts, (sums[min(part, len(sums) - 1)] * factor).to(gl.bfloat16))
+    joined = _joined(parts)
+    if GATE_UP:
+        joined = joined.reshape([16, 2, 8, 16, 2, 2, 2]).permute((6, 5, 4, 3, 1, 0, 2))
+    else:
+        joined = joined.permute((4, 3, 2, 1, 0))
+    memory.sums.store(joined.reshape([_TOKENS, _OUTPUTS]))
+
+
+@gluon_jit
+def _multiply_tiles(
+    memory, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, BARRIERS: gl.constexpr
+):  # fmt: skip
+    """What the warps that multiply do."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MULTIPLYING, 1], [16, 16, 16])
+    zeros = gl.zeros([_OUTPUTS, 16], gl.float32, MMA)
+    stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    wait_barrier(BARRIERS + _DESCRIBED * 8, 0)
+    num_rows = load_word(BARRIERS + _DESCRIPTIONS)
+    while num_rows > 0:
+        for eight in gl.static_range(1, _TOKENS // 8 + 1):
+            if (num_rows + 7) // 8 == eight:
+                sums = _sums_of_tile(
+                    memory, (zeros,) * ((eight + 1) // 2), stage, phase, 8 * eight, K, FORMAT, GATE_UP, MMA, BARRIERS
+                )
+                wait_barrier(BARRIERS + _TAKEN * 8, number % 2 ^ 1)
+                factors = BARRIERS + _DESCRIPTIONS + number % 2 * 16
+                scale = load_word(factors + 4).to(gl.float32, bitcast=True)
+                other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
+                leave_sums(memory, sums, scale, other_scale, MMA, GATE_UP)
+        arrive_warp(BARRIERS + _SUMMED * 8)
+        steps = stage + K // 128
+        stage, phase = steps % _STAGES, phase ^ steps // _STAGES % 2
+        number += 1
+        wait_barrier(BARRIERS + (_DESCRIBED + number % 2) * 8, number // 2 % 2)
+        num_rows = load_word(BARRIERS + _DESCRIPTIONS + number % 2 * 16)
+
+
+# ---- the warps that end tiles ----
+
+
+@gluon_jit
+def activated(sums, limit, LAYOUT: gl.constexpr):
+    """Rows that `leave_sums` left of gate and up -> fp32 of hidden."""
+    COLS: gl.constexpr = _OUTPUTS // 2
+    gate = sums.slice(0, COLS, 1).load(LAYOUT).to(gl.float32)
+    up = sums.slice(COLS, COLS, 1).load(LAYOUT).to(gl.float32)
+    return activate(gate, up, limit)
+
+
+@gluon_jit
+def _end_tiles(
+    out_ptr, weights_ptr, order, memory, limit, num_tiles, num_choices,
+    OUTS: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr,
+    RANKS: gl.constexpr,
+):  # fmt: skip
+    """What those warps do: rows of hidden, four at a time, or of parts, of which `part_rows` says where they go."""
+    COLS: gl.constexpr = _OUTPUTS // 2 if GATE_UP else _OUTPUTS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_ENDING, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    all_pairs = memory.pairs._reinterpret(gl.int32, [_TOKENS // 4, 4], FLAT)
+    all_weights = memory.weights._reinterpret(gl.float32, [_TOKENS // 4, 4], FLAT)
+    all_sums = memory.sums._reinterpret(
+        gl.bfloat16, [_TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    )  # fmt: skip
+    row, col = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
+    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_ENDING], [0]))
+    num_pairs = gl.load(order.offsets + E)
+    index, phase = gl.program_id(0), gl.to_tensor(0)
+    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    while tile.expert >= 0:
+        pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
+        memory.pairs.store(pair)
+        if GATE_UP:
+            memory.weights.store(gl.load(weights_ptr + pair))
+        index += gl.num_programs(0)
+        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        num_rows = tile.end - tile.start
+        _barrier.wait(memory.barriers.index(_SUMMED), phase)
+        for four in range((num_rows + 3) // 4):
+            sums = all_sums.index(four)
+            if GATE_UP:
+                hidden = activated(sums, limit, LAYOUT)
+                weight = all_weights.index(four).load(gl.SliceLayout(1, LAYOUT))
+                values = (hidden * weight.expand_dims(1)).to(gl.bfloat16)
+                if FORMAT != 0:
+                    values = fake_quantize_e4m3(values)
+            else:
+                values = sums.load(LAYOUT)
+            rows, is_row = all_pairs.index(four).load(gl.SliceLayout(1, LAYOUT)), four * 4 + row < num_rows
+            row_ptr = part_rows(rows, is_row, out_ptr, num_choices, OUTS, RANKS)
+            gl.store(row_ptr[:, None] + (tile.block * COLS + col)[None, :], values, mask=is_row[:, None])
+        _barrier.arrive(memory.barriers.index(_TAKEN))
+        phase ^= 1
+        tile = following
+
+
+@gluon_jit(do_not_specialize=("num_tiles", "num_choices"))
+def expert_tiles_kernel(
+    x_ptr, out_ptr, weights_ptr, order, first, second, limit, num_tiles, num_choices,
+    K: gl.constexpr, OUTS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
+    GATE_UP: gl.constexpr, DATA_WORDS: gl.constexpr, SCALE_WORDS: gl.constexpr, RANKS: gl.constexpr,
+):  # fmt: skip
+    """GATE_UP: hidden of x, by `first` and `second`, in product order as x; else parts of hidden, by the matrix that is
+    both. RANKS > 0: the parts of `num_choices` pairs go to the ranks of their tokens (`part_rows`)."""
+    BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
+    BARRIERS: gl.constexpr = (
+        _STAGES * (_X_BYTES + _WORD_BYTES + _OUTPUTS * (8 if FORMAT == 0 else 4)) + _SUM_BYTES
+    )  # fmt: skip
+    memory = _allocate(FORMAT)
+    if (load_word(0) != _MARK) | (load_word(BARRIERS + _DESCRIPTIONS) != _MARK):
+        trap()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (memory, K, FORMAT, GATE_UP, BARRIERS)),
+            (_copy_tiles, (
+                x_ptr, order, first, second, memory, num_tiles,
+                K, BLOCKS, E, TOP_K, FORMAT, GATE_UP, DATA_WORDS, SCALE_WORDS,
+            )),
+            (_end_tiles, (
+                out_ptr, weights_ptr, order, memory, limit, num_tiles, num_choices,
+                OUTS, BLOCKS, E, FORMAT, GATE_UP, RANKS,
+            )),
+        ],
+        [_COPYING, _ENDING], [_REGISTERS, _REGISTERS],
+    )  # fmt: skip
+    _keep(memory)
