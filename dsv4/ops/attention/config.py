@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_TURN, WHOLE
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_PAIRS, IN_TURN, WHOLE
 from dsv4.ops.lib.arch import Architecture
 
 
@@ -26,7 +26,8 @@ class AttentionPlan(NamedTuple):
     states than this are stored, of 128 KB each with 64 heads; four waves of queries with eight runs. `wide`: 64-wide
     groups of a row in one matrix, `run_wide` where a query has several runs; `ahead`: groups fetched a tile ahead.
     `combine_rows`: heads a program folds of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a
-    launch may begin before the one before it has ended. `columns`: how it is done by columns, if it is.
+    launch may begin before the one before it has ended. `columns`: how it is done by columns, if it is; `pairs`:
+    whether in pairs of tiles.
     """
 
     heads: int = 64
@@ -43,6 +44,7 @@ class AttentionPlan(NamedTuple):
     combine_runs: int = 8
     overlap: bool = True
     columns: ColumnsPlan | None = ColumnsPlan()
+    pairs: bool = False
 
     def cut(self, num_programs: int, num_tiles: int, run_tiles: int) -> int:
         """What a program takes, by counts that the host knows: `num_tiles` is what a block table has room for."""
@@ -56,6 +58,8 @@ class AttentionPlan(NamedTuple):
             del times[BY_TILE]
         if num_runs > 1 or self.columns is None:
             del times[BY_COLUMNS]
+        if not self.pairs:
+            del times[IN_PAIRS]
         cut = min(times, key=times.__getitem__)
         return WHOLE if num_runs <= 1 and cut in (BY_RUN, IN_TURN) else cut
 
@@ -72,6 +76,7 @@ class AttentionPlan(NamedTuple):
             + tile_us * run_tiles * -(-all_tiles // runs_at_once)
             + 0.06 * num_programs * -(-num_tiles // run_tiles),
             IN_TURN: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
+            IN_PAIRS: 12 + 3.6 * num_tiles * -(-num_programs // self.multiprocessors),
             BY_COLUMNS: 7
             + self._weights_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
             + num_tiles * max(1.0, 0.9 * -(-4 * num_programs // self.multiprocessors)),
@@ -97,6 +102,8 @@ class AttentionPlan(NamedTuple):
 
 # Hopper: 64 heads are the smallest matrix that a warp group multiplies
 PLAN = AttentionPlan()
+# and a kernel in Gluon
+PAIRS_PLAN = PLAN._replace(pairs=True)
 # products by single warps: half the heads leave registers for all of a row (Blackwell's own products spill 2.3 KB), and
 # 164 KB of shared memory suffice
 HALVES_PLAN = AttentionPlan(heads=32, ahead=1, run_wide=4, columns=None)
@@ -106,5 +113,5 @@ TILES_PLAN = AttentionPlan(heads=16, num_warps=4, has_tiles_only=True, columns=N
 
 def pick_plan(architecture: Architecture) -> AttentionPlan:
     if architecture.has_warp_groups:
-        return PLAN
+        return PAIRS_PLAN if architecture.has_wide_kernels else PLAN
     return HALVES_PLAN if architecture.shared_bytes > 128 * 1024 else TILES_PLAN

@@ -34,8 +34,9 @@ from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.rows.kernel_rope import rotate_pairs
 
 RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
-# a program takes a query of one run, of any number, a run, a tile; or (kernel_columns.py) columns of a query of one run
-WHOLE, IN_TURN, BY_RUN, BY_TILE, BY_COLUMNS = 0, 1, 2, 3, 4
+# a program takes a query of one run, of any number, a run, a tile; or (kernel_columns.py) columns of a query of one
+# run; or (kernel_pairs.py) query after query, two tiles at a time
+WHOLE, IN_TURN, BY_RUN, BY_TILE, BY_COLUMNS, IN_PAIRS = 0, 1, 2, 3, 4, 5
 _KEYS = tl.constexpr(KEYS)
 _IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)

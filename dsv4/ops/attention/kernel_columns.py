@@ -12,7 +12,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dsv4.ops.attention.kernel_attend import _empty, _fold, _probabilities, _store_result
-from dsv4.ops.attention.kernel_rows import KEYS, count_tiles, decode_groups, key_rows, load_groups, scale_bits
+from dsv4.ops.attention.kernel_rows import (
+    KEYS,
+    count_tiles,
+    decode_groups,
+    key_entries,
+    key_rows,
+    load_groups,
+    scale_bits,
+)
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 
@@ -64,9 +72,10 @@ def _store_places(
     for start in range(first * _KEYS, stop * _KEYS, _AT_ONCE):
         key = start + tl.arange(0, _AT_ONCE)
         is_there = key < stop * _KEYS
+        entry = key_entries(key, is_there, token, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, WINDOW)
         address, codes = key_rows(
-            key, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages,
-            picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW, RING_LEN,
+            key, entry, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps,
+            pages, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
         )  # fmt: skip
         places = first_place * _KEYS + key
         tl.store(tiles.rows + places, address, mask=is_there)

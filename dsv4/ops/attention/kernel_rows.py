@@ -118,10 +118,22 @@ def tile_rows(
 
 
 @jit
+def key_entries(key, is_there, token, picks_ptr, stride_pt, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr,
+                WINDOW: tl.constexpr):  # fmt: skip
+    """What `key_rows` asks for: the entries of keys, as picked or as they come."""
+    entry = key - (WINDOW + _KEYS - 1) // _KEYS * _KEYS
+    if HAS_ENTRIES and NUM_PICKS > 0:
+        mask = is_there & (entry >= 0) & (entry < NUM_PICKS)
+        return tl.load(picks_ptr + token.to(tl.int64) * stride_pt + entry, mask=mask, other=-1)
+    else:
+        return entry
+
+
+@jit
 def key_rows(
-    key, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
-    stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
-    WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
+    key, entry, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages,
+    block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
+    RING_LEN: tl.constexpr,
 ):  # fmt: skip
     """The addresses of rows, by the numbers of their keys in a query's tiles, 0 where there is none; their scales."""
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
@@ -132,12 +144,8 @@ def key_rows(
     links_ptr = ring_positions_ptr + slot.to(tl.int64) * stride_rps + tl.maximum(ids, 0) % RING_LEN
     has_link = (ids >= 0) & (ids < chunk_start)
     if HAS_ENTRIES:
-        entry = key - WINDOW_KEYS
-        is_entry = is_there & (entry >= 0)
-        if NUM_PICKS > 0:
-            mask = is_entry & (entry < NUM_PICKS)
-            entry = tl.load(picks_ptr + token.to(tl.int64) * stride_pt + entry, mask=mask, other=-1).to(tl.int32)
-        is_entry = is_entry & (entry >= 0) & (entry < (position + 1) // RATIO)
+        entry = entry.to(tl.int32)
+        is_entry = is_there & (key >= WINDOW_KEYS) & (entry >= 0) & (entry < (position + 1) // RATIO)
         ids = tl.where(is_entry, entry, ids)
         links_ptr = tl.where(is_entry, block_table_ptr + slot.to(tl.int64) * stride_bs + ids // PER_BLOCK, links_ptr)
         has_link = has_link | is_entry

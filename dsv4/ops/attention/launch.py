@@ -3,7 +3,8 @@
 Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a program takes all runs
 of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles stored
 (kernel_attend.py). Between few and many, where a query is one run: one launch weighs the keys of tiles, a second sums
-columns of the values (kernel_columns.py). All give the same bits, so the choice may depend on the batch.
+columns of the values (kernel_columns.py). Many, on Hopper: kernel_pairs.py. All give the same bits, so the choice may
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dsv4.ops.attention.kernel_attend import (
     BY_COLUMNS,
     BY_RUN,
     BY_TILE,
+    IN_PAIRS,
     IN_TURN,
     RUN,
     WHOLE,
@@ -35,8 +37,11 @@ from dsv4.ops.attention.kernel_attend import (
     _combine_kernel,
 )
 from dsv4.ops.attention.kernel_columns import TileArguments, _values_kernel, _weights_kernel
+from dsv4.ops.attention.kernel_pairs import DIM as PAIRS_DIM
+from dsv4.ops.attention.kernel_pairs import HEADS as PAIRS_HEADS
+from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
 from dsv4.ops.attention.kernel_rows import KEYS
-from dsv4.ops.lib.arch import architecture, overlapping
+from dsv4.ops.lib.arch import architecture, num_multiprocessors, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.rows.target import RowTarget, row_target
 
@@ -81,9 +86,13 @@ def launch_attention(
         num_entries = table.shape[1] * entries.entries_per_block if picks is None else picks.shape[1]
     num_tiles = -(-window_len // KEYS) + -(-num_entries // KEYS)
     head_blocks = -(-num_heads // plan.heads)
+    fresh = _fresh(rows, 0)
+    is_aligned = all(map(_is_aligned, (fresh, ring, pages)))
+    if not (is_aligned and takes_pairs(q, run_tiles)):
+        plan = plan._replace(pairs=False)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
-    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs}.get(cut, num_tiles)
+    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, IN_PAIRS: num_runs}.get(cut, num_tiles)
     is_in_ranges = cut == IN_TURN or plan.has_tiles_only  # so that not too many states are stored
     most_tokens = min(plan.range_tokens(head_blocks * num_parts), num_tokens) if is_in_ranges else num_tokens
     shape: dict[str, Any] = {
@@ -96,7 +105,7 @@ def launch_attention(
     for start in range(0, num_tokens, most_tokens):
         # every pointer at the first token of a range; the rows of tokens before it lie before it
         part = slice(start, start + most_tokens)
-        fresh = _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
+        fresh = _fresh(rows, start)
         step = _Step(
             min(most_tokens, num_tokens - start) * head_blocks, num_parts, q[part], out[part], tables,
             TokenArguments(positions[part], slots[part], chunk_starts[part]),
@@ -104,10 +113,13 @@ def launch_attention(
                 fresh, ring, window.positions, window.positions.stride(0), pages, picked[part], picked.stride(0),
                 table, table.stride(0),
             ),
-            shape, window.ring_len, all(map(_is_aligned, (fresh, ring, pages))), freqs is not None,
+            shape, window.ring_len, is_aligned, freqs is not None,
         )  # fmt: skip
         if cut == BY_COLUMNS:
             _launch_columns(plan, step)
+            continue
+        if cut == IN_PAIRS:
+            _launch_pairs(step, run_tiles)
             continue
         if states is None:
             states = _scratch(0 if cut == WHOLE else step.num_programs * num_parts, plan.heads, dim, q.device)
@@ -193,6 +205,28 @@ def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
     )  # fmt: skip
 
 
+def takes_pairs(q: Tensor, run_tiles: int) -> bool:
+    """Whether `attend_pairs_kernel` can do it: on Hopper, rows of 512 values, queries at multiples of 16 bytes, runs
+    of whole pairs."""
+    has_places = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    return architecture().has_wide_kernels and q.shape[2] == PAIRS_DIM and has_places and run_tiles % 2 == 0
+
+
+def _launch_pairs(step: _Step, run_tiles: int) -> None:
+    """A program a multiprocessor, which takes query after query in pairs of tiles (kernel_pairs.py)."""
+    num_programs = min(num_multiprocessors(step.q.device), step.num_programs)
+    has_runs = step.num_parts > 1
+    # each of two groups stores half the columns
+    states = _scratch(2 * num_programs if has_runs else 0, PAIRS_HEADS, step.dim // 2, step.q.device)
+    queries, num_heads, scale = step.queries
+    shape = {name: value for name, value in step.shape.items() if name not in ("NUM_GROUPS", "HEADS")}
+    attend_pairs_kernel[(num_programs,)](
+        queries, step.out, num_heads, scale, step.tables, step.tokens, step.num_programs, *step.sources, states, 0,
+        **shape, RING_LEN=step.ring_len, INVERSE_ROPE=step.has_rope, RUN=run_tiles, HAS_RUNS=has_runs,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def _check(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
     batch: TokenBatch, freqs: Tensor | None,
@@ -247,6 +281,12 @@ def _target(rows: RowStore) -> RowTarget:
         scales=words, scales_stride=words.stride(0), scales_row=words.stride(1),
         factor=words, factor_stride=0, factor_row=0,
     )  # fmt: skip
+
+
+def _fresh(rows: RowStore, start: int) -> RowTarget:
+    """The batch's rows from a token on."""
+    assert rows.scales is not None
+    return _target(replace(rows, data=rows.data[start:].unsqueeze(1), scales=rows.scales[start:].unsqueeze(1)))
 
 
 def _is_aligned(target: RowTarget) -> bool:

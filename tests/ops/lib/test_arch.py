@@ -8,7 +8,7 @@ import torch
 from dsv4.formats.fp8 import fp8_block_quantize
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.attention import launch_attention, pick_plan
-from dsv4.ops.attention.config import HALVES_PLAN, PLAN, TILES_PLAN
+from dsv4.ops.attention.config import HALVES_PLAN, PAIRS_PLAN, PLAN, TILES_PLAN
 from dsv4.ops.lib import arch
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture, architecture, code_tensor, overlapping
 from dsv4.ops.lib.codecs import e4m3_bytes, e4m3_values, round_e4m3
@@ -105,7 +105,7 @@ def test_linear_layers_without_the_type(monkeypatch):
 def test_attention_takes_fewer_heads_where_shared_memory_or_registers_are_few():
     plans = {number: pick_plan(Architecture(number)) for number in ARCHITECTURES}
     assert plans == {
-        80: HALVES_PLAN, 89: TILES_PLAN, 90: PLAN, 100: HALVES_PLAN, 103: HALVES_PLAN, 120: TILES_PLAN
+        80: HALVES_PLAN, 89: TILES_PLAN, 90: PAIRS_PLAN, 100: HALVES_PLAN, 103: HALVES_PLAN, 120: TILES_PLAN
     }  # fmt: skip
     assert pick_plan(Architecture(0)) == PLAN
 
