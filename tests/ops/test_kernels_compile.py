@@ -21,10 +21,10 @@ SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
 CASES = list(SHAPES)
 # Blackwell takes as long again, and no GPU of its kind has run them yet
 ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow))
-# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread, scoring
-# for many tokens the decoded keys, wo_a for 256 rows four words; the warps that copy and end tiles of experts have 32
-# registers each, those that multiply spill once a tile, where ranges of the shared expert's columns are added; of
-# attention in pairs of tiles most is spilled outside the loop over keys
+# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
+# scoring for many tokens the decoded keys, wo_a for 256 rows four words; the warps that copy and end tiles of experts
+# have 32 registers each, those that multiply spill once a tile, where ranges of the shared expert's columns are added;
+# of attention in pairs of tiles most is spilled outside the loop over keys
 SPILLS = {
     ("_attend_kernel", 90): 100,
     ("attend_pairs_kernel", 90): 804,
