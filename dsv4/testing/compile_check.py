@@ -48,6 +48,8 @@ class CompileError(ValueError):
 class CompileReport:
     """One kernel as one case launches it on one architecture. Bytes of spills, shared memory and stack.
 
+    `loop_spills`: instructions that spill or bring back what was spilled inside innermost loops with products of warp
+    groups, where they cost most: a kernel that has all of shared memory has no cache for them.
     `sum_layouts`: shape and register layout of every floating sum. They decide its order: two kernels that must agree
     bit for bit need the same.
     """
@@ -59,6 +61,7 @@ class CompileReport:
     num_warps: int
     registers: int
     spill_bytes: int
+    loop_spills: int
     stack_bytes: int
     shared_bytes: int
     uses_wgmma: bool
@@ -187,6 +190,7 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
         num_warps=kernel.metadata.num_warps,
         registers=_number(r"Used (\d+) registers", log),
         spill_bytes=_number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
+        loop_spills=_number(r"(\d+) spills in loops of products", log),
         stack_bytes=_number(r"(\d+) bytes stack frame", log),
         shared_bytes=kernel.metadata.shared,
         uses_wgmma="wgmma.mma_async" in ptx,
@@ -246,10 +250,31 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
         output = os.path.join(folder, "kernel.cubin")
         command = [get_ptxas(arch).path, "-v", *fusion, f"--gpu-name={match[1]}", source, "-o", output]
         run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        raise CompileError(f"ptxas failed: {run.stderr}")
-    CACHE.write(key, run.stderr)
-    return match[1], run.stderr
+        if run.returncode:
+            raise CompileError(f"ptxas failed: {run.stderr}")
+        has_spills = _number(r"(\d+) bytes spill stores", run.stderr) > 0
+        log = f"{run.stderr}\n{_loop_spills(output) if has_spills else 0} spills in loops of products\n"
+    CACHE.write(key, log)
+    return match[1], log
+
+
+def _loop_spills(binary: str) -> int:
+    """See `CompileReport`."""
+    from triton import knobs
+
+    command = [knobs.nvidia.cuobjdump.path, "-sass", binary]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", listing)
+    code = {int(address, 16): instruction for address, instruction in found}
+    branches = ((address, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for address, text in code.items())
+    loops = [(int(match[1], 16), address) for address, match in branches if match and int(match[1], 16) < address]
+    total = 0
+    for first, last in loops:
+        body = [text for address, text in code.items() if first <= address <= last]
+        holds_another = any(first <= other[0] and other[1] <= last and other != (first, last) for other in loops)
+        if "HGMMA" in " ".join(body) and not holds_another:
+            total += sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body)
+    return total
 
 
 def _number(pattern: str, log: str) -> int:
