@@ -60,9 +60,12 @@ LAUNCH_DEVICES = frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"})
 def _settle_keys() -> None:
     """Triton 3.6 names a compiled kernel by its own constants and, of functions it calls, only by those that some other
     kernel led to before. So the name depends on what was launched first, and the cache on disk is missed by a process
-    with another order. Asked for first, a function's constants are always there."""
-    finder = importlib.import_module("triton.runtime.jit").DependenciesFinder
-    update = finder._update_hash
+    with another order. Asked for first, a function's constants are always there. A Triton that has no such thing is
+    left as it is."""
+    finder = getattr(importlib.import_module("triton.runtime.jit"), "DependenciesFinder", None)
+    update = getattr(finder, "_update_hash", None)
+    if finder is None or update is None:
+        return
 
     def update_hash(self: Any, function: Any) -> None:
         _ = function.cache_key
