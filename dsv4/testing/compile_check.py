@@ -238,7 +238,7 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
 
     match = re.search(r"\.target (\w+)", ptx)
     assert match is not None, "PTX without a target"
-    key = content_key(ptx, str(has_fusion), ptxas_version(arch))
+    key = content_key("log, spills in loops", ptx, str(has_fusion), ptxas_version(arch))
     kept = CACHE.read(key)
     if kept is not None:
         return match[1], kept

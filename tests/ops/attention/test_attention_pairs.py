@@ -37,12 +37,13 @@ CASES = {
 def test_hopper_takes_it_and_the_interpreter_never():
     q = torch.zeros(2, 64, 512, dtype=torch.bfloat16, device=kernel_device())
     is_hopper = architecture().number == 90
-    assert launch.takes_pairs(q, RUN) == is_hopper
-    assert not launch.takes_pairs(q, RUN + 1), "a run ends inside a pair"
-    assert not launch.takes_pairs(q[..., :128], RUN), "another kind of rows"
+    assert launch.takes_pairs(q, 128, RUN) == is_hopper
+    assert not launch.takes_pairs(q, 128, RUN + 1), "a run ends inside a pair"
+    assert not launch.takes_pairs(q, 133, RUN), "a window ends inside a tile"
+    assert not launch.takes_pairs(q[..., :128], 128, RUN), "another kind of rows"
     shifted = torch.zeros(2 * 64 * 520, dtype=torch.bfloat16, device=kernel_device())[4:]
-    assert not launch.takes_pairs(shifted.as_strided((2, 64, 512), (64 * 512, 512, 1)), RUN), "queries at odd places"
-    assert not launch.takes_pairs(shifted[4:].as_strided((2, 64, 512), (64 * 516, 516, 1)), RUN), "odd heads"
+    assert not launch.takes_pairs(shifted.as_strided((2, 64, 512), (64 * 512, 512, 1)), 128, RUN), "at odd places"
+    assert not launch.takes_pairs(shifted[4:].as_strided((2, 64, 512), (64 * 516, 516, 1)), 128, RUN), "odd heads"
 
 
 def test_when_pairs_are_taken():

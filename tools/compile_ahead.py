@@ -1,0 +1,190 @@
+"""Kernels compiled on a machine without a GPU, for one that has it, whatever its Python and its build of Triton.
+
+    python tools/compile_ahead.py cases FOLDER [--op OP ...]      what benchmark cases launch
+    python -m pytest -p tools.compile_ahead --compile-into FOLDER [--compile-on meta] ...      what tests launch
+    python tools/compile_ahead.py pack FOLDER FILE                binaries alone, without what they were made from
+    python tools/compile_ahead.py unpack FILE                     on that machine, into Triton's cache
+
+A GPU by the minute should run kernels, not wait for compilers: with them along, a run that compares bits and times of
+some kernels takes a minute instead of ten. What is missing is compiled there, as always.
+
+Tests run with launches that compile for Hopper and do nothing, and comparisons that pass; what a test asserts itself
+may fail, and ends it there. `--compile-on meta` is for tests at real sizes: their tensors have no memory.
+
+Triton names a kernel's folder by a hash of its own files and of the kernel. The second part is written down here, so
+that another Triton of the same version finds the folder under its own name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+KEYS = "keys.jsonl"
+ARCHITECTURE = 90
+
+
+def record_into(folder: Path) -> None:
+    """Triton's cache is `folder` from now on, and the kernels' own parts of names are written down in it."""
+    from triton import knobs
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    folder.mkdir(parents=True, exist_ok=True)
+    knobs.cache.dir = str(folder.resolve())
+    seen = set()
+
+    def key(source: Any, backend: Any, options: Any, env_vars: Any) -> str:
+        own = f"-{source.hash()}-{backend.hash()}-{options.hash()}-{sorted(env_vars.items())}"
+        name = _name(own)
+        if name not in seen:
+            seen.add(name)
+            with (folder / KEYS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, own]) + "\n")
+        return cache.triton_key() + own
+
+    compiler.get_cache_key = key
+
+
+def _name(own: str) -> str:
+    """Of a kernel's folder, by this machine's Triton."""
+    from triton.runtime import cache
+
+    return cache._base32(hashlib.sha256((cache.triton_key() + own).encode()).hexdigest())
+
+
+def compile_cases(folder: Path, ops: list[str]) -> None:
+    import torch
+
+    from dsv4.testing.bench import case_modules, load_cases
+    from dsv4.testing.compile_check import offline
+
+    record_into(folder)
+    cases = [case for case in load_cases(case_modules()) if not ops or case.key.split("/")[0] in ops]
+    for number, case in enumerate(cases):
+        print(f"{number + 1} of {len(cases)}: {case.key}", flush=True)
+        with suppress(Exception), offline(ARCHITECTURE):  # what does not compile says so when it is run
+            case.build(torch.device("meta")).call()
+
+
+# ---- as a plugin of pytest ----
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--compile-into", metavar="FOLDER", help="compile what tests launch, and run nothing")
+    parser.addoption("--compile-on", choices=("cpu", "meta"), default="cpu", help="where tests then have their tensors")
+
+
+def pytest_load_initial_conftests(early_config: Any) -> None:
+    """Before tests/conftest.py, which would choose the interpreter."""
+    options = early_config.known_args_namespace
+    if options.compile_into is not None:
+        _only_compile(Path(options.compile_into), options.compile_on)
+
+
+def _only_compile(folder: Path, device: str) -> None:
+    import torch
+    import torch.fx.experimental._config as meta_config
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from dsv4.ops.lib import guard
+    from dsv4.testing import compile_check, inputs, interpreter, numeric
+
+    record_into(folder)
+    run, is_true = JITFunction.run, torch.Tensor.__bool__
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        with suppress(Exception):
+            run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    driver.set_active(compile_check.OfflineDriver(ARCHITECTURE))
+    guard.LAUNCH_DEVICES = frozenset({"cuda", "cpu", "meta"})
+    interpreter.without_gpu = lambda: False
+    inputs.kernel_device = lambda: torch.device(device)
+    inputs.elementwise_block = lambda: 1024
+    for name in [name for name in vars(numeric) if name.startswith("assert_")]:
+        setattr(numeric, name, lambda *args, **kwargs: None)
+    meta_config.meta_nonzero_assume_all_nonzero = True
+    torch.Tensor.__bool__ = lambda tensor: tensor.device.type == "meta" or is_true(tensor)  # type: ignore[method-assign]
+
+
+# ---- from machine to machine ----
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, str]]:
+    lines = (folder / KEYS).read_text(encoding="utf-8").splitlines()
+    return iter(dict(map(json.loads, lines)).items())
+
+
+def pack(folder: Path, file: Path) -> int:
+    """How many kernels."""
+    own_keys = {}
+    with tarfile.open(file, "w:xz") as archive:
+        for name, own in _entries(folder):
+            binaries = list((folder / name).glob("*.cubin"))
+            for path in binaries and [*binaries, *(folder / name).glob("*.json")]:
+                archive.add(path, f"{name}/{path.name}")
+                own_keys[name] = own
+        text = "".join(json.dumps([name, own]) + "\n" for name, own in own_keys.items()).encode()
+        entry = tarfile.TarInfo(KEYS)
+        entry.size = len(text)
+        archive.addfile(entry, io.BytesIO(text))
+    return len(own_keys)
+
+
+def unpack(file: Path, cache: Path) -> int:
+    """How many kernels."""
+    with tempfile.TemporaryDirectory() as temporary, tarfile.open(file) as archive:
+        folder = Path(temporary)
+        archive.extractall(folder, filter="data")
+        entries = list(_entries(folder))
+        for name, own in entries:
+            target = cache / _name(own)
+            target.mkdir(parents=True, exist_ok=True)
+            paths = [path for path in (folder / name).iterdir() if not path.name.startswith("__grp__")]
+            for path in paths:
+                (target / path.name).write_bytes(path.read_bytes())
+            # a group says where its files are
+            group = {"child_paths": {path.name: str(target / path.name) for path in paths}}
+            metadata = next(path.name for path in paths if path.suffix == ".json")
+            (target / f"__grp__{metadata}").write_text(json.dumps(group), encoding="utf-8")
+    return len(entries)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    cases = commands.add_parser("cases", help="compile what benchmark cases launch")
+    cases.add_argument("folder", type=Path)
+    cases.add_argument("--op", action="append", default=[], help="only cases of this op; may be repeated")
+    packing = commands.add_parser("pack", help="binaries of a folder into a file")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("file", type=Path)
+    unpacking = commands.add_parser("unpack", help="binaries of a file into Triton's cache")
+    unpacking.add_argument("file", type=Path)
+    options = parser.parse_args()
+    if options.command == "cases":
+        compile_cases(options.folder, options.op)
+    elif options.command == "pack":
+        print(f"{pack(options.folder, options.file)} kernels, {options.file.stat().st_size:,} bytes")
+    else:
+        from triton import knobs
+
+        print(f"{unpack(options.file, Path(knobs.cache.dir))} kernels into {knobs.cache.dir}")
+
+
+if __name__ == "__main__":
+    main()
