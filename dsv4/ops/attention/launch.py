@@ -37,9 +37,9 @@ from dsv4.ops.attention.kernel_attend import (
     _combine_kernel,
 )
 from dsv4.ops.attention.kernel_columns import TileArguments, _values_kernel, _weights_kernel
-from dsv4.ops.attention.kernel_pairs import DIM as PAIRS_DIM
-from dsv4.ops.attention.kernel_pairs import HEADS as PAIRS_HEADS
 from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
+from dsv4.ops.attention.kernel_pairs_rows import DIM as PAIRS_DIM
+from dsv4.ops.attention.kernel_pairs_rows import HEADS as PAIRS_HEADS
 from dsv4.ops.attention.kernel_rows import KEYS
 from dsv4.ops.lib.arch import architecture, num_multiprocessors, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
