@@ -9,8 +9,8 @@ OPENAI_2 := tests/clients/test_instructor.py tests/clients/test_litellm.py
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
 BASE ?= main
-QUICK := tests/formats tests/cache tests/text tests/engine/test_scheduler.py tests/engine/test_step.py \
-  $(wildcard tests/test_config*.py) tests/test_schedule.py tests/test_request.py tests/test_imports.py \
+QUICK := tests/formats tests/cache tests/text tests/engine/schedule/test_scheduler.py tests/engine/test_step.py \
+  tests/config tests/test_request.py tests/test_imports.py \
   tests/model/test_vectors.py::test_single_blocks
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
@@ -114,7 +114,7 @@ affected: $(DEV)
 
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"
-	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/serve
+	@DSV4_SCREENSHOT=1 $(BIN)/python -m pytest -q -m browser tests/http tests/cli
 
 slow-test: $(DEV)
 	@echo "==> pytest (slow)"

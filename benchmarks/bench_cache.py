@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout witho
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.schedule import build_schedule
+from dsv4.config.layers import build_schedule
 
 NUM_REQUESTS = 256
 NUM_BLOCKS = 65536

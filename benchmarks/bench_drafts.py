@@ -34,18 +34,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.engine.drafting.choice import FixedDrafts
-from dsv4.engine.drafting.policy import DraftPolicy, StepTimes
+from dsv4.engine.draft.counts import FixedDrafts
+from dsv4.engine.draft.policy import DraftPolicy, StepTimes
 from dsv4.engine.engine import Engine
-from dsv4.engine.graphs import capture_graph
-from dsv4.engine.sequence import Sequence as Request
+from dsv4.engine.request import Sequence as Request
+from dsv4.engine.run.graphs import capture_graph
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
-from dsv4.tools.bench import describe_machine, time_calls
-from dsv4.tools.bench_context import cut_config
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.bench.context import cut_config
+from dsv4.tools.bench.model import describe_machine, time_calls
+from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca", "csa")
 FLASH_LAYERS = 43

@@ -43,8 +43,8 @@ from dsv4.dist.exchange import CollectiveExchange, Exchange
 from dsv4.dist.group import gloo_group
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import symmetric_exchange
-from dsv4.engine.precompile import precompile
-from dsv4.engine.runner import Runner
+from dsv4.engine.run.precompile import precompile
+from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
@@ -52,9 +52,9 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import backend_for
 from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
-from dsv4.tools.bench import describe_machine
-from dsv4.tools.bench_context import cut_config
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.bench.context import cut_config
+from dsv4.tools.bench.model import describe_machine
+from dsv4.tools.plan.targets import PRESETS
 
 SECTIONS = ("bits", "engine", "speed")
 SCHEDULE = ("swa", "csa", "hca")

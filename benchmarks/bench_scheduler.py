@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout witho
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.sequence import Sequence
-from dsv4.engine.step import StepBuilder
+from dsv4.config.layers import build_schedule
+from dsv4.engine.request import Sequence
+from dsv4.engine.schedule.scheduler import Scheduler
+from dsv4.engine.step.builder import StepBuilder
 from dsv4.request import SamplingParams
-from dsv4.schedule import build_schedule
 
 NUM_STEPS, NUM_WAITING, PROMPT_LEN, TOKEN = 200, 1000, 200, 7
 

@@ -38,15 +38,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
 from dsv4.config import EngineConfig
-from dsv4.engine.buckets import decode_buckets
-from dsv4.engine.runner import Runner
+from dsv4.engine.run.bucket_sizes import decode_buckets
+from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
-from dsv4.tools import bench
-from dsv4.tools.bench_context import BenchModel, build_model, build_offloaded, cut_config, make_context
+from dsv4.tools.bench import model as bench
+from dsv4.tools.bench.context import BenchModel, build_model, build_offloaded, cut_config, make_context
 from dsv4.tools.plan import plan
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca", "csa")
 FLASH_COUNTS = {"swa": 2, "csa": 21, "hca": 20}  # layers of each kind in all of Flash

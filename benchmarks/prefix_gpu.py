@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout witho
 from model_gpu import FLASH_COUNTS, Session, four_layers, free_memory
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.payload import Payload
+from dsv4.cache.tiers.payload import Payload
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.llm import LLM
 from dsv4.request import Completion, SamplingParams
-from dsv4.schedule import build_schedule
 from dsv4.testing import bench as records_of
-from dsv4.tools import bench
-from dsv4.tools.bench_context import BenchModel, cut_config, fill_cache
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.bench import model as bench
+from dsv4.tools.bench.context import BenchModel, cut_config, fill_cache
+from dsv4.tools.plan.targets import PRESETS
 
 NUM_LAYERS = sum(FLASH_COUNTS.values())
 ANSWER = SamplingParams(max_tokens=8, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)

@@ -29,20 +29,20 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import AttentionKind
 from dsv4.dist.exchange import NOBODY, Rows
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
-from dsv4.engine.graphs import capture_graph
 from dsv4.engine.offload.trees import tensors_of
-from dsv4.engine.precompile import precompile
+from dsv4.engine.run.graphs import capture_graph
+from dsv4.engine.run.precompile import precompile
 from dsv4.loader.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import backend_for
-from dsv4.schedule import AttentionKind
-from dsv4.tools.bench import layer_call, one_of_each, time_calls
-from dsv4.tools.bench_context import BenchModel, Context, cut_config, make_context
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.bench.context import BenchModel, Context, cut_config, make_context
+from dsv4.tools.bench.model import layer_call, one_of_each, time_calls
+from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca")
 COUNTS = {AttentionKind.SWA: 2, AttentionKind.CSA: 21, AttentionKind.HCA: 20}  # layers of each kind in all of Flash

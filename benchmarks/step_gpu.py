@@ -34,10 +34,10 @@ from dsv4.config import EngineConfig
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
-from dsv4.tools import bench
-from dsv4.tools.bench_context import BenchModel, build_model
+from dsv4.tools.bench import model as bench
+from dsv4.tools.bench.context import BenchModel, build_model
 from dsv4.tools.plan import plan
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca", "csa")
 SECTIONS = ("first", "steps", "observed", "load", "memory")

@@ -31,9 +31,9 @@ from benchmarks.step_gpu import SCHEDULE, finish, submit
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
 from dsv4.testing import bench as records_of
-from dsv4.tools import bench
-from dsv4.tools.bench_context import build_model
-from dsv4.tools.targets import PRESETS
+from dsv4.tools.bench import model as bench
+from dsv4.tools.bench.context import build_model
+from dsv4.tools.plan.targets import PRESETS
 
 FIRST_KERNEL = "_resolve_kernel"  # of a step
 NUM_STEPS, NUM_PROFILED = 40, 13

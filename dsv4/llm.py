@@ -21,26 +21,27 @@ from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
-from dsv4.engine.bucket import Drafting
-from dsv4.engine.buckets import step_buckets
-from dsv4.engine.cpu_threads import set_threads
-from dsv4.engine.drafting.choice import FixedDrafts
-from dsv4.engine.drafting.make import make_drafter
-from dsv4.engine.drafting.options import Drafts, check_drafts, draft_limits, make_choice
-from dsv4.engine.drafting.trace import DraftRound, trace_drafts
+from dsv4.engine.draft.counts import FixedDrafts
+from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
+from dsv4.engine.draft.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
-from dsv4.engine.kernel_record import allowed_backend
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
-from dsv4.engine.rank_load import Share, check_alike, failing_together, rank_device
-from dsv4.engine.rank_worker import RankExecutor, follow
-from dsv4.engine.rehearsal import rehearse_requests
-from dsv4.engine.runner import Runner
-from dsv4.engine.sequence import Sequence as RequestSequence
+from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
+from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
+from dsv4.engine.ranks.worker import RankExecutor, follow
+from dsv4.engine.request import Sequence as RequestSequence
+from dsv4.engine.run.bucket import Drafting
+from dsv4.engine.run.bucket_sizes import step_buckets
+from dsv4.engine.run.cpu_threads import set_threads
+from dsv4.engine.run.kernel_record import allowed_backend
+from dsv4.engine.run.runner import Runner
+from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -63,7 +64,6 @@ from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
-from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.text.tokenizer import Tokenizer
 
 

@@ -11,10 +11,10 @@ import torch
 
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.config.layers import build_schedule
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantTensor
 from dsv4.model.parameters import ModelParams
 from dsv4.request import RequestError, SamplingParams
-from dsv4.schedule import build_schedule
 
 Numerics = Literal["official", "exact"]
 Prompt = str | Sequence[int]

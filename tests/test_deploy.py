@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from dsv4.serve.cli import app
+from dsv4.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

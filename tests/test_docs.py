@@ -12,9 +12,9 @@ import pytest
 from benchmarks import plots, timeline_gpu
 from benchmarks.model_gpu import whole_flash
 from dsv4.cache.schema import build_cache_schema
+from dsv4.cli.main import main
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.schedule import build_schedule
-from dsv4.serve.cli import main
+from dsv4.config.layers import build_schedule
 from dsv4.testing import bench
 from tools.wrap_docs import WIDTH, documents, wrapped
 

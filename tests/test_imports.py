@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
 
 # what each part may import besides itself and the base
-BASE = {"config", "config_json", "schedule", "request", "__version__"}
+BASE = {"config", "request", "__version__"}
 BELOW_ENGINE = ("loader", "model", "dist", "ops", "cache", "formats")
 MAY_IMPORT = {
     "formats": set(),
@@ -29,20 +29,19 @@ MAY_IMPORT = {
     "engine": {"text", *BELOW_ENGINE},
     "llm_input": {"model", "cache", "formats"},
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
-    "rank": {"llm", "dist"},
     "tools": {"llm", "text", "engine", *BELOW_ENGINE},
-    "serve": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
+    "http": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
+    "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
 # the package's own face may import everything; so may `testing`, which only the self-test imports
 TOP = {"__init__", "__main__", "testing"}
 SELFTEST = "dsv4.tools.selftest"
 
 TORCH_FREE = [
-    "dsv4.config", "dsv4.config_json", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
-    "dsv4.engine.scheduler", "dsv4.engine.drafting.policy", "dsv4.engine.offload.placement", "dsv4.tools.plan",
-    "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.rank_books", "dsv4.engine.rank_scheduler",
-    "dsv4.engine.rank_wire",
-    "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
+    "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
+    "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
+    "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
+    "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
 ]  # fmt: skip
 
 
@@ -135,7 +134,7 @@ def test_families_of_ops_import_one_way():
         ("dsv4.text.chat", "from dsv4.engine.engine import Engine", ["dsv4.engine.engine"]),
         ("dsv4.engine.engine", "from dsv4.testing.numeric import close", ["dsv4.testing.numeric"]),
         ("dsv4.engine.engine", "from dsv4.loader.weights import load_params", []),
-        ("dsv4.serve.cli", "from dsv4.llm import LLM\nfrom . import protocol\nimport torch", []),
+        ("dsv4.cli.main", "from dsv4.llm import LLM\nfrom . import protocol\nimport torch", []),
     ],
 )
 def test_the_rule_itself(module, source, wrong):
@@ -148,7 +147,9 @@ def torch_free_modules():
 
 def test_torch_free_modules_do_not_import_torch():
     modules = torch_free_modules()
-    assert {"dsv4.config", "dsv4.schedule", "dsv4.request", "dsv4.cache.schema", "dsv4.tools.plan"} <= set(modules)
+    assert {"dsv4.config", "dsv4.config.layers", "dsv4.request", "dsv4.cache.schema", "dsv4.tools.plan.plan"} <= set(
+        modules
+    )
     program = (
         "import importlib, sys\n"
         "for module in sys.argv[1:]:\n"

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.batch import Chunk, TokenBatch
-from dsv4.cache.books import HostBooks
-from dsv4.cache.disk import DiskTier
 from dsv4.cache.errors import CacheError, require_integrity
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.host import HostTier
+from dsv4.cache.ledger import HostBooks
 from dsv4.cache.paged import PagedCache
-from dsv4.cache.payload import Part, Payload
-from dsv4.cache.prefix_tree import ChainKeys
+from dsv4.cache.prefix.snapshots import SnapshotStore
+from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import build_cache_schema
-from dsv4.cache.snapshots import SnapshotStore
 from dsv4.cache.state import NO_POSITION, StateCache
-from dsv4.cache.tiers import Tiers
+from dsv4.cache.tiers.disk import DiskTier
+from dsv4.cache.tiers.host import HostTier
+from dsv4.cache.tiers.payload import Part, Payload
+from dsv4.cache.tiers.tiers import Tiers
 from dsv4.cache.transfer import to_device
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.schedule import LayerSpec
+from dsv4.config.layers import LayerSpec
 
 NO_BLOCK = -1
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
+from dsv4.config.layers import AttentionKind, LayerSpec, validate_schedule
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.schedule import AttentionKind, LayerSpec, validate_schedule
 
 ALIGNMENT = 256
 POSITION_BYTES = 4  # int32 in the rings and in the block table

@@ -1,7 +1,7 @@
 """`World`: one rank's place among the others, and how the ranks of a model come together.
 
 Under `torchrun` every process is a rank already. Otherwise the first one starts the others on its own machine, each as
-`python -m dsv4.rank` with torchrun's variables set, so that both kinds of rank begin in the same way.
+`python -m dsv4.engine.ranks` with torchrun's variables set, so that both kinds of rank begin in the same way.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _start(rank: int, size: int, port: int, settings: Mapping[str, Any]) -> subp
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "dsv4.rank"], env=environment, stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "dsv4.engine.ranks"], env=environment, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once, which is noticed when it should connect
         process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")

@@ -17,8 +17,8 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
-from dsv4.engine.sequence import RequestAborted
-from dsv4.engine.sequence import Sequence as RequestSequence
+from dsv4.engine.request import RequestAborted
+from dsv4.engine.request import Sequence as RequestSequence
 from dsv4.engine.stats import EngineStats
 
 _LOG = logging.getLogger("dsv4.engine")

@@ -32,20 +32,20 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import OnTheWay
 from dsv4.dist.errors import RankFailed
-from dsv4.engine.constraint import Constraint
-from dsv4.engine.drafting.choice import FixedDrafts, Offer
-from dsv4.engine.drafting.offers import read_offers
-from dsv4.engine.flight import Elsewhere, Flight
-from dsv4.engine.kept import Outcome, by_piece, kept_rows, num_accepted
+from dsv4.engine.draft.counts import FixedDrafts, Offer
+from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
-from dsv4.engine.plan import Piece, StepPlan
-from dsv4.engine.rank_scheduler import RankScheduler, StepSize
-from dsv4.engine.runner import Runner
-from dsv4.engine.sampler import Undrawable, constraint_failure, make_masks, outcomes
-from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.sequence import UNREAD, Sequence
+from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
+from dsv4.engine.request import UNREAD, Sequence
+from dsv4.engine.run.in_flight import Elsewhere, Flight
+from dsv4.engine.run.runner import Runner
+from dsv4.engine.schedule.kept import Outcome, by_piece, kept_rows, num_accepted
+from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.engine.stats import EngineStats
-from dsv4.engine.step import StepBuilder
+from dsv4.engine.step.builder import StepBuilder
+from dsv4.engine.step.constraint import Constraint
+from dsv4.engine.step.sampler import Undrawable, constraint_failure, make_masks, outcomes
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, check_params, check_prompt

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
 
-from dsv4.engine.sequence import Sequence as RequestSequence
+from dsv4.engine.request import Sequence as RequestSequence
 from dsv4.request import FinishReason, TokenLogprobs
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.errors import CacheError, OutOfBlocks
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_tree import ChainKeys
+from dsv4.cache.prefix.tree import ChainKeys
 
 _LOG = logging.getLogger("dsv4.engine")
 

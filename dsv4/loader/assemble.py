@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.config.layers import AttentionKind, LayerSpec, RouterKind, build_schedule
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.loader.names import LogicalTensor
 from dsv4.model.parameters import (
@@ -24,7 +25,6 @@ from dsv4.model.parameters import (
     MoeParams,
     MtpParams,
 )
-from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
 class ExpertHome(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dsv4.config import DSparkConfig, ModelConfig
-from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
+from dsv4.config.layers import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
 class Role(StrEnum):

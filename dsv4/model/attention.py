@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView
+from dsv4.config.layers import LayerSpec
 from dsv4.formats.tensors import QuantActivation
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import AttentionParams, CompressorParams, OnInput, OnLatent
@@ -17,7 +18,6 @@ from dsv4.ops.compress import Compression, CompressorSpec
 from dsv4.ops.hyper import HyperInput
 from dsv4.ops.lib.invariant import accumulator
 from dsv4.ops.linear import takes_codes
-from dsv4.schedule import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.config.layers import LayerSpec
 from dsv4.model.attention import SharedWindow, attention
 from dsv4.model.context import ModelContext
 from dsv4.model.moe import moe
@@ -15,7 +16,6 @@ from dsv4.model.parameters import BlockParams, HyperParams
 from dsv4.ops.hyper import HyperInput, HyperSettings
 from dsv4.ops.linear import takes_codes
 from dsv4.ops.moe import takes_rounded
-from dsv4.schedule import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.config.layers import AttentionKind, LayerSpec
 from dsv4.dist.exchange import Exchange
 from dsv4.model.branches import Branches
 from dsv4.ops import Backend, OpSet
 from dsv4.ops.rows import rope_frequencies
-from dsv4.schedule import AttentionKind, LayerSpec
 
 
 @dataclass(frozen=True)

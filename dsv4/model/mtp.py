@@ -6,10 +6,10 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.config.layers import LayerSpec
 from dsv4.model.block import block, enter
 from dsv4.model.context import ModelContext
 from dsv4.model.parameters import MtpParams
-from dsv4.schedule import LayerSpec
 
 
 def mtp_block(

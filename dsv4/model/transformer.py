@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.dist.exchange import Exchange
 from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput, block, enter
@@ -18,7 +19,6 @@ from dsv4.model.mtp import mtp_block
 from dsv4.model.parameters import HeadParams, ModelParams
 from dsv4.ops import TORCH, Backend
 from dsv4.ops.hyper import HyperInput
-from dsv4.schedule import build_schedule
 
 
 class Transformer:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dsv4.config import EngineConfig, IndexKeyFormat, ModelConfig
+from dsv4.config.layers import RouterKind, build_schedule
 from dsv4.llm import LLM, Numerics
 from dsv4.model.block import BlockOutput
-from dsv4.schedule import RouterKind, build_schedule
 
 DEFAULT_MAX_TOKENS = 4096
 DEFAULT_CONTEXT = 1024

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.schedule import LayerSpec, build_schedule
+from dsv4.config.layers import LayerSpec, build_schedule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from row_cases import CONFIG, check_rows, write_rows
 from dsv4.cache.errors import NoFreeSlot, OutOfBlocks, RewindTooFar
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.schedule import build_schedule
+from dsv4.config.layers import build_schedule
 
 MAX_CONTEXT, NUM_SLOTS, NUM_BLOCKS = 400, 3, 5
 

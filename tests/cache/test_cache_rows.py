@@ -5,9 +5,9 @@ import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.formats.row_store import decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.schedule import build_schedule
 
 FP8_ROUND_TRIP = 0.036  # of a row's norm; the bound the entry format promises
 ENTRY = RowFormat(RowKind.ENTRY_FP8, 512, rope_dim=64)

@@ -15,8 +15,8 @@ from dsv4.cache.schema import (
     compute_block_budget,
 )
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
+from dsv4.config.layers import AttentionKind, build_schedule
 from dsv4.formats.rows import RowKind
-from dsv4.schedule import AttentionKind, build_schedule
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
 

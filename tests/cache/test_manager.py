@@ -20,7 +20,7 @@ from dsv4.cache.errors import (
 )
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
-from dsv4.schedule import build_schedule
+from dsv4.config.layers import build_schedule
 
 CONFIG = ModelConfig.tiny()
 HOST_STATE = ("_blocks", "_positions", "_highest", "_max_tokens", "_free_slots")

@@ -7,7 +7,7 @@ from dsv4.cache.errors import UnknownSlot
 from dsv4.cache.schema import ALIGNMENT, build_cache_schema
 from dsv4.cache.state import StateCache
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.schedule import build_schedule
+from dsv4.config.layers import build_schedule
 
 
 def make_state(plain_dtype=None, num_slots=4):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "serve"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "http"), str(Path(__file__).parent)]
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # no look into the network
 
 if importlib.util.find_spec("anthropic") is None:  # every one of those environments has it

@@ -10,7 +10,7 @@ import torch
 from engine_cases import SMALL
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.request import Sequence
 from dsv4.request import SamplingParams
 
 # A CSA layer has every kind of state: window, two compressors, paged entries and index keys.

@@ -13,7 +13,7 @@ from engine_cases import assert_all_free
 
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.engine.events import EndEvent, ErrorEvent
-from dsv4.engine.sequence import RequestAborted, RequestFailed
+from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import SamplingParams
 
 

@@ -7,7 +7,7 @@ import torch
 from engine_cases import SMALL, assert_all_free
 
 from dsv4.cache.errors import NoFreeSlot
-from dsv4.engine.sequence import RequestAborted
+from dsv4.engine.request import RequestAborted
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True

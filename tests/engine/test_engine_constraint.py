@@ -6,8 +6,8 @@ import pytest
 import torch
 from engine_cases import SMALL, assert_all_free, encode
 
-from dsv4.engine.constraint import ConstraintError
-from dsv4.engine.sequence import RequestFailed
+from dsv4.engine.request import RequestFailed
+from dsv4.engine.step.constraint import ConstraintError
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True

@@ -11,7 +11,7 @@ from engine_cases import SMALL, assert_all_free
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.engine import Engine
 from dsv4.engine.events import ErrorEvent
-from dsv4.engine.sequence import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
 from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
 

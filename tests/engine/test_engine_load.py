@@ -17,7 +17,7 @@ from load_cases import CONFIG, NUM_REQUESTS, NUM_WAVES, assert_as_alone, random_
 
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.request import Sequence
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 

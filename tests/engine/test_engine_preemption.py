@@ -10,9 +10,9 @@ from engine_cases import SMALL, assert_all_free
 
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.engine import Engine
-from dsv4.engine.runner import Runner
+from dsv4.engine.run.runner import Runner
+from dsv4.http.metrics import Metrics
 from dsv4.request import SamplingParams
-from dsv4.serve.metrics import Metrics
 
 RUNS_BOTH_WAYS = True
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_cases import SMALL, assert_all_free
 
-from dsv4.engine.rehearsal import rehearse_requests
+from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.request import FinishReason, SamplingParams
 
 RUNS_BOTH_WAYS = True

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_prefix_cache import poison
 
-from dsv4.cache.host import UNIT_BYTES
+from dsv4.cache.tiers.host import UNIT_BYTES
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.llm import LLM
@@ -27,7 +27,7 @@ from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="grammars come with the server's libraries")
-from dsv4.serve.grammar import GrammarCompiler
+from dsv4.http.grammar.compiler import GrammarCompiler
 
 CONFIG = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 128), num_nextn_predict_layers=0)
 GRAMMARS = {"list": 'start: "[" NUM ("," NUM)* "]"\nNUM: /[0-9]{1,3}/', "word": 'start: ("ja" | "nein" | " ")+'}

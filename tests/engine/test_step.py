@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.engine.drafting.round import make_table
-from dsv4.engine.plan import Piece, StepPlan
-from dsv4.engine.sequence import UNREAD
-from dsv4.engine.step import LAST_DRAWN, StepBuilder
+from dsv4.engine.draft.round import make_table
+from dsv4.engine.request import UNREAD
+from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.step.builder import LAST_DRAWN, StepBuilder
 from dsv4.request import SamplingParams
 
 

@@ -11,8 +11,8 @@ import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.engine.buckets import decode_buckets
-from dsv4.engine.runner import Runner
+from dsv4.engine.run.bucket_sizes import decode_buckets
+from dsv4.engine.run.runner import Runner
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import load_params
 from dsv4.model.prepare import prepare_params

@@ -11,20 +11,20 @@ from test_runner import FakeGraph
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.dist.control import Follower, Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
-from dsv4.engine.bucket import Drafting
-from dsv4.engine.drafting.make import make_drafter
+from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import map_tensors
-from dsv4.engine.rank_engine import LeadingTransformer, RankEngine
-from dsv4.engine.rank_worker import RankExecutor, follow
-from dsv4.engine.runner import Runner
+from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
+from dsv4.engine.ranks.worker import RankExecutor, follow
+from dsv4.engine.run.bucket import Drafting
+from dsv4.engine.run.runner import Runner
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH
-from dsv4.schedule import build_schedule
 
 HOST, TOKEN = "127.0.0.1", b"sixteen bytes ok"
 

@@ -17,11 +17,12 @@ from test_rank_bits import prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed, RanksDiverged
-from dsv4.engine import kept, rank_worker
-from dsv4.engine.drafting.choice import ChosenDrafts, FixedDrafts
+from dsv4.engine.draft.counts import ChosenDrafts, FixedDrafts
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.sequence import RequestFailed
-from dsv4.engine.step import StepBuilder
+from dsv4.engine.ranks import worker as rank_worker
+from dsv4.engine.request import RequestFailed
+from dsv4.engine.schedule import kept
+from dsv4.engine.step.builder import StepBuilder
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
@@ -233,7 +234,7 @@ def one_rank_keeps_a_draft_too_many(patch):
 
 
 def one_rank_does_not_go_back(patch):
-    patch.setattr("dsv4.engine.rank_books.RankBooks.rewind", rank_worker.KVCacheManager.rewind)
+    patch.setattr("dsv4.engine.ranks.books.RankBooks.rewind", rank_worker.KVCacheManager.rewind)
 
 
 def one_rank_draws_without_drafts(patch):

@@ -12,8 +12,8 @@ from dsv4.cache.errors import RequestNeverFits
 from dsv4.dist import control
 from dsv4.dist.errors import ExchangeDamaged, RankFailed, RanksDiverged
 from dsv4.dist.messages import Kind
-from dsv4.engine.constraint import ConstraintError
-from dsv4.engine.sequence import DeadlinePassed, RequestFailed
+from dsv4.engine.request import DeadlinePassed, RequestFailed
+from dsv4.engine.step.constraint import ConstraintError
 from dsv4.request import RequestError, SamplingParams
 
 PROMPT = [5, 6, 7, 8]

@@ -16,17 +16,17 @@ from test_rank_scheduler import books_of, feed, run_step, sequence_of
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
+from dsv4.config.layers import build_schedule
 from dsv4.dist.errors import RankFailed
 from dsv4.dist.messages import pack, unpack
 from dsv4.dist.shares import rank_limits
-from dsv4.engine import rank_scheduler
-from dsv4.engine.rank_engine import _opening
-from dsv4.engine.rank_scheduler import RankScheduler, StepSize
-from dsv4.engine.rank_wire import RankShare, decode_plan, encode_plan
-from dsv4.engine.rank_worker import RankExecutor
+from dsv4.engine.ranks import scheduler as rank_scheduler
+from dsv4.engine.ranks.engine import _opening
+from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
+from dsv4.engine.ranks.wire import RankShare, decode_plan, encode_plan
+from dsv4.engine.ranks.worker import RankExecutor
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
-from dsv4.schedule import build_schedule
 
 PREFIX_BYTES = 64 * 2**20
 

@@ -19,6 +19,7 @@ from draft_cases import ForcedDrafts, truth_of
 from process_cases import children_of, wait_until_gone
 from rank_cases import SMALL
 
+from dsv4.cli.main import main
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist import world
 from dsv4.dist.control import Leader, Progress
@@ -26,13 +27,12 @@ from dsv4.dist.errors import RankFailed
 from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
-from dsv4.engine.rank_load import check_alike, rank_device
+from dsv4.engine.ranks.load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
-from dsv4.serve.cli import main
 
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)
 PROMPTS = [[5, 6, 7, 8], [9] * 140, [10, 11], [12, 13, 14], [15]]

@@ -9,12 +9,13 @@ from rank_cases import SMALL
 
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig
+from dsv4.config.layers import build_schedule
 from dsv4.dist.messages import pack, unpack
 from dsv4.dist.shares import expert_range, rank_limits
-from dsv4.engine.drafting.choice import Offer
-from dsv4.engine.rank_books import Admitted, Launched, RankBooks, Released, Rewound, StopAt
-from dsv4.engine.rank_scheduler import RankScheduler, StepSize
-from dsv4.engine.rank_wire import (
+from dsv4.engine.draft.counts import Offer
+from dsv4.engine.ranks.books import Admitted, Launched, RankBooks, Released, Rewound, StopAt
+from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
+from dsv4.engine.ranks.wire import (
     DrawnToken,
     Opening,
     RankAnswer,
@@ -29,9 +30,8 @@ from dsv4.engine.rank_wire import (
     encode_masks,
     encode_plan,
 )
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.request import Sequence
 from dsv4.request import SamplingParams, TokenLogprobs
-from dsv4.schedule import build_schedule
 
 
 def sequence_of(prompt, max_tokens, **params):

@@ -12,11 +12,11 @@ from rank_cases import SMALL
 from test_rank_prefixes import PARAMS, PREFIX_BYTES, Follower, live_at_random, prompt_of
 from test_rank_scheduler import books_of
 
-from dsv4.cache.host import UNIT_BYTES
+from dsv4.cache.tiers.host import UNIT_BYTES
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.rank_tiers import Lookups, Question, RankTiers
+from dsv4.engine.ranks.tiers import Lookups, Question, RankTiers
 from dsv4.llm import LLM
 
 HOST_BYTES = 2**24

@@ -18,7 +18,7 @@ def address():
     import ray
     from ray import serve
 
-    from dsv4.serve.ray_app import Options, build
+    from dsv4.http.ray_app import Options, build
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

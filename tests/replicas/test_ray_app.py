@@ -16,8 +16,8 @@ import pytest
 
 from dsv4 import LLM, SamplingParams
 from dsv4.config import ConfigError
+from dsv4.http.ray_app import Options, build
 from dsv4.request import RequestError
-from dsv4.serve.ray_app import Options, build
 
 pytestmark = pytest.mark.ray
 NAME = "flash-mini"

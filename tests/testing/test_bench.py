@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4.serve.bench_command import SCRIPT
-from dsv4.serve.cli import app
+from dsv4.cli.bench import SCRIPT
+from dsv4.cli.main import app
 from dsv4.testing import bench
 from dsv4.testing.bench import BenchCase, BenchError, Ceiling, Work
 

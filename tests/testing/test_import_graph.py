@@ -65,5 +65,5 @@ def test_folders_read_by_computed_names_and_programs_run_by_name_count():
     graph = checkout()
     assert "tests/ops/test_kernels_compile.py" in affected_tests({"dsv4/testing/cases/rows.py"}, graph)
     assert "tests/ops/test_op_registry.py" in affected_tests({"dsv4/ops/select/op.py"}, graph)
-    assert "tests/serve/test_server_command.py" in affected_tests({"dsv4/serve/server.py"}, graph)
+    assert "tests/cli/test_server_command.py" in affected_tests({"dsv4/http/server.py"}, graph)
     assert graph.root == ROOT

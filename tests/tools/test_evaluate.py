@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4 import LLM
+from dsv4.cli import eval as command
 from dsv4.config import ModelConfig
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.shipped import shipped_checkpoint
 from dsv4.loader.synth import write_checkpoint
-from dsv4.serve import eval_command as command
 from dsv4.tools.evaluate import (
     EvaluationError,
     cut_contexts,

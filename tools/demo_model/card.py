@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout witho
 from settings import LESSONS
 
 from dsv4.config import ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.loader.shipped import DSPARK_TWIN, shipped_checkpoint
-from dsv4.schedule import build_schedule
-from dsv4.tools.bench_drafting import acceptance
+from dsv4.tools.bench.drafting import acceptance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"

@@ -16,7 +16,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dsv4.schedule import AttentionKind
+from dsv4.config.layers import AttentionKind
 
 NUM_NAMES, NUM_THINGS = 48, 64
 MIN_DISTANCE = 160  # more than the 128-token window and the few tokens of a fact

@@ -15,7 +15,7 @@ from model import Block, DemoModel, Flags, Head, Weight
 from torch import Tensor, nn
 
 from dsv4.config import ModelConfig
-from dsv4.schedule import LayerSpec, build_schedule
+from dsv4.config.layers import LayerSpec, build_schedule
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from quantise import entry_rows, fp4_rows, fp8_blocks, fp8_rows, straight_throug
 from torch import Tensor, nn
 
 from dsv4.config import ModelConfig
+from dsv4.config.layers import AttentionKind, LayerSpec, RouterKind, build_schedule
 from dsv4.ops.rows import rope_frequencies, rope_tables
-from dsv4.schedule import AttentionKind, LayerSpec, RouterKind, build_schedule
 
 
 @dataclass

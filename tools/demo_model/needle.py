@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout witho
 from data import MIN_DISTANCE, NeedleWords, write_needles
 from refrain import RefrainWords, write_refrain
 
+from dsv4.config.layers import AttentionKind
 from dsv4.llm import LLM
 from dsv4.loader.shipped import shipped_checkpoint, shipped_text
 from dsv4.ops.attention import sparse_attention_ref
-from dsv4.schedule import AttentionKind
 
 WORDS_FILE = Path(__file__).parent / "results" / "needle_words.json"
 CONTEXT, LATE = 2048, 256  # from token 256 on there is more behind the window than in it

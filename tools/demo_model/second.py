@@ -45,7 +45,7 @@ from train import (
     save_master,
 )
 
-from dsv4.schedule import AttentionKind
+from dsv4.config.layers import AttentionKind
 
 RESERVE_S = 25.0  # the last evaluation and the export
 EVALUATE_EVERY, MASTER_EVERY_S = 40, 45.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import decode_rows, most_rows
-from dsv4.engine.buckets import captured_layers
+from dsv4.engine.run.bucket_sizes import captured_layers
 
 GIB = 2**30
 # Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of

@@ -20,7 +20,6 @@ from dsv4.cache.handle import PagedView, WindowView
 from dsv4.config import BLOCK_TOKENS
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import ENTRY_GROUP, RowKind
-from dsv4.ops.attention.config import AttentionPlan, pick_plan
 from dsv4.ops.attention.kernel_attend import (
     BY_COLUMNS,
     BY_RUN,
@@ -41,6 +40,7 @@ from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
 from dsv4.ops.attention.kernel_pairs_rows import DIM as PAIRS_DIM
 from dsv4.ops.attention.kernel_pairs_rows import HEADS as PAIRS_HEADS
 from dsv4.ops.attention.kernel_rows import KEYS
+from dsv4.ops.attention.plan import AttentionPlan, pick_plan
 from dsv4.ops.lib.arch import architecture, num_multiprocessors, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.rows.target import RowTarget, row_target

@@ -13,7 +13,6 @@ from torch import Tensor
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import CompressorView, PagedView, TailView
 from dsv4.config import CSA_RATIO, HCA_RATIO
-from dsv4.ops.compress.config import CompressPlan, pick_plan
 from dsv4.ops.compress.kernel_compress import (
     BatchArguments,
     CompressorArguments,
@@ -22,6 +21,7 @@ from dsv4.ops.compress.kernel_compress import (
     _compress_pair_kernel,
 )
 from dsv4.ops.compress.op import Compression, CompressorSpec
+from dsv4.ops.compress.plan import CompressPlan, pick_plan
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.norm import KERNEL_DTYPES

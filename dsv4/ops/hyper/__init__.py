@@ -1,6 +1,5 @@
 """Hyper-connections: the residual streams around every sublayer."""
 
-from dsv4.ops.hyper.config import MAX_ROWS, TILES, HyperTiles
 from dsv4.ops.hyper.launch import HyperCall, hc_boundary, hc_enter, hc_head, hc_head_norm, hc_post, hc_pre, launch_hyper
 from dsv4.ops.hyper.op import (
     HyperInput,
@@ -15,6 +14,7 @@ from dsv4.ops.hyper.op import (
     hc_split_ref,
     sinkhorn_ref,
 )
+from dsv4.ops.hyper.plan import MAX_ROWS, TILES, HyperTiles
 
 __all__ = [
     "MAX_ROWS", "TILES", "HyperCall", "HyperInput", "HyperSettings", "HyperTiles", "hc_boundary", "hc_boundary_ref",

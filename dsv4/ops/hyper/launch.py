@@ -13,16 +13,6 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import ACTIVATION_GROUP, AnyWeight, QuantActivation, as_loaded
-from dsv4.ops.hyper.config import (
-    HC_POST_COLS,
-    HC_POST_CONFIG,
-    MANY_REGISTERS,
-    MAX_ROWS,
-    NUM_WORKERS,
-    SPLIT_COLS,
-    HyperTiles,
-    pick_tiles,
-)
 from dsv4.ops.hyper.kernel_few import FEW_ROWS, hyper_kernel
 from dsv4.ops.hyper.kernel_many import hyper_many_kernel
 from dsv4.ops.hyper.kernel_streams import (
@@ -36,6 +26,16 @@ from dsv4.ops.hyper.kernel_streams import (
 )
 from dsv4.ops.hyper.kernel_weights import AS_CODES, AS_VALUES, NO_CODES
 from dsv4.ops.hyper.op import HyperInput, HyperSettings
+from dsv4.ops.hyper.plan import (
+    HC_POST_COLS,
+    HC_POST_CONFIG,
+    MANY_REGISTERS,
+    MAX_ROWS,
+    NUM_WORKERS,
+    SPLIT_COLS,
+    HyperTiles,
+    pick_tiles,
+)
 from dsv4.ops.lib.arch import blackwell_registers, code_tensor
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch

@@ -16,13 +16,13 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.indexer.config import FEW_QUERIES, INDEX_FLAGS, SCORE_CONFIG, WORKSPACE_BYTES, ScoreConfig
 from dsv4.ops.indexer.kernel_index import (
     group_scores_kernel,
     index_queries_kernel,
     plane_queries_kernel,
     token_scores_kernel,
 )
+from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, SCORE_CONFIG, WORKSPACE_BYTES, ScoreConfig
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
 from dsv4.ops.norm import KERNEL_DTYPES

@@ -1,7 +1,6 @@
 """Linear layers, several on one input in one launch, and the grouped output projection."""
 
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
-from dsv4.ops.linear.config import num_splits
 from dsv4.ops.linear.launch import (
     grouped_codes,
     grouped_linear,
@@ -14,6 +13,7 @@ from dsv4.ops.linear.launch import (
     widened,
 )
 from dsv4.ops.linear.op import grouped_codes_ref, grouped_linear_ref, linear_ref, linears_ref, segments_ref
+from dsv4.ops.linear.plan import num_splits
 
 __all__ = [
     "LinearBundle", "Segment", "grouped_codes", "grouped_codes_ref", "grouped_linear", "grouped_linear_ref",

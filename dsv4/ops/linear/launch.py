@@ -28,19 +28,6 @@ from dsv4.ops.lib.arch import code_tensor
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
-from dsv4.ops.linear.config import (
-    CODED_ROWS,
-    GROUPED_MANY_ROWS,
-    GROUPED_TILES,
-    LINEAR_TILES,
-    MANY_ROWS,
-    QUANTISE_GROUPS,
-    SHUFFLED_TILES,
-    WIDE,
-    LinearTile,
-    num_splits,
-    pick_tile,
-)
 from dsv4.ops.linear.kernel_grouped import (
     GROUPED_STEP,
     GroupedCodes,
@@ -59,6 +46,19 @@ from dsv4.ops.linear.kernel_linear import (
 from dsv4.ops.linear.launch_wide import can_be_copied, launch_wide, takes_wide
 from dsv4.ops.linear.op import grouped_linear_ref, linear_ref
 from dsv4.ops.linear.outputs import Outputs
+from dsv4.ops.linear.plan import (
+    CODED_ROWS,
+    GROUPED_MANY_ROWS,
+    GROUPED_TILES,
+    LINEAR_TILES,
+    MANY_ROWS,
+    QUANTISE_GROUPS,
+    SHUFFLED_TILES,
+    WIDE,
+    LinearTile,
+    num_splits,
+    pick_tile,
+)
 
 
 def linear(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from dsv4.formats.tensors import QuantActivation, QuantTensor
 from dsv4.ops.lib.arch import architecture, num_multiprocessors
 from dsv4.ops.lib.guard import gl
-from dsv4.ops.linear.config import WIDE
 from dsv4.ops.linear.kernel_wide import (
     ROW_BYTES,
     TILE_OUTPUTS,
@@ -20,6 +19,7 @@ from dsv4.ops.linear.kernel_wide import (
     wide_linear_kernel,
 )
 from dsv4.ops.linear.outputs import Outputs
+from dsv4.ops.linear.plan import WIDE
 
 _STEP = 128  # columns, in either format
 _NO_SEGMENT = (0,) * 6

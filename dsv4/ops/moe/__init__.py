@@ -1,6 +1,9 @@
 """Experts: routed and shared in one op or in pieces, the sort of (token, choice) pairs, and one FP4 linear."""
 
-from dsv4.ops.moe.config import (
+from dsv4.ops.moe.launch import fp4_linear, launch_fp4_linear, launch_moe, moe, prepare_experts, takes_rounded
+from dsv4.ops.moe.launch_halves import moe_fold, moe_parts, moe_shared
+from dsv4.ops.moe.op import Matrices, experts_ref, moe_fold_ref, moe_parts_ref, moe_ref, moe_shared_ref
+from dsv4.ops.moe.plan import (
     FEW_TOKENS,
     NARROW_ROWS,
     TILES_CONFIG,
@@ -10,9 +13,6 @@ from dsv4.ops.moe.config import (
     Ranges,
     pick_moe_config,
 )
-from dsv4.ops.moe.launch import fp4_linear, launch_fp4_linear, launch_moe, moe, prepare_experts, takes_rounded
-from dsv4.ops.moe.launch_halves import moe_fold, moe_parts, moe_shared
-from dsv4.ops.moe.op import Matrices, experts_ref, moe_fold_ref, moe_parts_ref, moe_ref, moe_shared_ref
 from dsv4.ops.moe.sort import SORT_CONFIG, SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 
 __all__ = [

@@ -20,7 +20,15 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.moe.config import (
+from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
+from dsv4.ops.moe.kernel_fold import _sum_parts_kernel
+from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
+from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
+from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
+from dsv4.ops.moe.launch_dense import launch_dense, new_partials
+from dsv4.ops.moe.launch_tiles import launch_tiles, takes_tiles
+from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
+from dsv4.ops.moe.plan import (
     FEW_TOKENS,
     NATURAL,
     OPERAND,
@@ -32,14 +40,6 @@ from dsv4.ops.moe.config import (
     pick_linear_config,
     pick_moe_config,
 )
-from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
-from dsv4.ops.moe.kernel_fold import _sum_parts_kernel
-from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
-from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
-from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
-from dsv4.ops.moe.launch_dense import launch_dense, new_partials
-from dsv4.ops.moe.launch_tiles import launch_tiles, takes_tiles
-from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
 from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 
 _FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}

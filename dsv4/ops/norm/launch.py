@@ -9,8 +9,8 @@ from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
 from dsv4.ops.lib.arch import code_tensor, overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import pick_config
-from dsv4.ops.norm.config import KERNEL_DTYPES, ROW_CONFIGS
 from dsv4.ops.norm.kernel_norm import _rms_norm_kernel
+from dsv4.ops.norm.plan import KERNEL_DTYPES, ROW_CONFIGS
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from dsv4.ops.lib.arrivals import arrive_and_share, wait_for_arrivals
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.maths import ordered_bits, softplus
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
-from dsv4.ops.router.config import BLOCK_K, SPLIT_LEN
+from dsv4.ops.router.plan import BLOCK_K, SPLIT_LEN
 
 _SPLIT_LEN, _BLOCK_K = tl.constexpr(SPLIT_LEN), tl.constexpr(BLOCK_K)
 

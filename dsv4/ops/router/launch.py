@@ -12,8 +12,8 @@ from dsv4.ops.lib.arch import blackwell_registers
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
-from dsv4.ops.router.config import GATE_CONFIGS, SPLIT_LEN, GateConfig
 from dsv4.ops.router.kernel_route import _choose_kernel, _gate_kernel, _route_kernel
+from dsv4.ops.router.plan import GATE_CONFIGS, SPLIT_LEN, GateConfig
 
 
 def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: float) -> tuple[Tensor, Tensor]:

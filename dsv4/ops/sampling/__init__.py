@@ -1,6 +1,5 @@
 """Choosing the next token over slots of device state, and log-probabilities of what was chosen."""
 
-from dsv4.ops.sampling.config import SAMPLE_CONFIG, SampleConfig
 from dsv4.ops.sampling.launch import launch_sample, resolve_tokens, sample, sampled_logprobs
 from dsv4.ops.sampling.op import (
     HAS_BIAS,
@@ -20,6 +19,7 @@ from dsv4.ops.sampling.op import (
     sampled_logprobs_ref,
     token_logprobs,
 )
+from dsv4.ops.sampling.plan import SAMPLE_CONFIG, SampleConfig
 
 __all__ = [
     "HAS_BIAS",

@@ -22,12 +22,12 @@ from torch import Tensor
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.sampling.config import LOGPROB_TILE, OPTIONS, RESOLVE_BLOCK, SAMPLE_CONFIG, SampleConfig
 from dsv4.ops.sampling.kernel_draw import _draw_kernel
 from dsv4.ops.sampling.kernel_logprobs import _exp_sum_kernel, _logprob_kernel, _resolve_kernel
 from dsv4.ops.sampling.kernel_row import NUM_DIGITS, ROW_FIELDS, TILE, Scratch, SlotArguments, _scan_kernel
 from dsv4.ops.sampling.kernel_search import NUM_PASSES, _narrow_kernel, _tie_kernel
 from dsv4.ops.sampling.op import SamplingRows, SamplingState
+from dsv4.ops.sampling.plan import LOGPROB_TILE, OPTIONS, RESOLVE_BLOCK, SAMPLE_CONFIG, SampleConfig
 from dsv4.ops.select import topk_select
 
 

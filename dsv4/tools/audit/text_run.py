@@ -19,6 +19,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.formats.row_store import decode_rows, encode_rows
 from dsv4.formats.tensors import dequantize
 from dsv4.loader.assemble import ParameterStore
@@ -32,7 +33,6 @@ from dsv4.model.parameters import BlockParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, Backend, backend_for
-from dsv4.schedule import LayerSpec, build_schedule
 from dsv4.tools.audit.report import Finding, LayerRun, TextRun, fault
 from dsv4.tools.audit.units import REST, group_sources
 from dsv4.tools.evaluate import negative_log_likelihood, shared_share

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from dsv4.engine.fingerprint import checkpoint_parts
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.request import Sequence
 from dsv4.llm import LLM
 from dsv4.loader.progress import Progress
 from dsv4.tools.receipts.files import RecordFile

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsv4.engine.constraint import Constraint
 from dsv4.engine.engine import Engine
-from dsv4.engine.sequence import Sequence
+from dsv4.engine.request import Sequence
+from dsv4.engine.step.constraint import Constraint
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Answer, Header, Receipt, float_bits

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4 import __version__
-from dsv4.engine.kernel_record import KernelVerdict, kernel_key, write_verdict
+from dsv4.engine.run.kernel_record import KernelVerdict, kernel_key, write_verdict
 from dsv4.ops import TRITON, Backend
 from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer

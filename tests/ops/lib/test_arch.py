@@ -8,7 +8,7 @@ import torch
 from dsv4.formats.fp8 import fp8_block_quantize
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.attention import launch_attention, pick_plan
-from dsv4.ops.attention.config import HALVES_PLAN, PAIRS_PLAN, PLAN, TILES_PLAN
+from dsv4.ops.attention.plan import HALVES_PLAN, PAIRS_PLAN, PLAN, TILES_PLAN
 from dsv4.ops.lib import arch
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture, architecture, code_tensor, overlapping
 from dsv4.ops.lib.codecs import e4m3_bytes, e4m3_values, round_e4m3

@@ -31,7 +31,7 @@ from dsv4.ops.linear import (
     prepare_grouped,
     widened,
 )
-from dsv4.ops.linear import config as linear_config
+from dsv4.ops.linear import plan as linear_config
 from dsv4.ops.norm import rms_norm
 from dsv4.testing.inputs import kernel_device, normal, padded_rows, strided, transposed, wild
 from dsv4.testing.numeric import (

@@ -11,7 +11,7 @@ from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
 from dsv4.ops.lib.arch import architecture
 from dsv4.ops.linear import LinearBundle, launch_linears, launch_wide, linear, linears
-from dsv4.ops.linear.config import MANY_ROWS, WIDE, WideConfig
+from dsv4.ops.linear.plan import MANY_ROWS, WIDE, WideConfig
 from dsv4.testing.inputs import normal, wild
 from dsv4.testing.numeric import assert_bitwise
 

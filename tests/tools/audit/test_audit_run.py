@@ -10,9 +10,9 @@ import torch
 from audit_cases import audit, faults, poke, trimmed
 from typer.testing import CliRunner
 
+from dsv4.cli.main import app, main
 from dsv4.loader.checkpoint import CheckpointError
 from dsv4.loader.shipped import shipped_checkpoint
-from dsv4.serve.cli import app, main
 from dsv4.tools.audit import run
 from dsv4.tools.audit.page import audit_page
 from dsv4.tools.audit.report import UnitRecord

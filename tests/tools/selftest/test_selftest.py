@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from dsv4.cli.main import main
 from dsv4.formats.tensors import QuantActivation
 from dsv4.ops import TORCH, TRITON, OpSet
-from dsv4.serve.cli import main
 from dsv4.testing.bench import case_modules, load_small_cases
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.op_call import ROWS, WRITTEN, implementations
@@ -200,7 +200,7 @@ def test_it_needs_no_server_library_and_no_tests():
 
     code = (
         "import sys; sys.modules['fastapi'] = sys.modules['pytest'] = None\n"
-        "from dsv4.serve.cli import main\n"
+        "from dsv4.cli.main import main\n"
         "main(['selftest', '--op', 'accept', '--json'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,0 +1,96 @@
+"""The `dsv4` command: registers the subcommands (one `*_command.py` each) and ends errors politely."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from dsv4 import __version__
+from dsv4.cli.audit import audit_command
+from dsv4.cli.bench import bench_app
+from dsv4.cli.cache import cache_app
+from dsv4.cli.chat import chat_command
+from dsv4.cli.eval import eval_command
+from dsv4.cli.generate import generate_command
+from dsv4.cli.info import info_command
+from dsv4.cli.plan import plan_command
+from dsv4.cli.quantize import quantize_command
+from dsv4.cli.render import render_command
+from dsv4.cli.replay import replay_command
+from dsv4.cli.selftest import selftest_command
+from dsv4.cli.serve import serve_command
+from dsv4.cli.synth import synth_command
+from dsv4.dist.errors import RankFailed
+
+app = typer.Typer(
+    name="dsv4",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "quantize": quantize_command,
+    "audit": audit_command,
+    "chat": chat_command,
+    "eval": eval_command,
+    "generate": generate_command,
+    "info": info_command,
+    "plan": plan_command,
+    "render": render_command,
+    "replay": replay_command,
+    "selftest": selftest_command,
+    "serve": serve_command,
+    "synth": synth_command,
+}
+
+
+def _summary(command: Callable[..., None]) -> str:
+    """The first sentence of a command's text, whole: the library would cut it at the width of the terminal."""
+    return (command.__doc__ or "").split("\n")[0]
+
+
+app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
+for _name, _command in _COMMANDS.items():
+    app.command(_name, short_help=_summary(_command))(_command)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def dsv4(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """DeepSeek-V4 inference people can trust.
+
+    A model is named the same way everywhere: a checkpoint folder, or the name of a shipped one (flash-mini,
+    flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published
+    architectures.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; the process's own arguments unless given. It always ends in `SystemExit`.
+
+    Bad input ends with one paragraph on stderr and exit code 2, never with a traceback; a failed rank with code 1.
+    """
+    try:
+        app(arguments)
+    except (ValueError, OSError) as error:
+        print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.exit(2)
+    except RankFailed as error:
+        print(f"dsv4: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

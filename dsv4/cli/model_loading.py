@@ -1,0 +1,199 @@
+"""Loading a model for a command: options checked before anything slow, warnings as notes on the console."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from dsv4.cli.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.draft.options import Drafts, draft_limits, why_off
+from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
+from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
+from dsv4.request import RequestError, SamplingParams
+from dsv4.tools.plan.targets import PRESETS
+
+if TYPE_CHECKING:
+    from dsv4.llm import LLM
+
+_DTYPES = ("float64", "float32", "bfloat16")
+_NUMERICS = ("official", "exact")
+DEFAULT_CONTEXT = 16384
+MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+_THREADS_HELP = (
+    "Threads of a CPU's forward calls. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), "
+    "else one per core. Results may depend on it in the last bits."
+)
+_OFFLOAD_HELP = (
+    "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
+    "layer to keep there, e.g. 64. Default: all on the GPU."
+)
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """For shell completion: shipped checkpoints, and folders that hold one."""
+    folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    here = [f"{file.parent}" for file in folder.glob("*/config.json")] if folder.is_dir() else []
+    return [name for name in (*shipped_names(), *sorted(here)) if name.startswith(incomplete)]
+
+
+# options that several commands have
+ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
+NumericsOption = Annotated[
+    str, typer.Option(help="official: every rounding of the published code. exact: weights dequantised, no other.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="What --numerics exact computes in: float64, float32 (its default) or bfloat16.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+GpusOption = Annotated[
+    int, typer.Option(help="GPUs that share the model, a process each; with --device cpu, processes on this machine.")
+]
+DraftsOption = Annotated[
+    str,
+    typer.Option(help="Drafts to verify in a step: auto (as many as pay), a number, or off. The text is the same."),
+]
+OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
+IgnoreSelftestOption = Annotated[
+    bool, typer.Option("--ignore-selftest", help="Use kernels although `dsv4 selftest` found them wrong on this GPU.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 is greedy. Default: generation_config.json's, else 1.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Keep the fewest tokens reaching this probability. Default: generation_config.json's, else 1."),
+]
+
+
+def find_model(model: Path | None, console: Console) -> Path:
+    """The folder a model's name means; if it was left out, a note says what runs instead."""
+    if model is not None and str(model).lower() in PRESETS and not model.exists():
+        raise RequestError(
+            f"{str(model)!r} is a preset: an architecture, without weights. `dsv4 plan {model}` plans its memory, "
+            f"`dsv4 synth FOLDER --preset {model}` writes a random checkpoint of it; shipped checkpoints: "
+            f"{', '.join(shipped_names())}"
+        )
+    folder = find_checkpoint(model)
+    if model is None:
+        print_note(
+            f"no --model, so the shipped {folder.name}: a miniature that continues text, answers nothing", console
+        )
+    return folder
+
+
+def print_note(text: str, console: Console) -> None:
+    console.print(f"dsv4: note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_tokenizer(folder: Path, purpose: str) -> None:
+    """A tokenizer that is missing is said before the weights are read."""
+    if not (folder / "tokenizer.json").is_file():
+        raise RequestError(f"{folder} has no tokenizer.json; {purpose} speaks text and needs one")
+
+
+def with_defaults(
+    params: SamplingParams, options: dict[str, float | None], folder: Path, console: Console
+) -> SamplingParams:
+    """`params` with the options that were given, and the checkpoint's defaults for those that were not. A note says
+    what the checkpoint changes."""
+    given = {name: value for name, value in options.items() if value is not None}
+    defaults = {name: value for name, value in read_sampling_defaults(folder).items() if name not in given}
+    changed = {name: value for name, value in defaults.items() if value != getattr(params, name)}
+    if changed:
+        print_note(f"{FILE_NAME} gives {describe(changed)}", console)
+    return replace(params, **given, **defaults)  # type: ignore[arg-type]
+
+
+def engine_limits(config: ModelConfig, *, context: int | None, requests: int, chunk: int | None = None) -> EngineConfig:
+    """Limits of a command; a context that was not given is the model's, up to `DEFAULT_CONTEXT`."""
+    chosen = min(DEFAULT_CONTEXT, config.max_position_embeddings) if context is None else context
+    limits = EngineConfig(max_context_tokens=chosen, max_concurrent_requests=requests)
+    return limits if chunk is None else replace(limits, max_chunk_tokens=chunk)
+
+
+def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise RequestError(f"{option} must be one of {', '.join(choices)}, found {value!r}")
+
+
+def check_numerics(numerics: str, dtype: str | None) -> None:
+    """`--numerics` and `--dtype`, before torch is loaded."""
+    check_choice("--numerics", numerics, _NUMERICS)
+    if dtype is not None:
+        check_choice("--dtype", dtype, _DTYPES)
+
+
+def parse_offload(text: str | None) -> str | int | None:
+    """`--offload-experts`, before torch is loaded; what the model can have is checked with its config."""
+    if text is None or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(f"--offload-experts must be auto or a number of experts a layer, found {text!r}")
+    return int(text)
+
+
+def parse_drafts(text: str, option: str = "--drafts") -> Drafts:
+    """`option`, before torch is loaded; what the model can have is checked with its config."""
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else "off"
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(f"{option} must be auto, off or a number of tokens, found {text!r}")
+    return int(text)
+
+
+def load_llm(
+    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
+    offload_experts: str | int | None = None, drafts: Drafts = "off", gpus: int = 1, threads: int | None = None,
+    ignore_selftest: bool = False,
+) -> LLM:  # fmt: skip
+    """The model, with a progress bar; what the loader warns of is printed as a note."""
+    config = ModelConfig.from_pretrained(model)
+    if threads is not None and threads < 1:
+        raise RequestError(f"--threads must be at least 1, found {threads}")
+    if threads is not None and gpus > 1:
+        raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
+    obstacle = why_off(config, numerics=numerics)
+    if drafts == "auto" and obstacle is not None:
+        print_note(f"drafts are off: {obstacle}", console)
+        drafts = "off"
+    limits = draft_limits(limits, config, drafts)
+    if device == "cpu":
+        check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
+
+    import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
+
+    from dsv4.llm import LLM
+
+    if device.startswith("cuda") and torch.cuda.is_available() and gpus == 1:
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        check_gpu_memory(
+            model, config, limits, free, numerics=numerics, dtype=dtype, keeps_experts=offload_experts is None
+        )
+    with warnings.catch_warnings(record=True) as notes, naming_host_memory(limits):
+        warnings.simplefilter("always")
+        llm = LLM(
+            model, device=device, numerics="exact" if numerics == "exact" else "official",
+            dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
+            drafts=drafts, gpus=gpus, progress=True, ignore_selftest=ignore_selftest,
+        )  # fmt: skip
+    if threads is not None:
+        torch.set_num_threads(threads)
+    texts = [str(note.message) for note in notes]
+    if llm.pool is not None:
+        placement, where = llm.pool.placement, "the device" if gpus == 1 else "each GPU"
+        texts.append(
+            f"{placement.num_slots} of {llm.pool.num_experts} experts of each layer on {where} "
+            f"({placement.num_fixed} for good), {gpus * llm.pool.host_bytes() / 2**30:,.1f} GiB in host memory"
+        )
+    elif offload_experts is not None:
+        texts.append("all experts fit on the device: none is offloaded")
+    for text in texts:
+        print_note(text, console)
+    return llm

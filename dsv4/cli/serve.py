@@ -1,0 +1,214 @@
+"""`dsv4 serve`: the HTTP server. Its libraries are the extra `serve`."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dsv4.cli.model_loading import (
+    DEFAULT_CONTEXT,
+    DeviceOption,
+    DraftsOption,
+    DtypeOption,
+    GpusOption,
+    IgnoreSelftestOption,
+    ModelOption,
+    NumericsOption,
+    OffloadOption,
+    ThreadsOption,
+    check_numerics,
+    check_tokenizer,
+    engine_limits,
+    find_model,
+    load_llm,
+    parse_drafts,
+    parse_offload,
+    print_note,
+)
+from dsv4.config import ConfigError, ModelConfig
+from dsv4.http.settings import MIB, ServerConfig, TlsFiles
+from dsv4.loader.generation_defaults import read_sampling_defaults
+from dsv4.text.chat import effort_profile
+from dsv4.tools.receipts.files import RecordFile
+
+_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def serve_command(
+    model: ModelOption = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: the folder's.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name in the Host header to answer to, e.g. a reverse proxy's; * for any."),
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate: speak HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="DSV4_SSL_KEYFILE_PASSWORD", help="The key's password.", show_envvar=True)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DSV4_API_KEY", help="Required of every request to /v1.", show_envvar=True)
+    ] = None,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Think unless a request says otherwise.")] = False,
+    requests: Annotated[int, typer.Option(help="Requests at once; others wait.")] = 8,
+    context: Annotated[
+        int | None,
+        typer.Option(help=f"Most tokens of prompt and answer. Default: the model's, up to {DEFAULT_CONTEXT}."),
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="Most prompt tokens in one forward call.")] = 2048,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer may ask for.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait before others are refused.")] = 256,
+    max_connections: Annotated[int, typer.Option(help="Connections at once; others are refused.")] = 1024,
+    drain_seconds: Annotated[float, typer.Option(help="How long a shutdown waits for what runs.")] = 60.0,
+    numerics: NumericsOption = "official",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    gpus: GpusOption = 1,
+    offload_experts: OffloadOption = None,
+    drafts: DraftsOption = "off",
+    ignore_selftest: IgnoreSelftestOption = False,
+    threads: ThreadsOption = None,
+    generation_config: Annotated[
+        bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
+    ] = True,
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which prompts and answers read so far outlive the server.")
+    ] = None,
+    cache_host_gib: Annotated[
+        float | None, typer.Option(help="Host memory for the prefix cache. Default: 0, or 2 with --cache-dir.")
+    ] = None,
+    cache_disk_gib: Annotated[float, typer.Option(help="Most bytes of files in --cache-dir.")] = 16.0,
+    verify_hits: Annotated[
+        float, typer.Option(help="Share of prefix hits that are read again in idle time and compared bit by bit.")
+    ] = 0.0,
+    record: Annotated[
+        Path | None, typer.Option(help="Append every request and what came of it, for `dsv4 replay`.")
+    ] = None,
+    record_hashes_only: Annotated[
+        bool, typer.Option("--record-hashes-only", help="Record digests instead of prompts and answers.")
+    ] = False,
+    record_mib: Annotated[int, typer.Option(help="Size at which a record becomes FILE.1 and a new one begins.")] = 256,
+    record_files: Annotated[int, typer.Option(help="How many files of a record are kept.")] = 4,
+) -> None:
+    """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
+
+    \b
+    Examples:
+      dsv4 serve --model ./checkpoint
+      DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
+      dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
+      dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
+      dsv4 serve --model ./checkpoint --record receipts.jsonl
+      dsv4 serve --model ./checkpoint --device cuda --gpus 4 --requests 256
+    """
+    missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
+    if missing:
+        raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install -e '.[serve]' in a checkout")
+    check_numerics(numerics, dtype)
+    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
+    if api_key is None and os.environ.get("DSV4_API_KEY") == "":
+        raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
+    console = Console(stderr=True)
+    folder = find_model(model, console)
+    config = ModelConfig.from_pretrained(folder)
+    settings = ServerConfig(
+        name=name if name is not None else folder.resolve().name,
+        host=host,
+        port=port,
+        allowed_hosts=tuple(allowed_host or ()),
+        tls=_tls_files(ssl_certfile, ssl_keyfile, ssl_keyfile_password),
+        api_key=api_key,
+        default_thinking=thinking,
+        effort_profile=effort_profile(config),
+        sampling_defaults=read_sampling_defaults(folder) if generation_config else {},
+        max_output_tokens=max_tokens,
+        max_waiting=max_waiting,
+        max_connections=max_connections,
+        drain_seconds=drain_seconds,
+        log_format=log_format,
+    )
+    check_tokenizer(folder, "a server")
+    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
+    limits = replace(
+        engine_limits(config, context=context, requests=requests, chunk=chunk),
+        cache_dir=None if cache_dir is None else str(cache_dir),
+        cache_host_bytes=_gib("--cache-host-gib", host_gib),
+        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
+        verify_hits=verify_hits,
+    )
+
+    from dsv4.http.lifecycle import take_address  # here: it loads the web framework
+
+    record_file = _record_file(record, record_mib, record_files, is_asked=record_hashes_only)
+    listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
+    llm = load_llm(
+        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
+        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        ignore_selftest=ignore_selftest,
+    )  # fmt: skip
+    if not settings.is_loopback and api_key is None:
+        print_note(f"{host} can be reached from other machines and no --api-key is set", console)
+
+    from dsv4.http.server import serve  # here: it loads torch
+
+    recorder = None
+    if record_file is not None:
+        from dsv4.tools.receipts.recorder import Recorder, header_of
+
+        recorder = Recorder(record_file, header_of(llm, hashes_only=record_hashes_only, progress=True))
+    gc.collect()
+    gc.freeze()  # the model stays: looking through it again would take a millisecond from some steps
+    status = serve(llm, settings, listener, recorder)
+    llm.close()
+    raise typer.Exit(status)
+
+
+def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None) -> TlsFiles | None:
+    """Checked as uvicorn will use them: a wrong file or password should not cost the loading of a model."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    import ssl
+
+    try:
+        # without a password OpenSSL would ask the terminal for one
+        given = password or ""
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, lambda: given)
+    except FileNotFoundError as error:
+        missing = next(file for file in (certfile, keyfile) if file is not None and not file.exists())
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: {missing} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: not a PEM certificate and its key: {error}") from error
+    return TlsFiles(
+        certfile=str(certfile), keyfile=None if keyfile is None else str(keyfile), keyfile_password=password
+    )
+
+
+def _record_file(path: Path | None, max_mib: int, num_files: int, *, is_asked: bool) -> RecordFile | None:
+    """Opened before the weights are read: a record that cannot be written should not cost minutes."""
+    if path is None:
+        if is_asked:
+            raise ConfigError("--record-hashes-only needs --record FILE")
+        return None
+    for option, value in {"--record-mib": max_mib, "--record-files": num_files}.items():
+        if value < 1:
+            raise ConfigError(f"{option} must be at least 1, found {value}")
+    return RecordFile(path, max_bytes=max_mib * MIB, num_files=num_files)
+
+
+def _gib(option: str, value: float) -> int:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{option} must be a number of GiB, at least 0, found {value:g}")
+    return int(value * 2**30)

@@ -1,0 +1,214 @@
+"""`Sequence`: one request while it runs: its tokens, where it stands, and the text that has come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
+from dsv4.text.stop import StopBuffer
+from dsv4.text.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from dsv4.cache.prefix.tree import ChainKeys
+    from dsv4.engine.step.constraint import Constraint  # imports torch; the scheduler, which uses this module, does not
+
+
+UNREAD = -1  # as a draft: there is one, and only the device knows it yet
+
+
+class RequestAborted(RuntimeError):
+    """The request was dropped before its end, by its caller or because a forward call it shared failed."""
+
+
+class RequestFailed(RuntimeError):
+    """The request could not be continued, through no fault of the others: its logits were no numbers, its constraint
+    allowed no token, or no cache block will ever be free for it."""
+
+
+class DeadlinePassed(RequestFailed):
+    """The request was not done at its deadline. What it had written by then is in its `Sequence`."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
+
+    Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
+    from the device's own memory, before the host knows which one it is.
+
+    A request that loses its slot (preemption) starts again with everything it knows, so it draws no token twice;
+    `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is its place in the
+    scheduler's order, smaller first. `drafts` are tokens that may follow the last known one, to be fed with it and
+    verified, `UNREAD` where the host has not read them; whatever they are, they change nothing but how soon it is done.
+    `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many of them it did not have to feed
+    when it first started.
+
+    `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
+    draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
+    """
+
+    params: SamplingParams
+    token_ids: list[int]
+    prompt_len: int
+    max_len: int
+    eos_token_id: int
+    slot: int | None = None
+    num_processed: int = 0
+    num_unread: int = 0
+    num_read: int = 0
+    num_scored: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    drafts: tuple[int, ...] = ()
+    chain: ChainKeys | None = None
+    rank: tuple[int, int] | None = None
+    finish_reason: FinishReason | None = None
+    is_aborted: bool = False
+    is_expired: bool = False
+    error: str | None = None
+    constraint: Constraint | None = None
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    _detokenizer: Detokenizer | None = None
+    _stop: StopBuffer | None = None
+
+    @classmethod
+    def start(
+        cls, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
+        tokenizer: Tokenizer | None, constraint: Constraint | None = None,
+    ) -> Sequence:  # fmt: skip
+        """A checked prompt, not yet admitted."""
+        return cls(
+            params=params,
+            token_ids=list(prompt),
+            prompt_len=len(prompt),
+            max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
+            eos_token_id=eos_token_id,
+            constraint=constraint,
+            prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing predicts the first token
+            _detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
+            _stop=StopBuffer(params.stop) if tokenizer is not None else None,
+        )
+
+    @property
+    def num_known(self) -> int:
+        """Tokens it has, those still under way included."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not yet in the cache: the rest of the prompt, or the one drawn last; 0 once the last one is drawn."""
+        return 0 if self.num_unread and self.num_known >= self.max_len else self.num_known - self.num_processed
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Its prompt is scored, and nothing more."""
+        return self.max_len == self.prompt_len
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None or self.is_aborted or self.error is not None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def stopped_by(self) -> str | int | None:
+        """The stop string or stop id that ended it; None for the end of sequence, or another end."""
+        if self._stop is not None and self._stop.found is not None:
+            return self._stop.found
+        last = self.token_ids[-1]
+        is_stop_id = self.num_output > 0 and last in self.params.stop_token_ids and last != self.eos_token_id
+        return last if self.finish_reason is FinishReason.STOP and is_stop_id else None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether what it may draw next depends on what it has drawn, so that the host must say it before each draw."""
+        params = self.params
+        return (
+            self.constraint is not None
+            or len(self.token_ids) - self.prompt_len < params.min_tokens
+            or bool(params.bad_words_ids and any(len(word) > 1 for word in params.bad_words_ids))
+        )
+
+    def forbidden_ids(self, drafts: tuple[int, ...] = ()) -> list[int]:
+        """Tokens that may not come next, or behind these drafts if they come true: ends, before `min_tokens`; what
+        would complete a bad word of several."""
+        params, words = self.params, [word for word in self.params.bad_words_ids if len(word) > 1]
+        longest = max(map(len, words), default=0)
+        last = [*self.token_ids[max(0, len(self.token_ids) - longest) :], *drafts]
+        found = [word[-1] for word in words if last[1 - len(word) :] == list(word[:-1])]
+        if self.num_output + len(drafts) < params.min_tokens:
+            found += params.stop_token_ids
+            if not params.ignore_eos:
+                found.append(self.eos_token_id)
+        return found
+
+    def ends_at(self, token_id: int) -> bool:
+        """Whether this token would be its last, whatever comes before."""
+        is_end = token_id == self.eos_token_id and not self.params.ignore_eos
+        return is_end or token_id in self.params.stop_token_ids
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
+        """Take the next token; returns the text that became certain. Sets `finish_reason` when this was the last."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.ends_at(token_id):
+            self.finish_reason = FinishReason.STOP
+            return self._emit("", is_last=True)
+        if len(self.token_ids) >= self.max_len:
+            self.finish_reason = FinishReason.LENGTH
+        text = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
+        return self._emit(text, is_last=self.finish_reason is not None)
+
+    def end_if_read(self, num_processed: int) -> None:
+        """A request that draws nothing is over when its prompt has been read."""
+        if self.draws_nothing and num_processed == self.prompt_len and not self.is_done:
+            self.finish_reason = FinishReason.LENGTH
+
+    def _emit(self, text: str, is_last: bool) -> str:
+        if self._detokenizer is None or self._stop is None:
+            return ""
+        if is_last:
+            text += self._detokenizer.flush()
+        if self.num_output < self.params.min_tokens:
+            self.text += text  # no stop string counts yet
+            return text
+        out = self._stop.push(text)
+        if self._stop.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif is_last:
+            out += self._stop.flush()
+        self.text += out
+        return out
+
+    def failure(self) -> RequestFailed:
+        """Why the request failed, as the error to raise."""
+        assert self.error is not None, "the request has not failed"
+        return DeadlinePassed(self.error) if self.is_expired else RequestFailed(self.error)
+
+    def completion(self) -> Completion:
+        """The result, once done; `RequestAborted` or `RequestFailed` if there will be none."""
+        if self.error is not None:
+            raise self.failure()
+        if self.is_aborted:
+            raise RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
+        assert self.finish_reason is not None, "the request is still running"
+        return Completion(
+            prompt_token_ids=tuple(self.token_ids[: self.prompt_len]),
+            token_ids=tuple(self.output_ids),
+            text=self.text if self._detokenizer is not None else None,
+            finish_reason=self.finish_reason,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )

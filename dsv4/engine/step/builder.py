@@ -1,0 +1,156 @@
+"""`StepBuilder`: from a `StepPlan` to the tensors of its forward call.
+
+The host's numbers of a step are one int64 buffer: the columns of its batch, then rows, slots and positions of the N
+rows to draw from, then what an engine that drafts needs besides. It reaches a GPU in one asynchronous copy; on a CPU it
+is used where it is. The block table is the cache's own tensor, brought up to date before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.transfer import to_device
+from dsv4.engine.draft.round import NO_DRAFT, NO_REQUEST, FedDrafts, draft_code, fill_drafts
+from dsv4.engine.request import UNREAD, Sequence
+from dsv4.engine.schedule.plan import Piece, StepPlan
+
+LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last
+_IDS, _SLOTS, _POSITIONS = (COLUMNS.index(name) for name in ("token_ids", "slots", "positions"))
+_ALIGNED = 2  # numbers: a draw's column begins at a multiple of 16 bytes, since kernels are compiled apart for others
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One forward call. `drawing[n]` gets the token drawn from the batch's row `draw_rows[n]`; a request whose drafts
+    are verified stands there once for its newest token and once for each draft.
+
+    batch           T rows: the pieces of the plan side by side, then padding (slot -1, everything else 0). A token id
+                    of `LAST_DRAWN` stands for a token that the host does not know yet
+    draw_rows       int64 [N]
+    draw_slots      int64 [N]  the slots of those rows
+    draw_positions  int64 [N]  and their positions
+    num_tokens      rows that are no padding
+    draw_drafts     int64 [N, K]  the drafts that stand before the row's draw; None where the engine does not draft
+    fed             the requests that draw, for the drafter, then padding; None likewise
+    """
+
+    batch: TokenBatch
+    draw_rows: Tensor
+    draw_slots: Tensor
+    draw_positions: Tensor
+    drawing: tuple[Sequence, ...]
+    num_tokens: int
+    draw_drafts: Tensor | None = None
+    fed: FedDrafts | None = None
+
+
+class StepBuilder:
+    """Builds the steps of one cache. `draft_table`: the last drafts of every slot; None where the engine does not
+    draft."""
+
+    def __init__(self, cache: KVCacheManager, draft_table: Tensor | None = None) -> None:
+        self._cache = cache
+        self._draft_table = draft_table
+
+    def build(self, plan: StepPlan, *, pad_to: int = 0, num_requests: int = 0) -> StepInput:
+        """Give the plan's requests the blocks its tokens need, and make the tensors, of at least `pad_to` rows; for the
+        drafter, of at least `num_requests` requests."""
+        pieces, most = plan.pieces, 0 if self._draft_table is None else self._draft_table.shape[1]
+        slots, starts = [piece.slot for piece in pieces], [piece.start for piece in pieces]
+        lengths = [piece.length for piece in pieces]
+        self._cache.prepare_forward(slots, starts, lengths)
+        columns = columns_of(slots, starts, lengths, _tokens_of(pieces, most), pad_to)
+        num_draws = np.array([1 + piece.num_drafts for piece in pieces if piece.draws], dtype=np.int64)  # [R]
+        is_drawing = np.array([piece.draws for piece in pieces], dtype=bool)
+        first_rows = np.cumsum(lengths, dtype=np.int64)[is_drawing] - num_draws
+        steps = _steps(num_draws)  # [N]
+        rows = np.repeat(first_rows, num_draws) + steps
+        parts = [columns, rows, columns[_SLOTS, rows], columns[_POSITIONS, rows]]
+        if most:
+            parts += _draft_columns(pieces, columns, first_rows, num_draws, steps, most, num_requests)
+        values, draw_rows, draw_slots, draw_positions, *more = self._copy(parts)
+        batch = TokenBatch.over(values.view(columns.shape), self._cache.block_table)
+        drawing = tuple(piece.sequence for piece in pieces if piece.draws for _ in range(1 + piece.num_drafts))
+        made = StepInput(batch, draw_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
+        if not most:
+            return made
+        draw_drafts, *fed, drafts = more
+        return replace(
+            made, draw_drafts=draw_drafts.view(-1, most), fed=FedDrafts._make((*fed, drafts.view(-1, most)))
+        )  # fmt: skip
+
+    def _copy(self, parts: SequenceOf[Numbers]) -> list[Tensor]:
+        """The parts on the device, flat, in one copy."""
+        starts = np.cumsum([0, *(part.size + part.size % _ALIGNED for part in parts)]).tolist()
+        numbers = np.zeros(starts[-1], dtype=np.int64)
+        spans = [slice(start, start + part.size) for start, part in zip(starts, parts, strict=False)]
+        for part, span in zip(parts, spans, strict=True):
+            numbers[span] = part.reshape(-1)
+        values = to_device(torch.from_numpy(numbers), self._cache.device)
+        if self._draft_table is not None and numbers.min(initial=0) < LAST_DRAWN:
+            values = fill_drafts(values, self._draft_table)
+        return [values[span] for span in spans]
+
+
+def _drafts_of(piece: Piece, most: int) -> list[int]:
+    """The piece's drafts, and codes for those that only the device knows."""
+    drafts = piece.sequence.drafts[: piece.num_drafts]
+    return [draft_code(piece.slot, i, most) if draft == UNREAD else draft for i, draft in enumerate(drafts)]
+
+
+def _tokens_of(pieces: Iterable[Piece], most: int) -> list[int]:
+    token_ids: list[int] = []
+    for piece in pieces:
+        known = piece.sequence.token_ids
+        token_ids += known[piece.start : piece.end]
+        if piece.end > len(known):
+            token_ids.append(LAST_DRAWN)
+        token_ids += _drafts_of(piece, most)
+    return token_ids
+
+
+def _steps(lengths: Numbers) -> Numbers:
+    """0, 1, ... of runs of so many: 2, 3 -> 0, 1, 0, 1, 2."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _draft_columns(
+    pieces: SequenceOf[Piece], columns: Numbers, first_rows: Numbers, num_draws: Numbers, steps: Numbers, most: int,
+    num_requests: int,
+) -> list[Numbers]:  # fmt: skip
+    """The drafts before each row that draws, then the parts of `FedDrafts`."""
+    drafts = np.full((len(num_draws), most), NO_DRAFT, dtype=np.int64)
+    for place, piece in enumerate(piece for piece in pieces if piece.draws):
+        drafts[place, : piece.num_drafts] = _drafts_of(piece, most)
+    owners = np.repeat(np.arange(len(num_draws)), num_draws)
+    before = np.where(np.arange(most) < steps[:, None], drafts[owners], NO_DRAFT)  # [N, K]
+    next_ids = np.append(columns[_IDS, 1:], 0)
+    last_rows = np.cumsum([piece.length for piece in pieces], dtype=np.int64) - 1
+    next_ids[last_rows] = [_following(piece) for piece in pieces]
+    num_padded = max(0, num_requests - len(num_draws))
+
+    def padded(column: Numbers, value: int) -> Numbers:
+        return np.concatenate((column, np.full((num_padded, *column.shape[1:]), value, dtype=np.int64)))
+
+    return [
+        before, np.where(next_ids == LAST_DRAWN, 0, next_ids), padded(columns[_SLOTS, first_rows], PADDED_SLOT),
+        padded(columns[_POSITIONS, first_rows], 0), padded(first_rows, 0),
+        padded(np.cumsum(num_draws) - num_draws, 0), padded(num_draws - 1, NO_REQUEST), padded(drafts, NO_DRAFT),
+    ]  # fmt: skip
+
+
+def _following(piece: Piece) -> int:
+    """The prompt's token behind a piece of it; any id where that is to be drawn."""
+    known, end = piece.sequence.token_ids, piece.start + piece.length
+    return known[end] if not piece.draws and end < len(known) else 0

@@ -1,0 +1,94 @@
+"""The interfaces that generate, each as one record: its address, its request, how that becomes a job, how the job is
+answered. The server knows them by this list alone; so do the gate's counters and the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.http.apis import messages_request as messages_api
+from dsv4.http.apis import responses_request as responses_api
+from dsv4.http.apis.answers import Answer, ChatCompletion, Detokenized, TextCompletion, Tokenized
+from dsv4.http.apis.chat_answer import ChatAssembler
+from dsv4.http.apis.completion_answer import TextAssembler
+from dsv4.http.apis.jobs import Job, JobMaker, Served
+from dsv4.http.apis.messages_answer import MessageAnswer, MessagesAssembler, TokenCount
+from dsv4.http.apis.request_parts import Strict
+from dsv4.http.apis.requests import ChatRequest, CompletionRequest
+from dsv4.http.apis.responses_answer import ResponseAnswer, ResponsesAssembler
+from dsv4.http.apis.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from dsv4.http.body import validate
+from dsv4.http.errors import ApiError
+from dsv4.http.streaming import Assembler
+
+
+@dataclass(frozen=True)
+class Api:
+    """An interface that generates. `prepare` refuses (`ApiError`) whatever cannot be served."""
+
+    path: str
+    summary: str
+    request: type[Strict]
+    answer: type[Answer]
+    prepare: Callable[[JobMaker, Any], Job]
+    assembler: Callable[[Job, Any, Served], Assembler]
+
+
+@dataclass(frozen=True)
+class Question:
+    """An interface that answers at once, without the engine."""
+
+    path: str
+    summary: str
+    request: type[Strict]
+    answer: type[Answer]
+    reply: Callable[[JobMaker, Any], Answer]
+
+
+def _from_responses(jobs: JobMaker, asked: responses_api.ResponsesRequest) -> Job:
+    return jobs.chat(validate(ChatRequest, responses_api.chat_fields(asked)))
+
+
+def _to_chat(asked: messages_api.CountRequest) -> ChatRequest:
+    try:
+        fields = messages_api.chat_fields(asked)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="messages") from None
+    return validate(ChatRequest, fields)
+
+
+def _from_messages(jobs: JobMaker, asked: messages_api.MessagesRequest) -> Job:
+    return jobs.chat(_to_chat(asked))
+
+
+def _count(jobs: JobMaker, asked: messages_api.CountRequest) -> TokenCount:
+    jobs.check_model(asked.model)
+    return TokenCount(input_tokens=len(jobs.prompt(_to_chat(asked)).token_ids))
+
+
+GENERATING = (
+    Api(
+        "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion,
+        JobMaker.chat, ChatAssembler,
+    ),
+    Api(
+        "/v1/completions", "Continue a text", CompletionRequest, TextCompletion,
+        JobMaker.completion, TextAssembler,
+    ),
+    Api(
+        "/v1/responses", "Answer a conversation, as OpenAI's newer interface", responses_api.ResponsesRequest,
+        ResponseAnswer, _from_responses, ResponsesAssembler,
+    ),
+    Api(
+        "/v1/messages", "Answer a conversation, as Anthropic's interface", messages_api.MessagesRequest,
+        MessageAnswer, _from_messages, MessagesAssembler,
+    ),
+)  # fmt: skip
+QUESTIONS = (
+    Question(
+        "/v1/messages/count_tokens", "How many tokens a conversation has", messages_api.CountRequest, TokenCount, _count
+    ),
+    Question("/tokenize", "The tokens of a text or a conversation", TokenizeRequest, Tokenized, tokenize),
+    Question("/detokenize", "The text of tokens", DetokenizeRequest, Detokenized, detokenize),
+)

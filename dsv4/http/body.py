@@ -1,0 +1,135 @@
+"""From the bytes of a request to checked JSON, and from that to a request model. Every failure is a 4xx `ApiError`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from dsv4.config import shown
+from dsv4.http.apis.unsupported import REFUSED, why_refused, why_type_refused
+from dsv4.http.errors import ApiError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
+    """The JSON object in `body`. Strict: UTF-8, no NaN, no key twice, no lone surrogate, no deeper than allowed."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} does not fit", code="invalid_utf8") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is nested deeper than {max_depth} levels", code="too_deep") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):  # Python's own limit, whose message speaks to programmers
+            raise ApiError(400, "the body holds an integer of thousands of digits", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, found {type(value).__name__}", code="invalid_json")
+    _check_tree(value, max_depth)
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} appears twice in one object")
+    return result
+
+
+def _check_tree(value: Any, max_depth: int) -> None:
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if isinstance(item, str):
+            if not item.isascii() and _has_surrogate(item):
+                raise ApiError(400, f"text is not valid Unicode: lone surrogate in {shown(item)}", code="invalid_utf8")
+        elif isinstance(item, (dict, list)):
+            if depth > max_depth:
+                raise ApiError(400, f"the body is nested deeper than {max_depth} levels", code="too_deep")
+            if isinstance(item, dict):
+                stack += [(key, depth) for key in item]
+                stack += [(child, depth + 1) for child in item.values()]
+            else:
+                stack += [(child, depth + 1) for child in item]
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def validate(model: type[Model], value: dict[str, Any]) -> Model:
+    """`value` as a request model. `ApiError` 400 names the field: one that is not supported, missing or wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _to_api_error(error) from None
+
+
+def _to_api_error(error: ValidationError) -> ApiError:
+    details = error.errors(include_url=False, include_context=False)
+    # A value that fits no member of a union is reported once per member. The report meant is the one about a member
+    # of the right type, and of those the deepest.
+    chosen = max(details, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+    unknown = next((one for one in details if one["type"] == "extra_forbidden"), None)
+    kinds = [one for one in details if one["type"] == "literal_error" and one["loc"][-1] == "type"]
+    refused = next((one for one in kinds if why_type_refused(one["input"]) is not None), None)
+    if refused is not None:  # its other fields are unknown because of that
+        param = _path(refused["loc"])
+        message = f"{param}: {why_type_refused(refused['input'])}, found {shown(refused['input'])}"
+        return ApiError(400, message, code="unsupported_parameter", param=param)
+    if unknown is not None:
+        *parents, name = unknown["loc"]
+        path = ".".join(part for part in (_path(tuple(parents)), str(name)[:80]) if part)
+        message = f"{path or shown(name)}: {why_refused(str(name))}"
+        return ApiError(400, message, code="unsupported_parameter", param=path)
+    param = _path(chosen["loc"])
+    if chosen["type"] == "missing":
+        return ApiError(400, f"{param}: required, and missing", code="missing_required_parameter", param=param)
+    field = str(param.rpartition(".")[2])
+    if field in REFUSED and chosen["type"] in ("literal_error", "greater_than_equal", "less_than_equal"):
+        message = f"{param}: {why_refused(field)}, found {shown(chosen['input'])}"
+        return ApiError(400, message, code="unsupported_parameter", param=param)
+    message = chosen["msg"].removeprefix("Value error, ")
+    if chosen["type"] == "value_error":  # our own, which begin with the field
+        leading = leading_field(message)
+        param = ".".join(part for part in (param, leading) if part)
+        message = message if leading is None else message.partition(": ")[2]
+    else:
+        message = f"{message[:1].lower()}{message[1:]}, found {shown(chosen['input'])}"
+    return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+
+
+def leading_field(message: str) -> str | None:
+    """The field a message of this package begins with: `stop: ...`, `reasoning_effort (final profile): ...`."""
+    match = re.match(r"([a-z_]+)(?: \([^)]*\))?: ", message)
+    return match[1] if match else None
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without the names that members of a union have."""
+    path = ""
+    for place, part in enumerate(location):
+        is_tag = place > 0 and location[place - 1] in _TAGGED_UNIONS
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part.islower() and part not in _TYPE_NAMES and not is_tag:
+            path += f".{part}" if path else part
+    return path
+
+
+_TYPE_NAMES = ("str", "int", "float", "bool", "list", "dict", "none")
+_TAGGED_UNIONS = ("response_format", "format")

@@ -1,0 +1,154 @@
+"""Constraints from grammars, through llguidance: `GrammarCompiler` once per model, `GrammarConstraint` per request.
+
+A grammar is Lark text as llguidance reads it; `<[id]>` in it is a special token. Special tokens match nothing else, so
+text rules cannot produce a marker of the protocol. What the grammars are is in `answer_grammar.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import llguidance
+import torch
+from torch import Tensor
+
+from dsv4.engine.step.constraint import ConstraintError
+from dsv4.http.grammar.check import check_grammar
+from dsv4.text.protocol import PROTOCOL
+from dsv4.text.tokenizer import Tokenizer, TokenizerError
+
+_NUM_KEPT = 32
+
+
+class GrammarError(ValueError):
+    """A schema or grammar that cannot be enforced; the text says what is wrong with it."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and one vocabulary. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special_ids = {idx for idx, token in enumerate(tokens) if not token}
+        for marker in PROTOCOL.markers:
+            try:
+                special_ids.add(tokenizer.special_id(marker))
+            except TokenizerError:  # a small test tokenizer has only some of them
+                continue
+        special_ids.add(eos_token_id)
+        wrapper = _Vocabulary(tokenizer, tokens, sorted(special_ids), eos_token_id)
+        self._grammar_tokens = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(wrapper), n_vocab=vocab_size, eos_token=eos_token_id
+        )
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        # ids that stand for no text must never be drawn, whatever the grammar
+        self._has_text = torch.tensor([bool(token) for token in tokens])  # [vocab]
+
+    def special(self, marker: str) -> str:
+        """A marker of the protocol as a grammar symbol."""
+        return f"<[{self._tokenizer.special_id(marker)}]>"
+
+    def compile(self, lark: str, opening: Sequence[int] = ()) -> CompiledGrammar:
+        """Check and compile; `GrammarError` with what llguidance says, or where no token may follow the tokens
+        `opening`. The last few grammars are kept: clients send the same schema again and again."""
+        with self._lock:
+            known = self._compiled.get(lark)
+            if known is not None:
+                self._compiled.move_to_end(lark)
+                return known
+        wrong = check_grammar(lark)
+        if wrong:
+            raise GrammarError(_first_line(wrong))
+        matcher = llguidance.LLMatcher(
+            self._grammar_tokens, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0, limits=_limits()
+        )
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        compiled = CompiledGrammar(lark, matcher, self._has_text)
+        if not _can_go_on(compiled.constraint(), opening):
+            raise GrammarError("no text follows this rule")
+        with self._lock:
+            self._compiled[lark] = compiled
+            while len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
+
+
+class CompiledGrammar:
+    """A grammar at its start; every request takes a copy."""
+
+    def __init__(self, lark: str, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self.lark = lark
+        self._matcher = matcher
+        self._has_text = has_text
+
+    def constraint(self) -> GrammarConstraint:
+        return GrammarConstraint(self._matcher, self._has_text)
+
+
+class GrammarConstraint:
+    """One request's place in a grammar; implements `dsv4.engine.step.constraint.Constraint`. `start` stays as it is."""
+
+    def __init__(self, start: llguidance.LLMatcher, has_text: Tensor) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._token_ids: list[int] = []
+        self._has_text = has_text
+
+    def allowed(self) -> Tensor:
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [vocab / 8]
+        if self._matcher.is_error():
+            raise ConstraintError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+        flags = (bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        return flags.flatten()[: len(self._has_text)].bool() & self._has_text
+
+    def accept(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
+        if not self._matcher.consume_token(token_id):
+            raise ConstraintError(f"the grammar does not allow token {token_id}")
+
+    def rollback(self, count: int) -> None:
+        del self._token_ids[len(self._token_ids) - count :]
+        matcher = self._matcher
+        # a matcher that has failed does not come back, and one at its end does not count an end of sequence
+        if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._token_ids)
+
+
+def _can_go_on(constraint: GrammarConstraint, opening: Sequence[int]) -> bool:
+    try:
+        for token_id in opening:
+            constraint.accept(token_id)
+        return bool(constraint.allowed().any())
+    except ConstraintError:
+        return False
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special_ids: list[int], eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.special_token_ids = special_ids
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8"))
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """Smaller than the library's: a schema comes from outside, and its errors go back there."""
+    return llguidance.LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+
+
+def _first_line(text: str) -> str:
+    """Without the place in our grammar, which means nothing to whoever wrote the schema."""
+    line = text.strip().split("\n")[0]
+    return line.rpartition("failed to compile JSON schema: ")[2][:300]

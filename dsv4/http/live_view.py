@@ -1,0 +1,88 @@
+"""The live view: what the engine is doing now, for the page. Experts are counted only while somebody looks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.schema import CacheSchema
+from dsv4.engine.engine import Engine
+from dsv4.engine.stats import EngineStats
+from dsv4.http.apis.answers import CacheKind, Live
+from dsv4.tools.experts import expert_counts
+
+_WATCH_SECONDS = 5.0
+_DECAY = 0.9  # of a step's counts, per step: the view shows about the last ten steps
+
+
+class LiveView:
+    """`on_step` runs in the engine's thread, `snapshot` in any other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        config = engine.model.config
+        self._num_experts = config.n_routed_experts
+        self._counts = torch.zeros(config.num_hidden_layers, config.n_routed_experts)
+        self._watched_until = 0.0
+
+    def on_step(self, stats: EngineStats) -> None:
+        """Start or stop counting experts, as somebody looks or not."""
+        is_watched = time.monotonic() < self._watched_until
+        self._engine.on_experts = self._count if is_watched else None
+        self._counts *= _DECAY
+
+    def _count(self, chosen: Tensor) -> None:
+        self._counts += expert_counts(chosen, self._num_experts)
+
+    def snapshot(self, model: str, stats: EngineStats) -> Live:
+        """Now. Asking keeps the experts counted for the next seconds."""
+        self._watched_until = time.monotonic() + _WATCH_SECONDS
+        return Live(
+            model=model,
+            seconds=time.monotonic(),
+            waiting=stats.num_waiting,
+            running=stats.num_running,
+            slots=stats.num_slots,
+            blocks_used=stats.num_blocks_used,
+            blocks=stats.num_blocks,
+            steps=stats.num_steps,
+            prompt_tokens=stats.num_prompt_tokens,
+            output_tokens=stats.num_output_tokens,
+            cache=cache_kinds(self._engine.cache.schema, stats),
+            experts=_digits(self._counts.clone()),
+            step_tokens=None if stats.drafts is None else stats.drafts.tokens_per_step,
+            accepted=[] if stats.drafts is None else list(stats.drafts.acceptance),
+        )
+
+
+def cache_kinds(schema: CacheSchema, stats: EngineStats) -> list[CacheKind]:
+    """Bytes by kind of row: entries and keys grow with blocks, windows and compressor state with requests."""
+    layers = schema.layers
+    per_block = {
+        "CSA entries": sum(layer.entry_bytes_per_block for layer in layers if layer.index_keys is not None),
+        "CSA index keys": sum(layer.index_bytes_per_block for layer in layers),
+        "HCA entries": sum(layer.entry_bytes_per_block for layer in layers if layer.index_keys is None),
+    }
+    per_request = {
+        "Window rings": schema.window_bytes_per_request + schema.position_bytes_per_request,
+        "Compressor state": schema.state_bytes_per_request,
+    }
+    kinds = [
+        CacheKind(name=name, unit="block", used_bytes=size * stats.num_blocks_used, total_bytes=size * stats.num_blocks)
+        for name, size in per_block.items()
+        if size
+    ]
+    return kinds + [
+        CacheKind(name=name, unit="request", used_bytes=size * stats.num_running, total_bytes=size * stats.num_slots)
+        for name, size in per_request.items()
+        if size
+    ]
+
+
+def _digits(counts: Tensor) -> list[str]:
+    """Counts [layers, experts] as digits relative to the busiest expert."""
+    top = counts.max().item()
+    scaled = (counts * (9.0 / top)).ceil() if top > 1e-3 else torch.zeros_like(counts)
+    return ["".join(str(int(value)) for value in row) for row in scaled.clamp(0, 9).tolist()]

@@ -1,0 +1,427 @@
+"""How fast a model runs on this machine: decode by batch and context, prefill, latency, throughput, memory.
+
+A section gives records (plain dicts, one `kind` each); `Report` holds them all. Times are medians with the 10th and
+90th percentile. On a GPU a decode step is the runner's own replay, timed by events; a layer is a graph of its own.
+
+Bytes of a layer: every weight it must read (of the routed experts those the step chose), and of the cache the window,
+the picked or all entries, and all index keys. `floor` is those bytes at the chip's measured read speed.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import ConfigError, EngineConfig
+from dsv4.config.layers import AttentionKind, LayerSpec
+from dsv4.engine.draft.options import Drafts
+from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.run.graphs import RunnerError, capture_graph
+from dsv4.engine.run.runner import Runner
+from dsv4.engine.stats import EngineStats
+from dsv4.llm import LLM
+from dsv4.model.block import block, enter
+from dsv4.model.transformer import Transformer
+from dsv4.request import SamplingParams
+from dsv4.tools.bench.context import BenchModel, Context, make_context
+from dsv4.tools.plan import plan
+from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND
+
+SECTIONS = ("decode", "layers", "stream", "prefill", "serving", "memory")
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure. Contexts beyond the model's are an error; `repeats` calls are timed after two that are not."""
+
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (2048,)
+    prefill_tokens: tuple[int, ...] = (512,)
+    concurrencies: tuple[int, ...] = (1,)
+    prompt_tokens: int = 64
+    output_tokens: int = 16
+    repeats: int = 20
+    sections: tuple[str, ...] = SECTIONS
+    bandwidth: float | None = None  # bytes a second; None looks the device up
+    drafts: Drafts = "off"  # of the requests that are served
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `dsv4 bench model` says."""
+
+    model: str
+    origin: dict[str, str]
+    records: tuple[Record, ...]
+
+    def of(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model": self.model, "origin": self.origin, "records": list(self.records)}
+
+
+# ---- timing ----
+
+
+def time_calls(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls; two more before them are not timed."""
+    for _ in range(2):
+        call()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return times
+    torch.cuda.synchronize()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in pairs]
+
+
+def _spread(times: Sequence[float], unit: float = 1e3) -> Record:
+    ordered = sorted(times)
+    return {
+        "ms": round(unit * statistics.median(ordered), 4),
+        "ms_p10": round(unit * ordered[len(ordered) // 10], 4),
+        "ms_p90": round(unit * ordered[-1 - len(ordered) // 10], 4),
+    }
+
+
+def kernels_of(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]] | None:
+    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen (no
+    GPU, no profiler)."""
+    if device.type != "cuda":
+        return None
+    from torch.autograd import DeviceType
+
+    call()
+    torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    except RuntimeError:  # the machine keeps its counters to itself
+        return None
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name[:60], round(event.time_range.elapsed_us(), 2)) for event in events] or None
+
+
+# ---- sections ----
+
+
+def measure_decode(model: BenchModel, made: Context, repeats: int) -> Record:
+    """One decode step of the whole model, the same one again and again."""
+    batch_size = made.batch.num_tokens
+    transformer = model.transformer()
+    runner, mode = _make_runner(model, transformer, made)
+    times = time_calls(lambda: runner.forward(made.batch, made.rows), model.device, repeats)
+    step = statistics.median(times)
+    return {
+        "kind": "decode", "batch": batch_size, "context": made.context, "layers": model.config.num_hidden_layers,
+        "mode": mode, **_spread(times), "tokens_per_second": round(batch_size / step, 2),
+        "ms_per_layer": round(1e3 * step / model.config.num_hidden_layers, 4),
+        "compiled_late": list(runner.compiled_late),
+    }  # fmt: skip
+
+
+def measure_stream(model: BenchModel, context: int, num_steps: int) -> Record:
+    """One request that gets a new random token every step: what offloaded experts cost when routing changes."""
+    made = make_context(model, 1, context, spare=num_steps + 2)
+    runner, mode = _make_runner(model, model.transformer(), made)
+    tokens = torch.randint(0, model.config.vocab_size, (num_steps + 2,), generator=torch.Generator().manual_seed(3))
+    times = []
+    for step, token in enumerate(tokens.tolist()):
+        if step == 2 and model.pool is not None:
+            model.pool.stats.reset()
+        started = time.perf_counter()
+        runner.forward(made.cache.make_batch(made.slots, [[token]]), made.rows)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    record: Record = {
+        "kind": "stream", "context": context, "steps": num_steps, "mode": mode, **_spread(times[2:]),
+        "tokens_per_second": round(num_steps / sum(times[2:]), 2), "compiled_late": list(runner.compiled_late),
+    }  # fmt: skip
+    if model.pool is not None:
+        stats, placement = model.pool.stats, model.pool.placement
+        record |= {
+            "slots": placement.num_fixed + placement.num_cached, "fixed": placement.num_fixed,
+            "misses_per_token": round(stats.num_misses / num_steps, 2),
+            "bytes_per_token": stats.bytes_moved // num_steps,
+            "device_bytes": model.pool.device_bytes(), "host_bytes": model.pool.host_bytes(),
+        }  # fmt: skip
+    return record
+
+
+def _make_runner(model: BenchModel, transformer: Transformer, made: Context) -> tuple[Runner, str]:
+    """With graphs where the ops allow it; otherwise direct, and the record says why."""
+    size = made.batch.num_tokens
+    if model.device.type != "cuda":
+        return Runner(transformer, made.cache, buckets=(size,), use_graphs=False), "direct"
+    runner = Runner(transformer, made.cache, buckets=(size,), use_graphs=True, experts=model.pool)
+    try:
+        runner.warm_up()
+    except RunnerError as error:
+        torch.cuda.synchronize()
+        runner = Runner(transformer, made.cache, buckets=(size,), use_graphs=False, experts=model.pool)
+        return runner, f"direct: {str(error)[:160]}"
+    return runner, "graph" if runner.captured else "direct: the experts of such a batch may not fit the slots"
+
+
+def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: float | None) -> list[Record]:
+    """One layer of each kind by itself, against the bytes it must read."""
+    transformer = model.transformer()
+    records = []
+    for layer in one_of_each(transformer.schedule[: model.config.num_hidden_layers]):
+        call = layer_call(transformer, made, layer)
+        timed, mode = call, "direct"
+        if model.device.type == "cuda":
+            try:
+                timed, mode = capture_graph(partial(_streams_of, call), experts=model.pool), "graph"
+            except RunnerError as error:
+                mode = f"direct: {str(error)[:160]}"
+                torch.cuda.synchronize()
+        times = time_calls(timed, model.device, repeats)
+        experts = call().experts
+        num_bytes = layer_bytes(model, layer, made, len(experts.unique()))
+        kernels = kernels_of(timed, model.device)
+        record = {
+            "kind": "layer", "layer": layer.layer_idx, "attention": layer.attention.value,
+            "router": layer.router.value, "batch": made.batch.num_tokens, "context": made.context, "mode": mode,
+            **_spread(times),
+            "bytes": num_bytes, "experts_read": len(experts.unique()),
+            "launches": None if kernels is None else len(kernels), "kernels": kernels,
+        }  # fmt: skip
+        if bandwidth is not None:
+            floor = num_bytes / bandwidth
+            record |= {"floor_ms": round(1e3 * floor, 4), "times_floor": round(statistics.median(times) / floor, 2)}
+        records.append(record)
+    return records
+
+
+def layer_call(transformer: Transformer, made: Context, layer: LayerSpec) -> Callable[[], Any]:
+    """From one block's attention input to the next one's, as inside the model."""
+    params, context = transformer.params.layers[layer.layer_idx], transformer.context
+    cache = made.cache.handle(layer.layer_idx)
+    embedding = transformer.params.embed[made.batch.token_ids].to(context.dtype)
+    start = enter(embedding, params, context)
+    return lambda: block(start, params, layer, cache, made.batch, context, params)[0]
+
+
+def _streams_of(call: Callable[[], Any]) -> Tensor:
+    return call().streams
+
+
+def one_of_each(schedule: Sequence[LayerSpec]) -> Iterator[LayerSpec]:
+    """The last layer of every kind of attention: routers of later layers are the common kind."""
+    last = {layer.attention: layer for layer in schedule}
+    yield from sorted(last.values(), key=lambda layer: layer.layer_idx)
+
+
+def layer_bytes(model: BenchModel, layer: LayerSpec, made: Context, num_experts_read: int) -> int:
+    """Weights and cache rows one layer of one decode step must read."""
+    params = model.params.layers[layer.layer_idx]
+    stack = params.ffn.experts.matrices if model.pool is None else model.pool.layers[layer.layer_idx].stack
+    always = (params.attn, params.hc_attn, params.hc_ffn, params.ffn.shared, params.ffn.gate)
+    weights = _nbytes(always) + _nbytes(stack) * num_experts_read // len(tensors_of(stack)[0])
+    handle, cached = made.cache.handle(layer.layer_idx), 0
+    for position in made.batch.positions.tolist():
+        cached += min(position + 1, model.config.sliding_window) * handle.window.rows.format.row_bytes
+        if handle.entries is not None:
+            num_entries = (position + 1) // layer.ratio
+            picked = min(num_entries, model.config.index_topk) if layer.attention is AttentionKind.CSA else num_entries
+            cached += picked * handle.entries.rows.format.row_bytes
+            if handle.index_keys is not None:
+                cached += num_entries * handle.index_keys.rows.format.row_bytes
+    return weights + cached
+
+
+def _nbytes(weights: Any) -> int:
+    return sum(part.numel() * part.element_size() for part in tensors_of(weights))
+
+
+def measure_prefill(model: BenchModel, num_tokens: int, repeats: int) -> Record:
+    """One prompt of `num_tokens` in one call, from an empty cache."""
+    limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
+    transformer = model.transformer()
+    cache = KVCacheManager(
+        model.config, transformer.schedule, limits, device=model.device, plain_dtype=None
+    )  # fmt: skip
+    runner = Runner(transformer, cache, buckets=(1,), use_graphs=False, experts=model.pool)
+    tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    batch = cache.make_batch([cache.admit(num_tokens)], [tokens.tolist()])
+    rows = torch.full((1,), num_tokens - 1, device=model.device)
+    times = time_calls(lambda: runner.forward(batch, rows), model.device, repeats)
+    return {
+        "kind": "prefill", "tokens": num_tokens, "layers": model.config.num_hidden_layers, **_spread(times),
+        "tokens_per_second": round(num_tokens / statistics.median(times), 1),
+    }  # fmt: skip
+
+
+def measure_serving(
+    model: BenchModel, concurrency: int, prompt_tokens: int, output_tokens: int, drafts: Drafts = "off"
+) -> Record:
+    """Requests through the engine, all at once: time to the first token, between tokens, tokens a second."""
+    context = prompt_tokens + output_tokens
+    limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
+    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool, drafts=drafts)
+    return serve_requests(llm, concurrency, prompt_tokens, output_tokens)
+
+
+def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens: int) -> Record:
+    """`measure_serving` with a model that is there already."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(0, llm.config.vocab_size, (concurrency, prompt_tokens), generator=generator).tolist()
+    if llm.cache.device.type == "cuda":
+        _serve(llm, prompts, min(output_tokens, 4))  # compiles, captures
+    before = llm.engine.stats()
+    started, stamps = time.perf_counter(), _serve(llm, prompts, output_tokens)
+    firsts = [times[0] - started for times in stamps]
+    gaps = [after - before for times in stamps for before, after in pairwise(times)]
+    total = max(times[-1] for times in stamps) - started
+    ordered = sorted(gaps) or [0.0]
+    return {
+        "kind": "serving", "concurrency": concurrency, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
+        "first_token_ms": round(1e3 * statistics.median(firsts), 3), "first_token_ms_max": round(1e3 * max(firsts), 3),
+        "between_tokens_ms": round(1e3 * statistics.median(ordered), 3),
+        "between_tokens_ms_p99": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
+        "tokens_per_second": round(sum(map(len, stamps)) / total, 2),
+    } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
+
+
+def _drafted(stats: EngineStats) -> Record:
+    """What drafts did so far, where there were any."""
+    if stats.drafts is None:
+        return {}
+    return {
+        "tokens_per_step": round(stats.drafts.tokens_per_step, 3),
+        "accepted_by_place": [round(share, 3) for share in stats.drafts.acceptance],
+    }
+
+
+def _moved(before: EngineStats, after: EngineStats) -> Record:
+    """What offloaded experts did between two moments."""
+    return {
+        "expert_hits": after.num_expert_hits - before.num_expert_hits,
+        "expert_misses": after.num_expert_misses - before.num_expert_misses,
+        "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
+    }
+
+
+def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[float]]:
+    """When each request got each of its tokens."""
+    engine = llm.engine
+    sequences = [
+        engine.prepare(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=seed))
+        for seed, prompt in enumerate(prompts)
+    ]
+    stamps: dict[int, list[float]] = {id(sequence): [] for sequence in sequences}
+    try:
+        for sequence in sequences:
+            engine.submit(sequence)
+        while not all(sequence.is_done for sequence in sequences):
+            results = engine.step()
+            now = time.perf_counter()
+            for result in results:
+                stamps[id(result.sequence)].append(now)
+    finally:
+        for sequence in sequences:
+            engine.abort(sequence)
+    return [stamps[id(sequence)] for sequence in sequences]
+
+
+def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:
+    """Bytes really held against the plan's."""
+    engine = EngineConfig(max_context_tokens=context, max_concurrent_requests=batch_size, max_chunk_tokens=batch_size)
+    has_draft = bool(model.params.draft_blocks)
+    planned = plan(model.config, engine, experts=model.experts, with_draft=has_draft)
+    made = make_context(model, batch_size, context)
+    weights = _nbytes(_everything(model))
+    record: Record = {
+        "kind": "memory", "batch": batch_size, "context": context,
+        "weights": weights, "weights_planned": planned.weights.total_bytes,
+        "cache": made.cache.memory_bytes(), "cache_planned": planned.schema.total_bytes,
+    }  # fmt: skip
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        record |= {"used": total - free, "peak_allocated": torch.cuda.max_memory_allocated(model.device)}
+        record["planned"] = planned.budget.total
+    return record
+
+
+def _everything(model: BenchModel) -> list[Any]:
+    if model.pool is None:
+        return [model.params]
+    resident = [replace(layer, ffn=replace(layer.ffn, experts=None)) for layer in model.params.layers]  # type: ignore[arg-type]
+    return [replace(model.params, layers=resident), [layer.stack for layer in model.pool.layers]]
+
+
+def run_bench(model: BenchModel, settings: Settings, note: Callable[[str], None] = lambda what: None) -> Report:
+    """Every section asked for. One that fails leaves a record of kind `error` instead, and the others go on."""
+    unknown = sorted(set(settings.sections) - set(SECTIONS))
+    if unknown:
+        raise ConfigError(f"sections are {', '.join(SECTIONS)}, found {', '.join(unknown)}")
+    origin = describe_machine(model.device)
+    bandwidth = settings.bandwidth or read_bandwidth(origin["device"])
+    records: list[Record] = []
+
+    def add(what: str, measure: Callable[[], Record | list[Record]]) -> None:
+        note(what)
+        try:
+            found = measure()
+            records.extend(found if isinstance(found, list) else [found])
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:  # out of memory, a kernel that fails
+            records.append({"kind": "error", "what": what, "error": str(error).splitlines()[0][:300]})
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def measure_steps(batch: int, context: int) -> list[Record]:
+        made = make_context(model, batch, context)  # filled once for both
+        found = [measure_decode(model, made, settings.repeats)] if "decode" in settings.sections else []
+        if "layers" in settings.sections:
+            found += measure_layers(model, made, settings.repeats, bandwidth)
+        return found
+
+    if {"decode", "layers"} & set(settings.sections):
+        for batch, context in [(batch, context) for context in settings.contexts for batch in settings.batches]:
+            add(f"decode, batch {batch}, context {context}", partial(measure_steps, batch, context))
+    for context in settings.contexts if "stream" in settings.sections else ():
+        add(f"stream, context {context}", partial(measure_stream, model, context, settings.repeats))
+    for count in settings.prefill_tokens if "prefill" in settings.sections else ():
+        add(f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4)))
+    for count in settings.concurrencies if "serving" in settings.sections else ():
+        sizes = settings.prompt_tokens, settings.output_tokens, settings.drafts
+        add(f"serving, {count} requests", partial(measure_serving, model, count, *sizes))
+    if "memory" in settings.sections:
+        add("memory", lambda: measure_memory(model, max(settings.batches), max(settings.contexts)))
+    return Report(model.name, origin, tuple(records))
+
+
+def read_bandwidth(device_name: str) -> float | None:
+    return next((speed for name, speed in READ_BYTES_PER_SECOND.items() if name in device_name.lower()), None)
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Where the numbers are from."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}

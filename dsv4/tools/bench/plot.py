@@ -1,0 +1,51 @@
+"""The decode records of a bench `Report` as a picture: speed against context, speed against batch. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsv4.tools.bench.model import Record, Report
+
+
+class PlotError(ValueError):
+    """Nothing to plot, or nothing to plot with."""
+
+
+def plot_report(report: Report, path: Path) -> None:
+    """Write the picture; the ending of `path` chooses the format (png, svg, pdf)."""
+    records = report.of("decode")
+    if not records:
+        raise PlotError("there are no decode records to plot; run the section `decode`")
+    figure = figure_of(f"{report.model} on {report.origin['device']}")
+    by_context, by_batch = figure.subplots(1, 2)
+    _lines(by_context, records, "context", "batch", "ms", "context (tokens)", "ms a step")
+    _lines(by_batch, records, "batch", "context", "tokens_per_second", "batch (requests)", "tokens a second")
+    figure.savefig(path, dpi=150)
+
+
+def figure_of(title: str) -> Any:
+    """An empty figure, twice as wide as high."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotError("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    return figure
+
+
+def _lines(axes: Any, records: Sequence[Record], x: str, line: str, y: str, x_label: str, y_label: str) -> None:
+    """One line for each value of `line`."""
+    for value in sorted({record[line] for record in records}):
+        points = sorted((record[x], record[y]) for record in records if record[line] == value)
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{line} {value:,}")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+    axes.legend()

@@ -1,0 +1,387 @@
+"""How much memory a model takes and what fits on which GPU, before anything is loaded. No torch, no GPU, no weights.
+
+Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
+allocates by). Reserves, by formulas fitted to measurements: workspace, exchange between GPUs, CUDA graphs and context:
+`workspace_bytes`, `exchange_bytes`, `graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of
+offloaded experts are counted too).
+
+Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
+from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
+from dsv4.dist.shares import check_ranks, rank_limits
+from dsv4.engine.offload.placement import (
+    CONTEXT_BYTES,
+    ModelBytes,
+    divide_slots,
+    exchange_bytes,
+    graph_bytes,
+    workspace_bytes,
+)
+from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
+from dsv4.tools.plan.sizes import ExpertFormat, WeightSizes, count_weights
+
+# measured on an H200 (docs/kernels): what a layer's launches take beyond the bytes they read, at one token, and how
+# long a layer with offloaded experts waits while the host reads its routing and orders copies
+LAUNCH_SECONDS = 95e-6
+BOUNDARY_SECONDS = 130e-6
+HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 less its overhead
+READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels/README.md
+CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
+MAX_GPUS_TRIED = 64
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What one GPU must hold for one workload, in bytes; `host` is what all experts take in the machine's memory."""
+
+    weights: int
+    cache: int
+    workspace: int
+    graphs: int
+    context: int
+    host: int
+    exchange: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace + self.exchange + self.graphs + self.context
+
+    @property
+    def without_cache(self) -> int:
+        return self.total - self.cache
+
+
+@dataclass(frozen=True)
+class OffloadForecast:
+    """Decode of one request with offloaded experts, every expert used alike, on one GPU whose spare memory is filled.
+
+    num_slots of the experts of each layer are on the device, `num_fixed` of them for good (their host copy is not
+    kept). tokens_per_second adds up copies from the host at `host_speed`, reads of the device's memory where its speed
+    is known (`read_speed`), and for each layer `LAUNCH_SECONDS` and `BOUNDARY_SECONDS`; copies do not overlap with
+    computing.
+    """
+
+    num_slots: int
+    num_fixed: int
+    bytes_per_token: int
+    host_bytes: int
+    host_speed: float
+    read_speed: float | None
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class GpuFit:
+    """What `gpus` GPUs of one kind can hold. `max_requests` is at each context; 0 where not even one request fits."""
+
+    gpu: Gpu
+    gpus: int
+    fits: bool
+    spare_bytes: int
+    min_gpus: int | None
+    max_requests: tuple[tuple[int, int], ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Per-GPU figures are in `budget`; `fits` has the chosen GPU first, or every known one."""
+
+    name: str
+    config: ModelConfig
+    engine: EngineConfig
+    experts: ExpertFormat
+    gpus: int
+    offload_experts: bool
+    weights: WeightSizes
+    schema: CacheSchema
+    budget: MemoryBudget
+    fits: tuple[GpuFit, ...]
+    summary: str
+    forecast: OffloadForecast | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`; sizes are bytes."""
+        schema, budget = self.schema, self.budget
+        return {
+            "model": self.name,
+            "engine": {
+                "max_context_tokens": self.engine.max_context_tokens,
+                "max_concurrent_requests": self.engine.max_concurrent_requests,
+                "max_chunk_tokens": self.engine.max_chunk_tokens,
+                "max_draft_tokens": self.engine.max_draft_tokens,
+                "index_key_format": self.engine.index_key_format,
+            },
+            "weights": {
+                "experts": self.experts,
+                "total_bytes": self.weights.total_bytes,
+                "num_tensors": self.weights.num_tensors,
+                "num_parameters": self.weights.num_parameters,
+                "num_draft_parameters": self.weights.num_draft_parameters,
+                "bytes_by_part": self.weights.by_part(),
+                "bytes_by_format": self.weights.by_format(),
+            },
+            "kv": {
+                "bytes_per_token": float(schema.bytes_per_token),  # a multiple of 1/128: exact
+                "bytes_per_block": schema.bytes_per_block,
+                "block_tokens": BLOCK_TOKENS,
+                "window_bytes_per_request": schema.window_bytes_per_request,
+                "position_bytes_per_request": schema.position_bytes_per_request,
+                "state_bytes_per_request": schema.state_bytes_per_request,
+                "num_blocks": schema.num_blocks,
+                "paged_bytes": schema.paged_bytes,
+                "state_cache_bytes": schema.state_cache_bytes,
+                "bytes_per_snapshot": schema.bytes_per_snapshot,
+                "num_snapshots": schema.num_snapshots,
+                "snapshot_cache_bytes": schema.snapshot_cache_bytes,
+                "table_bytes": schema.table_bytes,
+                "padding_bytes": schema.padding_bytes,
+                "total_bytes": schema.total_bytes,
+            },
+            "gpu": {
+                "gpus": self.gpus,
+                "offload_experts": self.offload_experts,
+                "weights_bytes": budget.weights,
+                "cache_bytes": budget.cache,
+                "workspace_bytes": budget.workspace,
+                "exchange_bytes": budget.exchange,
+                "graph_bytes": budget.graphs,
+                "context_bytes": budget.context,
+                "total_bytes": budget.total,
+                "host_bytes": budget.host,
+            },
+            "fits": [_fit_to_dict(fit) for fit in self.fits],
+            "summary": self.summary,
+        } | ({} if self.forecast is None else {"offload": asdict(self.forecast)})
+
+
+def plan(
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    name: str = "model",
+    experts: ExpertFormat = "mxfp4",
+    gpu: str | None = None,
+    gpus: int = 1,
+    offload_experts: bool = False,
+    with_draft: bool = True,
+    host_speed: float = HOST_BYTES_PER_SECOND,
+) -> Plan:
+    """Plan `engine`'s workload for the whole of `gpus` GPUs of the kind `gpu` (None: every known kind).
+
+    `host_speed`: bytes a second from pinned host memory to the device, for the forecast of offloaded experts.
+
+    `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
+    """
+    check_ranks(gpus, config.n_routed_experts)
+    if engine.max_draft_tokens and not (with_draft and config.num_draft_layers):
+        raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs draft blocks, and they are not loaded")
+    kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
+    planner = _Planner(config, engine, count_weights(config, experts, with_draft=with_draft), offload_experts)
+    fits = tuple(planner.fit(kind, gpus) for kind in kinds)
+    requested = next((fit for fit in fits if fit.gpu.name == "h200"), fits[0])
+    budget = planner.budget(engine, gpus)
+    return Plan(
+        name=name,
+        config=config,
+        engine=engine,
+        experts=experts,
+        gpus=gpus,
+        offload_experts=offload_experts,
+        weights=planner.weights,
+        schema=planner.schema(engine),
+        budget=budget,
+        fits=fits,
+        summary=planner.advise(requested, budget),
+        forecast=planner.forecast(requested, host_speed) if offload_experts and requested.fits and gpus == 1 else None,
+    )
+
+
+class _Planner:
+    """One model in one format; answers what workloads cost and which fit."""
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, weights: WeightSizes, offload_experts: bool) -> None:
+        self.config = config
+        self.engine = engine
+        self.weights = weights
+        self.offload_experts = offload_experts
+        self.schedule = build_schedule(config, with_mtp=engine.max_draft_tokens > 0)
+        # sums over thousands of tensors, wanted for every candidate of a search
+        self.total_bytes = weights.total_bytes
+        self.routed_bytes = weights.routed_expert_bytes
+        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
+        self._cache_bytes: dict[EngineConfig, int] = {}
+
+    def schema(self, engine: EngineConfig) -> CacheSchema:
+        return build_cache_schema(self.config, self.schedule, engine, plain_itemsize=None)
+
+    def cache_bytes(self, engine: EngineConfig) -> int:
+        """The searches come back to the same workloads, so they are remembered."""
+        if engine not in self._cache_bytes:
+            self._cache_bytes[engine] = self.schema(engine).total_bytes
+        return self._cache_bytes[engine]
+
+    @property
+    def least_slots(self) -> int:
+        """Bytes of the fewest experts that must be on a device: those one token chooses, of every block."""
+        config = self.config
+        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
+        return config.num_experts_per_tok * sizes.slot(config.n_routed_experts)
+
+    def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
+        """One GPU's share of the workload `engine`."""
+        offload = self.offload_experts if offload_experts is None else offload_experts
+        share = rank_limits(engine, gpus)
+        routed, num_experts = self.routed_bytes, self.config.n_routed_experts
+        on_gpu = routed // num_experts * -(-num_experts // gpus)
+        if offload:
+            on_gpu = min(on_gpu, ModelBytes(0, on_gpu, self.num_moe_blocks, 0).staging + self.least_slots)
+        return MemoryBudget(
+            weights=self.total_bytes - routed + on_gpu,
+            cache=self.cache_bytes(share),
+            workspace=workspace_bytes(self.config, share),
+            graphs=graph_bytes(self.config, share),
+            context=CONTEXT_BYTES,
+            host=routed if offload else 0,
+            exchange=exchange_bytes(self.config, share, gpus),
+        )
+
+    def fit(self, gpu: Gpu, gpus: int) -> GpuFit:
+        engine = self.engine
+        budget = self.budget(engine, gpus)
+        contexts = sorted(
+            {c for c in CONTEXTS if c <= self.config.max_position_embeddings} | {engine.max_context_tokens}
+        )
+        return GpuFit(
+            gpu=gpu,
+            gpus=gpus,
+            fits=budget.total <= gpu.usable_bytes,
+            spare_bytes=gpu.usable_bytes - budget.total,
+            min_gpus=self.min_gpus(gpu),
+            max_requests=tuple((context, self.max_requests(gpu, gpus, context)) for context in contexts),
+            max_context_tokens=self.max_context(gpu, gpus),
+        )
+
+    def max_requests(self, gpu: Gpu, gpus: int, context: int) -> int:
+        """Most requests of `context` tokens at once, over all GPUs."""
+
+        def fits(per_gpu: int) -> bool:
+            engine = replace(
+                self.engine, max_context_tokens=context, max_concurrent_requests=per_gpu * gpus, num_blocks=None
+            )
+            return self.budget(engine, gpus).total <= gpu.usable_bytes
+
+        one = self.schema(replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None))
+        per_request = one.total_bytes - one.padding_bytes - one.snapshot_cache_bytes
+        return gpus * _largest(fits, gpu.usable_bytes // per_request)
+
+    def max_context(self, gpu: Gpu, gpus: int) -> int:
+        """Longest context for `max_concurrent_requests` requests at once: whole blocks, or the model's own limit."""
+        limit = self.config.max_position_embeddings
+
+        def fits(num_blocks: int) -> bool:
+            context = min(num_blocks * BLOCK_TOKENS, limit)
+            engine = replace(self.engine, max_context_tokens=context, num_blocks=None)
+            return self.budget(engine, gpus).total <= gpu.usable_bytes
+
+        return min(_largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
+
+    def min_gpus(self, gpu: Gpu) -> int | None:
+        """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""
+        for gpus in range(1, min(MAX_GPUS_TRIED, self.config.n_routed_experts) + 1):
+            if self.budget(self.engine, gpus).total <= gpu.usable_bytes:
+                return gpus
+        return None
+
+    def forecast(self, fit: GpuFit, host_speed: float) -> OffloadForecast:
+        """What the spare memory of one GPU makes of offloaded experts."""
+        if not host_speed > 0:
+            raise ConfigError(f"host_speed must be a positive number of bytes a second, found {host_speed!r}")
+        config, num_experts = self.config, self.config.n_routed_experts
+        expert_bytes = self.routed_bytes // (num_experts * self.num_moe_blocks)
+        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
+        num_slots = sizes.slots_in(fit.spare_bytes + self.least_slots, num_experts)
+        num_fixed = divide_slots(num_slots, config, self.engine).num_fixed
+        uses = config.num_hidden_layers * config.num_experts_per_tok
+        moved = round(uses * (1 - num_slots / num_experts) * expert_bytes)
+        resident = sum(
+            t.num_bytes
+            for t in self.weights.tensors
+            if not t.is_draft and t.part not in ("routed experts", "embedding")
+        )
+        read_speed = READ_BYTES_PER_SECOND.get(fit.gpu.name)
+        seconds = moved / host_speed + config.num_hidden_layers * (LAUNCH_SECONDS + BOUNDARY_SECONDS)
+        if read_speed is not None:
+            seconds += (resident + uses * expert_bytes) / read_speed
+        return OffloadForecast(
+            num_slots=num_slots,
+            num_fixed=num_fixed,
+            bytes_per_token=moved,
+            host_bytes=(num_experts - num_fixed) * expert_bytes * self.num_moe_blocks,
+            host_speed=host_speed,
+            read_speed=read_speed,
+            tokens_per_second=1 / seconds,
+        )
+
+    def advise(self, fit: GpuFit, budget: MemoryBudget) -> str:
+        """One line: what limits, and what would help."""
+        engine, where = self.engine, f"{fit.gpus} x {fit.gpu.name}"
+        max_requests = dict(fit.max_requests)[engine.max_context_tokens]
+        own_limit = " (the model's own limit)" if fit.max_context_tokens == self.config.max_position_embeddings else ""
+        capacity = (
+            f"{max_requests} requests of {engine.max_context_tokens} tokens fit, "
+            f"or {fit.max_context_tokens} tokens{own_limit} for {engine.max_concurrent_requests} requests"
+        )
+        if fit.fits:
+            return f"Fits on {where} with {_gib(fit.spare_bytes)} to spare; the KV cache limits: {capacity}."
+        more = [] if fit.min_gpus is None else [f"--gpus {fit.min_gpus}"]
+        if budget.without_cache > fit.gpu.usable_bytes:
+            offloaded = self.budget(engine, fit.gpus, offload_experts=True)
+            if fit.gpus == 1 and not self.offload_experts and offloaded.total <= fit.gpu.usable_bytes:
+                more.append(f"--offload-experts ({_gib(offloaded.host)} of host memory)")
+            problem = (
+                f"weights and reserves limit: {_gib(budget.without_cache)} a GPU, {_gib(fit.gpu.usable_bytes)} usable"
+            )
+        else:
+            free = fit.gpu.usable_bytes - budget.without_cache
+            problem = f"the KV cache limits: {_gib(budget.cache)} a GPU, {_gib(free)} free; {capacity}"
+        advice = f"what helps: {' or '.join(more)}" if more else "a larger GPU or smaller experts would help"
+        return f"Does not fit on {where}: {problem}; {advice}."
+
+
+def _largest(fits: Callable[[int], bool], upper: int) -> int:
+    """The largest n in 0 .. upper with fits(n), where fits is true up to some point; 0 needs no test."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _fit_to_dict(fit: GpuFit) -> dict[str, Any]:
+    return {
+        "gpu": fit.gpu.name,
+        "usable_bytes": fit.gpu.usable_bytes,
+        "gpus": fit.gpus,
+        "fits": fit.fits,
+        "spare_bytes": fit.spare_bytes,
+        "min_gpus": fit.min_gpus,
+        "max_requests": {str(context): requests for context, requests in fit.max_requests},
+        "max_context_tokens": fit.max_context_tokens,
+    }

@@ -1,0 +1,12 @@
+"""Fixtures of these tests; `test_server_command.py` needs the server's libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from server_fixtures import checkpoint, dsv4, start
+
+__all__ = ["checkpoint", "dsv4", "start"]
+
+if importlib.util.find_spec("fastapi") is None:
+    collect_ignore_glob = ["test_server_*.py"]

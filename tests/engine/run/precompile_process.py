@@ -1,0 +1,192 @@
+"""What test_precompile.py needs a fresh process for: compiling, where the tests' own kernels are interpreted.
+
+    python precompile_process.py NAME        prints one JSON line
+
+`toy`, `keys` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the GPU that is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import triton
+from engine_cases import SMALL
+from triton.runtime import driver
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig
+from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.offload.placement import Placement
+from dsv4.engine.offload.pool import offload
+from dsv4.engine.run.bucket import Drafting
+from dsv4.engine.run.bucket_sizes import decode_buckets
+from dsv4.engine.run.precompile import precompile
+from dsv4.engine.run.runner import Runner, _CompileWatch
+from dsv4.loader.synth import random_params
+from dsv4.model.prepare import prepare_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops import TRITON
+from dsv4.ops.lib import compile_only, guard
+from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.lib.guard import jit, tl
+from dsv4.testing.compile_check import OfflineDriver
+
+# both routers; the attention with the most kernels
+TWO_LAYERS = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 4), num_nextn_predict_layers=0)
+
+DRAFTERS = {"mtp": SMALL, "dspark": SMALL.with_dspark(noise_token_id=3, markov_rank=128, block_size=3)}
+
+
+@jit
+def _copy_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    tl.store(out_ptr + places, tl.load(x_ptr + places))
+
+
+@jit
+def _broken_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, 2 * N)))
+
+
+def toy():
+    """A kernel of two sizes, at one of them twice, and one that does not compile; then each alone."""
+    use_offline_driver()
+    watch, seen, launchers, error = _CompileWatch(), [], [], ""
+    driver.active.launcher_cls = lambda source, metadata: launchers.append((source.name, metadata.name))
+    x = torch.empty(64, device="meta")
+    with watch, launches_only_compile() as launched:
+        with compiled_in_parallel(lambda done, total: seen.append((done, total))):
+            for size in (16, 32, 16):
+                _copy_kernel[(1,)](x, x, N=size)
+            _broken_kernel[(1,)](x, x, N=16)
+        in_parallel = list(watch.names)
+        _copy_kernel[(1,)](x, x, N=16)
+        after = watch.names[len(in_parallel) :]
+        try:
+            _broken_kernel[(1,)](x, x, N=16)
+        except Exception as found:
+            error = str(found)
+    return {
+        "names": in_parallel, "launchers": launchers, "after": after, "seen": seen, "num_launched": len(launched),
+        "error": error,
+    }  # fmt: skip
+
+
+def offline():
+    """Two passes over a model, and a third over one with a norm that does not begin at a multiple of 16 bytes."""
+    use_offline_driver()
+    params = prepare_params(random_params(TWO_LAYERS), TRITON)
+    model = Transformer(TWO_LAYERS, params, torch.bfloat16, backend=TRITON)
+    cache = make_cache(model, "cpu")
+    watch, seen = _CompileWatch(), []
+    with watch:
+        precompile(model, cache, [1], progress=lambda done, total: seen.append((done, total)))
+        first = take(watch.names)
+        precompile(model, cache, [1])
+        second = take(watch.names)
+        attn = params.layers[0].attn
+        shifted = replace(attn, q_norm=torch.cat([attn.q_norm[:1], attn.q_norm])[1:])
+        params.layers[0] = replace(params.layers[0], attn=shifted)
+        precompile(model, cache, [1])
+    return {"first": first, "second": second, "shifted": watch.names, "seen": seen}
+
+
+def keys():
+    """Kernels that stand-ins launch, and those that the models themselves launch besides: with a compiler that takes no
+    time, at all sizes, with experts on the device and off it."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    watch, found = _CompileWatch(), []
+    with watch:
+        cases = [(None, None), (Placement(1, 2), None), (Placement(2, 2), None)]
+        cases += [(placement, kind) for kind in DRAFTERS for placement in (None, Placement(1, 2))]
+        for placement, kind in cases:
+            runner = make_runner(placement, "cpu", kind)
+            sizes = runner._direct_sizes()
+            precompile_for(runner, sizes)
+            ahead = take(watch.names)
+            num_launches = sum(launch_without_running(runner, size) for size in sizes)
+            found.append({"ahead": ahead, "late": take(watch.names), "num_launches": num_launches})
+    return found
+
+
+def launch_without_running(runner, size):
+    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are. What they
+    would have written, ids among it, is 0."""
+    is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
+    empty, empty_like = torch.empty, torch.empty_like
+    torch.empty = torch.zeros
+    torch.empty_like = lambda like, memory_format=None, **options: torch.zeros_like(like, **options)
+    with launches_only_compile() as launched:
+        guard.LAUNCH_DEVICES |= {"cpu"}
+        runner._compile(size)
+    torch.empty, torch.empty_like, compile_only._is_meta = empty, empty_like, is_meta
+    return len(launched)
+
+
+def resident():
+    return on_gpu(None)
+
+
+def offloaded():
+    return on_gpu(Placement(1, 2))
+
+
+def on_gpu(placement):
+    """What is compiled ahead, and what the first calls then still compile."""
+    runner = make_runner(placement, "cuda")
+    sizes = runner._direct_sizes()
+    before = torch.cuda.memory_allocated()
+    with runner._compiles:
+        precompile_for(runner, sizes)
+        ahead, num_bytes = take(runner._compiles.names), torch.cuda.memory_allocated() - before
+        for size in sizes:
+            runner._compile(size)
+    late = take(runner._compiles.names)
+    runner.warm_up()
+    return {"ahead": ahead, "late": late, "num_bytes": num_bytes, "captured": runner.captured}
+
+
+def precompile_for(runner, sizes):
+    drafting, max_draws = runner.drafting, runner.max_draws
+    precompile(runner.model, runner.cache, sizes, runner.experts, max_draws=max_draws, drafting=drafting)
+
+
+def make_runner(placement, device, kind=None):
+    """With experts off the device as placed, if they are, and a drafter of a kind, if one is named."""
+    config = SMALL if kind is None else DRAFTERS[kind]
+    params, pool = prepare_params(random_params(config, device=device), TRITON), None
+    if placement is not None:
+        params, pool = offload(params, placement, TRITON, top_k=config.num_experts_per_tok, device=device)
+    model = Transformer(config, params, torch.bfloat16, backend=TRITON if pool is None else pool.backend)
+    cache, drafting = make_cache(model, device, 0 if kind is None else 3), None
+    if kind is not None:
+        drafting = Drafting(make_drafter(model, cache), 3, (1, 3))
+    use_graphs = device == "cuda"
+    return Runner(model, cache, buckets=decode_buckets(8), use_graphs=use_graphs, experts=pool, drafting=drafting)
+
+
+def make_cache(model, device, max_drafts=0):
+    limits = EngineConfig(
+        max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64, max_draft_tokens=max_drafts
+    )
+    return KVCacheManager(model.config, model.schedule, limits, device=device, plain_dtype=None)
+
+
+def take(names):
+    taken = list(names)
+    names.clear()
+    return taken
+
+
+def use_offline_driver():
+    driver.set_active(OfflineDriver(90))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        functions = (toy, keys, offline, resident, offloaded)
+        print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))

@@ -1,0 +1,131 @@
+"""Every field of OpenAI's, vLLM's and SGLang's requests is acted on, known to be harmless, or refused by name.
+
+`tests/data/request_fields.json` lists them (vLLM and SGLang as of their main branches in November 2026) with a value
+that is not their default, and what happens here: `engine`: what the engine is asked changes. `answer`: the shape of the
+answer does. `harmless`: nothing changes, and nothing should. `refused`: an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from server_cases import NAME, TOKENIZER, make_llm
+
+from dsv4.http.apis.jobs import JobMaker
+from dsv4.http.apis.requests import ChatRequest, CompletionRequest, HarmlessFields
+from dsv4.http.apis.unsupported import REFUSED
+from dsv4.http.body import validate
+from dsv4.http.errors import ApiError
+from dsv4.http.settings import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+FIELDS = json.loads((ROOT / "tests" / "data" / "request_fields.json").read_text(encoding="utf-8"))
+CASES = [pytest.param(kind, name, id=f"{kind}-{name}") for kind, rows in FIELDS.items() for name in rows]
+PLAIN = {
+    "chat": {"model": NAME, "messages": [{"role": "user", "content": "x"}], "seed": 0},
+    "completions": {"model": NAME, "prompt": "x", "seed": 0},
+}
+MODELS = {"chat": ChatRequest, "completions": CompletionRequest}
+
+
+@pytest.fixture(scope="module")
+def jobs(served_params):
+    return JobMaker(make_llm(served_params).engine, TOKENIZER, ServerConfig(name=NAME))
+
+
+@pytest.fixture
+def asked_of_engine(jobs, monkeypatch):
+    """`asked_of_engine(kind, body)`: prompts, parameters and whether a grammar binds, for every choice."""
+    found = []
+
+    def prepare(prompt, params, constraint=None):
+        found.append((list(prompt), params, constraint is not None))
+
+    monkeypatch.setattr(jobs._engine, "prepare", prepare)
+    monkeypatch.setattr("dsv4.http.grammar.compiler.check_grammar", lambda lark: "")  # in this process: it is ours
+    grammars = []
+    compile_grammar = jobs._grammars.compile
+
+    def compile_and_note(lark, opening):
+        grammars.append(lark)
+        return compile_grammar(lark, opening)
+
+    monkeypatch.setattr(jobs._grammars, "compile", compile_and_note)
+
+    def run(kind, body):
+        found.clear()
+        grammars.clear()
+        request = validate(MODELS[kind], body)
+        (jobs.chat if kind == "chat" else jobs.completion)(request)
+        return list(found), list(grammars)
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_no_field_is_ignored_in_silence(asked_of_engine, kind, name):
+    row = FIELDS[kind][name]
+    around = {**PLAIN[kind], **row.get("with", {})}
+    body = {**around, name: row["value"]}
+    if row["here"] == "refused":
+        with pytest.raises(ApiError) as refused:
+            asked_of_engine(kind, body)
+        assert refused.value.status == 400
+        assert refused.value.param.split("[")[0] == name
+        assert name in refused.value.message
+        assert len(refused.value.message) > len(f"{name}: this server does not support it"), "it says what to do"
+        return
+    found = asked_of_engine(kind, body)
+    around.pop(name, None)
+    if name in ("messages", "prompt", "model"):
+        around[name] = PLAIN[kind][name]
+    if name == "continue_final_message":
+        with pytest.raises(ApiError):  # without it, a conversation that ends like this cannot be answered
+            asked_of_engine(kind, around)
+    elif name == "add_generation_prompt":
+        assert found == asked_of_engine(kind, around), "it says again what continue_final_message says"
+    elif row["here"] == "engine":
+        assert found != asked_of_engine(kind, around)
+    elif row["here"] == "harmless":
+        assert found == asked_of_engine(kind, around)
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_field_of_ours_is_listed(kind):
+    """Those of one server or another; ours alone have names nobody else has."""
+    ours = {"thinking"}
+    assert set(MODELS[kind].model_fields) - set(FIELDS["chat"]) - set(FIELDS["completions"]) == (
+        ours if kind == "chat" else set()
+    )
+
+
+def test_harmless_fields_are_harmless():
+    listed = {name for rows in FIELDS.values() for name, row in rows.items() if row["here"] in ("harmless", "refused")}
+    assert set(HarmlessFields.model_fields) <= listed
+
+
+def test_reasons_are_of_fields_that_exist():
+    known = {name for rows in FIELDS.values() for name in rows}
+    of_others = {
+        "refusal", "image_url", "input_audio", "file", "previous_response_id", "conversation", "background", "prompt",
+        "truncation", "max_tool_calls", "context_management", "container", "mcp_servers", "moderation",
+        "disable_additional_properties", "structural_tag", "include_obfuscation", "encrypted_content",
+    }  # fmt: skip
+    assert set(REFUSED) <= known | of_others
+
+
+def test_the_table_in_the_documents():
+    """docs/fields.md has one row per field, and says what this test found."""
+    text = (ROOT / "docs" / "fields.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \|(.*)\|$", text, re.MULTILINE))
+    words = {"engine": "yes", "answer": "yes", "harmless": "taken, changes nothing", "refused": "refused"}
+    names = {"openai": "OpenAI", "vllm": "vLLM", "sglang": "SGLang"}
+    for name in {*FIELDS["chat"], *FIELDS["completions"]}:
+        cells = [cell.strip() for cell in rows[name].split("|")]
+        given = [FIELDS[kind].get(name) for kind in ("chat", "completions")]
+        assert cells[1:3] == ["" if row is None else words[row["here"]] for row in given], name
+        servers = {server for row in given if row for server in row["in"]}
+        assert cells[0] == ", ".join(label for server, label in names.items() if server in servers), name

@@ -1,0 +1,100 @@
+"""Every sampling field of a request reaches `SamplingParams` as it should; the engine's own tests say what it does."""
+
+from __future__ import annotations
+
+import pytest
+from server_cases import NAME, SERVED, TOKENIZER, make_llm
+
+from dsv4.http.apis.jobs import JobMaker
+from dsv4.http.apis.requests import ChatRequest, CompletionRequest
+from dsv4.http.body import validate
+from dsv4.http.settings import ServerConfig
+from dsv4.request import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm(served_params):
+    return make_llm(served_params)
+
+
+@pytest.fixture
+def sampled(llm, monkeypatch):
+    """`sampled(fields)`: the parameters of every choice a request with these fields becomes."""
+    jobs = JobMaker(llm.engine, TOKENIZER, ServerConfig(name=NAME))
+    found = []
+
+    def prepare(prompt, params, constraint=None):
+        found.append(params)
+
+    monkeypatch.setattr(llm.engine, "prepare", prepare)
+
+    def run(fields, prompt=None):
+        found.clear()
+        if prompt is None:
+            chat = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "seed": 0, **fields}
+            jobs.chat(validate(ChatRequest, chat))
+        else:
+            jobs.completion(validate(CompletionRequest, {"model": NAME, "prompt": prompt, "seed": 0, **fields}))
+        return list(found)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logit_bias": {"5": -100, "299": 2.5}}, {"logit_bias": {5: -100, 299: 2.5}}),
+        ({"logit_bias": {}}, {}),
+        ({"min_tokens": 3}, {"min_tokens": 3}),
+        ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": (5, 6)}),
+        ({"stop_token_ids": [9]}, {"stop_token_ids": (9,)}),
+        ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}),
+        ({"priority": -3}, {"priority": -3}),
+        ({"cache_salt": "tenant"}, {"cache_salt": "tenant"}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"seed": -1}, {"seed": -1}),
+        ({"seed": -(2**63)}, {"seed": -(2**63)}),
+    ],
+)
+@pytest.mark.parametrize("prompt", [None, "ab"])
+def test_fields_arrive(sampled, fields, expected, prompt):
+    (params,) = sampled({"max_tokens": 8, **fields}, prompt)
+    assert params == SamplingParams(**{"max_tokens": 8, "seed": 0, **expected})
+
+
+def test_bad_words_are_banned_with_and_without_a_space(sampled):
+    (params,) = sampled({"max_tokens": 8, "bad_words": ["no", " way"]})
+    words = {TOKENIZER.decode(ids) for ids in params.bad_words_ids}
+    assert words == {"no", " no", " way"}
+
+
+def test_choices_have_seeds_of_64_bits(sampled):
+    assert [one.seed for one in sampled({"seed": 2**63 - 1, "n": 3})] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert [one.seed for one in sampled({"seed": -1, "n": 2})] == [-1, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "logprobs", "prompt_logprobs"),
+    [
+        ({"echo": True, "logprobs": 1, "max_tokens": 1}, 1, 1, 1),  # as lm-eval asks
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0, 0, 0),
+        ({"echo": True, "max_tokens": 0}, 0, None, 0),
+        ({"max_tokens": 0, "prompt_logprobs": 3}, 0, None, 3),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 16, 2, 5),
+        ({"echo": True}, 16, None, None),
+        ({}, 16, None, None),
+    ],
+)
+def test_scores(sampled, fields, tokens, logprobs, prompt_logprobs):
+    for params in sampled(fields, ["ab", "cd"]):
+        found = (params.max_tokens, params.logprobs, params.prompt_logprobs)
+        assert found == (tokens, logprobs, prompt_logprobs)
+
+
+def test_a_begin_marker_comes_only_when_asked_for(llm):
+    jobs = JobMaker(llm.engine, TOKENIZER, ServerConfig(name=NAME))
+    for asked, first in ((None, []), (False, []), (True, [TOKENIZER.special_id("<｜begin▁of▁sentence｜>")])):
+        request = validate(CompletionRequest, {"model": NAME, "prompt": "ab", "add_special_tokens": asked})
+        sequence = jobs.completion(request).sequences[0]
+        assert sequence.token_ids == [*first, *TOKENIZER.encode("ab")]
+    assert SERVED.vocab_size > 258
