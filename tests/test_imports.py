@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "engine": {"text", *BELOW_ENGINE},
     "llm_input": {"model", "cache", "formats"},
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
+    "rank": {"llm", "dist"},
     "tools": {"llm", "text", "engine", *BELOW_ENGINE},
     "http": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.model_loading import MODEL_HELP, find_model
 from dsv4.request import RequestError
+from dsv4.tools.model_loading import MODEL_HELP, find_model
 
 if TYPE_CHECKING:
     from dsv4.tools.audit.report import AuditReport, Finding

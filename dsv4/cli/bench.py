@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dsv4.cli.model_loading import DeviceOption, DraftsOption, GpusOption, parse_drafts
 from dsv4.config import ConfigError
 from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
 from dsv4.request import SamplingParams
+from dsv4.tools.model_loading import DeviceOption, DraftsOption, GpusOption, parse_drafts
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:

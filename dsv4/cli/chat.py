@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dsv4.cli.model_loading import (
+from dsv4.config import ModelConfig
+from dsv4.request import FinishReason, SamplingParams
+from dsv4.text.chat import ChatOptions, effort_profile
+from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
+from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DraftsOption,
@@ -34,10 +38,6 @@ from dsv4.cli.model_loading import (
     parse_offload,
     with_defaults,
 )
-from dsv4.config import ModelConfig
-from dsv4.request import FinishReason, SamplingParams
-from dsv4.text.chat import ChatOptions, effort_profile
-from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
 
 if TYPE_CHECKING:
     from dsv4.cli.chat_session import ChatSession

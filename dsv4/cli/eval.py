@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dsv4.cli.model_loading import ModelOption, find_model
 from dsv4.loader.shipped import shipped_text
+from dsv4.tools.model_loading import ModelOption, find_model
 
 if TYPE_CHECKING:
     from dsv4.tools.evaluate import Evaluation

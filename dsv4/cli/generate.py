@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dsv4.cli.model_loading import (
+from dsv4.config import ModelConfig
+from dsv4.request import Completion, RequestError, SamplingParams
+from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DraftsOption,
@@ -37,8 +39,6 @@ from dsv4.cli.model_loading import (
     parse_offload,
     with_defaults,
 )
-from dsv4.config import ModelConfig
-from dsv4.request import Completion, RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from dsv4.engine.stats import DraftStats

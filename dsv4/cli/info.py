@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dsv4.cache.schema import build_cache_schema
-from dsv4.cli.model_loading import MODEL_HELP, engine_limits, find_model
 from dsv4.config import IndexKeyFormat, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
+from dsv4.tools.model_loading import MODEL_HELP, engine_limits, find_model
 
 INDEX_KEY_FORMATS: tuple[IndexKeyFormat, ...] = ("fp4", "fp8")
 

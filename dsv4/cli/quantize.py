@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from dsv4.cli.model_loading import check_choice, find_model
+from dsv4.tools.model_loading import check_choice, find_model
 
 
 def quantize_command(

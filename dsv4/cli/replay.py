@@ -12,7 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dsv4.cli.model_loading import (
+from dsv4.config import ModelConfig
+from dsv4.dist.errors import RankFailed
+from dsv4.request import RequestError
+from dsv4.tools.model_loading import (
     DtypeOption,
     GpusOption,
     ModelOption,
@@ -24,9 +27,6 @@ from dsv4.cli.model_loading import (
     load_llm,
     parse_offload,
 )
-from dsv4.config import ModelConfig
-from dsv4.dist.errors import RankFailed
-from dsv4.request import RequestError
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Header
 

@@ -13,7 +13,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dsv4.cli.model_loading import (
+from dsv4.config import ConfigError, ModelConfig
+from dsv4.http.settings import MIB, ServerConfig, TlsFiles
+from dsv4.loader.generation_defaults import read_sampling_defaults
+from dsv4.text.chat import effort_profile
+from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
     DeviceOption,
     DraftsOption,
@@ -33,10 +37,6 @@ from dsv4.cli.model_loading import (
     parse_offload,
     print_note,
 )
-from dsv4.config import ConfigError, ModelConfig
-from dsv4.http.settings import MIB, ServerConfig, TlsFiles
-from dsv4.loader.generation_defaults import read_sampling_defaults
-from dsv4.text.chat import effort_profile
 from dsv4.tools.receipts.files import RecordFile
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")

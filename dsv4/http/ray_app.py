@@ -26,7 +26,6 @@ from rich.console import Console
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dsv4.cli.model_loading import check_numerics, check_tokenizer, engine_limits, find_model, load_llm
 from dsv4.config import ModelConfig
 from dsv4.http.affinity import conversation_key
 from dsv4.http.errors import ApiError
@@ -35,6 +34,7 @@ from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 from dsv4.loader.generation_defaults import read_sampling_defaults
 from dsv4.text.chat import effort_profile
+from dsv4.tools.model_loading import check_numerics, check_tokenizer, engine_limits, find_model, load_llm
 
 _LOG = logging.getLogger("dsv4.serve")
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from dsv4.cli.memory_check import give_back_memory
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.http.apis.answers import Answer, Health, ModelCard, ModelList
@@ -43,6 +42,7 @@ from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream
 from dsv4.llm import LLM
 from dsv4.loader.generation_defaults import FILE_NAME, describe
 from dsv4.request import RequestError
+from dsv4.tools.memory_check import give_back_memory
 from dsv4.tools.receipts.recorder import Recorder, answer_of
 
 # The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event

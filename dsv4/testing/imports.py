@@ -113,12 +113,16 @@ class ImportGraph:
         return modules, files | {package.path}
 
     def _local(self, target: str, source: Source) -> str | None:
-        """The module of the checkout that `target` is: by its whole name, or beside the file (helpers of tests)."""
+        """The module of the checkout that `target` is: by its whole name, beside the file, or in another folder of
+        tests (helpers, which pytest finds by its `pythonpath`)."""
         if target in self.sources:
             return target
         folders = [*source.path.parents[: len(source.path.relative_to(self.root).parts) - 1]]
         names = [".".join((*folder.relative_to(self.root).parts, target)) for folder in folders]
-        return next((name for name in names if name in self.sources), None)
+        near = next((name for name in names if name in self.sources), None)
+        if near is not None or not source.module.startswith("tests."):
+            return near
+        return next((name for name in self.sources if name.startswith("tests.") and name.endswith(f".{target}")), None)
 
 
 def _assigns(tree: ast.Module, name: str) -> bool:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dsv4 import LLM, SamplingParams, __version__
-from dsv4.cli.model_loading import complete_model
 from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.tools.model_loading import complete_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("eval", "generate", "info", "plan", "render", "synth")

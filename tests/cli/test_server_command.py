@@ -15,9 +15,9 @@ import httpx
 import pytest
 from server_cases import HEADERS
 
-from dsv4.cli.memory_check import check_gpu_memory
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.request import RequestError
+from dsv4.tools.memory_check import check_gpu_memory
 
 BODY = {"model": "small", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 
@@ -166,7 +166,7 @@ def test_an_address_that_cannot_be_had(dsv4, checkpoint):
 @pytest.mark.usefixtures("no_loading")
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["chat"], ["generate", "x"]])
 def test_too_little_memory_is_a_sentence(dsv4, checkpoint, monkeypatch, command):
-    monkeypatch.setattr("dsv4.cli.memory_check.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("dsv4.tools.memory_check.free_host_bytes", lambda: 1000)
     refused(
         dsv4(*command, "--model", checkpoint), "requests of 16384 tokens takes", "free: lower --requests or --context"
     )

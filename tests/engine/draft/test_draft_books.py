@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scheduler_cases import Books, make_sequence, scheduler_of
 
 from dsv4.cache.schema import blocks_at_position
-from dsv4.cli.model_loading import parse_drafts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.counts import ChosenDrafts, FixedDrafts
 from dsv4.engine.draft.options import check_drafts, draft_limits, make_choice
@@ -20,6 +19,7 @@ from dsv4.engine.schedule.kept import kept_rows, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.step.sampler import Drawn, Undrawable
 from dsv4.request import RequestError
+from dsv4.tools.model_loading import parse_drafts
 
 TINY = ModelConfig.tiny()
 DSPARK = TINY.with_dspark(noise_token_id=3, markov_rank=16, block_size=5)

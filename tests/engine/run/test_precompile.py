@@ -46,7 +46,7 @@ def run_process(name):
     """What precompile_process.py found. It compiles, so its kernels must not be interpreted."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "engine")])
     command = [sys.executable, str(Path(__file__).with_name("precompile_process.py")), name]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

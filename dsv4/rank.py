@@ -1,4 +1,4 @@
-"""`python -m dsv4.engine.ranks`: one rank besides the first, which starts it (dsv4/dist/world.py); settings on stdin.
+"""`python -m dsv4.rank`: one rank besides the first, which starts it (dsv4/dist/world.py); settings on stdin.
 
 The end of stdin is the end of the first rank, at whatever moment it comes, and of this process.
 """

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dsv4.cli.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.options import Drafts, draft_limits, why_off
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
+from dsv4.tools.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
 from dsv4.tools.plan.targets import PRESETS
 
 if TYPE_CHECKING:
