@@ -36,7 +36,7 @@ from dsv4.request import SamplingParams
 from dsv4.testing import bench as records_of
 from dsv4.tools.bench import model as bench
 from dsv4.tools.bench.context import BenchModel, build_model
-from dsv4.tools.plan import plan
+from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca", "csa")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError, EngineConfig, IndexKeyFormat
-from dsv4.tools.plan import plan
+from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 from dsv4.tools.plan.targets import PRESETS, resolve_target
 from dsv4.tools.plan.text import print_plan

@@ -40,8 +40,8 @@ from dsv4.model.parameters import ExpertParams, ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
-from dsv4.tools.plan import plan
 from dsv4.tools.plan.hardware import GIB
+from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.sizes import ExpertFormat, count_weights
 from dsv4.tools.plan.targets import PRESETS, resolve_target
 

@@ -34,8 +34,7 @@ from dsv4.model.block import block, enter
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.context import BenchModel, Context, make_context
-from dsv4.tools.plan import plan
-from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND
+from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND, plan
 
 SECTIONS = ("decode", "layers", "stream", "prefill", "serving", "memory")
 

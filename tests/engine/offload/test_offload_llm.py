@@ -26,7 +26,7 @@ from dsv4.ops import TORCH
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.bench.context import build_offloaded
 from dsv4.tools.bench.model import Settings, run_bench
-from dsv4.tools.plan import plan
+from dsv4.tools.plan.plan import plan
 
 CONFIG = replace(SMALL, n_routed_experts=8)
 TOP_K = CONFIG.num_experts_per_tok

@@ -26,7 +26,7 @@ from dsv4.ops.attention import sparse_attention_ref
 from dsv4.testing.numeric import assert_greedy
 from dsv4.testing.shipped_data import GOLDEN_TEXTS
 from dsv4.tools.evaluate import negative_log_likelihood
-from dsv4.tools.plan import plan
+from dsv4.tools.plan.plan import plan
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "demo_model"))
 
