@@ -53,6 +53,7 @@ def test_python_examples(workspace, capsys, document, least):
         code = compile("\n" * line + source, str(ROOT / document), "exec")
         exec(code, names)
     if document == "docs/api.md":
+        assert all(sum(layer.counts) > 0 for layer in names["counter"].layers()), "the observer was told nothing"
         assert "prompt token 1 is 999999; ids are integers from 0 to 511" in capsys.readouterr().out
 
 

@@ -236,7 +236,7 @@ def _count_experts(llm: LLM) -> ExpertCounter:
     from dsv4.tools.experts import ExpertCounter  # here: it loads torch
 
     counter = ExpertCounter(llm.config)
-    llm.engine.on_experts = counter
+    llm.engine.observers.append(counter)
     return counter
 
 

@@ -72,7 +72,9 @@ class Engine:
     scheduler   who runs next; by default over this cache alone
     drafts      how many drafts the runner's drafter is asked for; None does not draft
     clock       seconds, for deadlines
-    on_experts  when set, is told the experts that each step chose: int64 [layers, tokens, k] on the host
+
+    Each of `observers` is told the experts that every step chose: int64 [layers, tokens, k] on the host. Append one,
+    and remove the same one later; while the list is empty nothing is copied.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Engine:
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens
         )
         self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)
-        self.on_experts: Callable[[Tensor], None] | None = None
+        self.observers: list[Callable[[Tensor], None]] = []
         assert drafts is None or self.runner.drafting is not None, "drafts need a runner with a drafter"
         self._drafts = drafts
         self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
@@ -276,7 +278,7 @@ class Engine:
     def _run(self, plan: StepPlan, size: StepSize) -> Flight:
         """Launch the forward call of a plan whose pieces are all this process's."""
         flight = Flight.launch(self.runner, self._builder, plan, size)
-        if self.on_experts is not None and flight.forwarded is not None:
+        if self.observers and flight.forwarded is not None:
             flight.experts = OnTheWay([torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]])
         return flight
 
@@ -306,9 +308,11 @@ class Engine:
             own = self._own_offers(flight)
             sequences = flight.step.drawing
             drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
-            if flight.experts is not None and self.on_experts is not None:
+            if flight.experts is not None and self.observers:
                 chosen = flight.experts.wait()[0]
-                self.on_experts(chosen if self._drafts is None else chosen[:, kept_rows(flight.own, drawn)])
+                told = chosen if self._drafts is None else chosen[:, kept_rows(flight.own, drawn)]
+                for observer in tuple(self.observers):  # one may remove itself
+                    observer(told)
         except BaseException:  # the device failed: nothing that was launched can be trusted
             self._drop_flights()
             raise

@@ -25,13 +25,20 @@ class LiveView:
         config = engine.model.config
         self._num_experts = config.n_routed_experts
         self._counts = torch.zeros(config.num_hidden_layers, config.n_routed_experts)
+        self._is_counting = False
         self._watched_until = 0.0
 
     def on_step(self, stats: EngineStats) -> None:
         """Start or stop counting experts, as somebody looks or not."""
-        is_watched = time.monotonic() < self._watched_until
-        self._engine.on_experts = self._count if is_watched else None
-        self._counts *= _DECAY
+        is_watched, observers = time.monotonic() < self._watched_until, self._engine.observers
+        if is_watched and not self._is_counting:
+            observers.append(self._count)
+        elif self._is_counting and not is_watched:
+            observers.remove(self._count)
+            self._counts.zero_()  # whoever looks next does not see what was long ago
+        elif is_watched:
+            self._counts *= _DECAY
+        self._is_counting = is_watched
 
     def _count(self, chosen: Tensor) -> None:
         self._counts += expert_counts(chosen, self._num_experts)

@@ -1,4 +1,4 @@
-"""Which experts a model used: choices counted by layer, as `Engine.on_experts` tells them."""
+"""Which experts a model used: choices counted by layer, as `Engine.observers` are told them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def expert_counts(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 class ExpertCounter:
-    """`engine.on_experts = ExpertCounter(config)`, then run, then `layers()`.
+    """`engine.observers.append(counter)`, run, `engine.observers.remove(counter)`, then `counter.layers()`.
 
     Every processed token counts, the prompt's too.
     """

@@ -27,7 +27,7 @@ DEFAULT_CONTEXT = 16384
 MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
 _THREADS_HELP = (
     "Threads of a CPU's forward calls. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), "
-    "else one per core. Results may depend on it in the last bits."
+    "else one per core. Official numerics have the same bits with any number; exact ones may differ in the last."
 )
 _OFFLOAD_HELP = (
     "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "

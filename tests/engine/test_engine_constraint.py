@@ -138,6 +138,25 @@ def test_aborting_twice_or_late_counts_once(make_llm):
 def test_an_observer_sees_every_layer(make_llm):
     llm = make_llm()
     seen = []
-    llm.engine.on_experts = lambda chosen: seen.append(tuple(chosen.shape))
+    llm.engine.observers.append(lambda chosen: seen.append(tuple(chosen.shape)))
     llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
     assert seen == [(llm.config.num_hidden_layers, length, llm.config.num_experts_per_tok) for length in (3, 1)]
+
+
+def test_observers_come_and_go_one_by_one(make_llm, monkeypatch):
+    llm = make_llm()
+    always, once = [], []
+
+    def only_once(chosen):
+        once.append(chosen)
+        llm.engine.observers.remove(only_once)
+
+    llm.engine.observers += [only_once, always.append]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    llm.generate([5, 6, 7], params)
+    assert (len(once), len(always)) == (1, 3)
+    llm.engine.observers.remove(always.append)
+    assert llm.engine.observers == []
+    monkeypatch.setattr("dsv4.engine.engine.torch", None)  # stacks what observers are told
+    llm.generate([5, 6, 7], params)
+    assert len(always) == 3

@@ -158,7 +158,7 @@ def test_a_failed_call_takes_only_the_requests_in_it(make_llm, expected, monkeyp
 def test_aborting_from_within_a_step(make_llm, expected):
     llm = make_llm()
     first, second = llm.engine.add([5, 6], PARAMS), llm.engine.add([5, 6], PARAMS)
-    llm.engine.on_experts = lambda chosen: llm.engine.abort(first) if first.num_output == 3 else None
+    llm.engine.observers.append(lambda chosen: llm.engine.abort(first) if first.num_output == 3 else None)
     run(llm.engine)
     assert (first.is_aborted, first.num_output, first.error) == (True, 3, None)
     assert second.completion() == expected

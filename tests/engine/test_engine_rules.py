@@ -147,7 +147,11 @@ def test_scoring_by_name(make_llm):
 def test_a_rehearsal_leaves_nothing_behind(make_llm):
     llm = make_llm("official", max_concurrent_requests=3)
     expected = make_llm("official").generate(PROMPT, SamplingParams(max_tokens=4, seed=1))
+    seen = []
+    llm.engine.observers.append(seen.append)
     rehearse_requests(llm.engine)
-    assert llm.engine.on_experts is None
+    assert seen
+    assert llm.engine.observers == [seen.append], "only its own is removed"
+    llm.engine.observers.clear()
     assert_all_free(llm)
     assert llm.generate(PROMPT, SamplingParams(max_tokens=4, seed=1)) == expected

@@ -119,10 +119,14 @@ def test_the_live_view(two_layer_params):
     assert by_block == 2 * schema.bytes_per_block
     assert by_block + by_request == schema.request_bytes(2 * 128)
     server.wait_until_free()
-    assert server.llm.engine.on_experts is not None, "still watched"
+    observers, mine = server.llm.engine.observers, []
+    assert len(observers) == 1, "still watched"
+    observers.append(mine.append)
     server.app.state.server.live._watched_until = 0
     server.chat()
-    assert server.llm.engine.on_experts is None, "nobody looks: nothing is counted"
+    assert observers == [mine.append], "nobody looks: nothing is counted; another's observer stays"
+    assert mine
+    assert set("".join(server.get("/live").json()["experts"])) == {"0"}, "nothing of the last watch is left"
     server.stop()
 
 

@@ -16,9 +16,9 @@ def test_counts_are_those_of_the_trace():
     counter = ExpertCounter(config)
     assert [layer.num_used for layer in counter.layers()] == [0, 0]
     assert set(counter.layers()[0].shares) == {0.0}
-    llm.engine.on_experts = counter
+    llm.engine.observers.append(counter)
     done = llm.generate([5, 6, 7, 8, 9], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
-    llm.engine.on_experts = None
+    llm.engine.observers.remove(counter)
     fed = [*done.prompt_token_ids, *done.token_ids[:-1]]
     for found, traced in zip(counter.layers(), llm.trace(fed), strict=True):
         chosen = traced.experts.flatten().tolist()

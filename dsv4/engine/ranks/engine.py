@@ -5,8 +5,8 @@ A step: `RankScheduler` says which requests feed how many tokens on which rank. 
 are everybody's; then it draws. Rank 0's own share is the step of any other engine. The draw of a step whose requests
 have rules waits for a second message, with what the rules allow; a third asks every rank for what it drew.
 
-Steps overlap as in `Engine`: the plan of a step goes out before the one before it is collected. `on_experts` is told of
-rank 0's own tokens.
+Steps overlap as in `Engine`: the plan of a step goes out before the one before it is collected. `observers` are told
+of rank 0's own tokens.
 
 A rank that fails ends the engine (`RankFailed`): requests are spread over all ranks' memory, and none could go on.
 """

@@ -51,12 +51,18 @@ def rehearse_requests(engine: Engine) -> None:
         )
     ]
     rule = _Anything(vocab_size)
-    engine.on_experts = lambda chosen: None
-    for params in kinds:
-        _run(engine, [params], None)
-    _run(engine, [kinds[0]], rule)
-    _run(engine, (kinds * limits.max_concurrent_requests)[: limits.max_concurrent_requests], rule)
-    engine.on_experts = None
+    engine.observers.append(_ignore)
+    try:
+        for params in kinds:
+            _run(engine, [params], None)
+        _run(engine, [kinds[0]], rule)
+        _run(engine, (kinds * limits.max_concurrent_requests)[: limits.max_concurrent_requests], rule)
+    finally:
+        engine.observers.remove(_ignore)
+
+
+def _ignore(chosen: Tensor) -> None:
+    """An observer: experts are copied to the host as for a real one."""
 
 
 def _run(engine: Engine, many: list[SamplingParams], rule: _Anything | None) -> None:

@@ -187,7 +187,7 @@ def test_events_of_a_step_with_several_tokens():
 
 def test_experts_of_rejected_rows_are_not_told():
     llm, seen = drafting_llm("mtp", ForcedDrafts(3, "partly", truth_of(expected()))), []
-    llm.engine.on_experts = lambda chosen: seen.append(chosen.shape[1])
+    llm.engine.observers.append(lambda chosen: seen.append(chosen.shape[1]))
     run(llm, PROMPTS[:2], PARAMS[:2])
     fed = sum(len(PROMPTS[place]) + len(expected()[place].token_ids) - 1 for place in range(2))
     assert sum(seen) == fed

@@ -88,7 +88,7 @@ def test_looking_inside(folder, resident):
     for one, other in zip(llm.trace(ids[:9]), resident.trace(ids[:9]), strict=True):
         assert torch.equal(one.streams, other.streams)
     seen = []
-    llm.engine.on_experts = lambda chosen: seen.append(tuple(chosen.shape))
+    llm.engine.observers.append(lambda chosen: seen.append(tuple(chosen.shape)))
     llm.generate([PROMPTS[0]], PARAMS[:1])
     assert {shape[::2] for shape in seen} == {(CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok)}
     assert sum(shape[1] for shape in seen) == len(PROMPTS[0]) + PARAMS[0].max_tokens - 1
