@@ -11,11 +11,13 @@ import pytest
 
 from benchmarks import plots, timeline_gpu
 from benchmarks.model_gpu import whole_flash
+from benchmarks.rank_speed import PUBLISHED
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.testing import bench
+from tools import doc_tree
 from tools.wrap_docs import WIDTH, documents, wrapped
 
 ROOT = Path(__file__).parents[1]
@@ -200,7 +202,25 @@ def test_kernel_names_of_a_profile():
     assert {"_attend_kernel": "attention", "topk_long_kernel": "indexer"}.items() <= plots.kernel_families().items()
 
 
-# ---- numbers of the README ----
+def test_the_tree_of_the_architecture_page_is_that_of_the_package():
+    """Renewed by `python tools/doc_tree.py`."""
+    text = doc_tree.PAGE.read_text(encoding="utf-8")
+    assert text == doc_tree.with_tree(text, ROOT / "dsv4")
+
+
+def test_every_package_says_what_it_holds():
+    silent = [file for file in (ROOT / "dsv4").rglob("__init__.py") if not doc_tree.first_sentence(file)]
+    assert silent == []
+
+
+# ---- numbers of the README and of docs/speed.md ----
+
+BY_HAND = [  # H200, driver 580, CUDA 13.0, torch 2.11, Triton 3.6.0, commit 8b148b4; no record yet
+    "4.97 / 14.6 / 32 / 50 ms",
+    "19,600 tokens/s",
+    "5,560 tokens/s",
+]
+PUBLISHED_ALONE = "1.72 ms"  # SGLang, 4 x H200, one request, DSpark; docs/cluster.md has it too
 
 UNIT = r"(?:us|ms|s|x|%|tokens/s|TFLOP/s|TB/s|[KMG]i?B|bytes|tokens a second)"
 NUMBER = re.compile(rf"(?<![\w.,])\d[\d,.]*(?: (?:/|to) \d[\d,.]*)* ?{UNIT}(?![\w/])")
@@ -215,7 +235,7 @@ def spread(values, form="{:.1f}"):
 
 
 def recorded_numbers():
-    """Every number with a unit that the README may hold, as it must be written."""
+    """Every number with a unit that stands in a record, as it must be written."""
     results = ROOT / "benchmarks" / "results"
     ops = bench.read_records(results / "nvidia-h200.jsonl")
     everything = [json.loads(line) for line in (results / "nvidia-h200-model.jsonl").read_text().splitlines()]
@@ -265,11 +285,31 @@ def recorded_numbers():
     ]
 
 
-def test_numbers_of_the_readme_stand_in_records():
-    prose = BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+def modelled_numbers(recorded):
+    """Calculated from records; the records of ranks hold the calculation's result."""
+    lines = (ROOT / "benchmarks" / "results" / "nvidia-h200-ranks.jsonl").read_text().splitlines()
+    four = [r for r in map(json.loads, lines) if r.get("ranks") == 4]
+    many = [r for r in four if r["kind"] == "rank_throughput" and r["requests"] == 1024][-1]
+    alone = [r for r in four if r["kind"] == "rank_drafts" and r["drafter"] == "dspark"][-1]
+    prefill = max(float(n.split()[0].replace(",", "")) for n in recorded if re.fullmatch(r"[\d,]+ tokens/s", n))
+    return [
+        f"{many['tokens_per_second_per_gpu']:,.0f} tokens/s",
+        f"{alone['ms_per_token']:.2f} ms",
+        f"{round(prefill * 4 / 43, -3):,.0f} tokens/s",
+    ]
+
+
+def test_numbers_of_the_readme_have_an_origin():
+    readme, speed = (
+        BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "docs/speed.md")
+    )
     recorded = recorded_numbers()
-    assert [number for number in recorded if number not in prose] == []
-    assert [number for number in NUMBER.findall(prose) if number not in recorded] == []
+    saturated = [value for what, value in PUBLISHED.items() if "saturated" in what]
+    published = [f"{spread(saturated, '{:,}')} tokens/s", PUBLISHED_ALONE]
+    assert PUBLISHED_ALONE.split()[0] in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    known = [*recorded, *modelled_numbers(recorded), *BY_HAND, *published]
+    assert [number for number in known if number not in speed] == []
+    assert [number for number in NUMBER.findall(speed) + NUMBER.findall(readme) if number not in known] == []
 
 
 def test_the_rule_for_numbers_finds_them():

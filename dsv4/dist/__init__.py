@@ -1,0 +1,1 @@
+"""Communication between ranks: expert placement, exchange of rows, control messages, failures."""

@@ -1,0 +1,1 @@
+"""The engine: requests in, steps over the model, tokens out."""

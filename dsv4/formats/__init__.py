@@ -1,0 +1,1 @@
+"""Number formats: FP8, FP4, scales, quantised tensors, weight layouts and cached rows."""

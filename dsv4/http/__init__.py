@@ -1,0 +1,1 @@
+"""The HTTP server: routes, admission, streaming, lifecycle, metrics and logs."""

@@ -1,0 +1,1 @@
+"""Safetensors checkpoints to parameters, strictly; writing them; random checkpoints."""

@@ -1,0 +1,1 @@
+"""Tokenizer, chat template, parsing of answers and stop strings. No torch."""

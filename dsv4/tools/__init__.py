@@ -1,0 +1,1 @@
+"""Tools behind the commands: plan, bench, audit, quantize, receipts, self-test, evaluation."""

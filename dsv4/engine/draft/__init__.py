@@ -1,0 +1,1 @@
+"""Speculative decoding: drafter, verification, and the policy for the number of drafts."""

@@ -1,0 +1,1 @@
+"""The engine on several ranks: scheduler, messages, workers, loading."""

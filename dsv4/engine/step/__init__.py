@@ -1,0 +1,1 @@
+"""A plan as tensors: step inputs, per-slot sampling state, constraints, prompt log-probabilities."""

@@ -1,0 +1,1 @@
+"""Structured output: JSON schemas, regular expressions and grammars as token masks."""

@@ -1,0 +1,1 @@
+"""`dsv4 bench`: speed of ops, layers, ranks, drafts and a running server."""

@@ -1,0 +1,1 @@
+"""`dsv4 plan`: memory of a model on given hardware, from arithmetic alone."""
