@@ -37,7 +37,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.policy import DraftPolicy, StepTimes
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import Sequence as Request
+from dsv4.engine.request import Request
 from dsv4.engine.run.graphs import capture_graph
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params

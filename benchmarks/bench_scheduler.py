@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout witho
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.request import SamplingParams
@@ -39,7 +39,7 @@ def bench(num_requests: int, device: str) -> dict[str, float]:
     params = SamplingParams(max_tokens=800, ignore_eos=True)
     for _ in range(num_requests + NUM_WAITING):
         scheduler.add(
-            Sequence.start([TOKEN] * PROMPT_LEN, params, max_context_tokens=1024, eos_token_id=0, tokenizer=None)
+            Request.start([TOKEN] * PROMPT_LEN, params, max_context_tokens=1024, eos_token_id=0, tokenizer=None)
         )
     times: dict[str, list[float]] = {"schedule": [], "build": [], "commit": []}
     while scheduler.num_steps < NUM_STEPS + 20:
@@ -52,9 +52,9 @@ def bench(num_requests: int, device: str) -> dict[str, float]:
             torch.cuda.synchronize()
         marks.append(time.perf_counter())
         scheduler.commit(plan)
-        for sequence in step.drawing:
-            sequence.append(TOKEN, None)
-            scheduler.settle(sequence)
+        for request in step.drawing:
+            request.append(TOKEN, None)
+            scheduler.settle(request)
         end = time.perf_counter()
         if len(plan.pieces) == plan.num_tokens == num_requests:
             for name, seconds in zip(times, (marks[1] - marks[0], marks[2] - marks[1], end - marks[3]), strict=True):

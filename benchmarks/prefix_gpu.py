@@ -236,13 +236,13 @@ def model_whole(records: list[dict[str, Any]], session: Session) -> list[dict[st
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, Completion]:
     wait(llm.cache.device)
     began = time.perf_counter()
-    sequence = llm.engine.add(prompt, ANSWER)
-    while sequence.num_output == 0:
+    request = llm.engine.add(prompt, ANSWER)
+    while request.num_output == 0:
         llm.engine.step()
     seconds = time.perf_counter() - began
     while llm.engine.has_work:
         llm.engine.step()
-    return seconds, sequence.completion()
+    return seconds, request.completion()
 
 
 def measure_steps(llm: LLM, batch: int) -> dict[str, Any]:
@@ -250,12 +250,12 @@ def measure_steps(llm: LLM, batch: int) -> dict[str, Any]:
     num_tokens = 3 * 128 + 8
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
     prompts = [random_prompt(llm.config, 70, 100 + seed) for seed in range(batch)]
-    sequences = [llm.engine.add(prompt, params) for prompt in prompts]
-    while any(sequence.num_output < 8 for sequence in sequences):
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
+    while any(request.num_output < 8 for request in requests):
         llm.engine.step()
     plain, taking = [], []
     saved = llm.cache.prefix.stats.num_saved
-    while all(sequence.num_output < num_tokens - 4 for sequence in sequences):
+    while all(request.num_output < num_tokens - 4 for request in requests):
         began = time.perf_counter()
         llm.engine.step()
         seconds = time.perf_counter() - began

@@ -139,8 +139,8 @@ def profile(llm: LLM, num_steps: int) -> list[Launch]:
 def measure(llm: LLM, batch: int, context: int) -> Record:
     """Steady decode of `batch` requests with about `context` tokens each."""
     output = 2 * batch + NUM_STEPS + 2 * NUM_PROFILED + 40  # the first to decode goes on until all do
-    sequences = submit(llm, batch, context, output, "greedy", 100 + batch)
-    while not all(len(sequence.token_ids) > sequence.prompt_len + 4 for sequence in sequences):
+    requests = submit(llm, batch, context, output, "greedy", 100 + batch)
+    while not all(len(request.token_ids) > request.prompt_len + 4 for request in requests):
         llm.engine.step()
     began = time.perf_counter()
     for _ in range(NUM_STEPS):
@@ -148,8 +148,8 @@ def measure(llm: LLM, batch: int, context: int) -> Record:
     wall_us = 1e6 * (time.perf_counter() - began) / NUM_STEPS
     profile(llm, NUM_PROFILED)  # the first profile of a process starts slowly
     launches = profile(llm, NUM_PROFILED)
-    running = sum(not sequence.is_done for sequence in sequences)
-    finish(llm, sequences)
+    running = sum(not request.is_done for request in requests)
+    finish(llm, requests)
     return step_record(launches, batch=batch, running=running, context=context, wall_us=round(wall_us, 1))
 
 

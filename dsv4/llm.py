@@ -35,7 +35,7 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.ranks.worker import RankExecutor, follow
-from dsv4.engine.request import Sequence as RequestSequence
+from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.cpu_threads import set_threads
@@ -311,19 +311,19 @@ class LLM:
         One prompt, as a string or as a flat list of ids, is a list of one.
         """
         many = as_prompts(prompts)
-        sequences = [
+        requests = [
             self.engine.prepare(self.encode(prompt), one)
             for prompt, one in zip(many, as_params(params, len(many)), strict=True)
         ]
         try:
-            for sequence in sequences:
-                self.engine.submit(sequence)
-            while not all(sequence.is_done for sequence in sequences):
+            for request in requests:
+                self.engine.submit(request)
+            while not all(request.is_done for request in requests):
                 self.engine.step()
         finally:
-            for sequence in sequences:
-                self.engine.abort(sequence)
-        return [sequence.completion() for sequence in sequences]
+            for request in requests:
+                self.engine.abort(request)
+        return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes: pieces that join to the completion's text, never half a character.
@@ -455,20 +455,20 @@ class LLM:
             self.cache.release(slot)
 
 
-def _stream(engine: Engine, sequence: RequestSequence) -> Iterator[str]:
+def _stream(engine: Engine, request: Request) -> Iterator[str]:
     """Queues the request at the first `next`, so that a stream never read costs nothing."""
-    engine.submit(sequence)
+    engine.submit(request)
     num_given = 0
     try:
         while True:
-            piece = sequence.text[num_given:]
+            piece = request.text[num_given:]
             if piece:
                 num_given += len(piece)
                 yield piece
-            elif sequence.is_done:
-                sequence.completion()  # raises if the request was dropped
+            elif request.is_done:
+                request.completion()  # raises if the request was dropped
                 return
             else:
                 engine.step()
     finally:
-        engine.abort(sequence)
+        engine.abort(request)

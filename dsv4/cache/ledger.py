@@ -1,4 +1,4 @@
-"""`HostBooks`: which request holds which slot and which blocks, and where each request stands. No torch.
+"""`CacheLedger`: which request holds which slot and which blocks, and where each request stands. No torch.
 
 A request is a slot from `admit` to `release`. Its position is the number of tokens it has processed; `prepare_forward`
 moves it forward, `rewind` moves it back. A request admitted with its `chain` may start beyond 0, with blocks and state
@@ -35,7 +35,7 @@ from dsv4.cache.schema import CacheSchema, blocks_at_position
 from dsv4.config import BLOCK_TOKENS, EngineConfig
 
 
-class HostBooks:
+class CacheLedger:
     """Of one cache. `copies` and `tiers`: where the prefix cache's state goes and comes from."""
 
     def __init__(

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.errors import CacheError, require_integrity
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.ledger import HostBooks
+from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.prefix.snapshots import SnapshotStore
 from dsv4.cache.prefix.tree import ChainKeys
@@ -32,7 +32,7 @@ from dsv4.config.layers import LayerSpec
 NO_BLOCK = -1
 
 
-class KVCacheManager(HostBooks):
+class KVCacheManager(CacheLedger):
     """`plain_dtype` None keeps the model's quantised rows (`official` numerics), otherwise plain rows of that dtype.
 
     `fingerprint` names everything that decides the bits of a row; `engine.cache_dir` needs one.

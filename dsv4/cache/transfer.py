@@ -15,7 +15,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-class OnTheWay:
+class HostCopy:
     """Copies of device tensors to the host, launched when this is made; `wait` gives them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -161,29 +161,29 @@ def complete(
 ) -> Run:
     """Run one request to its end, with a progress bar on `console` while no text is being written."""
     start = time.perf_counter()
-    sequence = llm.engine.add(llm.encode(prompt), params)
+    request = llm.engine.add(llm.encode(prompt), params)
     try:
-        with _bar(console, "reading the prompt", sequence.prompt_len) as update:
-            while sequence.num_output == 0:
+        with _bar(console, "reading the prompt", request.prompt_len) as update:
+            while request.num_output == 0:
                 llm.engine.step()
-                update(sequence.num_processed)
+                update(request.num_processed)
         first = time.perf_counter()
         num_written = 0
         silent = console if on_text is None else Console(quiet=True)
-        with _bar(silent, "writing tokens", sequence.max_len - sequence.prompt_len) as update:
+        with _bar(silent, "writing tokens", request.max_len - request.prompt_len) as update:
             while True:
                 if on_text is not None:
-                    on_text(sequence.text[num_written:])
-                    num_written = len(sequence.text)
-                update(sequence.num_output)
-                if sequence.is_done:
+                    on_text(request.text[num_written:])
+                    num_written = len(request.text)
+                update(request.num_output)
+                if request.is_done:
                     break
                 llm.engine.step()
     finally:
-        llm.engine.abort(sequence)
+        llm.engine.abort(request)
     return Run(
-        sequence.completion(), first - start, time.perf_counter() - start,
-        llm.cache.schema.request_bytes(sequence.num_processed),
+        request.completion(), first - start, time.perf_counter() - start,
+        llm.cache.schema.request_bytes(request.num_processed),
     )  # fmt: skip
 
 

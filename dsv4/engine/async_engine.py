@@ -17,8 +17,7 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine, StepResult
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
-from dsv4.engine.request import RequestAborted
-from dsv4.engine.request import Sequence as RequestSequence
+from dsv4.engine.request import Request, RequestAborted
 from dsv4.engine.stats import EngineStats
 
 _LOG = logging.getLogger("dsv4.engine")
@@ -55,7 +54,7 @@ class AsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_draining = False
-        self._owners: dict[RequestSequence, tuple[RequestStream, int]] = {}
+        self._owners: dict[Request, tuple[RequestStream, int]] = {}
         self._streams: set[RequestStream] = set()  # with a request that has not ended; guarded by _changed
         self._num_open = 0  # submitted and not ended; guarded by _changed
         self._stats = engine.stats()
@@ -92,16 +91,16 @@ class AsyncEngine:
         """Start the thread; once."""
         self._thread.start()
 
-    def submit(self, sequences: Sequence[RequestSequence]) -> RequestStream:
+    def submit(self, requests: Sequence[Request]) -> RequestStream:
         """Queue prepared requests (`Engine.prepare`) as one group; call it in the event loop that reads the stream."""
         with self._changed:
             if not self.is_accepting:
                 raise EngineStopped("the engine is shutting down and takes no more requests")
             num_waiting = self._num_open - self.engine.num_slots
-            if num_waiting > 0 and num_waiting + len(sequences) > self._max_waiting:
+            if num_waiting > 0 and num_waiting + len(requests) > self._max_waiting:
                 raise EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
-            stream = RequestStream(sequences, self._cancel)
-            self._num_open += len(sequences)
+            stream = RequestStream(requests, self._cancel)
+            self._num_open += len(requests)
             self._streams.add(stream)
             self._commands.append(lambda: self._add(stream))
             self._changed.notify()
@@ -192,20 +191,20 @@ class AsyncEngine:
         """Events of a step to their streams: the new tokens, then the requests that ended without one."""
         events: dict[RequestStream, list[RequestEvent]] = defaultdict(list)
         for result in results:
-            sequence = result.sequence
-            stream, choice = self._owners[sequence]
+            request = result.request
+            stream, choice = self._owners[request]
             token = TokenEvent(choice, result.token_id, result.text, result.logprobs, result.finish_reason, seconds)
             events[stream].append(token)
-        for sequence in [one for one in self._owners if one.is_done]:
-            stream, choice = self._owners[sequence]
-            if sequence.error is not None:
-                events[stream].append(ErrorEvent(choice, sequence.failure(), seconds))
-            elif sequence.is_aborted:
+        for request in [one for one in self._owners if one.is_done]:
+            stream, choice = self._owners[request]
+            if request.error is not None:
+                events[stream].append(ErrorEvent(choice, request.failure(), seconds))
+            elif request.is_aborted:
                 dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
                 events[stream].append(ErrorEvent(choice, dropped, seconds))
-            elif sequence.finish_reason is not None and sequence.draws_nothing:
-                events[stream].append(EndEvent(choice, sequence.finish_reason, seconds))
-            self._forget(sequence)
+            elif request.finish_reason is not None and request.draws_nothing:
+                events[stream].append(EndEvent(choice, request.finish_reason, seconds))
+            self._forget(request)
         for stream, produced in events.items():
             _deliver(stream, produced)
 
@@ -221,24 +220,24 @@ class AsyncEngine:
             return
         self._has_lost_rank = self._is_draining = True
         self.last_error = error
-        for sequence in self._owners:
-            self.engine.abort(sequence)
+        for request in self._owners:
+            self.engine.abort(request)
         self._publish([], time.perf_counter())
         self._on_failure(error)
 
     def _add(self, stream: RequestStream) -> None:
-        for choice, sequence in enumerate(stream.sequences):
-            self._owners[sequence] = (stream, choice)
-            self.engine.submit(sequence)
+        for choice, request in enumerate(stream.requests):
+            self._owners[request] = (stream, choice)
+            self.engine.submit(request)
 
     def _drop(self, stream: RequestStream) -> None:
         """Free what a stream still holds, and end it for whoever may still be reading."""
         seconds = time.perf_counter()
         ended: list[RequestEvent] = []
-        for choice, sequence in enumerate(stream.sequences):
-            if sequence in self._owners:
-                self.engine.abort(sequence)
-                self._forget(sequence)
+        for choice, request in enumerate(stream.requests):
+            if request in self._owners:
+                self.engine.abort(request)
+                self._forget(request)
                 ended.append(ErrorEvent(choice, RequestAborted("the request was cancelled"), seconds))
         if ended:
             _deliver(stream, ended)
@@ -247,11 +246,11 @@ class AsyncEngine:
         for stream in {stream for stream, _ in self._owners.values()}:
             self._drop(stream)
 
-    def _forget(self, sequence: RequestSequence) -> None:
-        stream, _ = self._owners.pop(sequence)
+    def _forget(self, request: Request) -> None:
+        stream, _ = self._owners.pop(request)
         with self._changed:
             self._num_open -= 1
-            if not any(one in self._owners for one in stream.sequences):
+            if not any(one in self._owners for one in stream.requests):
                 self._streams.discard(stream)
 
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,14 +29,14 @@ from torch import Tensor
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
-from dsv4.cache.transfer import OnTheWay
+from dsv4.cache.transfer import HostCopy
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.draft.counts import FixedDrafts, Offer
 from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
-from dsv4.engine.request import UNREAD, Sequence
-from dsv4.engine.run.in_flight import Elsewhere, Flight
+from dsv4.engine.request import UNREAD, Request
+from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -56,7 +55,7 @@ class StepResult(NamedTuple):
     """One request's new token, the text that became certain with it, and whether it was the last. A step may have
     several of a request."""
 
-    sequence: Sequence
+    request: Request
     token_id: int
     text: str
     logprobs: TokenLogprobs | None
@@ -94,9 +93,9 @@ class Engine:
         assert drafts is None or self.runner.drafting is not None, "drafts need a runner with a drafter"
         self._drafts = drafts
         self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
-        self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
+        self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
         # requests of the step collected last, and what the drafter says behind it, where the host has not read that
-        self._unread: tuple[list[Sequence], OnTheWay] | None = None
+        self._unread: tuple[list[Request], HostCopy] | None = None
         self._results: list[StepResult] = []  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
@@ -157,7 +156,7 @@ class Engine:
 
     def prepare(
         self, prompt: Iterable[int], params: SamplingParams, constraint: Constraint | None = None
-    ) -> Sequence:  # fmt: skip
+    ) -> Request:  # fmt: skip
         """A request that could run, not yet queued. `RequestError` if it could never."""
         config, limits = self.model.config, self.cache.limits
         token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
@@ -166,36 +165,36 @@ class Engine:
             raise RequestError(
                 "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids", field="stop"
             )
-        sequence = Sequence.start(
+        request = Request.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
             eos_token_id=config.eos_token_id, tokenizer=self.tokenizer, constraint=constraint,
         )  # fmt: skip
-        needed, total = blocks_at_position(sequence.max_len), self.cache.schema.num_blocks
+        needed, total = blocks_at_position(request.max_len), self.cache.schema.num_blocks
         if needed > total:
             raise RequestError(
-                f"the request may reach {sequence.max_len} tokens, which need {needed} cache blocks of {total}: "
+                f"the request may reach {request.max_len} tokens, which need {needed} cache blocks of {total}: "
                 "lower max_tokens or raise num_blocks",
                 field="max_tokens",
             )
-        return sequence
+        return request
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a prepared request. Its deadline counts from here."""
         self._verifier.make_way()
-        self.scheduler.add(sequence, self._clock())
+        self.scheduler.add(request, self._clock())
 
-    def add(self, prompt: Iterable[int], params: SamplingParams) -> Sequence:
+    def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:
         """`prepare` and `submit`."""
-        sequence = self.prepare(prompt, params)
-        self.submit(sequence)
-        return sequence
+        request = self.prepare(prompt, params)
+        self.submit(request)
+        return request
 
     def step(self) -> list[StepResult]:
         """Launch the next step, collect the one before it (without overlap, or with drafts: the same one too), and say
         what was drawn.
 
         A request whose logits are no numbers, whose constraint allows no token, whose deadline has passed or for which
-        no block can ever be free fails alone (`Sequence.error`). If a call itself fails, every request in it is
+        no block can ever be free fails alone (`Request.error`). If a call itself fails, every request in it is
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
         started = time.perf_counter()
@@ -209,7 +208,7 @@ class Engine:
                 self._collect()
         if launched is not None and self._drafts is not None:
             took = time.perf_counter() - started
-            self._drafts.took(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
+            self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
         return self.take_results()
 
     def take_results(self) -> list[StepResult]:
@@ -217,9 +216,9 @@ class Engine:
         results, self._results = self._results, []
         return results
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
-        self.scheduler.abort(sequence)
+        self.scheduler.abort(request)
 
     def check_integrity(self) -> None:
         """Recompute the truth of the scheduler's, the cache's and the experts' books. Between two steps."""
@@ -237,7 +236,7 @@ class Engine:
 
     # ---- launching ----
 
-    def _launch(self) -> Flight | None:
+    def _launch(self) -> InFlightStep | None:
         """The next step, on its way. Its draw too, unless a rule must hear of the step before first."""
         plan = self._plan()
         if plan is None:
@@ -257,7 +256,7 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """What to run next; None if nothing can run now."""
         if self._drafts is not None:
-            self._drafts.cut(self.scheduler.running)
+            self._drafts.trim_drafts(self.scheduler.running)
         plan = self.scheduler.schedule(self._clock())
         if plan.pieces:
             return plan
@@ -266,7 +265,7 @@ class Engine:
             raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
         return None
 
-    def _forward(self, plan: StepPlan) -> Flight:
+    def _forward(self, plan: StepPlan) -> InFlightStep:
         """Launch the forward call."""
         return self._run(plan, StepSize(self.runner.padded(plan.num_tokens), num_drafts=self._num_asked(plan)))
 
@@ -275,14 +274,14 @@ class Engine:
         num_requests = sum(piece.draws for piece in plan.pieces)
         return self._drafts.how_many(num_requests) if self._drafts is not None and num_requests else 0
 
-    def _run(self, plan: StepPlan, size: StepSize) -> Flight:
+    def _run(self, plan: StepPlan, size: StepSize) -> InFlightStep:
         """Launch the forward call of a plan whose pieces are all this process's."""
-        flight = Flight.launch(self.runner, self._builder, plan, size)
+        flight = InFlightStep.launch(self.runner, self._builder, plan, size)
         if self.observers and flight.forwarded is not None:
-            flight.experts = OnTheWay([torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]])
+            flight.experts = HostCopy([torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]])
         return flight
 
-    def _draw(self, flight: Flight) -> None:
+    def _draw(self, flight: InFlightStep) -> None:
         """Launch the draw, once rules have said what they allow."""
         try:
             if flight.plan.has_rules:
@@ -306,8 +305,8 @@ class Engine:
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
             own = self._own_offers(flight)
-            sequences = flight.step.drawing
-            drawn = outcomes(found[0].tolist(), found[1:], sequences, flight.stuck) if sequences else []
+            requests = flight.step.drawing
+            drawn = outcomes(found[0].tolist(), found[1:], requests, flight.stuck) if requests else []
             if flight.experts is not None and self.observers:
                 chosen = flight.experts.wait()[0]
                 told = chosen if self._drafts is None else chosen[:, kept_rows(flight.own, drawn)]
@@ -320,9 +319,9 @@ class Engine:
         self._settle(flight.plan, [*drawn, *elsewhere.drawn])
         self._offer(flight.plan, [*own, *elsewhere.offers])
 
-    def _own_offers(self, flight: Flight) -> list[Offer]:
+    def _own_offers(self, flight: InFlightStep) -> list[Offer]:
         """What the drafter says comes next of the requests that drew here: `UNREAD` if nobody must know it yet."""
-        drawing = [piece.sequence for piece in flight.own.pieces if piece.draws]
+        drawing = [piece.request for piece in flight.own.pieces if piece.draws]
         if flight.drafted is None or self._drafts is None or self._drafts.must_read:
             return read_offers(flight.drafted, len(drawing))
         self._unread = drawing, flight.drafted
@@ -333,31 +332,31 @@ class Engine:
         if self._unread is None:
             return
         (drawing, drafted), self._unread = self._unread, None
-        counts = [len(sequence.drafts) for sequence in drawing]  # 0 of those that left, or start again
-        for sequence in drawing:
-            sequence.drafts = ()  # should they never arrive
-        for sequence, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
-            sequence.drafts = offer.drafts[:count]
+        counts = [len(request.drafts) for request in drawing]  # 0 of those that left, or start again
+        for request in drawing:
+            request.drafts = ()  # should they never arrive
+        for request, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
+            request.drafts = offer.drafts[:count]
 
-    def _elsewhere(self, flight: Flight) -> Elsewhere:
+    def _elsewhere(self, flight: InFlightStep) -> RemoteResults:
         """What happened on other ranks. One rank has no other."""
-        return Elsewhere([], [])
+        return RemoteResults([], [])
 
-    def _settle(self, plan: StepPlan, drawn: SequenceOf[Outcome]) -> None:
+    def _settle(self, plan: StepPlan, drawn: Sequence[Outcome]) -> None:
         """Each request of a step gets what it drew; those that are over leave. `drawn` has an outcome for every piece
         that draws, and one more for each of its drafts."""
         for piece, found in by_piece(plan, drawn):
-            sequence = piece.sequence
+            request = piece.request
             if found:
-                sequence.num_unread -= 1
+                request.num_unread -= 1
                 num_true = num_accepted(piece, found)
-                num_taken = sum(self._take(sequence, outcome) for outcome in found[: 1 + num_true])
+                num_taken = sum(self._take(request, outcome) for outcome in found[: 1 + num_true])
                 if piece.num_drafts:
                     self._keep(piece, num_true, num_taken)
-                sequence.drafts = ()
-            sequence.end_if_read(piece.end)
-            if sequence.is_done:
-                self.scheduler.settle(sequence)
+                request.drafts = ()
+            request.end_if_read(piece.end)
+            if request.is_done:
+                self.scheduler.settle(request)
 
     def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
         """The books of a piece whose first drafts came true, of whose draws the request took so many before its end."""
@@ -366,38 +365,38 @@ class Engine:
             is_over = num_taken <= num_true  # at a draft: those behind it were not tried
             self._drafts.record(num_taken if is_over else piece.num_drafts, min(num_taken, num_true))
 
-    def _offer(self, plan: StepPlan, offers: SequenceOf[Offer]) -> None:
+    def _offer(self, plan: StepPlan, offers: Sequence[Offer]) -> None:
         """Each request that drew gets what the drafter says comes next."""
         if not offers or self._drafts is None:
             return
-        drawing = [piece.sequence for piece in plan.pieces if piece.draws]
-        for sequence, offer in zip(drawing, offers, strict=True):
-            if not sequence.is_done and sequence.slot is not None:
-                self._drafts.offer(sequence, offer.drafts, offer.confidences)
+        drawing = [piece.request for piece in plan.pieces if piece.draws]
+        for request, offer in zip(drawing, offers, strict=True):
+            if not request.is_done and request.slot is not None:
+                self._drafts.offer(request, offer.drafts, offer.confidences)
 
-    def _take(self, sequence: Sequence, outcome: Outcome) -> bool:
+    def _take(self, request: Request, outcome: Outcome) -> bool:
         """Whether the request is still there to take it: it may be over, or aborted, since the step was launched."""
-        if sequence.is_done:
+        if request.is_done:
             return False
         if isinstance(outcome, Undrawable):
-            sequence.error = outcome.reason
+            request.error = outcome.reason
             return True
-        text = sequence.append(outcome.token_id, outcome.logprobs)
+        text = request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
-        result = StepResult(sequence, outcome.token_id, text, outcome.logprobs, sequence.finish_reason)
+        result = StepResult(request, outcome.token_id, text, outcome.logprobs, request.finish_reason)
         self._results.append(result)
-        if sequence.finish_reason is None and sequence.constraint is not None:
+        if request.finish_reason is None and request.constraint is not None:
             try:
-                sequence.constraint.accept(outcome.token_id)
+                request.constraint.accept(outcome.token_id)
             except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
-                sequence.error = constraint_failure(error)
+                request.error = constraint_failure(error)
         return True
 
     def _drop_flights(self) -> None:
         while self._flights:
             self._drop(self._flights.popleft())
 
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, flight: InFlightStep) -> None:
         """The step failed: its requests are aborted."""
         for piece in flight.plan.pieces:
-            self.scheduler.abort(piece.sequence)
+            self.scheduler.abort(piece.request)

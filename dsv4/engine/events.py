@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
 
-from dsv4.engine.request import Sequence as RequestSequence
+from dsv4.engine.request import Request
 from dsv4.request import FinishReason, TokenLogprobs
 
 
@@ -62,13 +62,13 @@ class RequestStream:
     It ends when every request of the group has ended. Belongs to the event loop it was made in.
     """
 
-    def __init__(self, sequences: Sequence[RequestSequence], cancel: Callable[[RequestStream], None]) -> None:
-        self.sequences = tuple(sequences)
+    def __init__(self, requests: Sequence[Request], cancel: Callable[[RequestStream], None]) -> None:
+        self.requests = tuple(requests)
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._ready: deque[RequestEvent] = deque()
         self._wake = asyncio.Event()
-        self._num_open = len(self.sequences)
+        self._num_open = len(self.requests)
 
     def push(self, events: Sequence[RequestEvent]) -> None:
         """Called in the loop's own thread with what a step produced. A stream that was ended takes nothing more."""

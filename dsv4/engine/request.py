@@ -1,8 +1,8 @@
-"""`Sequence`: one request while it runs: its tokens, where it stands, and the text that has come out of it."""
+"""`Request`: one request while it runs: its tokens, where it stands, and the text that has come out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,18 +28,18 @@ class RequestFailed(RuntimeError):
 
 
 class DeadlinePassed(RequestFailed):
-    """The request was not done at its deadline. What it had written by then is in its `Sequence`."""
+    """The request was not done at its deadline. What it had written by then is in its `Request`."""
 
 
 @dataclass(eq=False)
-class Sequence:
+class Request:
     """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
 
     Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
     from the device's own memory, before the host knows which one it is.
 
     A request that loses its slot (preemption) starts again with everything it knows, so it draws no token twice;
-    `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `rank` is its place in the
+    `num_read` is how far it ever was, `num_scored` how many of its tokens have been scored. `order` is its place in the
     scheduler's order, smaller first. `drafts` are tokens that may follow the last known one, to be fed with it and
     verified, `UNREAD` where the host has not read them; whatever they are, they change nothing but how soon it is done.
     `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many of them it did not have to feed
@@ -63,7 +63,7 @@ class Sequence:
     num_cached_tokens: int = 0
     drafts: tuple[int, ...] = ()
     chain: ChainKeys | None = None
-    rank: tuple[int, int] | None = None
+    order: tuple[int, int] | None = None
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
     is_expired: bool = False
@@ -77,9 +77,9 @@ class Sequence:
 
     @classmethod
     def start(
-        cls, prompt: SequenceOf[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
+        cls, prompt: Sequence[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
         tokenizer: Tokenizer | None, constraint: Constraint | None = None,
-    ) -> Sequence:  # fmt: skip
+    ) -> Request:  # fmt: skip
         """A checked prompt, not yet admitted."""
         return cls(
             params=params,

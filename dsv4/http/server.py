@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse, Response
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from dsv4.http.apis.answers import Answer, Health, ModelCard, ModelList
-from dsv4.http.apis.jobs import Job, JobMaker, Served
-from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, Question
+from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder
+from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
 from dsv4.http.apis.request_parts import Strict
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
@@ -53,7 +53,7 @@ _LARGE_BODY_BYTES = MIB
 FINGERPRINT_HEADER = "x-system-fingerprint"  # for interfaces whose answers have no field for it
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _LOG = logging.getLogger("dsv4.serve")
-Route = TypeVar("Route", Api, Question)
+Route = TypeVar("Route", Api, SyncEndpoint)
 Made = TypeVar("Made")
 
 
@@ -64,7 +64,7 @@ class Server:
         if llm.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; a server speaks text and needs one")
         self.config = config
-        self.served = Served(config.name, llm.tokenizer, llm.identity().name)
+        self.served = ModelInfo(config.name, llm.tokenizer, llm.identity().name)
         self._recorder = recorder
         self.live = LiveView(llm.engine)
         self.failure: RankFailed | None = None
@@ -73,7 +73,7 @@ class Server:
             llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step, on_failure=self._end
         )
         self.metrics = Metrics(self.engine, config.name)
-        self.jobs = JobMaker(llm.engine, llm.tokenizer, config, scores_all=recorder is not None)
+        self.jobs = RequestBuilder(llm.engine, llm.tokenizer, config, scores_all=recorder is not None)
         self._created = int(time.time())
 
     def _end(self, error: RankFailed) -> None:
@@ -89,10 +89,10 @@ class Server:
         body = await self._body(request)
         asked, job = await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
-        timer = RequestTimer(self.metrics, len(job.sequences), start)
+        timer = RequestTimer(self.metrics, len(job.requests), start)
         return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream))
 
-    async def reply(self, request: Request, *, question: Question) -> Response:
+    async def reply(self, request: Request, *, question: SyncEndpoint) -> Response:
         """Any interface that answers at once."""
         body = await self._body(request)
         return _json(await self._beside(self._reply, question, body))
@@ -125,14 +125,14 @@ class Server:
         asked = self._checked(api.request, body)
         return asked, api.prepare(self.jobs, asked)
 
-    def _reply(self, question: Question, body: bytes) -> Answer:
+    def _reply(self, question: SyncEndpoint, body: bytes) -> Answer:
         return question.reply(self.jobs, self._checked(question.request, body))
 
     async def _answer(
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool
     ) -> Response:
         try:
-            stream = self.engine.submit(job.sequences)
+            stream = self.engine.submit(job.requests)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
         except EngineStopped:
@@ -161,8 +161,8 @@ class Server:
         """A request is over, whatever ended it (`problem`)."""
         log_request(request_id, route, job, timer, problem)
         if self._recorder is not None:
-            for choice, sequence in enumerate(job.sequences):
-                answer = answer_of(sequence, job.grammar, problem)
+            for choice, request in enumerate(job.requests):
+                answer = answer_of(request, job.grammar, problem)
                 self._recorder.add(answer, request_id=request_id, route=route, choice=choice)
 
     # ---- looking ----

@@ -10,7 +10,7 @@ import torch
 from engine_cases import SMALL
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request as EngineRequest
 from dsv4.request import SamplingParams
 
 # A CSA layer has every kind of state: window, two compressors, paged entries and index keys.
@@ -70,7 +70,7 @@ def random_requests():
 def run_wave(engine: Engine, requests, chance):
     """Requests that come and go as they say: (tokens, log-probabilities, those of the prompt, how it was cut off) of
     each, pickled, so that results are no objects when objects are counted."""
-    sequences: dict[int, Sequence] = {}
+    sequences: dict[int, EngineRequest] = {}
     step = 0
     while engine.has_work or step <= max(request.arrival for request in requests):
         for place, request in enumerate(requests):

@@ -44,7 +44,7 @@ def requests_of(count, **params):
 
 async def read(stream):
     """Ids of each request of the group, and its error if it had one."""
-    ids, errors = [[] for _ in stream.sequences], [None] * len(stream.sequences)
+    ids, errors = [[] for _ in stream.requests], [None] * len(stream.requests)
     async with stream:
         async for event in stream:
             if isinstance(event, ErrorEvent):
@@ -89,7 +89,7 @@ def test_text_logprobs_and_finish_reason_come_along(started):
     async def run():
         stream = engine.submit([llm.engine.prepare([5, 6], SamplingParams(max_tokens=3, logprobs=2, ignore_eos=True))])
         async with stream:
-            return stream.sequences[0], [event async for event in stream]
+            return stream.requests[0], [event async for event in stream]
 
     sequence, events = asyncio.run(run())
     assert [event.finish_reason for event in events] == [None, None, "length"]
@@ -352,7 +352,7 @@ def test_a_prompt_that_is_only_scored_ends_without_a_token(make_llm):
     async def ask():
         params = SamplingParams(max_tokens=0, prompt_logprobs=1)
         async with engine.submit([llm.engine.prepare([5, 6, 7], params) for _ in range(2)]) as stream:
-            return [event async for event in stream], stream.sequences
+            return [event async for event in stream], stream.requests
 
     events, sequences = asyncio.run(ask())
     assert engine.stop(timeout=10)

@@ -49,24 +49,24 @@ def test_prompts_cut_into_chunks_equal_one_go(make_llm, max_chunk_tokens, length
     prompts, params = prompts_of(*lengths), MIXED[:3]
     expected = make_llm("official").generate(prompts, params)
     llm = make_llm("official", max_chunk_tokens=max_chunk_tokens)
-    sequences = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    requests = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     num_mixed = 0
     while llm.engine.has_work:
-        reading = [sequence for sequence in sequences if sequence.num_output == 0]
-        num_mixed += bool(llm.engine.step()) and any(sequence.num_output == 0 for sequence in reading)
+        reading = [request for request in requests if request.num_output == 0]
+        num_mixed += bool(llm.engine.step()) and any(request.num_output == 0 for request in reading)
     assert num_mixed > 0, "some steps read one prompt and write another's answer"
-    assert [sequence.completion() for sequence in sequences] == expected
+    assert [request.completion() for request in requests] == expected
 
 
 def test_a_chunk_is_never_longer_than_the_limit(make_llm):
     llm = make_llm(max_chunk_tokens=16)
-    sequences = [
+    requests = [
         llm.engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True)) for prompt in prompts_of(40, 3, 40)
     ]
     while llm.engine.has_work:
-        before = [sequence.num_processed for sequence in sequences]
+        before = [request.num_processed for request in requests]
         llm.engine.step()
-        assert sum(sequence.num_processed for sequence in sequences) - sum(before) <= 16
+        assert sum(request.num_processed for request in requests) - sum(before) <= 16
         llm.cache.check_integrity()
 
 
@@ -75,14 +75,14 @@ def test_more_requests_than_slots_in_order(make_llm):
     prompts = prompts_of(*range(1, 8))
     params = [SamplingParams(max_tokens=1 + i % 3, seed=i, ignore_eos=True) for i in range(7)]
     started = []
-    sequences = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    requests = [llm.engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     while llm.engine.has_work:
         llm.engine.step()
         llm.cache.check_integrity()
-        assert sum(sequence.slot is not None for sequence in sequences) <= 2
-        started += [i for i, sequence in enumerate(sequences) if sequence.num_processed and i not in started]
+        assert sum(request.slot is not None for request in requests) <= 2
+        started += [i for i, request in enumerate(requests) if request.num_processed and i not in started]
     assert started == list(range(7)), "first come, first served"
-    assert [len(sequence.completion().token_ids) for sequence in sequences] == [1 + i % 3 for i in range(7)]
+    assert [len(request.completion().token_ids) for request in requests] == [1 + i % 3 for i in range(7)]
 
 
 def test_scarce_blocks_make_requests_wait_not_fail(make_llm):
@@ -90,15 +90,15 @@ def test_scarce_blocks_make_requests_wait_not_fail(make_llm):
     llm = make_llm("official", num_blocks=3, prefix_cache_bytes=0)
     prompts, params = prompts_of(130, 4, 131, 4), SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
     expected = [make_llm("official").generate([prompt], params)[0] for prompt in prompts]
-    sequences = [llm.engine.add(prompt, params) for prompt in prompts]
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
     most_running = 0
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check_integrity()
-        most_running = max(most_running, sum(sequence.slot is not None for sequence in sequences))
+        most_running = max(most_running, sum(request.slot is not None for request in requests))
     assert most_running == 3
     assert llm.engine.stats().num_preemptions > 0, "the first needs a second block while three run"
-    assert [sequence.completion() for sequence in sequences] == expected
+    assert [request.completion() for request in requests] == expected
 
 
 def test_streams_and_batches_share_the_engine(make_llm):

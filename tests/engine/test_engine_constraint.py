@@ -36,9 +36,9 @@ class Spelling:
         self.place += 1
 
 
-def run(llm, *sequences):
-    for sequence in sequences:
-        llm.engine.submit(sequence)
+def run(llm, *requests):
+    for request in requests:
+        llm.engine.submit(request)
     while llm.engine.has_work:
         llm.engine.step()
 
@@ -105,28 +105,28 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(make_llm, monkeypat
 def test_statistics(make_llm):
     llm = make_llm(max_concurrent_requests=2, prefix_cache_bytes=0)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    sequences = [llm.engine.add(list(range(2, 2 + length)), params) for length in (10, 140, 5)]
+    requests = [llm.engine.add(list(range(2, 2 + length)), params) for length in (10, 140, 5)]
     before = llm.engine.stats()
     assert (before.num_waiting, before.num_running, before.num_slots, before.num_steps) == (3, 0, 2, 0)
     llm.engine.step()
     during = llm.engine.stats()
     assert (during.num_waiting, during.num_running, during.num_prompt_tokens) == (1, 2, 150)
     assert (during.num_blocks_used, during.num_blocks) == (3, llm.cache.schema.num_blocks)
-    llm.engine.abort(sequences[1])
+    llm.engine.abort(requests[1])
     while llm.engine.has_work:
         llm.engine.step()
     after = llm.engine.stats()
     assert (after.num_finished, after.num_aborted, after.num_failed) == (2, 1, 0)
     assert after.num_prompt_tokens == 155
-    assert after.num_output_tokens == sum(sequence.num_output for sequence in sequences) >= 6
+    assert after.num_output_tokens == sum(request.num_output for request in requests) >= 6
     assert (after.num_blocks_used, after.num_running, after.num_waiting) == (0, 0, 0)
 
 
 def test_aborting_twice_or_late_counts_once(make_llm):
     llm = make_llm()
-    sequence = llm.engine.add([5], SamplingParams(max_tokens=2, ignore_eos=True))
-    llm.engine.abort(sequence)
-    llm.engine.abort(sequence)
+    request = llm.engine.add([5], SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.engine.abort(request)
+    llm.engine.abort(request)
     done = llm.engine.add([5], SamplingParams(max_tokens=1))
     while not done.is_done:
         llm.engine.step()

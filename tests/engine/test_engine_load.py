@@ -17,7 +17,7 @@ from load_cases import CONFIG, NUM_REQUESTS, NUM_WAVES, assert_as_alone, random_
 
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 
@@ -44,11 +44,11 @@ def test_a_hundred_requests_end_as_they_would_alone(params, overlap):
     requests = random_requests()
     llm = make_llm(params, overlap, max_concurrent_requests=8, max_chunk_tokens=40, num_blocks=3)
     chance, results, num_tensors, num_objects = random.Random(1), [], [], []
-    size, num_before = NUM_REQUESTS // NUM_WAVES, alive(Sequence)
+    size, num_before = NUM_REQUESTS // NUM_WAVES, alive(Request)
     for wave in range(NUM_WAVES):
         results += run_wave(llm.engine, requests[wave * size : (wave + 1) * size], chance)
         assert_all_free(llm)
-        assert alive(Sequence) <= num_before, "an ended request is kept by nobody"
+        assert alive(Request) <= num_before, "an ended request is kept by nobody"
         num_tensors.append(alive(torch.Tensor))
         num_objects.append(alive(object))
     assert num_tensors[0] == num_tensors[1], "no tensor more after the second wave"

@@ -56,11 +56,11 @@ def alone(make_llm):
 )
 def test_the_same_bits_whatever_the_load(make_llm, alone, limits, is_scarce):
     llm = make_llm("official", **limits)
-    sequences = [llm.engine.add(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    requests = [llm.engine.add(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check_integrity()
-    assert [sequence.completion() for sequence in sequences] == alone
+    assert [request.completion() for request in requests] == alone
     assert (llm.engine.stats().num_preemptions > 0) == is_scarce
     assert llm.engine.stats().num_prompt_tokens == sum(LENGTHS)
 
@@ -69,19 +69,19 @@ def test_the_same_bits_whatever_the_load(make_llm, alone, limits, is_scarce):
 def test_preempted_at_any_moment(make_llm, alone, num_steps):
     """One slot: an urgent request takes it after so many steps: while the prompt is read (three steps), or later."""
     llm = make_llm("official", max_concurrent_requests=1, max_chunk_tokens=50, prefix_cache_bytes=0)
-    sequence = llm.engine.add(PROMPTS[1], PARAMS[1])
+    request = llm.engine.add(PROMPTS[1], PARAMS[1])
     for _ in range(num_steps):
         llm.engine.step()
-    num_output, text = sequence.num_output, sequence.text
+    num_output, text = request.num_output, request.text
     urgent = llm.engine.add(PROMPTS[0], replace(PARAMS[0], priority=1))
     llm.engine.step()
-    assert (sequence.slot, sequence.num_preemptions) == (None, 1)
-    assert num_output <= sequence.num_output <= num_output + 1, "no more than a token that was under way"
+    assert (request.slot, request.num_preemptions) == (None, 1)
+    assert num_output <= request.num_output <= num_output + 1, "no more than a token that was under way"
     while llm.engine.has_work:
         llm.engine.step()
     assert urgent.completion() == alone[0]
-    assert sequence.completion() == alone[1]
-    assert sequence.text.startswith(text)
+    assert request.completion() == alone[1]
+    assert request.text.startswith(text)
     stats = llm.engine.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
@@ -121,10 +121,10 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, runner=padding_runner(llm, lambda num: num + 2))
-    sequence = llm.engine.add(PROMPTS[0], PARAMS[0])
+    request = llm.engine.add(PROMPTS[0], PARAMS[0])
     while llm.engine.has_work:
         llm.engine.step()
-    assert sequence.error is not None or sequence.completion() != alone[0]
+    assert request.error is not None or request.completion() != alone[0]
 
 
 def test_a_runner_of_ones_own(make_llm, alone):

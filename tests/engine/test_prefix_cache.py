@@ -49,12 +49,12 @@ def cold(make_llm):
 
 def run_poisoned(llm, prompts, params=PARAMS):
     """All at once; between two steps every byte that nobody may read is NaN."""
-    sequences = [llm.engine.add(prompt, params) for prompt in prompts]
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check_integrity()
         poison(llm.cache)
-    return [sequence.completion() for sequence in sequences]
+    return [request.completion() for request in requests]
 
 
 def poison(cache):
@@ -104,14 +104,14 @@ def test_scarce_blocks_and_snapshots(make_llm, cold, num_blocks):
 
 def test_a_preempted_request_comes_back_from_a_snapshot(make_llm, cold):
     llm = make_llm("official", max_concurrent_requests=1, max_chunk_tokens=100)
-    sequence = llm.engine.add(STEM, PARAMS)
-    while sequence.num_output < 2:
+    request = llm.engine.add(STEM, PARAMS)
+    while request.num_output < 2:
         llm.engine.step()
     llm.engine.add(PROMPTS[-1], replace(PARAMS, priority=1))
     while llm.engine.has_work:
         llm.engine.step()
-    assert sequence.completion() == cold(STEM)
-    assert (sequence.num_preemptions, sequence.num_cached_tokens) == (1, 0)
+    assert request.completion() == cold(STEM)
+    assert (request.num_preemptions, request.num_cached_tokens) == (1, 0)
     assert llm.engine.stats().num_recomputed_tokens in (301 - 256, 0), "no more than what follows the snapshot"
 
 
@@ -146,11 +146,11 @@ class _Even:
 
 def test_constrained_requests(make_llm):
     def run(llm):
-        sequence = llm.engine.prepare(STEM, PARAMS, _Even())
-        llm.engine.submit(sequence)
+        request = llm.engine.prepare(STEM, PARAMS, _Even())
+        llm.engine.submit(request)
         while llm.engine.has_work:
             llm.engine.step()
-        return sequence.completion()
+        return request.completion()
 
     llm, cold_llm = make_llm("official"), make_llm("official", prefix_cache_bytes=0)
     expected = run(cold_llm)

@@ -69,11 +69,11 @@ class World:
         key = (tuple(prompt), plain, grammar)
         if key not in self._answers:
             engine = self.cold_llm.engine
-            sequence = self.prepare(engine, prompt, plain, grammar)
-            engine.submit(sequence)
+            request = self.prepare(engine, prompt, plain, grammar)
+            engine.submit(request)
             while engine.has_work:
                 engine.step()
-            self._answers[key] = sequence.completion()
+            self._answers[key] = request.completion()
         return self._answers[key]
 
 
@@ -103,7 +103,7 @@ class EngineLife(RuleBasedStateMachine):
         }  # fmt: skip
         if has_disk and host_units:
             self.limits["cache_dir"] = str(self.folder)
-        self.asked = []  # (sequence, prompt, params, grammar)
+        self.asked = []  # (request, prompt, params, grammar)
         self.done = []  # prompts with their answers
         self._open()
 
@@ -131,9 +131,9 @@ class EngineLife(RuleBasedStateMachine):
             params = SamplingParams(
                 max_tokens=6, temperature=1.0, seed=seed, logprobs=2, cache_salt=salt, priority=priority
             )
-            sequence = world().prepare(self.engine, prompt, params, grammar)
-            self.engine.submit(sequence)
-            self.asked.append((sequence, prompt, params, grammar))
+            request = world().prepare(self.engine, prompt, params, grammar)
+            self.engine.submit(request)
+            self.asked.append((request, prompt, params, grammar))
 
     @precondition(lambda self: self.done)
     @rule(data=st.data(), grammar=st.sampled_from([None, "list"]), count=st.integers(1, 2))
@@ -199,9 +199,9 @@ class EngineLife(RuleBasedStateMachine):
 
     def _compare(self):
         for given in [one for one in self.asked if one[0].is_done]:
-            sequence, prompt, params, grammar = given
-            assert sequence.error is None
-            completion = sequence.completion()
+            request, prompt, params, grammar = given
+            assert request.error is None
+            completion = request.completion()
             assert completion == world().cold(prompt, params, grammar)
             self.asked.remove(given)
             if len(prompt) < 400:
@@ -238,13 +238,13 @@ def test_several_answers_under_a_grammar_from_every_tier(tmp_path, num_snapshots
         if tier == "disk":
             llm.close()
             llm = world().make(**limits)
-        sequences = [world().prepare(llm.engine, STEM, params, "list") for params in many]
-        for sequence in sequences:
-            llm.engine.submit(sequence)
+        requests = [world().prepare(llm.engine, STEM, params, "list") for params in many]
+        for request in requests:
+            llm.engine.submit(request)
         while llm.engine.has_work:
             llm.engine.step()
-        assert [sequence.completion() for sequence in sequences] == expected, tier
-        assert [one.num_cached_tokens for one in sequences] == [0 if tier == "none" else 256, 256, 256]
+        assert [request.completion() for request in requests] == expected, tier
+        assert [one.num_cached_tokens for one in requests] == [0 if tier == "none" else 256, 256, 256]
         stats = llm.engine.stats()
         hits.append((stats.num_prefix_hits, stats.num_prefix_host_hits, stats.num_prefix_disk_hits))
         while llm.engine.has_idle_work:

@@ -17,10 +17,10 @@ def planned(make_llm):
     """(llm, plan): 7 tokens of a long prompt from position 0, then one of a request that stands at 5."""
     llm = make_llm(num_blocks=4)
     prompts = [list(range(10, 30)), [40, 41, 42, 43, 44, 45]]
-    sequences = [llm.engine.prepare(prompt, SamplingParams()) for prompt in prompts]
+    requests = [llm.engine.prepare(prompt, SamplingParams()) for prompt in prompts]
     slots = [llm.cache.admit(100), llm.cache.admit(100)]
     llm.cache.prepare_forward([slots[1]], [0], [5])
-    yield llm, StepPlan((Piece(sequences[0], slots[0], 0, 7, False), Piece(sequences[1], slots[1], 5, 1, True)), ())
+    yield llm, StepPlan((Piece(requests[0], slots[0], 0, 7, False), Piece(requests[1], slots[1], 5, 1, True)), ())
     for slot in slots:
         llm.cache.release(slot)
 
@@ -39,7 +39,7 @@ def test_rows(planned, pad_to):
     assert step.draw_rows.tolist() == [7]
     assert step.draw_slots.tolist() == [plan.pieces[1].slot]
     assert step.draw_positions.tolist() == [5]
-    assert (step.drawing, step.num_tokens) == ((plan.pieces[1].sequence,), 8)
+    assert (step.drawing, step.num_tokens) == ((plan.pieces[1].request,), 8)
     for tensor in (step.batch.token_ids, step.batch.positions, step.batch.slots, step.draw_rows, step.draw_slots):
         assert tensor.dtype == torch.int64
 
@@ -49,8 +49,8 @@ def test_a_token_still_under_way_is_looked_up_by_its_slot(planned):
     llm, plan = planned
     piece = plan.pieces[1]
     llm.cache.prepare_forward([piece.slot], [5], [1])
-    piece.sequence.num_unread = 1
-    step = StepBuilder(llm.cache).build(StepPlan((Piece(piece.sequence, piece.slot, 6, 1, True),), ()))
+    piece.request.num_unread = 1
+    step = StepBuilder(llm.cache).build(StepPlan((Piece(piece.request, piece.slot, 6, 1, True),), ()))
     assert (step.batch.token_ids.tolist(), step.batch.positions.tolist()) == ([LAST_DRAWN], [6])
 
 
@@ -99,11 +99,11 @@ def test_staging_is_not_overwritten_while_it_is_copied(models):
     config = models["one layer"][0]
     params = random_params(config, dequantize_to=torch.float32, device="cuda")
     llm = LLM.from_params(config, params, numerics="exact", engine=EngineConfig(max_context_tokens=512))
-    sequence = llm.engine.prepare(list(range(2, 200)), SamplingParams())
+    request = llm.engine.prepare(list(range(2, 200)), SamplingParams())
     slot, builder, steps = llm.cache.admit(512), StepBuilder(llm.cache), []
     torch.cuda._sleep(100_000_000)
     for start in range(100):
-        steps.append(builder.build(StepPlan((Piece(sequence, slot, start, 1, True),), ()), pad_to=1 + start % 7))
+        steps.append(builder.build(StepPlan((Piece(request, slot, start, 1, True),), ()), pad_to=1 + start % 7))
     for start, step in enumerate(steps):
         assert step.batch.token_ids.tolist() == [2 + start] + [0] * (start % 7)
         assert step.batch.positions.tolist()[0] == start
@@ -127,7 +127,7 @@ def test_drafts_that_only_the_device_knows(planned, drafts):
     """Wherever a draft stands among a step's numbers, it is taken from its slot's row of the table."""
     llm, plan = planned
     piece = plan.pieces[1]._replace(length=3, num_drafts=2)
-    piece.sequence.drafts = drafts
+    piece.request.drafts = drafts
     table = make_table(4, 3, llm.cache.device)
     table[piece.slot] = torch.tensor([70, 71, 72])
     step = StepBuilder(llm.cache, table).build(StepPlan((piece,), ()), pad_to=4, num_requests=2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from server_cases import NAME, TOKENIZER, make_llm
 
-from dsv4.http.apis.jobs import JobMaker
+from dsv4.http.apis.jobs import RequestBuilder
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest, HarmlessFields
 from dsv4.http.apis.unsupported import REFUSED
 from dsv4.http.body import validate
@@ -33,7 +33,7 @@ MODELS = {"chat": ChatRequest, "completions": CompletionRequest}
 
 @pytest.fixture(scope="module")
 def jobs(served_params):
-    return JobMaker(make_llm(served_params).engine, TOKENIZER, ServerConfig(name=NAME))
+    return RequestBuilder(make_llm(served_params).engine, TOKENIZER, ServerConfig(name=NAME))
 
 
 @pytest.fixture

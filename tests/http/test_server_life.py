@@ -15,7 +15,7 @@ from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start
 from dsv4.config import ConfigError
 from dsv4.engine.async_engine import AsyncEngine
 from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, Served
+from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.requests import CompletionRequest
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.server import create_app
@@ -231,10 +231,10 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
 
     async def run():
         job = Job((llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True)),), 1)
-        stream = engine.submit(job.sequences)
+        stream = engine.submit(job.requests)
         timer = RequestTimer(metrics, 1, time.perf_counter())
         asked = CompletionRequest(model=NAME, prompt=[5])
-        assembler = TextAssembler(job, asked, Served(NAME, TOKENIZER, "f"))
+        assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
         response = EventStream(stream, assembler, metrics, timer, stall_seconds=0.3)
         sent = []
 
@@ -244,7 +244,7 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
                 await asyncio.Event().wait()
 
         await asyncio.wait_for(response({"type": "http"}, asyncio.Event().wait, send), 20)
-        return job.sequences[0], sent
+        return job.requests[0], sent
 
     sequence, sent = asyncio.run(run())
     engine.stop(10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
-from dsv4.http.apis.jobs import JobMaker
+from dsv4.http.apis.jobs import RequestBuilder
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest
 from dsv4.http.body import validate
 from dsv4.http.settings import ServerConfig
@@ -20,7 +20,7 @@ def llm(served_params):
 @pytest.fixture
 def sampled(llm, monkeypatch):
     """`sampled(fields)`: the parameters of every choice a request with these fields becomes."""
-    jobs = JobMaker(llm.engine, TOKENIZER, ServerConfig(name=NAME))
+    jobs = RequestBuilder(llm.engine, TOKENIZER, ServerConfig(name=NAME))
     found = []
 
     def prepare(prompt, params, constraint=None):
@@ -92,9 +92,9 @@ def test_scores(sampled, fields, tokens, logprobs, prompt_logprobs):
 
 
 def test_a_begin_marker_comes_only_when_asked_for(llm):
-    jobs = JobMaker(llm.engine, TOKENIZER, ServerConfig(name=NAME))
+    jobs = RequestBuilder(llm.engine, TOKENIZER, ServerConfig(name=NAME))
     for asked, first in ((None, []), (False, []), (True, [TOKENIZER.special_id("<｜begin▁of▁sentence｜>")])):
         request = validate(CompletionRequest, {"model": NAME, "prompt": "ab", "add_special_tokens": asked})
-        sequence = jobs.completion(request).sequences[0]
+        sequence = jobs.completion(request).requests[0]
         assert sequence.token_ids == [*first, *TOKENIZER.encode("ab")]
     assert SERVED.vocab_size > 258

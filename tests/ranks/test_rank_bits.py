@@ -93,20 +93,20 @@ def test_arrivals_at_random(make_ranks, arrivals, overlap):
     ranks = make_ranks(
         3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
     )
-    engine, sequences, dropped = ranks.engine, [], set()
-    while len(sequences) < 10 or engine.has_work:
+    engine, requests, dropped = ranks.engine, [], set()
+    while len(requests) < 10 or engine.has_work:
         for _ in range(int(torch.randint(0, 4, (), generator=generator))):
-            if len(sequences) < 10:
-                sequences.append(engine.add(prompts[len(sequences)], params[len(sequences)]))
-        if len(sequences) == 9 and not dropped:
-            engine.abort(sequences[8])
-            engine.abort(sequences[2])
-            dropped |= {i for i in (2, 8) if sequences[i].is_aborted}
+            if len(requests) < 10:
+                requests.append(engine.add(prompts[len(requests)], params[len(requests)]))
+        if len(requests) == 9 and not dropped:
+            engine.abort(requests[8])
+            engine.abort(requests[2])
+            dropped |= {i for i in (2, 8) if requests[i].is_aborted}
         engine.step()
         engine.check_integrity()
-    for place, (sequence, completion) in enumerate(zip(sequences, expected, strict=True)):
+    for place, (request, completion) in enumerate(zip(requests, expected, strict=True)):
         if place not in dropped:
-            assert sequence.completion() == completion, place
+            assert request.completion() == completion, place
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_finished, stats.num_aborted) == (10 - len(dropped), len(dropped))

@@ -141,18 +141,18 @@ def test_arrivals_at_random(make_ranks, overlap):
     choice = forced("mtp", "partly", expected, random_count=True)
     limits = {"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 140}
     ranks = make_ranks("mtp", 2, choice, limits, overlap=overlap)
-    engine, sequences = ranks.engine, []
-    while len(sequences) < 6 or engine.has_work:
+    engine, requests = ranks.engine, []
+    while len(requests) < 6 or engine.has_work:
         for _ in range(source.randrange(3)):
-            if len(sequences) < 6:
-                sequences.append(engine.add(prompts[len(sequences)], params[len(sequences)]))
-        if len(sequences) == 5:
-            engine.abort(sequences[4])
+            if len(requests) < 6:
+                requests.append(engine.add(prompts[len(requests)], params[len(requests)]))
+        if len(requests) == 5:
+            engine.abort(requests[4])
         engine.step()
         engine.check_integrity()
-    for place, (sequence, completion) in enumerate(zip(sequences, expected, strict=True)):
+    for place, (request, completion) in enumerate(zip(requests, expected, strict=True)):
         if place != 4:
-            assert replace(sequence.completion(), num_cached_tokens=0) == completion, place
+            assert replace(request.completion(), num_cached_tokens=0) == completion, place
     assert engine.stats().num_preemptions > 0
     assert engine.stats().drafts.num_accepted > 0
 
@@ -201,12 +201,12 @@ def test_rules_hold_on_every_rank(make_ranks, monkeypatch, is_broken):
     params = SamplingParams(max_tokens=8, seed=1, logprobs=1, ignore_eos=True)
 
     def serve(engine):
-        sequences = [engine.prepare(prompt, params, Alternating()) for prompt in PROMPTS[2:]]
-        for sequence in sequences:
-            engine.submit(sequence)
+        requests = [engine.prepare(prompt, params, Alternating()) for prompt in PROMPTS[2:]]
+        for request in requests:
+            engine.submit(request)
         while engine.has_work:
             engine.step()
-        return [sequence.completion() for sequence in sequences]
+        return [request.completion() for request in requests]
 
     expected = serve(llm.engine)
     if is_broken:

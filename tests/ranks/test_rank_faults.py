@@ -187,16 +187,16 @@ class Rule:
 def test_constraints_are_asked_on_rank_0_and_hold_everywhere(make_ranks, overlap):
     ranks = make_ranks(2, overlap=overlap)
     engine, rules = ranks.engine, [Rule(9), Rule(9), Rule(2)]
-    sequences = [engine.prepare(PROMPT, PARAMS, rule) for rule in rules]
-    for sequence in sequences:
-        engine.submit(sequence)
+    requests = [engine.prepare(PROMPT, PARAMS, rule) for rule in rules]
+    for request in requests:
+        engine.submit(request)
     while engine.has_work:
         engine.step()
         engine.check_integrity()
-    assert [list(sequence.completion().token_ids) for sequence in sequences[:2]] == [[40, 57, 74, 91]] * 2
+    assert [list(request.completion().token_ids) for request in requests[:2]] == [[40, 57, 74, 91]] * 2
     with pytest.raises(RequestFailed, match="nothing fits any more"):
-        sequences[2].completion()
-    assert sequences[2].output_ids == [40, 57]
+        requests[2].completion()
+    assert requests[2].output_ids == [40, 57]
     assert [len(rule.drawn) for rule in rules] == [3, 3, 2], "told of every token but the last"
 
 
@@ -226,7 +226,7 @@ def test_nan_logits_deadlines_and_requests_that_never_fit(make_ranks, overlap):
     with pytest.raises(DeadlinePassed, match="the deadline of 5 s passed with 0 of at most"):
         late.completion()
     assert (engine.stats().num_failed, engine.stats().num_finished) == (2, 1)
-    sequence = engine.prepare(PROMPT, PARAMS)
-    sequence.max_len = 5000
+    request = engine.prepare(PROMPT, PARAMS)
+    request.max_len = 5000
     with pytest.raises(RequestNeverFits, match="the whole cache of a rank has 2"):
-        engine.submit(sequence)
+        engine.submit(request)

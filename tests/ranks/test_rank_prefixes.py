@@ -114,15 +114,15 @@ def test_books_that_differ_end_all(make_ranks):
 # ---- placing ----
 
 
-def run_all(scheduler, *sequences):
+def run_all(scheduler, *requests):
     """Together; where each of them lived."""
     homes = {}
-    for sequence in sequences:
-        scheduler.add(sequence)
+    for request in requests:
+        scheduler.add(request)
     while scheduler.has_work:
         run_step(scheduler)
         homes |= scheduler._homes
-    return [homes[sequence] for sequence in sequences]
+    return [homes[request] for request in requests]
 
 
 def ranks_with_prefixes(num_ranks, num_slots=40, num_blocks=200):
@@ -138,7 +138,7 @@ def test_a_conversation_stays_on_its_rank():
     for order in ([2, 0, 1], [1, 2, 0]):
         again = [sequence_of([*talks[i].token_ids, 5, 6], 4) for i in order]
         assert run_all(scheduler, *again) == [homes[i] for i in order]
-        assert all(sequence.num_cached_tokens == 256 for sequence in again)
+        assert all(request.num_cached_tokens == 256 for request in again)
 
 
 def test_a_prefix_that_many_share_does_not_crowd_one_rank():
@@ -151,7 +151,7 @@ def test_a_prefix_that_many_share_does_not_crowd_one_rank():
     worth = 512 // rank_scheduler.IMBALANCE_TOKENS
     assert homes[:worth] == [home] * worth
     assert abs(homes.count(0) - homes.count(1)) <= worth
-    assert sum(sequence.num_cached_tokens == 0 for sequence in many) <= 2, "the other rank reads it once or twice"
+    assert sum(request.num_cached_tokens == 0 for request in many) <= 2, "the other rank reads it once or twice"
 
 
 def test_a_full_rank_is_not_waited_for():
@@ -180,9 +180,9 @@ class Follower:
         self.opened = {}
 
     def hear(self, pieces):
-        new = [piece for piece in pieces if self.opened.get(piece.sequence) != piece.sequence.num_preemptions]
-        self.opened |= {piece.sequence: piece.sequence.num_preemptions for piece in new}
-        openings = tuple(_opening(piece.sequence, piece.slot) for piece in new)
+        new = [piece for piece in pieces if self.opened.get(piece.request) != piece.request.num_preemptions]
+        self.opened |= {piece.request: piece.request.num_preemptions for piece in new}
+        openings = tuple(_opening(piece.request, piece.slot) for piece in new)
         share = RankShare(self.books.take_changes(), openings)
         share = decode_plan(unpack(pack(encode_plan(1, StepSize(0), True, [share]))), 1).share
         self.executor.repeat(share.changes)
@@ -238,13 +238,13 @@ def live_at_random(rng, books, followers, *, late, num_stems=2, before=lambda: N
         drawn = [(piece, rng.randint(2, 9)) for piece in plan.pieces if piece.draws]
         settle, owed = (owed, drawn) if late else (drawn, [])
         for piece, token_id in settle:
-            home = next(i for i, share in enumerate(books) if followers[i].opened.get(piece.sequence) is not None)
-            if piece.sequence.slot is not None and not piece.sequence.is_done:
+            home = next(i for i, share in enumerate(books) if followers[i].opened.get(piece.request) is not None)
+            if piece.request.slot is not None and not piece.request.is_done:
                 followers[home].drew(piece, token_id)
-            piece.sequence.num_unread -= 1
-            if not piece.sequence.is_done:
-                piece.sequence.append(token_id, None)
-            scheduler.settle(piece.sequence)
+            piece.request.num_unread -= 1
+            if not piece.request.is_done:
+                piece.request.append(token_id, None)
+            scheduler.settle(piece.request)
         scheduler.check_integrity()
 
 

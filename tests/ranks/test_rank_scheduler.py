@@ -30,7 +30,7 @@ from dsv4.engine.ranks.wire import (
     encode_masks,
     encode_plan,
 )
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.request import SamplingParams, TokenLogprobs
 
 
@@ -38,7 +38,7 @@ def sequence_of(prompt, max_tokens, **params):
     """`prompt`: token ids, or how many of them."""
     token_ids = [1] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=max_tokens, **params)
-    return Sequence.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0, tokenizer=None)
+    return Request.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0, tokenizer=None)
 
 
 def feed(books, pieces):
@@ -59,9 +59,9 @@ def run_step(scheduler, now=0.0):
     scheduler.commit(plan)
     for piece in plan.pieces:
         if piece.draws:
-            piece.sequence.num_unread -= 1
-            piece.sequence.append(3, None)
-        scheduler.settle(piece.sequence)
+            piece.request.num_unread -= 1
+            piece.request.append(3, None)
+        scheduler.settle(piece.request)
     scheduler.check_integrity()
     return plan
 
@@ -93,27 +93,27 @@ ARRIVALS = st.lists(
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 4), st.sampled_from([1, 5, 64, 1000]), ARRIVALS)
 def test_everyone_ends_and_every_book_balances(num_ranks, num_slots, num_blocks, budget, arrivals):
     scheduler = ranks_of(num_ranks, num_slots, num_blocks, max_batched_tokens=budget, aging_steps=5)
-    sequences = [
+    requests = [
         sequence_of(prompt_len, max_tokens, priority=priority, deadline=deadline)
         for _, prompt_len, max_tokens, priority, deadline, _ in arrivals
     ]
-    total = sum(len(one.token_ids) + one.params.max_tokens for one in sequences)
+    total = sum(len(one.token_ids) + one.params.max_tokens for one in requests)
     for step in range(20 + 3 * total):
-        for sequence, (arrival, *_, abort) in zip(sequences, arrivals, strict=True):
+        for request, (arrival, *_, abort) in zip(requests, arrivals, strict=True):
             if arrival == step:
-                scheduler.add(sequence, float(step))
+                scheduler.add(request, float(step))
             if abort == step:
-                scheduler.abort(sequence)
+                scheduler.abort(request)
         run_step(scheduler, float(step))
         if step > 20 and not scheduler.has_work:
             break
     assert not scheduler.has_work
-    arrived = [s for s, (arrival, *_, abort) in zip(sequences, arrivals, strict=True)]
-    assert all(sequence.is_done for sequence in arrived)
+    arrived = [s for s, (arrival, *_, abort) in zip(requests, arrivals, strict=True)]
+    assert all(request.is_done for request in arrived)
     for books in scheduler.books:
         assert (books.num_free_slots, books.num_free_blocks) == (num_slots, num_blocks)
     ended = scheduler.num_finished + scheduler.num_aborted + scheduler.num_failed
-    assert ended == len(sequences)
+    assert ended == len(requests)
 
 
 def test_the_rank_with_most_room_and_nobody_past_the_first():
@@ -124,10 +124,10 @@ def test_the_rank_with_most_room_and_nobody_past_the_first():
     assert [share.num_running for share in scheduler.shares] == [1, 2, 2], "rank 0's has taken most blocks already"
     scarce = ranks_of(2, num_blocks=2, max_batched_tokens=1000)
     running, large, small = [sequence_of(5, 3), sequence_of(5, 3)], sequence_of(200, 4), sequence_of(3, 4)
-    for sequence in (*running, large, small):
-        scarce.add(sequence)
+    for request in (*running, large, small):
+        scarce.add(request)
     run_step(scarce)
-    assert [sequence.slot for sequence in (*running, large, small)] == [0, 0, None, None]
+    assert [request.slot for request in (*running, large, small)] == [0, 0, None, None]
     while not running[0].is_done:
         assert small.slot is None, "it would fit, but the one before it does not"
         run_step(scarce)

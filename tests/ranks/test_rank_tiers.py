@@ -16,7 +16,7 @@ from dsv4.cache.tiers.host import UNIT_BYTES
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed
 from dsv4.dist.messages import pack, unpack
-from dsv4.engine.ranks.tiers import Lookups, Question, RankTiers
+from dsv4.engine.ranks.tiers import Lookups, RankTiers, SyncEndpoint
 from dsv4.llm import LLM
 
 HOST_BYTES = 2**24
@@ -101,7 +101,7 @@ def test_caches_follow_their_books(tmp_path_factory, seed, num_slots, num_blocks
 
     def ask(question):
         question = unpack(pack(question))
-        asked = [Question.decode(question, rank, 3) for rank in (1, 2)]
+        asked = [SyncEndpoint.decode(question, rank, 3) for rank in (1, 2)]
         return [unpack(pack(one.executor.look(own))) for one, own in zip(followers, asked, strict=True)]
 
     lookups = Lookups(ask)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dsv4.engine.draft.policy import AcceptanceMeter, DraftPolicy, LearnedTimes
-from dsv4.engine.request import Sequence as Request
+from dsv4.engine.request import Request
 from dsv4.engine.stats import DraftStats
 
 _LOG = logging.getLogger("dsv4.engine")
@@ -49,7 +49,7 @@ class FixedDrafts:
         """What the drafter says comes next, and how sure it is of each."""
         request.drafts = tuple(drafts)
 
-    def cut(self, requests: Iterable[Request]) -> None:
+    def trim_drafts(self, requests: Iterable[Request]) -> None:
         """Before a step is planned: take away drafts that it should not verify, among them those of a request whose
         next token is on its way: they were meant for its place."""
         for request in requests:
@@ -70,7 +70,7 @@ class FixedDrafts:
                 self.meter.num_accepted[0], self.stats().tokens_per_step,
             )  # fmt: skip
 
-    def took(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
+    def record_step_time(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
         """A step of so many rows took so long; drafts were made behind it, or not."""
 
     def stats(self) -> DraftStats:
@@ -103,9 +103,9 @@ class ChosenDrafts(FixedDrafts):
         if confidences is not None:
             self._confidences[request] = confidences
 
-    def cut(self, requests: Iterable[Request]) -> None:
+    def trim_drafts(self, requests: Iterable[Request]) -> None:
         many = list(requests)
-        super().cut(many)
+        super().trim_drafts(many)
         known, self._confidences = self._confidences, {}
         drafting = [request for request in many if request.drafts]
         if not drafting or self._is_probe or not known:
@@ -115,7 +115,7 @@ class ChosenDrafts(FixedDrafts):
         for request, count in zip(drafting, self._policy.choose(chances, rest), strict=True):
             request.drafts = request.drafts[:count]
 
-    def took(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
+    def record_step_time(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
         (self._times if has_drafted else self._plain_times).record(num_rows, seconds)
 
 

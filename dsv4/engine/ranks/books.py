@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsv4.cache.ledger import HostBooks
+from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import CacheSchema
 from dsv4.config import EngineConfig
@@ -72,7 +72,7 @@ class _NoCopies:
         pass
 
 
-class RankBooks(HostBooks):
+class RankBooks(CacheLedger):
     """Of one rank's cache, for its scheduler. `take_changes` is what the rank has yet to hear of."""
 
     def __init__(self, schema: CacheSchema, limits: EngineConfig, tiers: RankTiers | None = None) -> None:

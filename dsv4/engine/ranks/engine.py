@@ -17,8 +17,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.ledger import HostBooks
+from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed, RanksDiverged
@@ -50,8 +49,8 @@ from dsv4.engine.ranks.wire import (
     encode_plan,
 )
 from dsv4.engine.ranks.worker import RollingChecksum, Work
-from dsv4.engine.request import Sequence
-from dsv4.engine.run.in_flight import Elsewhere, Flight
+from dsv4.engine.request import Request
+from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.step.sampler import Drawn, Masks, Undrawable, make_masks
@@ -73,7 +72,7 @@ class RankEngine(Engine):
         tiers = [None if cache.tiers is None else RankTiers(self._lookups, rank) for rank in range(1, num_ranks)]
         self._others = [RankBooks(cache.schema, cache.limits, one) for one in tiers]
         self._lookups.books.extend(self._others)
-        self._books: list[HostBooks] = [cache, *self._others]
+        self._books: list[CacheLedger] = [cache, *self._others]
         scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
         super().__init__(
             model, cache, tokenizer, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler,
@@ -82,9 +81,7 @@ class RankEngine(Engine):
         self._link = link
         self._num_plans = self._num_collected = 0
         self._checksums = [RollingChecksum() for _ in self._others]
-        self._opened: dict[
-            Sequence, int
-        ] = {}  # what other ranks know: the request, as it was after so many preemptions
+        self._opened: dict[Request, int] = {}  # what other ranks know: the request, as it was after so many preemptions
 
     @property
     def num_slots(self) -> int:
@@ -130,12 +127,12 @@ class RankEngine(Engine):
             self._link.tell(pack([Work.LOOK, *question]))
             return [unpack(answer) for answer in self._link.answers()]
 
-    def _forward(self, plan: StepPlan) -> Flight:
+    def _forward(self, plan: StepPlan) -> InFlightStep:
         assert isinstance(plan, RanksPlan)
         size = StepSize(self.runner.padded(plan.num_rows), plan.num_requests, self._num_asked(plan))
         self._num_plans += 1
         shares = [self._share(books, part) for books, part in zip(self._others, plan.shares[1:], strict=True)]
-        self._opened = {sequence: count for sequence, count in self._opened.items() if sequence.slot is not None}
+        self._opened = {request: count for request, count in self._opened.items() if request.slot is not None}
         with self._link.working():
             self._tell(Work.STEP, encode_plan(self._num_plans, size, not plan.has_rules, shares))
             flight = self._run(plan.shares[0], size)
@@ -151,13 +148,13 @@ class RankEngine(Engine):
         )  # fmt: skip
         openings = []
         for piece in part.pieces:
-            sequence = piece.sequence
-            if self._opened.get(sequence) != sequence.num_preemptions:
-                self._opened[sequence] = sequence.num_preemptions
-                openings.append(_opening(sequence, piece.slot))
+            request = piece.request
+            if self._opened.get(request) != request.num_preemptions:
+                self._opened[request] = request.num_preemptions
+                openings.append(_opening(request, piece.slot))
         return RankShare(changes, tuple(openings), tuple(map(_told, part.pieces)))
 
-    def _draw(self, flight: Flight) -> None:
+    def _draw(self, flight: InFlightStep) -> None:
         assert isinstance(flight.plan, RanksPlan)
         with self._link.working():
             if flight.plan.has_rules:
@@ -174,11 +171,11 @@ class RankEngine(Engine):
             self._tell(Work.COLLECT, [])
             super()._collect()
 
-    def _elsewhere(self, flight: Flight) -> Elsewhere:
+    def _elsewhere(self, flight: InFlightStep) -> RemoteResults:
         plan, stuck = flight.plan, flight.stuck_elsewhere or [{}] * len(self._others)
         assert isinstance(plan, RanksPlan)
         self._num_collected += 1
-        found = Elsewhere([], [])
+        found = RemoteResults([], [])
         for rank, payload in enumerate(self._link.answers(), start=1):
             answer, part = self._check(rank, payload), plan.shares[rank]
             _take_scores(part, answer)
@@ -230,7 +227,7 @@ class LeadingTransformer(Transformer):
             return super().mtp(mtp_idx, streams, batch, cache)
 
     def dspark(
-        self, batch: TokenBatch, handles: SequenceOf[LayerCacheHandle], shared: SharedWindow | None
+        self, batch: TokenBatch, handles: Sequence[LayerCacheHandle], shared: SharedWindow | None
     ) -> Tensor:  # fmt: skip
         with self._together(Work.DSPARK, batch):
             return super().dspark(batch, handles, shared)
@@ -243,14 +240,14 @@ class LeadingTransformer(Transformer):
             self._link.answers()
 
 
-def _opening(sequence: Sequence, slot: int) -> Opening:
-    known = () if sequence.chain is not None else tuple(sequence.token_ids)  # its admission said them
-    params = drawing_params(sequence.params, sequence.eos_token_id)
-    return Opening(slot, sequence.max_len, sequence.prompt_len, sequence.num_scored, params, known)
+def _opening(request: Request, slot: int) -> Opening:
+    known = () if request.chain is not None else tuple(request.token_ids)  # its admission said them
+    params = drawing_params(request.params, request.eos_token_id)
+    return Opening(slot, request.max_len, request.prompt_len, request.num_scored, params, known)
 
 
 def _told(piece: Piece) -> RankPiece:
-    return RankPiece(piece.slot, piece.start, piece.length, piece.draws, piece.sequence.drafts[: piece.num_drafts])
+    return RankPiece(piece.slot, piece.start, piece.length, piece.draws, piece.request.drafts[: piece.num_drafts])
 
 
 def _told_masks(masks: Masks) -> SentMasks:
@@ -262,11 +259,11 @@ def _told_masks(masks: Masks) -> SentMasks:
 
 def _take_scores(part: StepPlan, answer: RankAnswer) -> None:
     """Each request gets what was scored of its prompt."""
-    sequences = {piece.slot: piece.sequence for piece in part.pieces}
+    requests = {piece.slot: piece.request for piece in part.pieces}
     for slot, scores in answer.scores:
-        sequence = sequences[slot]
-        sequence.prompt_logprobs += scores
-        sequence.num_scored += len(scores)
+        request = requests[slot]
+        request.prompt_logprobs += scores
+        request.num_scored += len(scores)
 
 
 def _outcome(drawn: DrawnToken, stuck: str | None) -> Drawn | Undrawable:

@@ -13,16 +13,16 @@ request is the one to be displaced.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
-from dsv4.cache.ledger import HostBooks
+from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.schedule.scheduler import Scheduler, expire, starts_block
 
@@ -62,7 +62,7 @@ class RanksPlan(StepPlan):
 class _Waiting(NamedTuple):
     rank: tuple[int, int]
     submitted: float
-    sequence: Sequence
+    request: Request
 
 
 @dataclass
@@ -78,14 +78,14 @@ class _Room:
 class RankScheduler:
     """As `Scheduler`, over several caches. `max_batched_tokens` is of one rank's part of a call."""
 
-    def __init__(self, books: SequenceOf[HostBooks], *, max_batched_tokens: int, aging_steps: int = 1024) -> None:
+    def __init__(self, books: Sequence[CacheLedger], *, max_batched_tokens: int, aging_steps: int = 1024) -> None:
         self.books = tuple(books)
         budgets = {"max_batched_tokens": max_batched_tokens, "aging_steps": aging_steps}
         self.shares = tuple(Scheduler(one, num_blocks=one.schema.num_blocks, **budgets) for one in books)
         self.max_batched_tokens = max_batched_tokens
         self._aging_steps = aging_steps
         self._queue: list[_Waiting] = []  # by rank
-        self._homes: dict[Sequence, int] = {}
+        self._homes: dict[Request, int] = {}
         self._plan: RanksPlan | None = None
         self.num_steps = self._num_added = 0
         self._num_aborted = self._num_failed = 0  # of those that were never placed
@@ -99,9 +99,9 @@ class RankScheduler:
         return sum(share.num_running for share in self.shares)
 
     @property
-    def running(self) -> tuple[Sequence, ...]:
+    def running(self) -> tuple[Request, ...]:
         """Requests that hold a slot, rank by rank."""
-        return tuple(sequence for share in self.shares for sequence in share.running)
+        return tuple(request for share in self.shares for request in share.running)
 
     @property
     def has_work(self) -> bool:
@@ -131,20 +131,20 @@ class RankScheduler:
     def num_failed(self) -> int:
         return self._total("num_failed") + self._num_failed
 
-    def add(self, sequence: Sequence, now: float = 0.0) -> None:
+    def add(self, request: Request, now: float = 0.0) -> None:
         """Queue a new request. `now` is the clock its deadline is counted from."""
-        if sequence.rank is not None or sequence.is_done or any(one.sequence is sequence for one in self._queue):
+        if request.order is not None or request.is_done or any(one.request is request for one in self._queue):
             raise ValueError("the request was queued before; make a new one")
-        needed, most = blocks_at_position(sequence.max_len), max(one.schema.num_blocks for one in self.books)
+        needed, most = blocks_at_position(request.max_len), max(one.schema.num_blocks for one in self.books)
         if needed > most:
             raise RequestNeverFits(
-                f"a request of {sequence.max_len} tokens needs {needed} blocks, the whole cache of a rank has {most}"
+                f"a request of {request.max_len} tokens needs {needed} blocks, the whole cache of a rank has {most}"
             )
-        if sequence.params.prompt_logprobs is None:
-            sequence.chain = self.books[0].chain(sequence.token_ids, sequence.params.cache_salt)
-        rank = (self.num_steps - sequence.params.priority * self._aging_steps, self._num_added)
+        if request.params.prompt_logprobs is None:
+            request.chain = self.books[0].chain(request.token_ids, request.params.cache_salt)
+        rank = (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
-        insort(self._queue, _Waiting(rank, now, sequence), key=lambda one: one.rank)
+        insort(self._queue, _Waiting(rank, now, request), key=lambda one: one.rank)
 
     def schedule(self, now: float = 0.0) -> RanksPlan:
         """The next step, to be followed by `commit` or `discard`. Without pieces when nothing can run now."""
@@ -153,7 +153,7 @@ class RankScheduler:
         self._place()
         shares = tuple(share.schedule(now) for share in self.shares)
         pieces = tuple(piece for share in shares for piece in share.pieces)
-        preempted = tuple(sequence for share in shares for sequence in share.preempted)
+        preempted = tuple(request for share in shares for request in share.preempted)
         self._plan = RanksPlan(pieces, preempted, shares)
         return self._plan
 
@@ -166,15 +166,15 @@ class RankScheduler:
 
     def keep(self, piece: Piece, num_accepted: int) -> None:
         """So many of the piece's drafts came true."""
-        if piece.sequence in self._homes:
-            self.shares[self._homes[piece.sequence]].keep(piece, num_accepted)
+        if piece.request in self._homes:
+            self.shares[self._homes[piece.request]].keep(piece, num_accepted)
 
-    def settle(self, sequence: Sequence) -> None:
+    def settle(self, request: Request) -> None:
         """What the request drew is known. If that was its end, or it failed, it leaves."""
-        if sequence in self._homes:
-            self.shares[self._homes[sequence]].settle(sequence)
-            if sequence.is_done:
-                del self._homes[sequence]
+        if request in self._homes:
+            self.shares[self._homes[request]].settle(request)
+            if request.is_done:
+                del self._homes[request]
 
     def discard(self, plan: StepPlan) -> None:
         """The plan's forward call failed: its requests are aborted."""
@@ -182,15 +182,15 @@ class RankScheduler:
             share.discard(part)
         self._forget()
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, request: Request) -> None:
         """Drop a request and free what it holds, at any moment. One that has left, or never came, is left as it is."""
-        if sequence in self._homes:
-            self.shares[self._homes.pop(sequence)].abort(sequence)
+        if request in self._homes:
+            self.shares[self._homes.pop(request)].abort(request)
             return
         for place, one in enumerate(self._queue):
-            if one.sequence is sequence:
+            if one.request is request:
                 del self._queue[place]
-                sequence.is_aborted = True
+                request.is_aborted = True
                 self._num_aborted += 1
                 return
 
@@ -214,42 +214,42 @@ class RankScheduler:
     def _place(self) -> None:
         rooms = [self._room(rank) for rank in range(len(self.shares))]
         while self._queue:
-            rank, submitted, sequence = self._queue[0]
-            home = self._best_home(rooms, sequence)
+            rank, submitted, request = self._queue[0]
+            home = self._best_home(rooms, request)
             if home is not None:
-                match, room = self.books[home].match(sequence.chain), rooms[home]
+                match, room = self.books[home].match(request.chain), rooms[home]
                 room.num_slots -= 1
                 room.num_running += 1
-                room.num_blocks -= self._blocks_to_start(sequence, match)
-                room.num_tokens -= sequence.num_pending - match.position
+                room.num_blocks -= self._blocks_to_start(request, match)
+                room.num_tokens -= request.num_pending - match.position
             else:
-                home = self._with_last_victim(rank, sequence)
+                home = self._with_last_victim(rank, request)
                 if home is None:
                     return
             del self._queue[0]
-            self._homes[sequence] = home
-            self.shares[home].add(sequence, submitted, rank)
+            self._homes[request] = home
+            self.shares[home].add(request, submitted, rank)
 
     def _room(self, rank: int) -> _Room:
         """None where requests of its own wait already: they are ahead."""
         share, books = self.shares[rank], self.books[rank]
         if share.num_waiting:
             return _Room(0, 0, 0, share.num_running)
-        growing = sum(starts_block(sequence.num_processed) for sequence in share.running)
-        pending = sum(sequence.num_pending for sequence in share.running)
+        growing = sum(starts_block(request.num_processed) for request in share.running)
+        pending = sum(request.num_pending for request in share.running)
         num_blocks, num_tokens = books.num_free_blocks - growing, self.max_batched_tokens - pending
         return _Room(books.num_free_slots, num_blocks, num_tokens, share.num_running)
 
-    def _blocks_to_start(self, sequence: Sequence, match: Match) -> int:
+    def _blocks_to_start(self, request: Request, match: Match) -> int:
         """Of its first chunk. What it takes over from running requests costs nothing."""
-        return blocks_at_position(min(sequence.num_pending, match.position + self.max_batched_tokens)) - match.num_busy
+        return blocks_at_position(min(request.num_pending, match.position + self.max_batched_tokens)) - match.num_busy
 
-    def _best_home(self, rooms: list[_Room], sequence: Sequence) -> int | None:
+    def _best_home(self, rooms: list[_Room], request: Request) -> int | None:
         """The rank to live on; None if none has room."""
         open_ranks = [rank for rank, room in enumerate(rooms) if room.num_slots > 0 and room.num_tokens > 0]
-        matches = {rank: self.books[rank].match(sequence.chain) for rank in open_ranks}
+        matches = {rank: self.books[rank].match(request.chain) for rank in open_ranks}
         fitting = [
-            rank for rank in open_ranks if rooms[rank].num_blocks >= self._blocks_to_start(sequence, matches[rank])
+            rank for rank in open_ranks if rooms[rank].num_blocks >= self._blocks_to_start(request, matches[rank])
         ]
         if not fitting:
             return None
@@ -262,17 +262,17 @@ class RankScheduler:
 
         return max(fitting, key=worth)
 
-    def _with_last_victim(self, rank: tuple[int, int], sequence: Sequence) -> int | None:
+    def _with_last_victim(self, rank: tuple[int, int], request: Request) -> int | None:
         """Where the worst-ranked request runs that this one may displace."""
         found: tuple[tuple[int, int], int] | None = None
         for home, share in enumerate(self.shares):
             if share.num_waiting:
                 continue
             for running in share.running:
-                assert running.rank is not None
-                is_victim = running.params.priority < sequence.params.priority and running.rank > rank
-                if is_victim and (found is None or running.rank > found[0]):
-                    found = running.rank, home
+                assert running.order is not None
+                is_victim = running.params.priority < request.params.priority and running.order > rank
+                if is_victim and (found is None or running.order > found[0]):
+                    found = running.order, home
         return None if found is None else found[1]
 
     # ---- coming and going ----
@@ -281,11 +281,11 @@ class RankScheduler:
         late = [
             one
             for one in self._queue
-            if one.sequence.params.deadline is not None and now >= one.submitted + one.sequence.params.deadline
+            if one.request.params.deadline is not None and now >= one.submitted + one.request.params.deadline
         ]
         for one in late:
             self._queue.remove(one)
-            one.sequence.error = expire(one.sequence)
+            one.request.error = expire(one.request)
             self._num_failed += 1
 
     def _end(self, plan: StepPlan) -> RanksPlan:
@@ -298,4 +298,4 @@ class RankScheduler:
         return sum(getattr(share, name) for share in self.shares)
 
     def _forget(self) -> None:
-        self._homes = {sequence: home for sequence, home in self._homes.items() if not sequence.is_done}
+        self._homes = {request: home for request, home in self._homes.items() if not request.is_done}

@@ -88,7 +88,7 @@ class RankTiers:
         raise AssertionError("nobody verifies the hits of other ranks")
 
 
-class Question(NamedTuple):
+class SyncEndpoint(NamedTuple):
     """What a rank is asked: whether to wait for files, the blocks its device has, and the keys of the prefix."""
 
     must_wait: bool
@@ -96,7 +96,7 @@ class Question(NamedTuple):
     keys: list[bytes]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int], rank: int, num_ranks: int) -> Question:
+    def decode(cls, numbers: Sequence[int], rank: int, num_ranks: int) -> SyncEndpoint:
         data = array("q", numbers[num_ranks:]).tobytes()
         keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
         return cls(numbers[0] == rank, numbers[rank], keys)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 import torch
@@ -23,7 +22,7 @@ from dsv4.dist.errors import RanksDiverged
 from dsv4.dist.messages import pack, unpack
 from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.ranks.books import Admitted, CacheChange, Launched, Released, Rewound
-from dsv4.engine.ranks.tiers import Below, Question
+from dsv4.engine.ranks.tiers import Below, SyncEndpoint
 from dsv4.engine.ranks.wire import (
     DrawnToken,
     Opening,
@@ -35,9 +34,9 @@ from dsv4.engine.ranks.wire import (
     decode_plan,
     encode_answer,
 )
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import padding_batch
-from dsv4.engine.run.in_flight import Flight
+from dsv4.engine.run.in_flight import InFlightStep
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -71,9 +70,9 @@ class RankExecutor:
         self.runner = runner
         self.cache = runner.cache
         self._builder = StepBuilder(self.cache, runner.draft_table)
-        self._requests: dict[int, Sequence] = {}  # by slot
+        self._requests: dict[int, Request] = {}  # by slot
         self._known: dict[int, list[int]] = {}  # by slot: tokens the prefix cache knows of
-        self._flights: deque[Flight] = deque()  # launched and not collected, the oldest first
+        self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
 
     def launch(self, given: RanksStep) -> None:
         """The share's tokens, padded to the rows that all ranks run."""
@@ -81,10 +80,10 @@ class RankExecutor:
         for opening in given.share.openings:
             self._open(opening)
         plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces), ())
-        flight = Flight.launch(self.runner, self._builder, plan, given.size)
+        flight = InFlightStep.launch(self.runner, self._builder, plan, given.size)
         flight.number = given.number
         for piece in plan.pieces:
-            piece.sequence.num_unread += piece.draws
+            piece.request.num_unread += piece.draws
         self._flights.append(flight)
         if given.draws_at_once:
             self.draw(())
@@ -106,15 +105,15 @@ class RankExecutor:
         results = outcomes(found[0].tolist(), found[1:], drawing, {}) if drawing else []
         for piece, drawn in by_piece(flight.plan, results):
             kept = drawn[: 1 + num_accepted(piece, drawn)]
-            piece.sequence.num_unread -= piece.draws
-            piece.sequence.token_ids += [outcome.token_id for outcome in kept if isinstance(outcome, Drawn)]
-            piece.sequence.drafts = ()
+            piece.request.num_unread -= piece.draws
+            piece.request.token_ids += [outcome.token_id for outcome in kept if isinstance(outcome, Drawn)]
+            piece.request.drafts = ()
         offers = read_offers(flight.drafted, sum(piece.draws for piece in pieces))
         flight.scores.read()
         answer = RankAnswer(tuple(map(_drawn_token, results)), tuple(offers), tuple(_take_scores(pieces)))
         return flight.number, answer
 
-    def look(self, question: Question) -> Below:
+    def look(self, question: SyncEndpoint) -> Below:
         """What lies below the device, kept until the next step's changes are repeated."""
         tiers, (must_wait, num_here, keys) = self.cache.tiers, question
         assert tiers is not None, "rank 0 has tiers, and the same limits"
@@ -126,13 +125,13 @@ class RankExecutor:
         return Below(num_blocks, num_loading, is_from_disk)
 
     def _piece(self, one: RankPiece) -> Piece:
-        sequence, num_drafts = self._request(one.slot), len(one.drafts)
-        if one.start + one.length - num_drafts > sequence.num_known:
-            raise RanksDiverged(f"slot {one.slot} knows {sequence.num_known} tokens, the plan runs to more")
-        sequence.drafts = one.drafts
-        return Piece(sequence, one.slot, one.start, one.length, one.draws, num_drafts)
+        request, num_drafts = self._request(one.slot), len(one.drafts)
+        if one.start + one.length - num_drafts > request.num_known:
+            raise RanksDiverged(f"slot {one.slot} knows {request.num_known} tokens, the plan runs to more")
+        request.drafts = one.drafts
+        return Piece(request, one.slot, one.start, one.length, one.draws, num_drafts)
 
-    def repeat(self, changes: SequenceOf[CacheChange]) -> None:
+    def repeat(self, changes: Sequence[CacheChange]) -> None:
         """What rank 0's books say happened to this cache."""
         for change in changes:
             self._repeat(change)
@@ -181,12 +180,12 @@ class RankExecutor:
 
     def _open(self, opening: Opening) -> None:
         token_ids = list(opening.token_ids or self._known.get(opening.slot, ()))
-        self._requests[opening.slot] = Sequence(
+        self._requests[opening.slot] = Request(
             params=opening.params, token_ids=token_ids, prompt_len=opening.prompt_len, max_len=opening.max_len,
             eos_token_id=_NO_EOS, slot=opening.slot, num_scored=opening.num_scored,
         )  # fmt: skip
 
-    def _request(self, slot: int) -> Sequence:
+    def _request(self, slot: int) -> Request:
         if slot not in self._requests:
             raise RanksDiverged(f"the plan runs slot {slot}, which holds no request here")
         return self._requests[slot]
@@ -207,10 +206,10 @@ def _drawn_token(outcome: Outcome) -> DrawnToken:
     return DrawnToken(outcome.token_id, outcome.logprobs)
 
 
-def _take_scores(pieces: SequenceOf[Piece]) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
+def _take_scores(pieces: Sequence[Piece]) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
     """What was scored in this step; the requests here keep nothing of it."""
     for piece in pieces:
-        found, piece.sequence.prompt_logprobs = piece.sequence.prompt_logprobs, []
+        found, piece.request.prompt_logprobs = piece.request.prompt_logprobs, []
         if found:
             yield piece.slot, tuple(one for one in found if one is not None)
 
@@ -238,7 +237,7 @@ def follow(
         kind, *numbers = unpack(payload)
         work = Work(kind)
         if work is Work.LOOK:
-            link.answer(pack(executor.look(Question.decode(numbers, rank, num_ranks))))
+            link.answer(pack(executor.look(SyncEndpoint.decode(numbers, rank, num_ranks))))
             continue
         if work in (Work.FORWARD, Work.BLOCK, Work.MTP, Work.DSPARK):
             serve_padding(executor.runner.model, executor.cache, make_drafts, work, numbers)

@@ -1,4 +1,4 @@
-"""`Flight`: a step between its launch and its end, on any rank."""
+"""`InFlightStep`: a step between its launch and its end, on any rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from dsv4.cache.transfer import OnTheWay, to_device
+from dsv4.cache.transfer import HostCopy, to_device
 from dsv4.engine.draft.counts import Offer
 from dsv4.engine.draft.host_copy import launch_drafts
 from dsv4.engine.ranks.scheduler import StepSize
@@ -21,7 +21,7 @@ from dsv4.ops.sampling import SamplingRows
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A step from its launch until it is collected.
 
     plan, own        what runs, and what of it runs in this process
@@ -41,15 +41,15 @@ class Flight:
     num_drafts: int
     forwarded: Forwarded | None
     scores: Scores
-    drawn: OnTheWay | None = None
-    drafted: OnTheWay | None = None
-    experts: OnTheWay | None = None
+    drawn: HostCopy | None = None
+    drafted: HostCopy | None = None
+    experts: HostCopy | None = None
     number: int = 0
     stuck: dict[int, str] = field(default_factory=dict)
     stuck_elsewhere: Sequence[dict[int, str]] = ()
 
     @classmethod
-    def launch(cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize) -> Flight:
+    def launch(cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize) -> InFlightStep:
         """The forward call of a plan whose pieces are all this process's."""
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests)
         runner.slots.take(plan.pieces)
@@ -65,11 +65,11 @@ class Flight:
         if masks.bits is not None and masks.is_masked is not None:
             bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
             rows = replace(rows, mask=bits, is_masked=is_masked)
-        num_top = num_top_for([sequence.params.logprobs for sequence in step.drawing])
+        num_top = num_top_for([request.params.logprobs for request in step.drawing])
         drawn = runner.draw(self.forwarded, rows, num_top) if step.drawing else None
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it
-        self.drawn = OnTheWay([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
+        self.drawn = HostCopy([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
         self.drafted = launch_drafts(runner, self.forwarded, step, token_ids, self.num_drafts)
         self.stuck = masks.stuck
         self.forwarded = None  # its memory may be used again
@@ -80,7 +80,7 @@ class Flight:
         return self.num_drafts > 0 or any(piece.num_drafts for piece in self.plan.pieces)
 
 
-class Elsewhere(NamedTuple):
+class RemoteResults(NamedTuple):
     """What requests on other ranks drew, in the plan's order, and what drafters there expect of them."""
 
     drawn: list[Outcome]

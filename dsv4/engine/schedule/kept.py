@@ -21,7 +21,7 @@ def by_piece(plan: StepPlan, drawn: Iterable[Outcome]) -> Iterator[tuple[Piece, 
 def num_accepted(piece: Piece, found: Sequence[Outcome]) -> int:
     """How many of the piece's drafts came true, from the first on: each is what was drawn before it."""
     count = 0
-    for draft, outcome in zip(piece.sequence.drafts[: piece.num_drafts], found, strict=False):
+    for draft, outcome in zip(piece.request.drafts[: piece.num_drafts], found, strict=False):
         if not isinstance(outcome, Drawn) or outcome.token_id != draft:
             break
         count += 1

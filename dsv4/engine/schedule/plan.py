@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.prefix.tree import ChainKeys
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 
 
 class CacheBooks(Protocol):
@@ -21,7 +21,7 @@ class CacheBooks(Protocol):
     @property
     def num_free_slots(self) -> int: ...
 
-    def chain(self, token_ids: SequenceOf[int], salt: str | None) -> ChainKeys | None: ...
+    def chain(self, token_ids: Sequence[int], salt: str | None) -> ChainKeys | None: ...
 
     def match(self, chain: ChainKeys | None) -> Match: ...
 
@@ -37,7 +37,7 @@ class CacheBooks(Protocol):
 
     def release(self, slot: int, *, keep: bool = True) -> None: ...
 
-    def blocks_freed_by(self, slots: SequenceOf[int]) -> int: ...
+    def blocks_freed_by(self, slots: Sequence[int]) -> int: ...
 
     def position(self, slot: int) -> int: ...
 
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     """The tokens `start` to `start + length - 1` of a request. `draws`: they are the last it knows, a token follows.
     The last `num_drafts` of them are drafts, which it may turn out not to have."""
 
-    sequence: Sequence
+    request: Request
     slot: int
     start: int
     length: int
@@ -64,7 +64,7 @@ class StepPlan:
     """One forward call: requests that decode, then those that read prompts. `preempted` lost their slots for it."""
 
     pieces: tuple[Piece, ...]
-    preempted: tuple[Sequence, ...]
+    preempted: tuple[Request, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -74,4 +74,4 @@ class StepPlan:
     def has_rules(self) -> bool:
         """Whether the host must say what may be drawn, which it knows only once the step before is collected. As it was
         when first asked: rules may end with what that step drew."""
-        return any(piece.sequence.has_rules for piece in self.pieces if piece.draws)
+        return any(piece.request.has_rules for piece in self.pieces if piece.draws)

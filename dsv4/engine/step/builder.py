@@ -7,8 +7,7 @@ is used where it is. The block table is the cache's own tensor, brought up to da
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +19,7 @@ from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
 from dsv4.engine.draft.round import NO_DRAFT, NO_REQUEST, FedDrafts, draft_code, fill_drafts
-from dsv4.engine.request import UNREAD, Sequence
+from dsv4.engine.request import UNREAD, Request
 from dsv4.engine.schedule.plan import Piece, StepPlan
 
 LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last
@@ -49,7 +48,7 @@ class StepInput:
     draw_rows: Tensor
     draw_slots: Tensor
     draw_positions: Tensor
-    drawing: tuple[Sequence, ...]
+    drawing: tuple[Request, ...]
     num_tokens: int
     draw_drafts: Tensor | None = None
     fed: FedDrafts | None = None
@@ -81,7 +80,7 @@ class StepBuilder:
             parts += _draft_columns(pieces, columns, first_rows, num_draws, steps, most, num_requests)
         values, draw_rows, draw_slots, draw_positions, *more = self._copy(parts)
         batch = TokenBatch.over(values.view(columns.shape), self._cache.block_table)
-        drawing = tuple(piece.sequence for piece in pieces if piece.draws for _ in range(1 + piece.num_drafts))
+        drawing = tuple(piece.request for piece in pieces if piece.draws for _ in range(1 + piece.num_drafts))
         made = StepInput(batch, draw_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if not most:
             return made
@@ -90,7 +89,7 @@ class StepBuilder:
             made, draw_drafts=draw_drafts.view(-1, most), fed=FedDrafts._make((*fed, drafts.view(-1, most)))
         )  # fmt: skip
 
-    def _copy(self, parts: SequenceOf[Numbers]) -> list[Tensor]:
+    def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
         """The parts on the device, flat, in one copy."""
         starts = np.cumsum([0, *(part.size + part.size % _ALIGNED for part in parts)]).tolist()
         numbers = np.zeros(starts[-1], dtype=np.int64)
@@ -105,14 +104,14 @@ class StepBuilder:
 
 def _drafts_of(piece: Piece, most: int) -> list[int]:
     """The piece's drafts, and codes for those that only the device knows."""
-    drafts = piece.sequence.drafts[: piece.num_drafts]
+    drafts = piece.request.drafts[: piece.num_drafts]
     return [draft_code(piece.slot, i, most) if draft == UNREAD else draft for i, draft in enumerate(drafts)]
 
 
 def _tokens_of(pieces: Iterable[Piece], most: int) -> list[int]:
     token_ids: list[int] = []
     for piece in pieces:
-        known = piece.sequence.token_ids
+        known = piece.request.token_ids
         token_ids += known[piece.start : piece.end]
         if piece.end > len(known):
             token_ids.append(LAST_DRAWN)
@@ -126,7 +125,7 @@ def _steps(lengths: Numbers) -> Numbers:
 
 
 def _draft_columns(
-    pieces: SequenceOf[Piece], columns: Numbers, first_rows: Numbers, num_draws: Numbers, steps: Numbers, most: int,
+    pieces: Sequence[Piece], columns: Numbers, first_rows: Numbers, num_draws: Numbers, steps: Numbers, most: int,
     num_requests: int,
 ) -> list[Numbers]:  # fmt: skip
     """The drafts before each row that draws, then the parts of `FedDrafts`."""
@@ -152,5 +151,5 @@ def _draft_columns(
 
 def _following(piece: Piece) -> int:
     """The prompt's token behind a piece of it; any id where that is to be drawn."""
-    known, end = piece.sequence.token_ids, piece.start + piece.length
+    known, end = piece.request.token_ids, piece.start + piece.length
     return known[end] if not piece.draws and end < len(known) else 0

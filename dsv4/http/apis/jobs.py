@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import Sequence as RequestSequence
+from dsv4.engine.request import Request
 from dsv4.http.apis.request_parts import AllowedToolChoice, NamedToolChoice
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest, SamplingFields
 from dsv4.http.body import leading_field
@@ -38,7 +38,7 @@ class Job:
     with reasoning. `num_prompt_tokens` counts each prompt once. `shows_logprobs`: those that the tokens have were asked
     for, not only recorded. `grammar`: the Lark text that all answers follow."""
 
-    sequences: tuple[RequestSequence, ...]
+    requests: tuple[Request, ...]
     num_prompt_tokens: int
     num_answers: int = 1
     thinking: bool = False
@@ -48,11 +48,11 @@ class Job:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache. A prompt with several answers counts once."""
-        return sum(sequence.num_cached_tokens for sequence in self.sequences[:: self.num_answers])
+        return sum(request.num_cached_tokens for request in self.requests[:: self.num_answers])
 
 
 @dataclass(frozen=True)
-class Served:
+class ModelInfo:
     """The model as answers name it. `fingerprint`: checkpoint, numerics, kernels and processor in one word."""
 
     name: str
@@ -68,7 +68,7 @@ class Prompt:
     is_open: bool
 
 
-class JobMaker:
+class RequestBuilder:
     """Turns request models into jobs. Its methods may run in any thread.
 
     scores_all  every token gets its log-probability, asked for or not: a receipt has a digest of them
@@ -103,9 +103,9 @@ class JobMaker:
         rule = _content_rule(request)
         grammar = self._grammar(_rules(request, rule, prompt.is_open), "tools" if rule is None else rule[1])
         options = self._options(request, logprobs, request.prompt_logprobs)
-        sequences = self._prepare([prompt.token_ids], request, options, max_tokens, None, grammar)
+        requests = self._prepare([prompt.token_ids], request, options, max_tokens, None, grammar)
         return Job(
-            sequences, len(prompt.token_ids), request.n or 1, prompt.is_open, logprobs is not None, _text_of(grammar)
+            requests, len(prompt.token_ids), request.n or 1, prompt.is_open, logprobs is not None, _text_of(grammar)
         )
 
     def prompt(self, request: ChatRequest) -> Prompt:
@@ -161,9 +161,9 @@ class JobMaker:
         if request.max_tokens == 0 and prompt_logprobs is None:
             prompt_logprobs = 0  # read the prompt, write nothing: echo alone
         options = self._options(request, request.logprobs, prompt_logprobs)
-        sequences = self._prepare(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS, grammar)
+        requests = self._prepare(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS, grammar)
         shows = request.logprobs is not None
-        return Job(sequences, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
+        return Job(requests, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
 
     def encode(self, prompt: str | list[int], add_bos: bool) -> list[int]:
         """A completion's prompt as ids, after the begin-of-sentence marker where that is asked for."""
@@ -251,21 +251,21 @@ class JobMaker:
     def _prepare(
         self, prompts: Sequence[Sequence[int]], request: SamplingFields, options: dict[str, Any],
         max_tokens: int | None, default_tokens: int | None, grammar: CompiledGrammar | None,
-    ) -> tuple[RequestSequence, ...]:  # fmt: skip
+    ) -> tuple[Request, ...]:  # fmt: skip
         count = request.n or 1
         if count * len(prompts) > self._config.max_choices:
             found = f"{count}" if len(prompts) == 1 else f"{len(prompts)} prompts times {count}"
             raise _wrong("n", f"at most {self._config.max_choices} answers to one request, found {found}")
         seed = request.seed if request.seed is not None else secrets.randbits(63)
-        sequences: list[RequestSequence] = []
+        requests: list[Request] = []
         for prompt in prompts:
             limit = self._max_tokens(len(prompt), max_tokens, default_tokens)
             for _ in range(count):
-                place = (seed + len(sequences) + 2**63) % 2**64 - 2**63  # within 64 bits
+                place = (seed + len(requests) + 2**63) % 2**64 - 2**63  # within 64 bits
                 params = refusing(SamplingParams, max_tokens=limit, seed=place, **options)
                 constraint = None if grammar is None else grammar.constraint()
-                sequences.append(refusing(self._engine.prepare, prompt, params, constraint))
-        return tuple(sequences)
+                requests.append(refusing(self._engine.prepare, prompt, params, constraint))
+        return tuple(requests)
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""

@@ -10,7 +10,7 @@ from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.http.apis.answers import Answer, NamedEvent
 from dsv4.http.apis.chat_answer import new_id
 from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.jobs import Job, Served
+from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.messages_request import MessagesRequest
 from dsv4.http.errors import ApiError
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
@@ -45,7 +45,7 @@ class TokenCount(Answer):
 class MessagesAssembler:
     """Thinking, text and tool use, each a block that starts, grows and stops."""
 
-    def __init__(self, job: Job, asked: MessagesRequest, served: Served) -> None:
+    def __init__(self, job: Job, asked: MessagesRequest, served: ModelInfo) -> None:
         self._job = job
         self._served = served
         self._shows_thinking = asked.thinking is None or asked.thinking.display != "omitted"
@@ -130,7 +130,7 @@ class MessagesAssembler:
 
     def _answer(self) -> MessageAnswer:
         usage, finish = usage_of_chat(self._job, [self._reader]), self._reader.finish
-        stopped_by = None if finish is None else self._job.sequences[0].stopped_by
+        stopped_by = None if finish is None else self._job.requests[0].stopped_by
         words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         cached = usage.prompt_tokens_details.cached_tokens
         stop_text = stopped_by if finish == "stop" and isinstance(stopped_by, str) else None

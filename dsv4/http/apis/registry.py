@@ -12,7 +12,7 @@ from dsv4.http.apis import responses_request as responses_api
 from dsv4.http.apis.answers import Answer, ChatCompletion, Detokenized, TextCompletion, Tokenized
 from dsv4.http.apis.chat_answer import ChatAssembler
 from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, JobMaker, Served
+from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder
 from dsv4.http.apis.messages_answer import MessageAnswer, MessagesAssembler, TokenCount
 from dsv4.http.apis.request_parts import Strict
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest
@@ -31,22 +31,22 @@ class Api:
     summary: str
     request: type[Strict]
     answer: type[Answer]
-    prepare: Callable[[JobMaker, Any], Job]
-    assembler: Callable[[Job, Any, Served], Assembler]
+    prepare: Callable[[RequestBuilder, Any], Job]
+    assembler: Callable[[Job, Any, ModelInfo], Assembler]
 
 
 @dataclass(frozen=True)
-class Question:
+class SyncEndpoint:
     """An interface that answers at once, without the engine."""
 
     path: str
     summary: str
     request: type[Strict]
     answer: type[Answer]
-    reply: Callable[[JobMaker, Any], Answer]
+    reply: Callable[[RequestBuilder, Any], Answer]
 
 
-def _from_responses(jobs: JobMaker, asked: responses_api.ResponsesRequest) -> Job:
+def _from_responses(jobs: RequestBuilder, asked: responses_api.ResponsesRequest) -> Job:
     return jobs.chat(validate(ChatRequest, responses_api.chat_fields(asked)))
 
 
@@ -58,11 +58,11 @@ def _to_chat(asked: messages_api.CountRequest) -> ChatRequest:
     return validate(ChatRequest, fields)
 
 
-def _from_messages(jobs: JobMaker, asked: messages_api.MessagesRequest) -> Job:
+def _from_messages(jobs: RequestBuilder, asked: messages_api.MessagesRequest) -> Job:
     return jobs.chat(_to_chat(asked))
 
 
-def _count(jobs: JobMaker, asked: messages_api.CountRequest) -> TokenCount:
+def _count(jobs: RequestBuilder, asked: messages_api.CountRequest) -> TokenCount:
     jobs.check_model(asked.model)
     return TokenCount(input_tokens=len(jobs.prompt(_to_chat(asked)).token_ids))
 
@@ -70,11 +70,11 @@ def _count(jobs: JobMaker, asked: messages_api.CountRequest) -> TokenCount:
 GENERATING = (
     Api(
         "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion,
-        JobMaker.chat, ChatAssembler,
+        RequestBuilder.chat, ChatAssembler,
     ),
     Api(
         "/v1/completions", "Continue a text", CompletionRequest, TextCompletion,
-        JobMaker.completion, TextAssembler,
+        RequestBuilder.completion, TextAssembler,
     ),
     Api(
         "/v1/responses", "Answer a conversation, as OpenAI's newer interface", responses_api.ResponsesRequest,
@@ -86,9 +86,9 @@ GENERATING = (
     ),
 )  # fmt: skip
 QUESTIONS = (
-    Question(
+    SyncEndpoint(
         "/v1/messages/count_tokens", "How many tokens a conversation has", messages_api.CountRequest, TokenCount, _count
     ),
-    Question("/tokenize", "The tokens of a text or a conversation", TokenizeRequest, Tokenized, tokenize),
-    Question("/detokenize", "The text of tokens", DetokenizeRequest, Detokenized, detokenize),
+    SyncEndpoint("/tokenize", "The tokens of a text or a conversation", TokenizeRequest, Tokenized, tokenize),
+    SyncEndpoint("/detokenize", "The text of tokens", DetokenizeRequest, Detokenized, detokenize),
 )

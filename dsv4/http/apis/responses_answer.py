@@ -10,7 +10,7 @@ from dsv4.engine.events import EndEvent, TokenEvent
 from dsv4.http.apis.answers import Answer, NamedEvent
 from dsv4.http.apis.chat_answer import new_id
 from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.jobs import Job, Served
+from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.logprobs import TokenNames
 from dsv4.http.apis.responses_request import AnyTool, FlatFunction, ResponsesRequest
 from dsv4.http.errors import ApiError
@@ -55,7 +55,7 @@ class ResponseAnswer(Answer):
 class ResponsesAssembler:
     """Reasoning, one message and any calls, each an item that opens, grows and closes."""
 
-    def __init__(self, job: Job, asked: ResponsesRequest, served: Served) -> None:
+    def __init__(self, job: Job, asked: ResponsesRequest, served: ModelInfo) -> None:
         self._job = job
         self._asked = asked
         self._served = served
@@ -199,7 +199,7 @@ class ResponsesAssembler:
     def _answer(self, status: str, error: dict[str, str] | None = None) -> ResponseAnswer:
         asked, is_running = self._asked, status == "in_progress"
         text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True)
-        params = self._job.sequences[0].params
+        params = self._job.requests[0].params
         return ResponseAnswer(
             id=self._id,
             object="response",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dsv4 import __version__
 from dsv4.http.apis.answers import Detokenized, Tokenized, Version
-from dsv4.http.apis.jobs import JobMaker, refusing
+from dsv4.http.apis.jobs import RequestBuilder, refusing
 from dsv4.http.apis.request_parts import Message, Strict, TemplateOptions, Tool
 from dsv4.http.apis.requests import ChatRequest, Name, TokenId
 from dsv4.http.body import validate
@@ -44,7 +44,7 @@ class DetokenizeRequest(Strict):
     tokens: list[TokenId]
 
 
-def tokenize(jobs: JobMaker, asked: TokenizeRequest) -> Tokenized:
+def tokenize(jobs: RequestBuilder, asked: TokenizeRequest) -> Tokenized:
     """`ApiError` for what could not be a prompt."""
     jobs.check_model(asked.model)
     if asked.prompt is not None:
@@ -57,7 +57,7 @@ def tokenize(jobs: JobMaker, asked: TokenizeRequest) -> Tokenized:
     return answer
 
 
-def detokenize(jobs: JobMaker, asked: DetokenizeRequest) -> Detokenized:
+def detokenize(jobs: RequestBuilder, asked: DetokenizeRequest) -> Detokenized:
     jobs.check_model(asked.model)
     ids = refusing(check_token_ids, asked.tokens, jobs.vocab_size, "token", field="tokens")
     return Detokenized(prompt=jobs.tokenizer.decode(ids))

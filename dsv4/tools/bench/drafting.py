@@ -124,18 +124,18 @@ class _Run:
         """Tokens of requests served together; their time counts from their first tokens on."""
         engine = self._engine
         params = SamplingParams(max_tokens=self._output_tokens, temperature=self._temperature, ignore_eos=True)
-        sequences = [
+        requests = [
             engine.add(list(prompt), replace(params, seed=seed)) for seed, prompt in enumerate(prompts, first_seed)
         ]
-        while any(sequence.num_output == 0 for sequence in sequences):
+        while any(request.num_output == 0 for request in requests):
             engine.step()
-        num_first = sum(sequence.num_output for sequence in sequences)
+        num_first = sum(request.num_output for request in requests)
         started = time.perf_counter(), time.process_time()
         while engine.has_work:
             engine.step()
         self._wall += time.perf_counter() - started[0]
         self._processor += time.process_time() - started[1]
-        written = [list(sequence.completion().token_ids) for sequence in sequences]
+        written = [list(request.completion().token_ids) for request in requests]
         self._num_tokens += sum(map(len, written)) - num_first
         return written
 

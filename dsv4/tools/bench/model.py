@@ -330,23 +330,23 @@ def _moved(before: EngineStats, after: EngineStats) -> Record:
 def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[float]]:
     """When each request got each of its tokens."""
     engine = llm.engine
-    sequences = [
+    requests = [
         engine.prepare(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=seed))
         for seed, prompt in enumerate(prompts)
     ]
-    stamps: dict[int, list[float]] = {id(sequence): [] for sequence in sequences}
+    stamps: dict[int, list[float]] = {id(request): [] for request in requests}
     try:
-        for sequence in sequences:
-            engine.submit(sequence)
-        while not all(sequence.is_done for sequence in sequences):
+        for request in requests:
+            engine.submit(request)
+        while not all(request.is_done for request in requests):
             results = engine.step()
             now = time.perf_counter()
             for result in results:
-                stamps[id(result.sequence)].append(now)
+                stamps[id(result.request)].append(now)
     finally:
-        for sequence in sequences:
-            engine.abort(sequence)
-    return [stamps[id(sequence)] for sequence in sequences]
+        for request in requests:
+            engine.abort(request)
+    return [stamps[id(request)] for request in requests]
 
 
 def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:

@@ -180,8 +180,8 @@ class EngineTarget:
             now = time.perf_counter()
             places = {id(sequence): place for place, sequence in enumerate(sequences)} if results else {}
             for result in results:
-                timelines[places[id(result.sequence)]].tokens.append(now)
-                if result.sequence.finish_reason is not None:
+                timelines[places[id(result.request)]].tokens.append(now)
+                if result.request.finish_reason is not None:
                     num_ended += 1
                     on_done()
         wall = time.perf_counter() - started

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.engine.step.constraint import Constraint
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.receipts.contents import Contents
@@ -155,15 +155,15 @@ class Replay:
                 if not running:
                     return
                 self._engine.step()
-                for sequence in [one for one, (_, receipt) in running.items() if _is_enough(one, receipt)]:
-                    self._engine.abort(sequence)  # one that was recorded in part need not go on
-                    file, receipt = running.pop(sequence)
-                    yield receipt, compare(file, receipt, sequence)
+                for request in [one for one, (_, receipt) in running.items() if _is_enough(one, receipt)]:
+                    self._engine.abort(request)  # one that was recorded in part need not go on
+                    file, receipt = running.pop(request)
+                    yield receipt, compare(file, receipt, request)
         finally:
-            for sequence in running:
-                self._engine.abort(sequence)
+            for request in running:
+                self._engine.abort(request)
 
-    def _begin(self, file: str, header: Header, receipt: Receipt) -> Sequence | Difference:
+    def _begin(self, file: str, header: Header, receipt: Receipt) -> Request | Difference:
         if receipt.changed:
             parts = _few(receipt.changed)
             return _difference(file, receipt, "changed", f"its {parts} was changed after it was recorded; not run")
@@ -171,18 +171,18 @@ class Replay:
         params = _as_it_ran(receipt.params, int(header.settings["max_context_tokens"]) - len(receipt.prompt))
         try:
             constraint = None if receipt.grammar is None else self._constrain(receipt.grammar)
-            sequence = self._engine.prepare(receipt.prompt, params, constraint)
+            request = self._engine.prepare(receipt.prompt, params, constraint)
         except (RequestError, ValueError) as error:
             return _difference(file, receipt, "failed", f"it cannot be run here: {error}")
-        self._engine.submit(sequence)
-        return sequence
+        self._engine.submit(request)
+        return request
 
 
-def compare(file: str, receipt: Receipt, sequence: Sequence) -> Difference | None:
+def compare(file: str, receipt: Receipt, request: Request) -> Difference | None:
     """What a request gave now against its receipt; None if every recorded bit is the same."""
-    if sequence.error is not None and receipt.is_whole:
-        return _difference(file, receipt, "failed", f"it failed: {sequence.error}")
-    now = answer_of(sequence, receipt.grammar, None)
+    if request.error is not None and receipt.is_whole:
+        return _difference(file, receipt, "failed", f"it failed: {request.error}")
+    now = answer_of(request, receipt.grammar, None)
     if not receipt.is_whole:
         now = _first(now, receipt)
     digests = now.digests()
@@ -222,8 +222,8 @@ def _as_it_ran(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), deadline=None)
 
 
-def _is_enough(sequence: Sequence, receipt: Receipt) -> bool:
-    return sequence.is_done or (not receipt.is_whole and sequence.num_output >= receipt.num_output)
+def _is_enough(request: Request, receipt: Receipt) -> bool:
+    return request.is_done or (not receipt.is_whole and request.num_output >= receipt.num_output)
 
 
 def _first(now: Answer, receipt: Receipt) -> Answer:

@@ -48,7 +48,7 @@ def test_random_drafts(requests, num_blocks, budget, source):
         assert plan.num_tokens <= budget
         for piece in plan.pieces:
             assert piece.length == 1 + piece.num_drafts or not piece.num_drafts
-            assert piece.start + piece.length + piece.draws <= piece.sequence.max_len
+            assert piece.start + piece.length + piece.draws <= piece.request.max_len
             assert blocks_at_position(piece.start + piece.length) == blocks_at_position(piece.end)
         books.apply(plan)
         scheduler.commit(plan)
@@ -61,7 +61,7 @@ def test_random_drafts(requests, num_blocks, budget, source):
 
 
 def take(scheduler, piece, accepted):
-    sequence = piece.sequence
+    sequence = piece.request
     if piece.draws:
         sequence.num_unread -= 1
         for _ in range(1 + accepted):
@@ -161,7 +161,7 @@ def live(choice, cost, rate, steps=400, drafting=0.0):
             accepted += 1
         if count:
             choice.record(count, accepted)
-        choice.took(1 + count, 1.0 + cost * count + drafting * (count > 0), has_drafted=count > 0)
+        choice.record_step_time(1 + count, 1.0 + cost * count + drafting * (count > 0), has_drafted=count > 0)
     return asked[-100:]
 
 
@@ -179,7 +179,7 @@ def test_drafts_that_pay_are_asked_for_and_others_tried_now_and_then():
 def test_confidences_decide_how_many_are_verified():
     choice = ChosenDrafts(5, is_block=True)
     for rows, seconds in ((1, 1.0), (2, 1.2), (3, 1.4), (4, 1.6), (6, 2.0), (8, 2.4), (16, 4.0)):
-        choice.took(rows, seconds, has_drafted=True)
+        choice.record_step_time(rows, seconds, has_drafted=True)
     sure, unsure, unread = (make_sequence(4, 20) for _ in range(3))
     for request in (sure, unsure):
         request.num_processed = 3
@@ -187,7 +187,7 @@ def test_confidences_decide_how_many_are_verified():
     choice.offer(sure, [1, 2, 3, 4, 5], [0.99] * 5)
     choice.offer(unsure, [1, 2, 3, 4, 5], [0.02] * 5)
     choice.offer(unread, [1, 2, 3, 4, 5], [0.99] * 5)
-    choice.cut([sure, unsure, unread])
+    choice.trim_drafts([sure, unsure, unread])
     assert len(sure.drafts) >= 2
     assert (unsure.drafts, unread.drafts) == ((), ())
 

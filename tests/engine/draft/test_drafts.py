@@ -145,8 +145,8 @@ def test_a_request_that_has_no_next_token_fails_alone(monkeypatch):
     """NaN logits in a row behind an accepted draft: the request fails there, with what it had, the other goes on."""
     llm = drafting_llm("mtp", ForcedDrafts(3, "right", truth_of(expected())))
     sick, well = (llm.engine.prepare(PROMPTS[place], PARAMS[place]) for place in (0, 2))
-    for sequence in (sick, well):
-        llm.engine.submit(sequence)
+    for request in (sick, well):
+        llm.engine.submit(request)
     forward = llm.engine.runner.forward
     calls = []
 

@@ -65,13 +65,13 @@ def test_rules_read_them_in_time():
     found = []
     for llm in (plain_llm(), told("mtp")):
         rule = Sums()
-        sequence = llm.engine.prepare(PROMPTS[0], params, rule)
-        llm.engine.submit(sequence)
+        request = llm.engine.prepare(PROMPTS[0], params, rule)
+        llm.engine.submit(request)
         while llm.engine.has_work:
             llm.engine.step()
             if found:
                 tell(llm.engine, found)
-        found.append(sequence.completion())
+        found.append(request.completion())
     assert found[0] == found[1]
     assert llm.engine.stats().drafts.num_accepted > 2
     assert rule.most_tried >= 2

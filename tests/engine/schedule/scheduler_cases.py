@@ -6,7 +6,7 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.prefix.cache import NO_STOP, Match
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.request import Sequence
+from dsv4.engine.request import Request
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.request import SamplingParams
 
@@ -75,7 +75,7 @@ class Books:
 
     def apply(self, plan):
         for piece in plan.pieces:
-            assert (piece.slot, piece.start) == (piece.sequence.slot, self._positions[piece.slot])
+            assert (piece.slot, piece.start) == (piece.request.slot, self._positions[piece.slot])
             self.advance(piece.slot, piece.length)
 
 
@@ -85,32 +85,32 @@ def scheduler_of(books=None, **limits):
 
 
 def make_sequence(prompt_len, max_tokens, **params):
-    return Sequence.start(
+    return Request.start(
         [1] * prompt_len, SamplingParams(max_tokens=max_tokens, **params), max_context_tokens=4096,
         eos_token_id=EOS, tokenizer=None,
     )  # fmt: skip
 
 
 def run_step(scheduler, now=0.0):
-    """One step in which every request that may draws token 3: [(sequence, start, length)]."""
+    """One step in which every request that may draws token 3: [(request, start, length)]."""
     scheduler.check_integrity()
     plan = scheduler.schedule(now)
     scheduler._cache.apply(plan)
     scheduler.commit(plan)
     collect(scheduler, plan)
     scheduler.check_integrity()
-    return [(piece.sequence, piece.start, piece.length) for piece in plan.pieces]
+    return [(piece.request, piece.start, piece.length) for piece in plan.pieces]
 
 
 def collect(scheduler, plan):
     """Every request of the plan that draws gets token 3."""
     for piece in plan.pieces:
-        if piece.draws and piece.sequence.num_unread:
-            piece.sequence.num_unread -= 1
-            if not piece.sequence.is_done:
-                piece.sequence.append(3, None)
-        scheduler.settle(piece.sequence)
+        if piece.draws and piece.request.num_unread:
+            piece.request.num_unread -= 1
+            if not piece.request.is_done:
+                piece.request.append(3, None)
+        scheduler.settle(piece.request)
 
 
 def pieces_of(step):
-    return {sequence for sequence, _, _ in step}
+    return {request for request, _, _ in step}

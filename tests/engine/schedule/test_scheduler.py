@@ -40,8 +40,8 @@ def test_first_come_first_served_and_nobody_slips_past_the_head():
     books = Books(num_slots=4, num_blocks=3)
     scheduler = scheduler_of(books, max_batched_tokens=1000)
     first, head, small = make_sequence(200, 40), make_sequence(200, 5), make_sequence(2, 5)
-    for sequence in (first, head, small):
-        scheduler.add(sequence)
+    for request in (first, head, small):
+        scheduler.add(request)
     assert run_step(scheduler) == [(first, 0, 200)]
     assert scheduler.num_waiting == 2
     scheduler.abort(first)
@@ -63,7 +63,7 @@ def test_priority_decides_between_waiting_requests_and_age_in_the_end():
     scheduler.add(late)  # five steps after: it does not
     order = []
     while scheduler.has_work:
-        order += [sequence for sequence, _, _ in run_step(scheduler) if sequence not in order]
+        order += [request for request, _, _ in run_step(scheduler) if request not in order]
     assert order == [running, high, low, late]
 
 
@@ -99,22 +99,22 @@ def test_a_long_prompt_does_not_keep_an_urgent_one_out():
 def test_the_last_comer_is_preempted_when_blocks_run_out_and_comes_back():
     books = Books(num_slots=4, num_blocks=3)
     scheduler = scheduler_of(books, max_batched_tokens=1000)
-    sequences = [make_sequence(length, 8) for length in (130, 20, 20)]
-    for sequence in sequences:
-        scheduler.add(sequence)
+    requests = [make_sequence(length, 8) for length in (130, 20, 20)]
+    for request in requests:
+        scheduler.add(request)
     run_step(scheduler)
     assert books.num_free_blocks == 0
-    assert pieces_of(run_step(scheduler)) == set(sequences), "position 131 still fits its block"
-    assert pieces_of(run_step(scheduler)) == set(sequences[:2]), "position 132 does not"
-    victim = sequences[2]
+    assert pieces_of(run_step(scheduler)) == set(requests), "position 131 still fits its block"
+    assert pieces_of(run_step(scheduler)) == set(requests[:2]), "position 132 does not"
+    victim = requests[2]
     assert (victim.slot, victim.num_processed, victim.num_pending, victim.num_preemptions) == (None, 0, 22, 1)
     assert scheduler.num_preemptions == 1
-    while not sequences[0].is_done:
+    while not requests[0].is_done:
         assert victim.slot is None, "it would need its own block and one for each of the others"
         run_step(scheduler)
     while scheduler.has_work:
         run_step(scheduler)
-    assert [sequence.num_output for sequence in sequences] == [8, 8, 8]
+    assert [request.num_output for request in requests] == [8, 8, 8]
     assert (victim.num_preemptions, scheduler.num_recomputed_tokens, scheduler.num_prompt_tokens) == (1, 21, 170)
 
 
@@ -191,8 +191,8 @@ def test_a_stranger_is_not_aborted():
 def test_deadlines():
     scheduler = scheduler_of(Books(num_slots=1, num_blocks=4))
     running, waiting, patient = make_sequence(3, 99, deadline=5), make_sequence(3, 99, deadline=2), make_sequence(3, 2)
-    for sequence in (running, waiting, patient):
-        scheduler.add(sequence, now=100.0)
+    for request in (running, waiting, patient):
+        scheduler.add(request, now=100.0)
     run_step(scheduler, now=101.9)
     assert not waiting.is_done
     assert run_step(scheduler, now=102.0) == [(running, 3, 1)]
@@ -227,10 +227,10 @@ def test_impossible_requests_are_refused():
     scheduler = scheduler_of(Books(num_slots=1, num_blocks=2))
     with pytest.raises(RequestNeverFits, match="260 tokens needs 3 blocks, the whole cache has 2"):
         scheduler.add(make_sequence(200, 60))
-    sequence = make_sequence(200, 50)
-    scheduler.add(sequence)
+    request = make_sequence(200, 50)
+    scheduler.add(request)
     with pytest.raises(ValueError, match="queued before"):
-        scheduler.add(sequence)
+        scheduler.add(request)
     for limits in ({"max_batched_tokens": 0}, {"aging_steps": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(limits))} must be at least 1"):
             scheduler_of(**limits)

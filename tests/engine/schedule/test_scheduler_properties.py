@@ -69,7 +69,7 @@ class Run:
         self.scheduler = load.scheduler(self.books)
         if scheduler_type is not None:
             self.scheduler.__class__ = scheduler_type
-        self.sequences = [
+        self.requests = [
             make_sequence(one.prompt_len, one.max_tokens, priority=one.priority, deadline=one.deadline)
             for one in load.arrivals
         ]
@@ -80,58 +80,58 @@ class Run:
 
     def finish(self):
         total = sum(one.prompt_len + one.max_tokens for one in self.load.arrivals)
-        limit = self.last_arrival + 2 * total + len(self.sequences)
+        limit = self.last_arrival + 2 * total + len(self.requests)
         while self.scheduler.has_work or self.step <= self.last_arrival:
             assert self.step <= limit * (1 + self.load.overlap), f"not done after {limit} steps"
             self.run_step()
         assert (self.books.num_free_slots, self.books.num_free_blocks) == (self.load.num_slots, self.load.num_blocks)
-        for one, sequence in zip(self.load.arrivals, self.sequences, strict=True):
-            assert sequence.is_done
-            assert sequence.slot is None
-            if sequence.finish_reason is not None:
-                assert sequence.num_output == one.max_tokens, "nothing is drawn twice, nothing is lost"
+        for one, request in zip(self.load.arrivals, self.requests, strict=True):
+            assert request.is_done
+            assert request.slot is None
+            if request.finish_reason is not None:
+                assert request.num_output == one.max_tokens, "nothing is drawn twice, nothing is lost"
             else:
-                assert sequence.is_aborted or sequence.is_expired, sequence.error
+                assert request.is_aborted or request.is_expired, request.error
 
     def run_step(self):
         scheduler = self.scheduler
-        for one, sequence in zip(self.load.arrivals, self.sequences, strict=True):
+        for one, request in zip(self.load.arrivals, self.requests, strict=True):
             if one.step == self.step:
-                scheduler.add(sequence, now=self.step)
+                scheduler.add(request, now=self.step)
             if one.abort_at == (self.step, False):
-                scheduler.abort(sequence)
+                scheduler.abort(request)
         scheduler.check_integrity()
         running = list(scheduler._running)
-        outputs = [sequence.num_output for sequence in self.sequences]
+        outputs = [request.num_output for request in self.requests]
         plan = scheduler.schedule(now=self.step)
         self.check_plan(plan, running)
         self.books.apply(plan)  # raises if blocks are exceeded
-        for one, sequence in zip(self.load.arrivals, self.sequences, strict=True):
+        for one, request in zip(self.load.arrivals, self.requests, strict=True):
             if one.abort_at == (self.step, True):
-                scheduler.abort(sequence)
+                scheduler.abort(request)
         if self.step in self.load.failing_steps:
             scheduler.discard(plan)
             plan = None
         else:
             for piece in plan.pieces:
-                assert piece.draws == (piece.start + piece.length == piece.sequence.num_known)
+                assert piece.draws == (piece.start + piece.length == piece.request.num_known)
             scheduler.commit(plan)
         to_collect = self.uncollected if self.load.overlap else plan
         self.uncollected = plan
         if to_collect is not None:
             collect(scheduler, to_collect)
         scheduler.check_integrity()
-        held = sum(blocks_at_position(sequence.num_processed) for sequence in scheduler._running)
+        held = sum(blocks_at_position(request.num_processed) for request in scheduler._running)
         assert held + self.books.num_free_blocks == self.load.num_blocks, "blocks are conserved"
-        assert all(new >= old for new, old in zip([s.num_output for s in self.sequences], outputs, strict=True))
+        assert all(new >= old for new, old in zip([s.num_output for s in self.requests], outputs, strict=True))
         self.step += 1
 
     def check_plan(self, plan, running):
-        scheduler, fed = self.scheduler, [piece.sequence for piece in plan.pieces]
+        scheduler, fed = self.scheduler, [piece.request for piece in plan.pieces]
         assert plan.num_tokens <= self.load.max_batched_tokens
         assert len(set(fed)) == len(fed) <= self.load.num_slots
         assert all(piece.length >= 1 for piece in plan.pieces)
-        is_decode = [sequence.num_pending == 1 for sequence in fed]
+        is_decode = [request.num_pending == 1 for request in fed]
         assert is_decode == sorted(is_decode, reverse=True), "decoding requests come first"
         if scheduler.has_work and scheduler._running:
             leader = scheduler._running[0]
@@ -140,12 +140,12 @@ class Run:
             assert leader in fed or is_spent or is_ending, "the best-ranked request moves while there are tokens"
         is_known = self.uncollected is None or not self.uncollected.pieces or not self.load.overlap
         assert plan.pieces or not scheduler.has_work or not is_known, "with the cache its own, something can always run"
-        admitted = [sequence for sequence in fed if sequence not in running]
-        for sequence in admitted:
-            assert all(sequence.rank < other.rank for other in scheduler._waiting), "nobody is admitted past another"
-        self.first_fed += sorted((s for s in admitted if s.num_read == 0 == s.num_preemptions), key=lambda s: s.rank)
+        admitted = [request for request in fed if request not in running]
+        for request in admitted:
+            assert all(request.order < other.order for other in scheduler._waiting), "nobody is admitted past another"
+        self.first_fed += sorted((s for s in admitted if s.num_read == 0 == s.num_preemptions), key=lambda s: s.order)
         for victim in plan.preempted:
-            assert any(sequence.rank < victim.rank for sequence in fed), "only for someone ahead of it"
+            assert any(request.order < victim.order for request in fed), "only for someone ahead of it"
             assert victim not in fed
 
 
@@ -160,8 +160,8 @@ def test_any_load_ends_within_bounds(load):
 def test_everyone_finishes_when_nobody_interferes(load):
     run = Run(load)
     run.finish()
-    assert all(sequence.finish_reason == "length" for sequence in run.sequences)
-    assert run.scheduler.num_preemptions == sum(sequence.num_preemptions for sequence in run.sequences)
+    assert all(request.finish_reason == "length" for request in run.requests)
+    assert run.scheduler.num_preemptions == sum(request.num_preemptions for request in run.requests)
     assert run.scheduler.num_prompt_tokens == sum(one.prompt_len for one in load.arrivals)
 
 
@@ -170,7 +170,7 @@ def test_everyone_finishes_when_nobody_interferes(load):
 def test_first_come_first_served_inside_a_priority(load):
     run = Run(load)
     run.finish()
-    assert run.first_fed == sorted(run.sequences, key=lambda sequence: sequence.rank)
+    assert run.first_fed == sorted(run.requests, key=lambda request: request.order)
 
 
 @settings(max_examples=150, deadline=None)
@@ -186,25 +186,25 @@ def test_with_blocks_to_spare_a_lower_priority_never_holds_a_slot_a_higher_one_w
         # who finished in this step has left a slot that nobody has taken yet
         for waiting in run.scheduler._waiting[:1] if run.books.num_free_slots == 0 else ():
             for running in run.scheduler._running:
-                assert running.rank < waiting.rank or running.params.priority >= waiting.params.priority
+                assert running.order < waiting.order or running.params.priority >= waiting.params.priority
     run.finish()
 
 
 class _Greedy(Scheduler):
     """Does not count the tokens of running requests."""
 
-    def _feed(self, draft, sequence):
+    def _feed(self, draft, request):
         before = draft.num_tokens
-        super()._feed(draft, sequence)
+        super()._feed(draft, request)
         draft.num_tokens = before
 
 
 class _Leaky(Scheduler):
     """Forgets the blocks of who leaves."""
 
-    def _give_back(self, sequence):
-        self._running.remove(sequence)
-        sequence.slot = None
+    def _give_back(self, request):
+        self._running.remove(request)
+        request.slot = None
 
 
 class _Polite(Scheduler):
@@ -220,7 +220,7 @@ class _Unfair(Scheduler):
     def _admit(self, draft):
         self._waiting.reverse()
         super()._admit(draft)
-        self._waiting.sort(key=lambda sequence: sequence.rank)
+        self._waiting.sort(key=lambda request: request.order)
 
 
 @pytest.mark.parametrize("mistake", [_Greedy, _Leaky, _Polite, _Unfair])

@@ -233,15 +233,15 @@ def test_structured_answers_with_drafts(compiler):
         llm = LLM.from_params(TWO_LAYERS, params, engine=limits, tokenizer=TOKENIZER, drafts=drafts)
         if found:
             llm.engine._drafts = PartlyRight([one.output_ids for one in found])
-        sequences = [
+        requests = [
             llm.engine.prepare([5, 6, 7], SamplingParams(max_tokens=60, seed=seed, logprobs=1), grammar.constraint())
             for seed, grammar in enumerate(grammars)
         ]
-        for sequence in sequences:
-            llm.engine.submit(sequence)
+        for request in requests:
+            llm.engine.submit(request)
         while llm.engine.has_work:
             llm.engine.step()
-        found += sequences
+        found += requests
     assert [one.completion() for one in found[:2]] == [one.completion() for one in found[2:]]
     assert llm.engine.stats().drafts.num_accepted > 10
     assert set(json.loads(found[2].text)) == {"a", "n"}
