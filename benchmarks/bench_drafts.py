@@ -197,7 +197,7 @@ def measure_reading(
         for must_read in (True, False):
             choice = FixedDrafts(count)
             choice.must_read = must_read
-            engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice)
+            engine = Engine(llm.model, llm.cache, runner=runner, drafts=choice)
             step_ms[must_read] = round(decode(engine, prompts, options.tokens, None)[1], 4)
         records.append({
             "kind": "reading", "drafter": drafter, "batch": batch, "drafts": count, "context": options.context,
@@ -233,7 +233,7 @@ def run_drafter(drafter: str, options: argparse.Namespace, add: Callable[[dict[s
         if time.monotonic() - options.started > options.seconds:
             add({"kind": "skipped", "what": f"{drafter}, batch {batch}"})
             continue
-        llm.engine = Engine(llm.model, llm.cache, None, runner=llm.engine.runner, drafts=choice)
+        llm.engine = Engine(llm.model, llm.cache, runner=llm.engine.runner, drafts=choice)
         counts = [0, *(count for count in (1, 3, 5) if count <= drafting.max_drafts)]
         for record in measure(llm, drafter, batch, counts, options):
             found.append(record)

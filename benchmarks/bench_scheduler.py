@@ -38,9 +38,7 @@ def bench(num_requests: int, device: str) -> dict[str, float]:
     builder = StepBuilder(cache)
     params = SamplingParams(max_tokens=800, ignore_eos=True)
     for _ in range(num_requests + NUM_WAITING):
-        scheduler.add(
-            Request.start([TOKEN] * PROMPT_LEN, params, max_context_tokens=1024, eos_token_id=0, tokenizer=None)
-        )
+        scheduler.add(Request.start([TOKEN] * PROMPT_LEN, params, max_context_tokens=1024, eos_token_id=0))
     times: dict[str, list[float]] = {"schedule": [], "build": [], "commit": []}
     while scheduler.num_steps < NUM_STEPS + 20:
         marks = [time.perf_counter()]

@@ -8,6 +8,7 @@ Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.draft.trace import DraftRound, trace_drafts
-from dsv4.engine.engine import Engine
+from dsv4.engine.engine import Engine, TokenEvent
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
@@ -42,6 +43,7 @@ from dsv4.engine.run.cpu_threads import set_threads
 from dsv4.engine.run.kernel_record import allowed_backend
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
+from dsv4.engine.step.constraint import Constraint
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -64,6 +66,7 @@ from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
+from dsv4.text.output import TextOutput
 from dsv4.text.tokenizer import Tokenizer
 
 
@@ -99,7 +102,7 @@ class LLM:
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
     On a CPU, loading a small model sets torch to one thread (`engine/cpu_threads.py`), unless OMP_NUM_THREADS is set.
-    Requests of `generate` and of open streams share one engine and one cache. Not for several threads at once.
+    Requests of `generate` and of open streams, of any thread, share one engine, one cache and the engine's steps.
     """
 
     _end_ranks: weakref.finalize | None = None
@@ -209,6 +212,8 @@ class LLM:
         self.config = config
         self.numerics = numerics
         self.tokenizer = tokenizer
+        self._outputs: dict[Request, TextOutput] = {}  # of the requests that run
+        self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
         params = prepare_params(params, backend)
@@ -238,11 +243,9 @@ class LLM:
                 runner.warm_up()
                 # an engine of its own: nothing of it is counted
                 uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
-                rehearse_requests(
-                    Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=uncounted)
-                )
+                rehearse_requests(Engine(self.model, self.cache, runner=runner, experts=pool, drafts=uncounted))
         if world is None:
-            self.engine = Engine(self.model, self.cache, tokenizer, runner=runner, experts=pool, drafts=choice)
+            self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
             self._take_place(world, runner, choice)
 
@@ -274,7 +277,7 @@ class LLM:
             cache.close()
             raise SystemExit(0)
         self.engine = RankEngine(
-            model, cache, self.tokenizer, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice
+            model, cache, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice
         )  # fmt: skip
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
@@ -311,19 +314,74 @@ class LLM:
         One prompt, as a string or as a flat list of ids, is a list of one.
         """
         many = as_prompts(prompts)
-        requests = [
-            self.engine.prepare(self.encode(prompt), one)
-            for prompt, one in zip(many, as_params(params, len(many)), strict=True)
-        ]
+        checked = [(self.encode(prompt), one) for prompt, one in zip(many, as_params(params, len(many)), strict=True)]
+        with self._lock:
+            prepared = [self._prepare(prompt, one) for prompt, one in checked]
+            for request, output in prepared:
+                self._submit(request, output)
         try:
-            for request in requests:
-                self.engine.submit(request)
-            while not all(request.is_done for request in requests):
-                self.engine.step()
+            while not all(output.is_done for _, output in prepared):
+                self.step()
         finally:
-            for request in requests:
-                self.engine.abort(request)
-        return [request.completion() for request in requests]
+            for request, _ in prepared:
+                self.abort(request)
+        return [output.completion() for _, output in prepared]
+
+    def start(
+        self, prompt: Prompt, params: SamplingParams | None = None, constraint: Constraint | None = None
+    ) -> tuple[Request, TextOutput]:  # fmt: skip
+        """Queue one request; call `step` until its output is done, or `abort` it. `generate` and `stream` do that."""
+        with self._lock:
+            request, output = self._prepare(self.encode(prompt), as_params(params, 1)[0], constraint)
+            self._submit(request, output)
+        return request, output
+
+    def step(self) -> None:
+        """One step of the engine, for all requests that run, whoever started them. Several threads may take turns."""
+        with self._lock:
+            try:
+                events = self.engine.step() if self.engine.has_work else []
+            except BaseException:
+                self._deliver(self.engine.take_results())
+                raise
+            self._deliver(events)
+
+    def abort(self, request: Request) -> None:
+        """End a request that `start` queued and free what it holds; one that is over is left as it is."""
+        with self._lock:
+            self.engine.abort(request)
+            self._outputs.pop(request, None)
+
+    def _prepare(
+        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> tuple[Request, TextOutput]:  # fmt: skip
+        if params.stop and self.tokenizer is None:
+            message = "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
+            raise RequestError(message, field="stop")
+        request = self.engine.prepare(prompt, params, constraint)
+        prompt_ids = request.token_ids[: request.prompt_len]
+        return request, TextOutput(
+            prompt_ids, params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
+        )  # fmt: skip
+
+    def _submit(self, request: Request, output: TextOutput) -> None:
+        self.engine.submit(request)
+        self._outputs[request] = output
+
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        """What a step drew becomes text; requests that are over are forgotten."""
+        for request, token_id, logprobs, finish_reason in events:
+            output = self._outputs.get(request)
+            if output is not None and not output.is_done:
+                output.take(token_id, logprobs, finish_reason)
+                if output.finish_reason is not None and finish_reason is None:
+                    self.engine.finish(request)
+        for request in [one for one in self._outputs if one.is_done]:
+            output = self._outputs.pop(request)
+            output.num_cached_tokens = request.num_cached_tokens
+            output.prompt_logprobs = request.prompt_logprobs
+            if not output.is_done:
+                output.error, output.finish_reason = request.problem(), request.finish_reason
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes: pieces that join to the completion's text, never half a character.
@@ -333,7 +391,26 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
-        return _stream(self.engine, self.engine.prepare(self.encode(prompt), as_params(params, 1)[0]))
+        return self._stream(*self._prepare(self.encode(prompt), as_params(params, 1)[0]))
+
+    def _stream(self, request: Request, output: TextOutput) -> Iterator[str]:
+        """Queues the request at the first `next`, so that a stream never read costs nothing."""
+        with self._lock:
+            self._submit(request, output)
+        num_given = 0
+        try:
+            while True:
+                piece = output.text[num_given:]
+                if piece:
+                    num_given += len(piece)
+                    yield piece
+                elif output.is_done:
+                    output.completion()  # raises if the request was dropped
+                    return
+                else:
+                    self.step()
+        finally:
+            self.abort(request)
 
     def score(self, text: Prompt | Sequence[Prompt], num_top: int = 0) -> list[tuple[TokenLogprobs | None, ...]]:
         """How likely each token of a text was after those before it, and the `num_top` likeliest there; None for the
@@ -453,22 +530,3 @@ class LLM:
             yield slot
         finally:
             self.cache.release(slot)
-
-
-def _stream(engine: Engine, request: Request) -> Iterator[str]:
-    """Queues the request at the first `next`, so that a stream never read costs nothing."""
-    engine.submit(request)
-    num_given = 0
-    try:
-        while True:
-            piece = request.text[num_given:]
-            if piece:
-                num_given += len(piece)
-                yield piece
-            elif request.is_done:
-                request.completion()  # raises if the request was dropped
-                return
-            else:
-                engine.step()
-    finally:
-        engine.abort(request)

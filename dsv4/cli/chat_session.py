@@ -49,22 +49,20 @@ class ChatSession:
             raise RequestError(f"the conversation has {len(prompt)} tokens and no room for an answer: /reset it")
         seed = self.seed if self.seed is not None else secrets.randbits(63)
         params = replace(self.params, seed=seed, max_tokens=min(self.params.max_tokens, room))
-        request = self.llm.engine.prepare(prompt, params)
+        request, output = self.llm.start(prompt, params)
         parser, num_read = StreamParser(self.options.thinking), 0
-        self.llm.engine.submit(request)
         try:
-            while not request.is_done:
-                self.llm.engine.step()
-                yield from parser.feed(request.text[num_read:])
-                num_read = len(request.text)
-            if request.error is not None:
-                request.completion()  # raises
+            while not output.is_done:
+                self.llm.step()
+                yield from parser.feed(output.text[num_read:])
+                num_read = len(output.text)
+            output.completion()  # raises if the request failed
             yield from parser.finish()
         finally:
-            self.llm.engine.abort(request)
-            self.last_finish = request.finish_reason
-            if request.error is None:
-                answer = parse_completion(request.text, self.options.thinking).to_message()
+            self.llm.abort(request)
+            self.last_finish = output.finish_reason
+            if output.error is None:
+                answer = parse_completion(output.text, self.options.thinking).to_message()
                 self.messages = [*history, answer]
 
     def save(self, file: Path) -> None:

@@ -161,11 +161,11 @@ def complete(
 ) -> Run:
     """Run one request to its end, with a progress bar on `console` while no text is being written."""
     start = time.perf_counter()
-    request = llm.engine.add(llm.encode(prompt), params)
+    request, output = llm.start(prompt, params)
     try:
         with _bar(console, "reading the prompt", request.prompt_len) as update:
-            while request.num_output == 0:
-                llm.engine.step()
+            while output.num_output == 0 and not output.is_done:
+                llm.step()
                 update(request.num_processed)
         first = time.perf_counter()
         num_written = 0
@@ -173,16 +173,16 @@ def complete(
         with _bar(silent, "writing tokens", request.max_len - request.prompt_len) as update:
             while True:
                 if on_text is not None:
-                    on_text(request.text[num_written:])
-                    num_written = len(request.text)
-                update(request.num_output)
-                if request.is_done:
+                    on_text(output.text[num_written:])
+                    num_written = len(output.text)
+                update(output.num_output)
+                if output.is_done:
                     break
-                llm.engine.step()
+                llm.step()
     finally:
-        llm.engine.abort(request)
+        llm.abort(request)
     return Run(
-        request.completion(), first - start, time.perf_counter() - start,
+        output.completion(), first - start, time.perf_counter() - start,
         llm.cache.schema.request_bytes(request.num_processed),
     )  # fmt: skip
 

@@ -142,7 +142,7 @@ def _run(llm: LLM, found: Contents, limit: int | None, console: Console) -> Repl
             note = f"{len(report.differences)} differ" if report.differences else ""
             bar.update(task, completed=report.num_requests, note=note)
 
-        return replay(llm.engine, now, found, _constrainer(llm), limit=limit, on_done=advance)
+        return replay(llm, now, found, _constrainer(llm), limit=limit, on_done=advance)
 
 
 def _constrainer(llm: LLM) -> Any:

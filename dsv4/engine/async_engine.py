@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
-from dsv4.engine.engine import Engine, StepResult
+from dsv4.engine.engine import Engine
+from dsv4.engine.engine import TokenEvent as EngineEvent
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.request import Request, RequestAborted
 from dsv4.engine.stats import EngineStats
+from dsv4.text.output import TextOutput
 
 _LOG = logging.getLogger("dsv4.engine")
 
@@ -55,6 +57,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._is_draining = False
         self._owners: dict[Request, tuple[RequestStream, int]] = {}
+        self._requests: dict[RequestStream, tuple[Request, ...]] = {}
         self._streams: set[RequestStream] = set()  # with a request that has not ended; guarded by _changed
         self._num_open = 0  # submitted and not ended; guarded by _changed
         self._stats = engine.stats()
@@ -91,18 +94,19 @@ class AsyncEngine:
         """Start the thread; once."""
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> RequestStream:
-        """Queue prepared requests (`Engine.prepare`) as one group; call it in the event loop that reads the stream."""
+    def submit(self, requests: Sequence[Request], outputs: Sequence[TextOutput]) -> RequestStream:
+        """Queue prepared requests (`Engine.prepare`) as one group; call it in the event loop that reads the stream.
+        `outputs` take their tokens."""
         with self._changed:
             if not self.is_accepting:
                 raise EngineStopped("the engine is shutting down and takes no more requests")
             num_waiting = self._num_open - self.engine.num_slots
             if num_waiting > 0 and num_waiting + len(requests) > self._max_waiting:
                 raise EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
-            stream = RequestStream(requests, self._cancel)
+            stream = RequestStream(outputs, self._cancel)
             self._num_open += len(requests)
             self._streams.add(stream)
-            self._commands.append(lambda: self._add(stream))
+            self._commands.append(lambda: self._add(stream, tuple(requests)))
             self._changed.notify()
         return stream
 
@@ -169,7 +173,7 @@ class AsyncEngine:
             _LOG.exception("a forward call in idle time failed")
 
     def _step(self) -> None:
-        results: list[StepResult] = []
+        results: list[EngineEvent] = []
         try:
             results = self.engine.step()
         except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
@@ -187,13 +191,20 @@ class AsyncEngine:
             self._on_step(self._stats)
         self._publish(results, seconds)
 
-    def _publish(self, results: Sequence[StepResult], seconds: float) -> None:
+    def _publish(self, results: Sequence[EngineEvent], seconds: float) -> None:
         """Events of a step to their streams: the new tokens, then the requests that ended without one."""
         events: dict[RequestStream, list[RequestEvent]] = defaultdict(list)
         for result in results:
             request = result.request
             stream, choice = self._owners[request]
-            token = TokenEvent(choice, result.token_id, result.text, result.logprobs, result.finish_reason, seconds)
+            output = stream.outputs[choice]
+            if output.finish_reason is not None:
+                continue
+            output.num_cached_tokens, output.prompt_logprobs = request.num_cached_tokens, request.prompt_logprobs
+            text = output.take(result.token_id, result.logprobs, result.finish_reason)
+            if output.finish_reason is not None:
+                self.engine.finish(request)
+            token = TokenEvent(choice, result.token_id, text, result.logprobs, output.finish_reason, seconds)
             events[stream].append(token)
         for request in [one for one in self._owners if one.is_done]:
             stream, choice = self._owners[request]
@@ -203,6 +214,8 @@ class AsyncEngine:
                 dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
                 events[stream].append(ErrorEvent(choice, dropped, seconds))
             elif request.finish_reason is not None and request.draws_nothing:
+                output = stream.outputs[choice]
+                output.finish_reason, output.prompt_logprobs = request.finish_reason, request.prompt_logprobs
                 events[stream].append(EndEvent(choice, request.finish_reason, seconds))
             self._forget(request)
         for stream, produced in events.items():
@@ -225,8 +238,9 @@ class AsyncEngine:
         self._publish([], time.perf_counter())
         self._on_failure(error)
 
-    def _add(self, stream: RequestStream) -> None:
-        for choice, request in enumerate(stream.requests):
+    def _add(self, stream: RequestStream, requests: tuple[Request, ...]) -> None:
+        self._requests[stream] = requests
+        for choice, request in enumerate(requests):
             self._owners[request] = (stream, choice)
             self.engine.submit(request)
 
@@ -234,7 +248,7 @@ class AsyncEngine:
         """Free what a stream still holds, and end it for whoever may still be reading."""
         seconds = time.perf_counter()
         ended: list[RequestEvent] = []
-        for choice, request in enumerate(stream.requests):
+        for choice, request in enumerate(self._requests.get(stream, ())):
             if request in self._owners:
                 self.engine.abort(request)
                 self._forget(request)
@@ -250,8 +264,9 @@ class AsyncEngine:
         stream, _ = self._owners.pop(request)
         with self._changed:
             self._num_open -= 1
-            if not any(one in self._owners for one in stream.requests):
+            if not any(one in self._owners for one in self._requests[stream]):
                 self._streams.discard(stream)
+                del self._requests[stream]
 
 
 def _deliver(stream: RequestStream, events: list[RequestEvent]) -> None:

@@ -48,16 +48,13 @@ from dsv4.engine.step.sampler import Undrawable, constraint_failure, make_masks,
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, check_params, check_prompt
-from dsv4.text.tokenizer import Tokenizer
 
 
-class StepResult(NamedTuple):
-    """One request's new token, the text that became certain with it, and whether it was the last. A step may have
-    several of a request."""
+class TokenEvent(NamedTuple):
+    """One request's new token, and whether it was the last. A step may have several of a request."""
 
     request: Request
     token_id: int
-    text: str
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
 
@@ -77,14 +74,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, *,
+        self, model: Transformer, cache: KVCacheManager, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
         experts: ExpertPool | None = None, scheduler: Scheduler | RankScheduler | None = None,
         drafts: FixedDrafts | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
-        self.tokenizer = tokenizer
         self.scheduler = scheduler or Scheduler(
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens
         )
@@ -96,7 +92,7 @@ class Engine:
         self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
         # requests of the step collected last, and what the drafter says behind it, where the host has not read that
         self._unread: tuple[list[Request], HostCopy] | None = None
-        self._results: list[StepResult] = []  # collected and not returned
+        self._results: list[TokenEvent] = []  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
         self._experts = experts
@@ -161,13 +157,9 @@ class Engine:
         config, limits = self.model.config, self.cache.limits
         token_ids = check_prompt(prompt, config.vocab_size, limits.max_context_tokens)
         check_params(params, config.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids", field="stop"
-            )
         request = Request.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
-            eos_token_id=config.eos_token_id, tokenizer=self.tokenizer, constraint=constraint,
+            eos_token_id=config.eos_token_id, constraint=constraint,
         )  # fmt: skip
         needed, total = blocks_at_position(request.max_len), self.cache.schema.num_blocks
         if needed > total:
@@ -189,7 +181,7 @@ class Engine:
         self.submit(request)
         return request
 
-    def step(self) -> list[StepResult]:
+    def step(self) -> list[TokenEvent]:
         """Launch the next step, collect the one before it (without overlap, or with drafts: the same one too), and say
         what was drawn.
 
@@ -211,7 +203,7 @@ class Engine:
             self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
         return self.take_results()
 
-    def take_results(self) -> list[StepResult]:
+    def take_results(self) -> list[TokenEvent]:
         """What was collected and not yet returned: something only where a step raised."""
         results, self._results = self._results, []
         return results
@@ -219,6 +211,13 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
         self.scheduler.abort(request)
+
+    def finish(self, request: Request) -> None:
+        """The caller found the request's end in its text (a stop string): it leaves as one that ended well. Tokens
+        drawn since are dropped."""
+        if not request.is_done:
+            request.finish_reason = FinishReason.STOP
+            self.scheduler.settle(request)
 
     def check_integrity(self) -> None:
         """Recompute the truth of the scheduler's, the cache's and the experts' books. Between two steps."""
@@ -381,10 +380,9 @@ class Engine:
         if isinstance(outcome, Undrawable):
             request.error = outcome.reason
             return True
-        text = request.append(outcome.token_id, outcome.logprobs)
+        request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
-        result = StepResult(request, outcome.token_id, text, outcome.logprobs, request.finish_reason)
-        self._results.append(result)
+        self._results.append(TokenEvent(request, outcome.token_id, outcome.logprobs, request.finish_reason))
         if request.finish_reason is None and request.constraint is not None:
             try:
                 request.constraint.accept(outcome.token_id)

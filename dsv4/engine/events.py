@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
 
-from dsv4.engine.request import Request
 from dsv4.request import FinishReason, TokenLogprobs
+from dsv4.text.output import TextOutput
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class RequestStream:
     It ends when every request of the group has ended. Belongs to the event loop it was made in.
     """
 
-    def __init__(self, requests: Sequence[Request], cancel: Callable[[RequestStream], None]) -> None:
-        self.requests = tuple(requests)
+    def __init__(self, outputs: Sequence[TextOutput], cancel: Callable[[RequestStream], None]) -> None:
+        self.outputs = tuple(outputs)
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._ready: deque[RequestEvent] = deque()
         self._wake = asyncio.Event()
-        self._num_open = len(self.requests)
+        self._num_open = len(self.outputs)
 
     def push(self, events: Sequence[RequestEvent]) -> None:
         """Called in the loop's own thread with what a step produced. A stream that was ended takes nothing more."""

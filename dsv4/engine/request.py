@@ -1,4 +1,4 @@
-"""`Request`: one request while it runs: its tokens, where it stands, and the text that has come out of it."""
+"""`Request`: one request while it runs: its tokens and where it stands. Its text: text/output.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
-from dsv4.text.stop import StopBuffer
-from dsv4.text.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.tree import ChainKeys
@@ -69,16 +67,13 @@ class Request:
     is_expired: bool = False
     error: str | None = None
     constraint: Constraint | None = None
-    text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    _detokenizer: Detokenizer | None = None
-    _stop: StopBuffer | None = None
 
     @classmethod
     def start(
         cls, prompt: Sequence[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
-        tokenizer: Tokenizer | None, constraint: Constraint | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:  # fmt: skip
         """A checked prompt, not yet admitted."""
         return cls(
@@ -89,8 +84,6 @@ class Request:
             eos_token_id=eos_token_id,
             constraint=constraint,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing predicts the first token
-            _detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
-            _stop=StopBuffer(params.stop) if tokenizer is not None else None,
         )
 
     @property
@@ -115,15 +108,6 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
-
-    @property
-    def stopped_by(self) -> str | int | None:
-        """The stop string or stop id that ended it; None for the end of sequence, or another end."""
-        if self._stop is not None and self._stop.found is not None:
-            return self._stop.found
-        last = self.token_ids[-1]
-        is_stop_id = self.num_output > 0 and last in self.params.stop_token_ids and last != self.eos_token_id
-        return last if self.finish_reason is FinishReason.STOP and is_stop_id else None
 
     @property
     def output_ids(self) -> list[int]:
@@ -157,56 +141,44 @@ class Request:
         is_end = token_id == self.eos_token_id and not self.params.ignore_eos
         return is_end or token_id in self.params.stop_token_ids
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
-        """Take the next token; returns the text that became certain. Sets `finish_reason` when this was the last."""
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take the next token. Sets `finish_reason` when this was the last."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self.ends_at(token_id):
             self.finish_reason = FinishReason.STOP
-            return self._emit("", is_last=True)
-        if len(self.token_ids) >= self.max_len:
+        elif len(self.token_ids) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
-        text = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
-        return self._emit(text, is_last=self.finish_reason is not None)
 
     def end_if_read(self, num_processed: int) -> None:
         """A request that draws nothing is over when its prompt has been read."""
         if self.draws_nothing and num_processed == self.prompt_len and not self.is_done:
             self.finish_reason = FinishReason.LENGTH
 
-    def _emit(self, text: str, is_last: bool) -> str:
-        if self._detokenizer is None or self._stop is None:
-            return ""
-        if is_last:
-            text += self._detokenizer.flush()
-        if self.num_output < self.params.min_tokens:
-            self.text += text  # no stop string counts yet
-            return text
-        out = self._stop.push(text)
-        if self._stop.stopped:
-            self.finish_reason = FinishReason.STOP
-        elif is_last:
-            out += self._stop.flush()
-        self.text += out
-        return out
-
     def failure(self) -> RequestFailed:
         """Why the request failed, as the error to raise."""
         assert self.error is not None, "the request has not failed"
         return DeadlinePassed(self.error) if self.is_expired else RequestFailed(self.error)
 
-    def completion(self) -> Completion:
-        """The result, once done; `RequestAborted` or `RequestFailed` if there will be none."""
+    def problem(self) -> Exception | None:
+        """Why there will be no result; None for a request that ended well or runs."""
         if self.error is not None:
-            raise self.failure()
+            return self.failure()
         if self.is_aborted:
-            raise RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
+            return RequestAborted(f"the request was dropped after {self.num_output} of its tokens")
+        return None
+
+    def completion(self) -> Completion:
+        """The result without its text, once done; `RequestAborted` or `RequestFailed` if there will be none."""
+        problem = self.problem()
+        if problem is not None:
+            raise problem
         assert self.finish_reason is not None, "the request is still running"
         return Completion(
             prompt_token_ids=tuple(self.token_ids[: self.prompt_len]),
             token_ids=tuple(self.output_ids),
-            text=self.text if self._detokenizer is not None else None,
+            text=None,
             finish_reason=self.finish_reason,
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,

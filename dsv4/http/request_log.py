@@ -17,7 +17,7 @@ THROUGHPUT_SECONDS = 10.0
 def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
     """The line of one request. `problem` says what ended it early; None if it came to its end."""
     reason = problem or ",".join(sorted(timer.finish_reasons))
-    output = sum(request.num_output for request in job.requests)
+    output = sum(output.num_output for output in job.outputs)
     first, rate = timer.first_token_seconds, timer.tokens_per_second
     fields = {
         "request_id": request_id,

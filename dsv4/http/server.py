@@ -89,7 +89,7 @@ class Server:
         body = await self._body(request)
         asked, job = await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
-        timer = RequestTimer(self.metrics, len(job.requests), start)
+        timer = RequestTimer(self.metrics, len(job.outputs), start)
         return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream))
 
     async def reply(self, request: Request, *, question: SyncEndpoint) -> Response:
@@ -132,7 +132,7 @@ class Server:
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool
     ) -> Response:
         try:
-            stream = self.engine.submit(job.requests)
+            stream = self.engine.submit(job.requests, job.outputs)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
         except EngineStopped:
@@ -161,8 +161,8 @@ class Server:
         """A request is over, whatever ended it (`problem`)."""
         log_request(request_id, route, job, timer, problem)
         if self._recorder is not None:
-            for choice, request in enumerate(job.requests):
-                answer = answer_of(request, job.grammar, problem)
+            for choice, output in enumerate(job.outputs):
+                answer = answer_of(output, job.grammar, problem)
                 self._recorder.add(answer, request_id=request_id, route=route, choice=choice)
 
     # ---- looking ----

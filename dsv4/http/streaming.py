@@ -57,7 +57,7 @@ async def collect(
                     raise ClientGone
                 if isinstance(event, ErrorEvent):
                     raise to_api_error(event.error)
-                timer.token(event, stream.requests[event.choice].prompt_len)
+                timer.token(event, stream.outputs[event.choice].prompt_len)
                 chunks += assembler.take(event)
     return chunks
 
@@ -121,7 +121,7 @@ class EventStream(Response):
                 failed = to_api_error(event.error)
                 await self._send(send, self._assembler.failure(failed), is_last=True)
                 return failed.code
-            self._timer.token(event, self._stream.requests[event.choice].prompt_len)
+            self._timer.token(event, self._stream.outputs[event.choice].prompt_len)
             chunks = self._assembler.take(event)
             if chunks:
                 await self._send(send, chunks)

@@ -51,7 +51,7 @@ def make_llm(models, tokenizer, request):
             config, params, numerics=numerics, tokenizer=tokenizer if with_tokenizer else None,
             engine=EngineConfig(**{"max_context_tokens": 512, "max_concurrent_requests": 4, **limits}),
         )  # fmt: skip
-        llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, overlap=request.param)
+        llm.engine = Engine(llm.model, llm.cache, overlap=request.param)
         made.append(llm)
         return llm
 

@@ -25,7 +25,7 @@ from dsv4.loader.synth import random_params
 def make_llm(params, overlap=False, **limits):
     llm = LLM.from_params(CONFIG, params, engine=EngineConfig(max_context_tokens=256, **limits))
     clock = count()
-    llm.engine = Engine(llm.model, llm.cache, llm.tokenizer, overlap=overlap, clock=lambda: float(next(clock)))
+    llm.engine = Engine(llm.model, llm.cache, overlap=overlap, clock=lambda: float(next(clock)))
     return llm
 
 

@@ -14,12 +14,12 @@ from server_cases import NAME, TOKENIZER, make_llm
 
 from dsv4 import __version__
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.engine.request import Request
 from dsv4.http.apis.completion_answer import TextAssembler
 from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.requests import CompletionRequest
 from dsv4.http.body import validate
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
+from dsv4.text.output import TextOutput
 
 
 def scored(token_id, logprob, *top):
@@ -31,23 +31,22 @@ def answer(prompt, tokens, **fields):
     asked = validate(CompletionRequest, {"model": NAME, "prompt": prompt, **fields})
     ids = TOKENIZER.encode(prompt)
     params = SamplingParams(max_tokens=len(tokens), prompt_logprobs=0)
-    request = Request.start(
-        ids, params, max_context_tokens=100, eos_token_id=1, tokenizer=TOKENIZER, constraint=None
-    )  # fmt: skip
+    output = TextOutput(ids, params, eos_token_id=1, tokenizer=TOKENIZER)
     best = [*ids[1:], 5]
-    request.prompt_logprobs = [
+    output.prompt_logprobs = [
         None if place == 0 else scored(one, -place / 8, (best[place - 1], -place / 8), (9, -3.0))
         for place, one in enumerate(ids)
     ]
-    assembler = TextAssembler(Job((request,), len(ids)), asked, ModelInfo(NAME, TOKENIZER, "f"))
+    assembler = TextAssembler(Job((), (output,), len(ids)), asked, ModelInfo(NAME, TOKENIZER, "f"))
     events = []
     for token_id in tokens:
-        text = request.append(token_id, scored(token_id, -0.5, (token_id, -0.5)))
-        logprobs = request.logprobs[-1] if fields.get("logprobs") is not None else None
-        events.append(TokenEvent(0, token_id, text, logprobs, request.finish_reason, 0.0))
+        reason = FinishReason.LENGTH if output.num_output + 1 == len(tokens) else None
+        text = output.take(token_id, scored(token_id, -0.5, (token_id, -0.5)), reason)
+        logprobs = output.logprobs[-1] if fields.get("logprobs") is not None else None
+        events.append(TokenEvent(0, token_id, text, logprobs, output.finish_reason, 0.0))
     if not tokens:
-        request.finish_reason = FinishReason.LENGTH
-        events.append(EndEvent(0, request.finish_reason, 0.0))
+        output.finish_reason = FinishReason.LENGTH
+        events.append(EndEvent(0, output.finish_reason, 0.0))
     chunks = [chunk for event in events for chunk in assembler.take(event)]
     return assembler.whole(chunks).model_dump(exclude_unset=True)
 

@@ -115,7 +115,7 @@ class ThreadedRanks:
         self.link.answers()  # everybody is ready
         more = {} if clock is None else {"clock": clock}
         self.engine = RankEngine(
-            self.own.model, self.own.cache, tokenizer, self.link, size, runner=self.own.runner, overlap=overlap,
+            self.own.model, self.own.cache, self.link, size, runner=self.own.runner, overlap=overlap,
             experts=self.own.pool, drafts=drafts, **more,
         )  # fmt: skip
         self.model = LeadingTransformer(self.own.model, self.link)

@@ -38,7 +38,7 @@ def sequence_of(prompt, max_tokens, **params):
     """`prompt`: token ids, or how many of them."""
     token_ids = [1] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=max_tokens, **params)
-    return Request.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0, tokenizer=None)
+    return Request.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0)
 
 
 def feed(books, pieces):

@@ -31,7 +31,7 @@ from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed, RanksDiverged
 from dsv4.dist.messages import pack, unpack
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.engine import Engine, StepResult
+from dsv4.engine.engine import Engine, TokenEvent
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.books import RankBooks
 from dsv4.engine.ranks.scheduler import RankScheduler, RanksPlan, StepSize
@@ -57,14 +57,13 @@ from dsv4.engine.step.sampler import Drawn, Masks, Undrawable, make_masks
 from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
-from dsv4.text.tokenizer import Tokenizer
 
 
 class RankEngine(Engine):
     """As `Engine`, over the caches of `num_ranks` ranks that are alike. `cache` and `runner` are rank 0's own."""
 
     def __init__(
-        self, model: Transformer, cache: KVCacheManager, tokenizer: Tokenizer | None, link: Leader, num_ranks: int, *,
+        self, model: Transformer, cache: KVCacheManager, link: Leader, num_ranks: int, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
         experts: ExpertPool | None = None, drafts: FixedDrafts | None = None,
     ) -> None:  # fmt: skip
@@ -75,7 +74,7 @@ class RankEngine(Engine):
         self._books: list[CacheLedger] = [cache, *self._others]
         scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
         super().__init__(
-            model, cache, tokenizer, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler,
+            model, cache, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler,
             drafts=drafts,
         )  # fmt: skip
         self._link = link
@@ -90,7 +89,7 @@ class RankEngine(Engine):
     def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
         self._link.when_failed(tell)
 
-    def step(self) -> list[StepResult]:
+    def step(self) -> list[TokenEvent]:
         """See `Engine.step`. An interrupt (Ctrl-C) is seen between two steps: in the middle the others would wait."""
         with _interrupts_later():
             try:

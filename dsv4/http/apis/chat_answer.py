@@ -64,7 +64,7 @@ class ChatAssembler:
         self._names = TokenNames(served.tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
         self._id = new_id("chatcmpl-", asked)
         self._created = int(time.time())
-        self._states = [_ChatState(AnswerReader(job.thinking)) for _ in job.requests]
+        self._states = [_ChatState(AnswerReader(job.thinking)) for _ in job.outputs]
         self._has_sent = False
 
     def opening(self) -> list[Sent]:
@@ -84,8 +84,8 @@ class ChatAssembler:
         ]
         if state.reader.finish is not None:
             last = ChatChunkChoice(index=event.choice, delta=ChatMessage(), finish_reason=state.reader.finish)
-            if self._job.requests[event.choice].stopped_by is not None:
-                last.stop_reason = self._job.requests[event.choice].stopped_by
+            if self._job.outputs[event.choice].stopped_by is not None:
+                last.stop_reason = self._job.outputs[event.choice].stopped_by
             choices.append(last)
         if not choices:
             return []
@@ -130,7 +130,7 @@ class ChatAssembler:
         if self._shows_prompt_ids:
             answer.prompt_token_ids = self._prompt_ids()
         if self._asked.prompt_logprobs is not None:
-            read = self._job.requests[0].prompt_logprobs
+            read = self._job.outputs[0].prompt_logprobs
             answer.prompt_logprobs = self._names.prompt(read, self._asked.prompt_logprobs)
         return answer
 
@@ -139,8 +139,7 @@ class ChatAssembler:
         return bool(self._asked.return_token_ids or self._asked.return_prompt_token_ids)
 
     def _prompt_ids(self) -> list[int]:
-        request = self._job.requests[0]
-        return request.token_ids[: request.prompt_len]
+        return list(self._job.outputs[0].prompt_ids)
 
     def _usage(self) -> Usage:
         return usage_of_chat(self._job, [state.reader for state in self._states])

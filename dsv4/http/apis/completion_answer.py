@@ -41,14 +41,14 @@ class TextAssembler:
         self._names = TokenNames(served.tokenizer, by_id=bool(asked.return_tokens_as_token_ids))
         self._id = new_id("cmpl-", asked)
         self._created = int(time.time())
-        self._states = [_TextState(Detokenizer(served.tokenizer)) for _ in job.requests]
+        self._states = [_TextState(Detokenizer(served.tokenizer)) for _ in job.outputs]
 
     def opening(self) -> list[Sent]:
         return []
 
     def take(self, event: TokenEvent | EndEvent) -> list[TextCompletion]:
         """One chunk where text became certain or the choice ended; with the first, what is said about the prompt."""
-        state, request = self._states[event.choice], self._job.requests[event.choice]
+        state, output = self._states[event.choice], self._job.outputs[event.choice]
         state.num_tokens += event.token_id is not None
         if event.logprobs is not None and self._job.shows_logprobs:
             state.pending.append(event.logprobs)
@@ -70,8 +70,8 @@ class TextAssembler:
             choice.token_ids, state.pending_ids = state.pending_ids, []
         if event.finish_reason is not None:
             choice.finish_reason = "length" if event.finish_reason == "length" else "stop"
-            if request.stopped_by is not None:
-                choice.stop_reason = request.stopped_by
+            if output.stopped_by is not None:
+                choice.stop_reason = output.stopped_by
         return [self._chunk(choice)]
 
     def closing(self) -> list[Sent]:
@@ -88,7 +88,7 @@ class TextAssembler:
     def whole(self, chunks: Sequence[TextCompletion]) -> TextCompletion:
         """The answer that all the chunks of `take` add up to."""
         choices = []
-        for index in range(len(self._job.requests)):
+        for index in range(len(self._job.outputs)):
             pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
             choice = pieces[0].model_copy()
             choice.text = "".join(piece.text for piece in pieces)
@@ -119,19 +119,19 @@ class TextAssembler:
 
     def _begin(self, index: int, choice: TextChoice) -> list[TextLogprobs]:
         """Put what a choice says about its prompt into its first piece; returns the echoed log-probabilities."""
-        request = self._job.requests[index]
-        prompt_ids = request.token_ids[: request.prompt_len]
+        output = self._job.outputs[index]
+        prompt_ids = list(output.prompt_ids)
         if self._asked.return_token_ids:
             choice.prompt_token_ids = prompt_ids
         if self._asked.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._names.prompt(request.prompt_logprobs, self._asked.prompt_logprobs)
+            choice.prompt_logprobs = self._names.prompt(output.prompt_logprobs, self._asked.prompt_logprobs)
         if not self._asked.echo:
             return []
         choice.text = self._tokenizer.decode(prompt_ids) + choice.text
         if self._asked.logprobs is None:
             return []
         first = TokenLogprobs(prompt_ids[0], 0.0, ())  # nothing predicts it
-        scored = [first, *(one for one in request.prompt_logprobs[1:] if one is not None)]
+        scored = [first, *(one for one in output.prompt_logprobs[1:] if one is not None)]
         echoed = self._logprobs(self._states[index], scored)
         echoed.token_logprobs[0] = echoed.top_logprobs[0] = None
         return [echoed]

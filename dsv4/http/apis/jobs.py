@@ -20,6 +20,7 @@ from dsv4.http.grammar.structured import ContentRule, content_rule, shown_schema
 from dsv4.http.settings import ServerConfig
 from dsv4.request import RequestError, SamplingParams
 from dsv4.text.chat import ChatError, ChatOptions, Segment, render_segments
+from dsv4.text.output import TextOutput
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
 
@@ -39,6 +40,7 @@ class Job:
     for, not only recorded. `grammar`: the Lark text that all answers follow."""
 
     requests: tuple[Request, ...]
+    outputs: tuple[TextOutput, ...]
     num_prompt_tokens: int
     num_answers: int = 1
     thinking: bool = False
@@ -48,7 +50,7 @@ class Job:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache. A prompt with several answers counts once."""
-        return sum(request.num_cached_tokens for request in self.requests[:: self.num_answers])
+        return sum(output.num_cached_tokens for output in self.outputs[:: self.num_answers])
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,13 @@ class RequestBuilder:
         options = self._options(request, logprobs, request.prompt_logprobs)
         requests = self._prepare([prompt.token_ids], request, options, max_tokens, None, grammar)
         return Job(
-            requests, len(prompt.token_ids), request.n or 1, prompt.is_open, logprobs is not None, _text_of(grammar)
+            requests,
+            self._outputs(requests),
+            len(prompt.token_ids),
+            request.n or 1,
+            prompt.is_open,
+            logprobs is not None,
+            _text_of(grammar),
         )
 
     def prompt(self, request: ChatRequest) -> Prompt:
@@ -163,7 +171,8 @@ class RequestBuilder:
         options = self._options(request, request.logprobs, prompt_logprobs)
         requests = self._prepare(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS, grammar)
         shows = request.logprobs is not None
-        return Job(requests, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
+        outputs = self._outputs(requests)
+        return Job(requests, outputs, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
 
     def encode(self, prompt: str | list[int], add_bos: bool) -> list[int]:
         """A completion's prompt as ids, after the begin-of-sentence marker where that is asked for."""
@@ -266,6 +275,14 @@ class RequestBuilder:
                 constraint = None if grammar is None else grammar.constraint()
                 requests.append(refusing(self._engine.prepare, prompt, params, constraint))
         return tuple(requests)
+
+    def _outputs(self, requests: Sequence[Request]) -> tuple[TextOutput, ...]:
+        return tuple(
+            TextOutput(
+                one.token_ids[: one.prompt_len], one.params, eos_token_id=one.eos_token_id, tokenizer=self.tokenizer
+            )
+            for one in requests
+        )
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""

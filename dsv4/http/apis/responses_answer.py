@@ -199,7 +199,7 @@ class ResponsesAssembler:
     def _answer(self, status: str, error: dict[str, str] | None = None) -> ResponseAnswer:
         asked, is_running = self._asked, status == "in_progress"
         text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True)
-        params = self._job.requests[0].params
+        params = self._job.outputs[0].params
         return ResponseAnswer(
             id=self._id,
             object="response",

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from dsv4.engine.fingerprint import checkpoint_parts
-from dsv4.engine.request import Request
 from dsv4.llm import LLM
 from dsv4.loader.progress import Progress
+from dsv4.text.output import TextOutput
 from dsv4.tools.receipts.files import RecordFile
 from dsv4.tools.receipts.lines import ENDS, Answer, Gap, Header, gap_line, header_line, request_line
 
@@ -47,20 +47,16 @@ def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False
     )
 
 
-def answer_of(request: Request, grammar: str | None, problem: str | None) -> Answer:
-    """A request that is over. `problem` is what ended it early: the engine may go on with it for a moment, so nothing
-    is said but the tokens it has."""
-    logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
-    output = tuple(request.output_ids)
-    if logprobs is not None:  # a token is there before its log-probability
-        output = output[: len(logprobs)]
+def answer_of(output: TextOutput, grammar: str | None, problem: str | None) -> Answer:
+    """A request that is over. `problem` is what ended it early."""
+    params = output.params
     if problem is None:
-        problem = "failed" if request.finish_reason is None else request.finish_reason.value
-    has_scores = request.params.prompt_logprobs is not None and problem in ENDS
+        problem = "failed" if output.finish_reason is None else output.finish_reason.value
+    has_scores = params.prompt_logprobs is not None and problem in ENDS
     return Answer(
-        prompt=tuple(request.token_ids[: request.prompt_len]), params=request.params, output=output,
-        finish=problem, logprobs=logprobs, grammar=grammar,
-        prompt_logprobs=tuple(request.prompt_logprobs) if has_scores else None,
+        prompt=tuple(output.prompt_ids), params=params, output=tuple(output.token_ids), finish=problem,
+        logprobs=None if params.logprobs is None else tuple(output.logprobs), grammar=grammar,
+        prompt_logprobs=tuple(output.prompt_logprobs) if has_scores else None,
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request
 from dsv4.engine.step.constraint import Constraint
+from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
+from dsv4.text.output import TextOutput
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Answer, Header, Receipt, float_bits
 from dsv4.tools.receipts.recorder import answer_of
@@ -78,10 +79,10 @@ class ReplayReport:
 
 
 def replay(
-    engine: Engine, now: Header, contents: Contents, constrain: Constrain, *, limit: int | None = None,
+    llm: LLM, now: Header, contents: Contents, constrain: Constrain, *, limit: int | None = None,
     on_done: Callable[[ReplayReport], None] = lambda report: None,
 ) -> ReplayReport:  # fmt: skip
-    """Run everything again. `now` is what the engine runs (`header_of`); `on_done` is told before the first request and
+    """Run everything again. `now` is what `llm` runs (`header_of`); `on_done` is told before the first request and
     after each."""
     changes: dict[Change, None] = {}
     for header in contents.headers:
@@ -92,7 +93,7 @@ def replay(
     )  # fmt: skip
     on_done(report)
     started = time.perf_counter()
-    for receipt, difference in Replay(engine, constrain).run(contents.requests(limit)):
+    for receipt, difference in Replay(llm, constrain).run(contents.requests(limit)):
         report.num_requests += 1
         report.num_tokens += receipt.num_output
         report.num_tokens_only += "logprobs" not in receipt.digests and receipt.num_output > 0
@@ -126,13 +127,13 @@ def compare_headers(recorded: Header, now: Header) -> list[Change]:
 
 
 class Replay:
-    """Runs receipts through an engine, as many at once as it has slots.
+    """Runs receipts through an `LLM`, as many at once as it has slots.
 
     constrain  makes the constraint of a recorded grammar
     """
 
-    def __init__(self, engine: Engine, constrain: Constrain) -> None:
-        self._engine = engine
+    def __init__(self, llm: LLM, constrain: Constrain) -> None:
+        self._llm = llm
         self._constrain = constrain
 
     def run(self, receipts: Iterable[tuple[str, Header, Receipt]]) -> Iterator[tuple[Receipt, Difference | None]]:
@@ -141,7 +142,7 @@ class Replay:
         is_over = False
         try:
             while True:
-                while not is_over and len(running) < 2 * self._engine.num_slots:
+                while not is_over and len(running) < 2 * self._llm.engine.num_slots:
                     following = next(waiting, None)
                     if following is None:
                         is_over = True
@@ -151,19 +152,19 @@ class Replay:
                     if isinstance(begun, Difference):
                         yield receipt, begun
                     else:
-                        running[begun] = (file, receipt)
+                        running[begun[0]] = (begun[1], file, receipt)
                 if not running:
                     return
-                self._engine.step()
-                for request in [one for one, (_, receipt) in running.items() if _is_enough(one, receipt)]:
-                    self._engine.abort(request)  # one that was recorded in part need not go on
-                    file, receipt = running.pop(request)
-                    yield receipt, compare(file, receipt, request)
+                self._llm.step()
+                for request in [one for one, (output, _, receipt) in running.items() if _is_enough(output, receipt)]:
+                    self._llm.abort(request)  # one that was recorded in part need not go on
+                    output, file, receipt = running.pop(request)
+                    yield receipt, compare(file, receipt, output)
         finally:
             for request in running:
-                self._engine.abort(request)
+                self._llm.abort(request)
 
-    def _begin(self, file: str, header: Header, receipt: Receipt) -> Request | Difference:
+    def _begin(self, file: str, header: Header, receipt: Receipt) -> tuple[Request, TextOutput] | Difference:
         if receipt.changed:
             parts = _few(receipt.changed)
             return _difference(file, receipt, "changed", f"its {parts} was changed after it was recorded; not run")
@@ -171,18 +172,16 @@ class Replay:
         params = _as_it_ran(receipt.params, int(header.settings["max_context_tokens"]) - len(receipt.prompt))
         try:
             constraint = None if receipt.grammar is None else self._constrain(receipt.grammar)
-            request = self._engine.prepare(receipt.prompt, params, constraint)
+            return self._llm.start(receipt.prompt, params, constraint)
         except (RequestError, ValueError) as error:
             return _difference(file, receipt, "failed", f"it cannot be run here: {error}")
-        self._engine.submit(request)
-        return request
 
 
-def compare(file: str, receipt: Receipt, request: Request) -> Difference | None:
+def compare(file: str, receipt: Receipt, output: TextOutput) -> Difference | None:
     """What a request gave now against its receipt; None if every recorded bit is the same."""
-    if request.error is not None and receipt.is_whole:
-        return _difference(file, receipt, "failed", f"it failed: {request.error}")
-    now = answer_of(request, receipt.grammar, None)
+    if output.error is not None and receipt.is_whole:
+        return _difference(file, receipt, "failed", f"it failed: {output.error}")
+    now = answer_of(output, receipt.grammar, None)
     if not receipt.is_whole:
         now = _first(now, receipt)
     digests = now.digests()
@@ -222,8 +221,8 @@ def _as_it_ran(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), deadline=None)
 
 
-def _is_enough(request: Request, receipt: Receipt) -> bool:
-    return request.is_done or (not receipt.is_whole and request.num_output >= receipt.num_output)
+def _is_enough(output: TextOutput, receipt: Receipt) -> bool:
+    return output.is_done or (not receipt.is_whole and output.num_output >= receipt.num_output)
 
 
 def _first(now: Answer, receipt: Receipt) -> Answer:

@@ -127,7 +127,7 @@ def drafting_llm(kind, choice, capture=None, buckets=(), overlap=False, is_told=
         llm.model, llm.cache, buckets=buckets, use_graphs=capture is not None, capture=capture, drafting=drafting
     )
     runner.warm_up()
-    llm.engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice, overlap=overlap)
+    llm.engine = Engine(llm.model, llm.cache, runner=runner, drafts=choice, overlap=overlap)
     return llm
 
 

@@ -171,12 +171,10 @@ def test_a_rule_that_cannot_go_back_fails_its_request_alone():
 
 
 def masks_of(drafts, params=None, rule=None, output=()):
-    sequence = Request.start(
-        PROMPT, params or sampled(), max_context_tokens=512, eos_token_id=EOS, tokenizer=None, constraint=rule
-    )
+    sequence = Request.start(PROMPT, params or sampled(), max_context_tokens=512, eos_token_id=EOS, constraint=rule)
     sequence.token_ids += output
     sequence.drafts = tuple(drafts)
-    free = Request.start([4], sampled(), max_context_tokens=512, eos_token_id=EOS, tokenizer=None)
+    free = Request.start([4], sampled(), max_context_tokens=512, eos_token_id=EOS)
     pieces = [Piece(free, 0, 0, 1, True), Piece(sequence, 1, 17, 1 + len(drafts), True, len(drafts))]
     masks = make_masks(pieces, MTP.vocab_size)
     assert masks.is_masked[0] == 0

@@ -87,7 +87,7 @@ def test_the_bits_without_drafts(kind, count, drafts, limits, use_graphs):
     buckets = decode_buckets(min(count, 64) * (1 + most))
     runner = Runner(llm.model, llm.cache, buckets=buckets, use_graphs=use_graphs, drafting=drafting)
     runner.warm_up()
-    llm.engine = Engine(llm.model, llm.cache, None, runner=runner, drafts=choice)
+    llm.engine = Engine(llm.model, llm.cache, runner=runner, drafts=choice)
     prompts, params = requests(count)
     assert run(llm, prompts, params, each) == plain
     llm.engine.check_integrity()

@@ -206,7 +206,7 @@ def serve(params, requests, overlap=False, **options):
     model = Transformer(SMALL, params, torch.bfloat16)
     cache = make_cache(model)
     runner = make_runner(model, cache, **options)
-    engine = Engine(model, cache, None, runner=runner, overlap=overlap)
+    engine = Engine(model, cache, runner=runner, overlap=overlap)
     sequences = [engine.prepare(prompt, asked, rule() if rule else None) for prompt, asked, rule in requests]
     for sequence in sequences:
         engine.submit(sequence)

@@ -87,7 +87,7 @@ def scheduler_of(books=None, **limits):
 def make_sequence(prompt_len, max_tokens, **params):
     return Request.start(
         [1] * prompt_len, SamplingParams(max_tokens=max_tokens, **params), max_context_tokens=4096,
-        eos_token_id=EOS, tokenizer=None,
+        eos_token_id=EOS,
     )  # fmt: skip
 
 
