@@ -1,9 +1,10 @@
-"""Host cost of a decode step before and after the model: `schedule`, `build`, `commit` and `settle`, for a full batch.
+"""Host time of an engine's step over a model that costs nothing: plan, step inputs, launch, collection and results.
 
-    python benchmarks/bench_scheduler.py [--device cuda]
+    python benchmarks/bench_scheduler.py [--waiting 1000]
 
-Prints microseconds, medians of 200 steps, wall time of one core; `build` holds the cache's own `prepare_forward`. A
-thousand requests wait behind the batch. No model runs: every request draws the same token.
+Prints microseconds of CPU, medians of 200 steps: for batches that only decode, the same with requests that wait, and
+batches of which each request ends after `--length` steps and another begins.
+Every request draws the same token. No kernel runs.
 """
 
 from __future__ import annotations
@@ -15,59 +16,74 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 
+from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
-from dsv4.engine.request import Request
-from dsv4.engine.schedule.scheduler import Scheduler
-from dsv4.engine.step.builder import StepBuilder
+from dsv4.engine.engine import Engine
+from dsv4.engine.run.bucket import Draws, Forwarded
+from dsv4.engine.run.runner import Runner
+from dsv4.loader.synth import random_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops.sampling import SamplingRows
 from dsv4.request import SamplingParams
 
-NUM_STEPS, NUM_WAITING, PROMPT_LEN, TOKEN = 200, 1000, 200, 7
+NUM_STEPS, PROMPT_LEN, TOKEN = 200, 20, 7
 
 
-def bench(num_requests: int, device: str) -> dict[str, float]:
-    """Median microseconds of each part of a decode step of `num_requests` requests."""
+class FreeRunner(Runner):
+    """Computes nothing; every row draws the same token."""
+
+    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        nothing = torch.empty(0)
+        return Forwarded(nothing, nothing, ())
+
+    def draw(self, forwarded: Forwarded, rows: SamplingRows, num_top: int | None = None) -> Draws:
+        return Draws(torch.full_like(rows.slots, TOKEN))
+
+
+def make_engine(num_requests: int, *, overlap: bool = True) -> Engine:
+    """An engine of `num_requests` slots over a tiny model that never runs."""
     config = ModelConfig.tiny()
-    limits = EngineConfig(max_context_tokens=1024, max_concurrent_requests=num_requests, max_chunk_tokens=8192)
-    cache = KVCacheManager(config, build_schedule(config), limits, device=device, plain_dtype=None)
-    scheduler = Scheduler(cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=limits.max_chunk_tokens)
-    builder = StepBuilder(cache)
-    params = SamplingParams(max_tokens=800, ignore_eos=True)
-    for _ in range(num_requests + NUM_WAITING):
-        scheduler.add(Request.start([TOKEN] * PROMPT_LEN, params, max_context_tokens=1024, eos_token_id=0))
-    times: dict[str, list[float]] = {"schedule": [], "build": [], "commit": []}
-    while scheduler.num_steps < NUM_STEPS + 20:
-        marks = [time.perf_counter()]
-        plan = scheduler.schedule()
-        marks.append(time.perf_counter())
-        step = builder.build(plan)
-        marks.append(time.perf_counter())
-        if device == "cuda":
-            torch.cuda.synchronize()
-        marks.append(time.perf_counter())
-        scheduler.commit(plan)
-        for request in step.drawing:
-            request.append(TOKEN, None)
-            scheduler.settle(request)
-        end = time.perf_counter()
-        if len(plan.pieces) == plan.num_tokens == num_requests:
-            for name, seconds in zip(times, (marks[1] - marks[0], marks[2] - marks[1], end - marks[3]), strict=True):
-                times[name].append(seconds)
-    return {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
+    limits = EngineConfig(
+        max_context_tokens=2048, max_concurrent_requests=num_requests, max_chunk_tokens=8192, prefix_cache_bytes=0,
+        num_blocks=num_requests * 8,
+    )  # fmt: skip
+    cache = KVCacheManager(config, build_schedule(config), limits, device="cpu", plain_dtype=None)
+    model = Transformer(config, random_params(config), torch.bfloat16)
+    return Engine(model, cache, runner=FreeRunner(model, cache, buckets=(), use_graphs=False), overlap=overlap)
+
+
+def bench(num_requests: int, num_waiting: int, length: int | None) -> float:
+    """Median microseconds of a step. `length`: tokens of an answer, so that requests come and go; None: none ends."""
+    engine = make_engine(num_requests)
+    for place in range(num_requests + num_waiting):
+        tokens = 900 if length is None else 1 + place % length if place < num_requests else length
+        engine.add([TOKEN] * PROMPT_LEN, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    seconds = []
+    for _ in range(NUM_STEPS + 20):
+        started = time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - started)
+    return 1e6 * statistics.median(seconds[20:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    device = parser.parse_args().device
-    print(f"{'requests':>8} {'schedule':>10} {'build':>10} {'commit':>10}   microseconds, {device}")
-    for num_requests in (1, 16, 64, 256):
-        row = bench(num_requests, device)
-        print(f"{num_requests:>8} {row['schedule']:>10.1f} {row['build']:>10.1f} {row['commit']:>10.1f}")
+    parser.add_argument("--waiting", type=int, default=1000, help="requests that wait behind the batch")
+    parser.add_argument("--length", type=int, default=500, help="tokens of an answer where requests come and go")
+    arguments = parser.parse_args()
+    print(f"{'requests':>8} {'decoding':>10} {'they wait':>10} {'come & go':>10}   microseconds of CPU a step")
+    for num_requests in (1, 16, 64, 256, 1024):
+        row = [
+            bench(num_requests, 0, None), bench(num_requests, arguments.waiting, None),
+            bench(num_requests, NUM_STEPS * num_requests // arguments.length + 100, arguments.length),
+        ]  # fmt: skip
+        print(f"{num_requests:>8} " + " ".join(f"{value:>10.1f}" for value in row))
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def measure_first(llm: LLM) -> list[Record]:
         stamps, started = [], time.perf_counter()
         (sequence,) = submit(llm, 1, 40, 12, kind, seed)
         while not sequence.is_done:
-            for _ in llm.engine.step():
+            for _ in llm.engine.step().requests:
                 stamps.append(time.perf_counter() - started)
         finish(llm, [sequence])
         gaps = [after - before for before, after in pairwise(stamps)]

@@ -29,7 +29,7 @@ from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.draft.trace import DraftRound, trace_drafts
-from dsv4.engine.engine import Engine, TokenEvent
+from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
@@ -44,6 +44,7 @@ from dsv4.engine.run.kernel_record import allowed_backend
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.engine.step.constraint import Constraint
+from dsv4.engine.step.tokens import StepTokens
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -340,11 +341,11 @@ class LLM:
         """One step of the engine, for all requests that run, whoever started them. Several threads may take turns."""
         with self._lock:
             try:
-                events = self.engine.step() if self.engine.has_work else []
+                tokens = self.engine.step() if self.engine.has_work else StepTokens()
             except BaseException:
                 self._deliver(self.engine.take_results())
                 raise
-            self._deliver(events)
+            self._deliver(tokens)
 
     def abort(self, request: Request) -> None:
         """End a request that `start` queued and free what it holds; one that is over is left as it is."""
@@ -368,16 +369,21 @@ class LLM:
         self.engine.submit(request)
         self._outputs[request] = output
 
-    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+    def _deliver(self, tokens: StepTokens) -> None:
         """What a step drew becomes text; requests that are over are forgotten."""
-        for request, token_id, logprobs, finish_reason in events:
+        last = tokens.last_tokens()
+        ended = [*tokens.ended]
+        for place, (request, token_id) in enumerate(zip(tokens.requests, tokens.token_ids.tolist(), strict=True)):
             output = self._outputs.get(request)
             if output is not None and not output.is_done:
-                output.take(token_id, logprobs, finish_reason)
-                if output.finish_reason is not None and finish_reason is None:
+                output.take(token_id, tokens.logprobs.get(place), last.get(place))
+                if output.finish_reason is not None and place not in last:
                     self.engine.finish(request)
-        for request in [one for one in self._outputs if one.is_done]:
-            output = self._outputs.pop(request)
+                    ended.append(request)
+        for request in ended:
+            output = self._outputs.pop(request, None)
+            if output is None:
+                continue
             output.num_cached_tokens = request.num_cached_tokens
             output.prompt_logprobs = request.prompt_logprobs
             if not output.is_done:

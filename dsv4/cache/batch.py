@@ -28,21 +28,24 @@ class Chunk(NamedTuple):
 
 
 def columns_of(
-    slots: ArrayLike, starts: ArrayLike, lengths: ArrayLike, token_ids: Sequence[int], pad_to: int = 0
+    slots: ArrayLike, starts: ArrayLike, lengths: ArrayLike, token_ids: ArrayLike, pad_to: int = 0
 ) -> NDArray[np.int64]:
     """The numbers of a batch, [5, T] in the order of `COLUMNS`: chunks of `lengths` tokens side by side, then padding
     (slot -1, all else 0) up to `pad_to` tokens. `token_ids` are those of all chunks."""
-    slots, starts, lengths = (np.asarray(values, dtype=np.int64) for values in (slots, starts, lengths))
+    given = (slots, starts, lengths, token_ids)
+    slots, starts, lengths, token_ids = (np.asarray(values, dtype=np.int64) for values in given)
     num_tokens = len(token_ids)
     columns = np.zeros((len(COLUMNS), max(num_tokens, pad_to)), dtype=np.int64)
     columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
-    columns[:, :num_tokens] = (
-        token_ids,
-        np.arange(num_tokens) + np.repeat(starts + lengths - np.cumsum(lengths), lengths),
-        np.repeat(slots, lengths),
-        np.repeat(starts, lengths),
-        np.repeat(starts + lengths, lengths),
-    )
+    columns[0, :num_tokens] = token_ids
+    if num_tokens == len(slots):  # a token each
+        columns[1, :num_tokens], columns[2, :num_tokens] = starts, slots
+        columns[3, :num_tokens], columns[4, :num_tokens] = starts, starts + 1
+        return columns
+    columns[1, :num_tokens] = np.arange(num_tokens) + np.repeat(starts + lengths - np.cumsum(lengths), lengths)
+    columns[2, :num_tokens] = np.repeat(slots, lengths)
+    columns[3, :num_tokens] = np.repeat(starts, lengths)
+    columns[4, :num_tokens] = np.repeat(starts + lengths, lengths)
     return columns
 
 

@@ -15,6 +15,9 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.errors import (
     BlockTableOverflow,
@@ -33,6 +36,8 @@ from dsv4.cache.prefix.cache import NO_STOP, LowerTiers, Match, PrefixCache, Sna
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import CacheSchema, blocks_at_position
 from dsv4.config import BLOCK_TOKENS, EngineConfig
+
+Numbers = NDArray[np.int64]
 
 
 class CacheLedger:
@@ -55,9 +60,10 @@ class CacheLedger:
             )  # fmt: skip
         num_slots = schema.num_slots
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
-        self._positions = [0] * num_slots
-        self._highest = [0] * num_slots  # position after the last token ever written: what the rings have overwritten
-        self._max_tokens = [0] * num_slots  # 0 marks a free slot
+        self._positions = np.zeros(num_slots, dtype=np.int64)
+        self._highest = np.zeros(num_slots, dtype=np.int64)  # after the last token ever written: overwritten in rings
+        self._max_tokens = np.zeros(num_slots, dtype=np.int64)  # 0 marks a free slot
+        self._marks = np.zeros(num_slots, dtype=np.int64)  # of one check
         self._free_slots = list(range(num_slots))  # a heap
 
     @property
@@ -72,7 +78,7 @@ class CacheLedger:
     def position(self, slot: int) -> int:
         """Tokens the request has processed; its next token has this position."""
         self._check_admitted(slot)
-        return self._positions[slot]
+        return int(self._positions[slot])
 
     # ---- the life of a request ----
 
@@ -80,15 +86,22 @@ class CacheLedger:
         """What the prefix cache knows the request's tokens by; None where it is off. `token_ids` may grow."""
         return None if self.prefix is None else ChainKeys(token_ids, salt, self.fingerprint)
 
-    def match(self, chain: ChainKeys | None) -> Match:
-        """What a request admitted now would start from. Changes nothing."""
-        return Match() if self.prefix is None or chain is None else self.prefix.match(chain, self._positions)
+    def match(self, chain: ChainKeys | None, num_below: int | None = None) -> Match:
+        """What a request admitted now would start from. Changes nothing. `num_below`: see `PrefixCache.match`."""
+        if self.prefix is None or chain is None:
+            return Match()
+        return self.prefix.match(chain, self._positions, num_below)
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None, num_below: int | None = None) -> int:
+    def wait_for_files(self, seconds: float) -> None:
+        """Until the files that `match` counts on have been read, or so long."""
+        if self.prefix is not None and self.prefix.tiers is not None:
+            self.prefix.tiers.wait(seconds)
+
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int:
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
-        With a `chain` it takes over the longest prefix there is: see its `position`. `num_below`: see
-        `PrefixCache.begin`. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
+        With a `chain` it takes over the longest prefix there is: see its `position`; what `match` said of it, if that
+        was a moment ago. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
         `NoFreeSlot` may pass.
         """
         if max_tokens < 1:
@@ -108,7 +121,7 @@ class CacheLedger:
         self._max_tokens[slot] = max_tokens
         self._reset_slot(slot)
         if self.prefix is not None and chain is not None:
-            self._start_from(slot, self.prefix.begin(slot, chain, num_below))
+            self._start_from(slot, self.prefix.begin(slot, chain, self.match(chain) if match is None else match))
         return slot
 
     def _start_from(self, slot: int, blocks: list[int]) -> None:
@@ -118,41 +131,50 @@ class CacheLedger:
             self._positions[slot] = self._highest[slot] = len(blocks) * BLOCK_TOKENS
             self._write_row(slot)
 
-    def prepare_forward(
-        self, slots: Sequence[int], positions_before: Sequence[int], num_new_tokens: Sequence[int]
-    ) -> None:
+    def prepare_forward(self, slots: ArrayLike, positions_before: ArrayLike, num_new_tokens: ArrayLike) -> None:
         """Move each request `num_new_tokens` on from `positions_before` and give it the blocks the call writes into.
 
         All of the requests or none: `OutOfBlocks` (and every named error for what does not continue exactly) leaves
         positions, blocks and table as they were.
         """
-        if not len(slots) == len(positions_before) == len(num_new_tokens):
-            raise CacheError(
-                f"{len(slots)} slots, {len(positions_before)} positions and {len(num_new_tokens)} token counts differ"
-            )
-        if len(set(slots)) != len(slots):
-            twice = [slot for slot, count in Counter(slots).items() if count > 1]
-            raise DuplicateSlot(f"slots {twice} appear more than once in one forward call")
-        num_new_blocks = []  # per request
-        for slot, before, num_new in zip(slots, positions_before, num_new_tokens, strict=True):
-            self._check_continues(slot, before, num_new)
-            num_new_blocks.append(blocks_at_position(before + num_new) - len(self._blocks[slot]))
-        fresh = self._acquire(sum(num_new_blocks))
-
+        given = (slots, positions_before, num_new_tokens)
+        slots, before, num_new = (np.asarray(values, dtype=np.int64) for values in given)
+        self._check_call(slots, before, num_new)
+        ends = before + num_new
+        num_blocks = blocks_at_position(ends) - blocks_at_position(before)
+        num_needed = int(num_blocks.sum())
+        fresh = self._acquire(num_needed) if num_needed else []
+        self._positions[slots] = ends
+        self._highest[slots] = np.maximum(self._highest[slots], ends)
+        if not fresh:
+            return
         taken = 0
-        given: list[tuple[int, int, list[int]]] = []  # slot, place of the first new block, new blocks
-        for slot, num_new, num_blocks in zip(slots, num_new_tokens, num_new_blocks, strict=True):
-            position = self._positions[slot] + num_new
-            self._positions[slot] = position
-            if position > self._highest[slot]:
-                self._highest[slot] = position
-            if num_blocks:
-                blocks = fresh[taken : taken + num_blocks]
-                given.append((slot, len(self._blocks[slot]), blocks))
-                self._blocks[slot] += blocks
-                taken += num_blocks
-        if given:
-            self._give_blocks(given)
+        gained: list[tuple[int, int, list[int]]] = []  # slot, place of the first new block, new blocks
+        for place in np.flatnonzero(num_blocks).tolist():
+            slot, count = int(slots[place]), int(num_blocks[place])
+            blocks = fresh[taken : taken + count]
+            gained.append((slot, len(self._blocks[slot]), blocks))
+            self._blocks[slot] += blocks
+            taken += count
+        self._give_blocks(gained)
+
+    def _check_call(self, slots: Numbers, before: Numbers, num_new: Numbers) -> None:
+        """A named error unless every request continues where it stands, within what it was admitted for."""
+        if not len(slots) == len(before) == len(num_new):
+            raise CacheError(f"{len(slots)} slots, {len(before)} positions and {len(num_new)} token counts differ")
+        places = np.arange(len(slots))
+        if ((slots >= 0) & (slots < len(self._marks))).all():
+            self._marks[slots] = places  # the last of equal slots leaves its mark
+            is_right = (self._marks[slots] == places) & (self._max_tokens[slots] > 0)
+            is_right &= (before == self._positions[slots]) & (num_new >= 1)
+            if (is_right & (before + num_new <= self._max_tokens[slots])).all():
+                return
+        twice = [slot for slot, count in Counter(slots.tolist()).items() if count > 1]
+        if twice:
+            raise DuplicateSlot(f"slots {twice} appear more than once in one forward call")
+        for slot, start, count in zip(slots.tolist(), before.tolist(), num_new.tolist(), strict=True):
+            self._check_continues(slot, start, count)
+        raise AssertionError("a call that is wrong as a whole has a request that is wrong")
 
     def _acquire(self, num_blocks: int) -> list[int]:
         if num_blocks > self.num_free_blocks:
@@ -163,7 +185,7 @@ class CacheLedger:
 
     def next_stop(self, slot: int) -> int:
         """Where the request's next piece must end at the latest: a snapshot is wanted there."""
-        return NO_STOP if self.prefix is None else self.prefix.next_stop(slot, self._positions[slot])
+        return NO_STOP if self.prefix is None else self.prefix.next_stop(slot, int(self._positions[slot]))
 
     def stop_at(self, slot: int, position: int) -> None:
         """Make a stop of a running request, for one that waits for this prefix."""
@@ -177,7 +199,7 @@ class CacheLedger:
         """
         if self.prefix is not None:
             before = list(self._blocks[slot])
-            self.prefix.launched(slot, self._positions[slot], self._blocks[slot])
+            self.prefix.launched(slot, int(self._positions[slot]), self._blocks[slot])
             if self._blocks[slot] != before:  # a prefix that was known already: the same rows, kept once
                 self._write_row(slot)
 
@@ -202,12 +224,12 @@ class CacheLedger:
         the highest position written, not from the current one.
         """
         self._check_admitted(slot)
-        current, slack = self._positions[slot], self.schema.max_draft_tokens
+        current, slack = int(self._positions[slot]), self.schema.max_draft_tokens
         if not 0 <= position <= current:
             raise RewindTooFar(f"slot {slot} is at position {current}; it cannot be rewound to {position}")
         if position == current:
             return
-        distance = self._highest[slot] - position
+        distance = int(self._highest[slot]) - position
         if distance > slack:
             raise RewindTooFar(
                 f"slot {slot} has written up to position {self._highest[slot]}; rewinding to {position} is "
@@ -280,8 +302,8 @@ class CacheLedger:
         free = sorted(self._free_slots)
         expected_free = [slot for slot, max_tokens in enumerate(self._max_tokens) if max_tokens == 0]
         require_integrity(free == expected_free, f"free slots are {free}, expected {expected_free}")
-        for slot, position in enumerate(self._positions):
-            highest, max_tokens = self._highest[slot], self._max_tokens[slot]
+        standing = zip(self._positions.tolist(), self._highest.tolist(), self._max_tokens.tolist(), strict=True)
+        for slot, (position, highest, max_tokens) in enumerate(standing):
             require_integrity(0 <= position <= highest <= max_tokens, f"slot {slot} stands at {position} of {highest}")
             require_integrity(
                 highest - position <= self.schema.max_draft_tokens, f"slot {slot} was rewound beyond its rings"

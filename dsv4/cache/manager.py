@@ -159,7 +159,7 @@ class KVCacheManager(CacheLedger):
         if nodes[-1].snapshot is None:  # it was the one to make room
             self.prefix.tree.give_back(spare)
             return None
-        self._snapshots.save(slot, self._positions[slot], spare)
+        self._snapshots.save(slot, int(self._positions[slot]), spare)
         blocks = [node.block for node in nodes if node.block is not None]
         payload = Payload(self._paged, self._snapshots)
         kept = payload.views(payload.gather(blocks, nodes[-1].snapshot), len(blocks))
@@ -201,8 +201,8 @@ class KVCacheManager(CacheLedger):
         """
         ring_len = self.schema.layers[0].ring_len
         slack = ring_len - self.config.sliding_window
-        limits = torch.tensor(self._highest)[:, None]
-        held = torch.tensor([max_tokens > 0 for max_tokens in self._max_tokens])
+        limits = torch.from_numpy(self._highest)[:, None]
+        held = torch.from_numpy(self._max_tokens > 0)
         for layer in self.schedule:
             ahead = slack if layer.is_mtp else 0
             positions = self.handle(layer.layer_idx).window.positions.cpu()[held]

@@ -15,6 +15,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind, LayerSpec, validate_schedule
@@ -30,8 +34,11 @@ def blocks_for_tokens(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def blocks_at_position(position: int) -> int:
-    """Blocks a request owns once its first `position` tokens are processed.
+_Positions = TypeVar("_Positions", int, NDArray[np.int64])
+
+
+def blocks_at_position(position: _Positions) -> _Positions:
+    """Blocks a request owns once its first `position` tokens are processed; for an array, of each.
 
     A block is needed as soon as its first entry closes, which is the CSA entry of its fourth token; its HCA entry
     closes together with its last CSA entry. So a request at 131 owns one block, at 132 two.

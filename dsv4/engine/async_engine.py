@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine
-from dsv4.engine.engine import TokenEvent as EngineEvent
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.request import Request, RequestAborted
 from dsv4.engine.stats import EngineStats
+from dsv4.engine.step.tokens import StepTokens
 from dsv4.text.output import TextOutput
 
 _LOG = logging.getLogger("dsv4.engine")
@@ -173,7 +173,7 @@ class AsyncEngine:
             _LOG.exception("a forward call in idle time failed")
 
     def _step(self) -> None:
-        results: list[EngineEvent] = []
+        results = StepTokens()
         try:
             results = self.engine.step()
         except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
@@ -191,35 +191,41 @@ class AsyncEngine:
             self._on_step(self._stats)
         self._publish(results, seconds)
 
-    def _publish(self, results: Sequence[EngineEvent], seconds: float) -> None:
+    def _publish(self, tokens: StepTokens, seconds: float) -> None:
         """Events of a step to their streams: the new tokens, then the requests that ended without one."""
         events: dict[RequestStream, list[RequestEvent]] = defaultdict(list)
-        for result in results:
-            request = result.request
+        last, ended = tokens.last_tokens(), [*tokens.ended]
+        for place, (request, token_id) in enumerate(zip(tokens.requests, tokens.token_ids.tolist(), strict=True)):
             stream, choice = self._owners[request]
             output = stream.outputs[choice]
             if output.finish_reason is not None:
                 continue
             output.num_cached_tokens, output.prompt_logprobs = request.num_cached_tokens, request.prompt_logprobs
-            text = output.take(result.token_id, result.logprobs, result.finish_reason)
-            if output.finish_reason is not None:
+            logprobs = tokens.logprobs.get(place)
+            text = output.take(token_id, logprobs, last.get(place))
+            if output.finish_reason is not None and place not in last:
                 self.engine.finish(request)
-            token = TokenEvent(choice, result.token_id, text, result.logprobs, output.finish_reason, seconds)
-            events[stream].append(token)
-        for request in [one for one in self._owners if one.is_done]:
-            stream, choice = self._owners[request]
-            if request.error is not None:
-                events[stream].append(ErrorEvent(choice, request.failure(), seconds))
-            elif request.is_aborted:
-                dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
-                events[stream].append(ErrorEvent(choice, dropped, seconds))
-            elif request.finish_reason is not None and request.draws_nothing:
-                output = stream.outputs[choice]
-                output.finish_reason, output.prompt_logprobs = request.finish_reason, request.prompt_logprobs
-                events[stream].append(EndEvent(choice, request.finish_reason, seconds))
-            self._forget(request)
+                ended.append(request)
+            events[stream].append(TokenEvent(choice, token_id, text, logprobs, output.finish_reason, seconds))
+        for request in ended:
+            if request in self._owners:
+                self._end(request, events, seconds)
         for stream, produced in events.items():
             _deliver(stream, produced)
+
+    def _end(self, request: Request, events: dict[RequestStream, list[RequestEvent]], seconds: float) -> None:
+        """A request that is over, and what its stream hears of it besides tokens."""
+        stream, choice = self._owners[request]
+        if request.error is not None:
+            events[stream].append(ErrorEvent(choice, request.failure(), seconds))
+        elif request.is_aborted:
+            dropped = RequestAborted(f"the forward call of this request failed: {self.last_error}")
+            events[stream].append(ErrorEvent(choice, dropped, seconds))
+        elif request.finish_reason is not None and request.draws_nothing:
+            output = stream.outputs[choice]
+            output.finish_reason, output.prompt_logprobs = request.finish_reason, request.prompt_logprobs
+            events[stream].append(EndEvent(choice, request.finish_reason, seconds))
+        self._forget(request)
 
     def _note_failure(self, error: RankFailed) -> None:
         """Called in any thread, perhaps while nothing runs."""
@@ -235,7 +241,7 @@ class AsyncEngine:
         self.last_error = error
         for request in self._owners:
             self.engine.abort(request)
-        self._publish([], time.perf_counter())
+        self._publish(StepTokens(ended=tuple(self._owners)), time.perf_counter())
         self._on_failure(error)
 
     def _add(self, stream: RequestStream, requests: tuple[Request, ...]) -> None:

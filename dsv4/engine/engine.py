@@ -21,9 +21,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.errors import NoFreeSlot
@@ -40,23 +41,19 @@ from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, kept_rows, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.schedule.rows import RowsOfStep
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.engine.stats import EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
-from dsv4.engine.step.sampler import Undrawable, constraint_failure, make_masks, outcomes
+from dsv4.engine.step.masks import constraint_failure, make_masks
+from dsv4.engine.step.sampler import Drawn, Undrawable, undrawable
+from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.model.transformer import Transformer
-from dsv4.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, check_params, check_prompt
+from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
-
-class TokenEvent(NamedTuple):
-    """One request's new token, and whether it was the last. A step may have several of a request."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason | None
+_FILE_SECONDS = 0.001  # that a step waits for files at most, where nothing can run without them
 
 
 class Engine:
@@ -82,8 +79,9 @@ class Engine:
         self.model = model
         self.cache = cache
         self.scheduler = scheduler or Scheduler(
-            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens
-        )
+            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens,
+            num_rows=0 if drafts is not None else cache.schema.num_slots,
+        )  # fmt: skip
         self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)
         self.observers: list[Callable[[Tensor], None]] = []
         assert drafts is None or self.runner.drafting is not None, "drafts need a runner with a drafter"
@@ -92,7 +90,7 @@ class Engine:
         self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
         # requests of the step collected last, and what the drafter says behind it, where the host has not read that
         self._unread: tuple[list[Request], HostCopy] | None = None
-        self._results: list[TokenEvent] = []  # collected and not returned
+        self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
         self._experts = experts
@@ -181,9 +179,9 @@ class Engine:
         self.submit(request)
         return request
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> StepTokens:
         """Launch the next step, collect the one before it (without overlap, or with drafts: the same one too), and say
-        what was drawn.
+        what was drawn and which requests ended.
 
         A request whose logits are no numbers, whose constraint allows no token, whose deadline has passed or for which
         no block can ever be free fails alone (`Request.error`). If a call itself fails, every request in it is
@@ -203,10 +201,9 @@ class Engine:
             self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
         return self.take_results()
 
-    def take_results(self) -> list[TokenEvent]:
+    def take_results(self) -> StepTokens:
         """What was collected and not yet returned: something only where a step raised."""
-        results, self._results = self._results, []
-        return results
+        return self._results.take()
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
@@ -243,7 +240,7 @@ class Engine:
         try:
             flight = self._forward(plan)
         except BaseException:
-            self.scheduler.discard(plan)
+            self._end_all(plan, lambda: self.scheduler.discard(plan))
             raise
         self.scheduler.commit(plan)
         must_wait = bool(self._flights) and plan.has_rules
@@ -257,12 +254,19 @@ class Engine:
         if self._drafts is not None:
             self._drafts.trim_drafts(self.scheduler.running)
         plan = self.scheduler.schedule(self._clock())
-        if plan.pieces:
+        self._results.ended += plan.failed
+        if plan:
             return plan
         self.scheduler.commit(plan)
-        if self.scheduler.num_waiting and not self._flights:
+        if plan.is_waiting and not self._flights:
+            self._wait_for_files(_FILE_SECONDS)
+        elif self.scheduler.num_waiting and not self._flights:
             raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
         return None
+
+    def _wait_for_files(self, seconds: float) -> None:
+        """Nothing can run before a prefix has been read. No longer than so: callers may have something else."""
+        self.cache.wait_for_files(seconds)
 
     def _forward(self, plan: StepPlan) -> InFlightStep:
         """Launch the forward call."""
@@ -270,14 +274,14 @@ class Engine:
 
     def _num_asked(self, plan: StepPlan) -> int:
         """How many drafts to ask for behind the step."""
-        num_requests = sum(piece.draws for piece in plan.pieces)
-        return self._drafts.how_many(num_requests) if self._drafts is not None and num_requests else 0
+        return self._drafts.how_many(plan.num_drawing) if self._drafts is not None and plan.num_drawing else 0
 
     def _run(self, plan: StepPlan, size: StepSize) -> InFlightStep:
         """Launch the forward call of a plan whose pieces are all this process's."""
         flight = InFlightStep.launch(self.runner, self._builder, plan, size)
         if self.observers and flight.forwarded is not None:
-            flight.experts = HostCopy([torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]])
+            chosen = torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]
+            flight.experts = HostCopy([chosen], self.cache.device)
         return flight
 
     def _draw(self, flight: InFlightStep) -> None:
@@ -285,7 +289,8 @@ class Engine:
         try:
             if flight.plan.has_rules:
                 self._read_drafts()
-            flight.draw(self.runner, make_masks(flight.own.pieces, self.model.config.vocab_size))
+            vocab_size, own = self.model.config.vocab_size, flight.own
+            flight.draw(self.runner, make_masks(own.others, vocab_size, self.cache.device, len(own.rows)))
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)
@@ -303,24 +308,24 @@ class Engine:
             found, elsewhere = flight.drawn.wait(), self._elsewhere(flight)
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
-            own = self._own_offers(flight)
-            requests = flight.step.drawing
-            drawn = outcomes(found[0].tolist(), found[1:], requests, flight.stuck) if requests else []
+            own, drawn = self._own_offers(flight), flight.outcomes(found)
             if flight.experts is not None and self.observers:
                 chosen = flight.experts.wait()[0]
-                told = chosen if self._drafts is None else chosen[:, kept_rows(flight.own, drawn)]
+                told = chosen if self._drafts is None else chosen[:, kept_rows(flight.own.others, drawn)]
                 for observer in tuple(self.observers):  # one may remove itself
                     observer(told)
         except BaseException:  # the device failed: nothing that was launched can be trusted
             self._drop_flights()
             raise
         self._flights.popleft()
-        self._settle(flight.plan, [*drawn, *elsewhere.drawn])
+        if flight.own.rows:
+            self._settle_rows(flight.own.rows, found[0].numpy()[: len(flight.own.rows)])
+        self._settle(flight.plan.others, [*drawn, *elsewhere.drawn])
         self._offer(flight.plan, [*own, *elsewhere.offers])
 
     def _own_offers(self, flight: InFlightStep) -> list[Offer]:
         """What the drafter says comes next of the requests that drew here: `UNREAD` if nobody must know it yet."""
-        drawing = [piece.request for piece in flight.own.pieces if piece.draws]
+        drawing = [piece.request for piece in flight.own.others if piece.draws]
         if flight.drafted is None or self._drafts is None or self._drafts.must_read:
             return read_offers(flight.drafted, len(drawing))
         self._unread = drawing, flight.drafted
@@ -341,11 +346,30 @@ class Engine:
         """What happened on other ranks. One rank has no other."""
         return RemoteResults([], [])
 
-    def _settle(self, plan: StepPlan, drawn: Sequence[Outcome]) -> None:
-        """Each request of a step gets what it drew; those that are over leave. `drawn` has an outcome for every piece
-        that draws, and one more for each of its drafts."""
-        for piece, found in by_piece(plan, drawn):
+    def _settle_rows(self, step: RowsOfStep, token_ids: NDArray[np.int64]) -> None:
+        """Each row of a step gets its token; requests that end with it leave."""
+        assert isinstance(self.scheduler, Scheduler), "only requests of one cache have rows"
+        taken = self.scheduler.rows.take(step, token_ids)
+        self._num_output_tokens += len(taken.requests)
+        self._results.add(taken.requests, taken.token_ids)
+        for request in taken.ended:
+            self.scheduler.settle(request)
+        self._results.ended += taken.ended
+        for row in (*taken.left, *taken.invalid):
+            request, token_id = step.requests[row], int(token_ids[row])
+            was_done = request.is_done
+            request.num_unread -= 1
+            self._take(
+                request, Drawn(token_id, None) if token_id >= 0 else undrawable(token_id, len(request.token_ids))
+            )
+            self._let_go(request, was_done)
+
+    def _settle(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:
+        """Each request of these pieces gets what it drew; those that are over leave. `drawn` has an outcome for every
+        piece that draws, and one more for each of its drafts."""
+        for piece, found in by_piece(pieces, drawn):
             request = piece.request
+            was_done = request.is_done
             if found:
                 request.num_unread -= 1
                 num_true = num_accepted(piece, found)
@@ -354,8 +378,14 @@ class Engine:
                     self._keep(piece, num_true, num_taken)
                 request.drafts = ()
             request.end_if_read(piece.end)
-            if request.is_done:
-                self.scheduler.settle(request)
+            self._let_go(request, was_done)
+
+    def _let_go(self, request: Request, was_done: bool) -> None:
+        """A request that is over leaves; if it was not `was_done` before, this is what ended it."""
+        if request.is_done:
+            self.scheduler.settle(request)
+            if not was_done:
+                self._results.ended.append(request)
 
     def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
         """The books of a piece whose first drafts came true, of whose draws the request took so many before its end."""
@@ -368,7 +398,7 @@ class Engine:
         """Each request that drew gets what the drafter says comes next."""
         if not offers or self._drafts is None:
             return
-        drawing = [piece.request for piece in plan.pieces if piece.draws]
+        drawing = [piece.request for piece in plan.others if piece.draws]
         for request, offer in zip(drawing, offers, strict=True):
             if not request.is_done and request.slot is not None:
                 self._drafts.offer(request, offer.drafts, offer.confidences)
@@ -382,7 +412,7 @@ class Engine:
             return True
         request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
-        self._results.append(TokenEvent(request, outcome.token_id, outcome.logprobs, request.finish_reason))
+        self._results.append(request, outcome.token_id, outcome.logprobs)
         if request.finish_reason is None and request.constraint is not None:
             try:
                 request.constraint.accept(outcome.token_id)
@@ -396,5 +426,10 @@ class Engine:
 
     def _drop(self, flight: InFlightStep) -> None:
         """The step failed: its requests are aborted."""
-        for piece in flight.plan.pieces:
-            self.scheduler.abort(piece.request)
+        self._end_all(flight.plan, lambda: [self.scheduler.abort(piece.request) for piece in flight.plan.pieces])
+
+    def _end_all(self, plan: StepPlan, drop: Callable[[], object]) -> None:
+        """`drop` the requests of a plan, and say that they ended."""
+        running = [piece.request for piece in plan.pieces if not piece.request.is_done]
+        drop()
+        self._results.ended += [request for request in running if request.is_done]

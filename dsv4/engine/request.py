@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.tree import ChainKeys
-    from dsv4.engine.step.constraint import Constraint  # imports torch; the scheduler, which uses this module, does not
+    from dsv4.engine.step.constraint import Constraint  # the scheduler imports this module, and no torch
 
 
 UNREAD = -1  # as a draft: there is one, and only the device knows it yet
@@ -45,6 +46,9 @@ class Request:
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
+
+    While the request has a row among `rows`, how far it is stands there: `num_processed`, `num_read` and `num_unread`
+    are read from there.
     """
 
     params: SamplingParams
@@ -53,9 +57,7 @@ class Request:
     max_len: int
     eos_token_id: int
     slot: int | None = None
-    num_processed: int = 0
-    num_unread: int = 0
-    num_read: int = 0
+    rows: DecodeRows | None = None
     num_scored: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
@@ -69,6 +71,9 @@ class Request:
     constraint: Constraint | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    _num_processed: int = field(default=0, init=False)
+    _num_unread: int = field(default=0, init=False)
+    _num_read: int = field(default=0, init=False)
 
     @classmethod
     def start(
@@ -85,6 +90,37 @@ class Request:
             constraint=constraint,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing predicts the first token
         )
+
+    @property
+    def num_processed(self) -> int:
+        return self._num_processed if self.rows is None else int(self.rows.num_processed[self.slot])
+
+    @num_processed.setter
+    def num_processed(self, value: int) -> None:
+        if self.rows is None:
+            self._num_processed = value
+        else:
+            self.rows.num_processed[self.slot] = value
+
+    @property
+    def num_unread(self) -> int:
+        return self._num_unread if self.rows is None else int(self.rows.num_unread[self.slot])
+
+    @num_unread.setter
+    def num_unread(self, value: int) -> None:
+        if self.rows is None:
+            self._num_unread = value
+        else:
+            self.rows.num_unread[self.slot] = value
+
+    @property
+    def num_read(self) -> int:
+        return self._num_read if self.rows is None else self.num_processed  # with a row, it is as far as it ever was
+
+    @num_read.setter
+    def num_read(self, value: int) -> None:
+        assert self.rows is None or value == self.num_processed, "with a row, a request is as far as it ever was"
+        self._num_read = value
 
     @property
     def num_known(self) -> int:
@@ -136,10 +172,21 @@ class Request:
                 found.append(self.eos_token_id)
         return found
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that would be its last, whatever comes before."""
+        stop_ids = self.params.stop_token_ids
+        return stop_ids if self.params.ignore_eos else (self.eos_token_id, *stop_ids)
+
+    @property
+    def can_have_row(self) -> bool:
+        """Whether its next tokens need nothing but to be fed and drawn."""
+        is_plain = self.params.logprobs is None and not self.has_rules and not self.drafts
+        return is_plain and len(self.end_ids) <= MAX_END_IDS
+
     def ends_at(self, token_id: int) -> bool:
         """Whether this token would be its last, whatever comes before."""
-        is_end = token_id == self.eos_token_id and not self.params.ignore_eos
-        return is_end or token_id in self.params.stop_token_ids
+        return token_id in self.end_ids
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take the next token. Sets `finish_reason` when this was the last."""

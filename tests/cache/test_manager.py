@@ -35,7 +35,7 @@ def make_manager(plain_dtype=None, **limits):
 def snapshot(manager):
     """Every byte of every tensor and everything the host remembers."""
     pools = {**manager._paged.pools, **manager._state.pools}
-    host = {name: copy.deepcopy(getattr(manager, name)) for name in HOST_STATE}
+    host = {name: [*map(copy.copy, getattr(manager, name))] for name in HOST_STATE}
     tensors = {name: pool.storage.clone() for name, pool in pools.items()}
     return host, copy.deepcopy(vars(manager._allocator)), {**tensors, "table": manager.block_table.clone()}
 

@@ -6,11 +6,12 @@ import pickle
 import random
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 from engine_cases import SMALL
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request as EngineRequest
+from dsv4.engine.step.constraint import pack_tokens
 from dsv4.request import SamplingParams
 
 # A CSA layer has every kind of state: window, two compressors, paged entries and index keys.
@@ -37,7 +38,7 @@ class Alternating:
         self.num_accepted = 0
 
     def allowed(self):
-        return torch.arange(CONFIG.vocab_size) % 2 == self.num_accepted % 2
+        return pack_tokens(np.arange(CONFIG.vocab_size) % 2 == self.num_accepted % 2)
 
     def accept(self, token_id):
         assert token_id % 2 == self.num_accepted % 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free, encode
 
 from dsv4.engine.request import RequestFailed
-from dsv4.engine.step.constraint import ConstraintError
+from dsv4.engine.step.constraint import ConstraintError, pack_tokens
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -27,10 +27,10 @@ class Spelling:
     def allowed(self):
         if self.place == self.broken_at:
             raise ConstraintError("the rule is broken")
-        mask = torch.zeros(SMALL.vocab_size, dtype=torch.bool)
+        mask = np.zeros(SMALL.vocab_size, dtype=np.bool_)
         if self.place < len(self.ids):
             mask[self.ids[self.place]] = True
-        return mask
+        return pack_tokens(mask)
 
     def accept(self, token_id):
         assert token_id == self.ids[self.place]

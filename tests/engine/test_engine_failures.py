@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from bare import bare
@@ -13,6 +14,7 @@ from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.engine import Engine
 from dsv4.engine.events import ErrorEvent
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.engine.step.constraint import num_words
 from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
 
@@ -42,7 +44,7 @@ class Rule:
     def allowed(self):
         if self.num_accepted == 2 and self._allowed is not None:
             return self._allowed()
-        return torch.ones(SMALL.vocab_size, dtype=torch.bool)
+        return np.full(num_words(SMALL.vocab_size), -1, dtype=np.int32)
 
     def accept(self, token_id):
         self.num_accepted += 1
@@ -62,8 +64,8 @@ def raising(error):
     [
         (lambda: Rule(allowed=raising(KeyError("state"))), "the constraint raised KeyError: 'state'", 2),
         (lambda: Rule(accept=raising(RecursionError("deep"))), "the constraint raised RecursionError: deep", 3),
-        (lambda: Rule(allowed=lambda: torch.ones(7, dtype=torch.bool)), "gave torch.bool [7], not bool [300]", 2),
-        (lambda: Rule(allowed=lambda: torch.ones(300)), "gave torch.float32 [300], not bool [300]", 2),
+        (lambda: Rule(allowed=lambda: np.ones(7, dtype=np.int32)), "gave int32 [7], not int32 [10]", 2),
+        (lambda: Rule(allowed=lambda: np.ones(10, dtype=np.bool_)), "gave bool [10], not int32 [10]", 2),
     ],
 )
 def test_a_rule_that_misbehaves_fails_its_request_alone(make_llm, expected, rule, message, num_output):

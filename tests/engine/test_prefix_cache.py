@@ -9,12 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free
 
 from dsv4.config import EngineConfig
+from dsv4.engine.step.constraint import pack_tokens
 from dsv4.llm import LLM
 from dsv4.loader.synth import write_checkpoint
 from dsv4.request import SamplingParams
@@ -137,9 +139,9 @@ class _Even:
         self.seen = []
 
     def allowed(self):
-        mask = torch.zeros(SMALL.vocab_size, dtype=torch.bool)
+        mask = np.zeros(SMALL.vocab_size, dtype=np.bool_)
         mask[sum(self.seen) % 3 :: 2] = True
-        return mask
+        return pack_tokens(mask)
 
     def accept(self, token_id):
         self.seen.append(token_id)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
-import torch
 
 from dsv4.cache.errors import RequestNeverFits
 from dsv4.dist import control
 from dsv4.dist.errors import ExchangeDamaged, RankFailed, RanksDiverged
 from dsv4.dist.messages import Kind
 from dsv4.engine.request import DeadlinePassed, RequestFailed
-from dsv4.engine.step.constraint import ConstraintError
+from dsv4.engine.step.constraint import ConstraintError, pack_tokens
 from dsv4.request import RequestError, SamplingParams
 
 PROMPT = [5, 6, 7, 8]
@@ -175,9 +175,9 @@ class Rule:
     def allowed(self):
         if len(self.drawn) == self.num_allowed:
             raise ConstraintError("nothing fits any more")
-        mask = torch.zeros(300, dtype=torch.bool)
+        mask = np.zeros(300, dtype=np.bool_)
         mask[40 + 17 * len(self.drawn)] = True
-        return mask
+        return pack_tokens(mask)
 
     def accept(self, token_id):
         self.drawn.append(token_id)

@@ -22,6 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.errors import require_integrity
 from dsv4.cache.prefix.tree import ChainKeys, Node, PrefixTree
@@ -41,12 +44,16 @@ class SnapshotCopies(Protocol):
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache has for a request.
+    """What the cache has for a request. It holds until anything is admitted, launched or released.
 
     position   tokens that need not be fed
     num_busy   blocks of those that running requests hold already
     leaders    slots of running requests that will pass `expected`, up to which they have the same tokens
-    loading    up to where more is being read from disk, or 0; a request that is admitted before waits for it
+    loading    up to where more is being read from disk, or 0; a request that is admitted before does without
+    nodes      of its prefix, as far as they have blocks
+    num_hit    blocks of the longest prefix with a snapshot on the device
+    num_host   and in host memory
+    parting    where its tokens part from those that the cache knows
     """
 
     position: int = 0
@@ -54,6 +61,10 @@ class Match:
     leaders: tuple[int, ...] = ()
     expected: int = 0
     loading: int = 0
+    nodes: Sequence[Node] = ()
+    num_hit: int = 0
+    num_host: int = 0
+    parting: int = 0
 
     @property
     def is_loading(self) -> bool:
@@ -80,29 +91,13 @@ class LowerTiers(Protocol):
 
     def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int: ...
 
-    def wait(self) -> None: ...
+    def wait(self, seconds: float | None = None) -> None: ...
 
     def fetch(self, key: bytes, num_held: int, blocks: Sequence[int], snapshot: int) -> bool: ...
 
     def store(self, node: Node) -> None: ...
 
     def forget(self, key: bytes) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What there is for a chain: nodes with blocks, the last node of all, and blocks of the longest prefix with a
-    snapshot, here and in host memory."""
-
-    nodes: list[Node]
-    last: Node | None
-    num_hit: int
-    num_host: int
-    num_loading: int
-
-    @property
-    def num_blocks(self) -> int:
-        return max(self.num_hit, self.num_host)
 
 
 @dataclass
@@ -138,53 +133,49 @@ class PrefixCache:
 
     # ---- coming ----
 
-    def match(self, chain: ChainKeys, positions: Sequence[int]) -> Match:
+    def match(self, chain: ChainKeys, positions: NDArray[np.int64], num_below: int | None = None) -> Match:
         """The longest prefix that `chain` could start from; `positions` are those of all slots. Takes nothing; where
-        only a file has more, reading it begins."""
-        known = self._known(chain)
-        position, last = known.num_blocks * BLOCK_TOKENS, known.last
-        num_busy = sum(bool(node.holders) for node in known.nodes[: known.num_blocks])
-        if last is None or last.position <= position:
-            return Match(position, num_busy, loading=known.num_loading * BLOCK_TOKENS)
-        leaders = tuple(slot for slot in sorted(last.slots) if positions[slot] < last.position)
-        return Match(position, num_busy, leaders, last.position, known.num_loading * BLOCK_TOKENS)
-
-    def num_here(self, keys: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix that the device has a snapshot of."""
-        return max((node.depth for node in self.tree.walk(keys) if node.snapshot is not None), default=0)
-
-    def _known(self, chain: ChainKeys, num_below: int | None = None) -> _Known:
+        only a file has more, reading it begins. `num_below`: count on so many blocks in host memory, whatever else
+        there may be by now."""
         keys = chain.first(_usable_blocks(chain))
         nodes: list[Node] = []
         last: Node | None = None
-        num_hit = 0
+        num_hit = num_host = num_loading = 0
         for node in self.tree.walk(keys):
             last = node
             if node.block is not None:
                 nodes.append(node)
             if node.snapshot is not None:
                 num_hit = node.depth
-        if self.tiers is None or num_below is not None:
-            return _Known(nodes, last, num_hit, num_below or 0, 0)
-        num_loading = self.tiers.prepare(keys, num_hit)
-        return _Known(nodes, last, num_hit, self.tiers.longest(keys), num_loading)
+        if num_below is not None:
+            num_host = num_below
+        elif self.tiers is not None:
+            num_loading = self.tiers.prepare(keys, num_hit)
+            num_host = self.tiers.longest(keys)
+        num_blocks = max(num_hit, num_host)
+        position, parting = num_blocks * BLOCK_TOKENS, 0 if last is None else last.position
+        leaders: tuple[int, ...] = ()
+        if last is not None and last.position > position:
+            leaders = tuple(slot for slot in sorted(last.slots) if positions[slot] < last.position)
+        return Match(
+            position, sum(bool(node.holders) for node in nodes[:num_blocks]), leaders,
+            parting if parting > position else 0, num_loading * BLOCK_TOKENS, nodes, num_hit, num_host, parting,
+        )  # fmt: skip
 
-    def begin(self, slot: int, chain: ChainKeys, num_below: int | None = None) -> list[int]:
-        """A request starts: the blocks it takes over, which it owns now, and its state up to there in the slot.
+    def num_here(self, keys: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix that the device has a snapshot of."""
+        return max((node.depth for node in self.tree.walk(keys) if node.snapshot is not None), default=0)
 
-        `num_below`: count on so many blocks in host memory, whatever else there may be by now.
-        """
-        known = self._known(chain, num_below)
-        if known.num_loading and self.tiers is not None:
-            self.tiers.wait()
-            known = self._known(chain)
+    def begin(self, slot: int, chain: ChainKeys, match: Match) -> list[int]:
+        """A request starts from what `match` found for it a moment ago: the blocks it takes over, which it owns now,
+        and its state up to there in the slot."""
         nodes = self.tree.enter(slot, chain.first(chain.num_known), None)
         held = self._held[slot] = _Held(chain, nodes, [])
-        blocks = self._fetch(slot, nodes, known) if known.num_host > known.num_hit else []
+        blocks = self._fetch(slot, nodes, match) if match.num_host > match.num_hit else []
         if not blocks:
-            blocks = self.tree.hold(slot, nodes[: known.num_hit])
+            blocks = self.tree.hold(slot, nodes[: match.num_hit])
         start = held.last_saved = len(blocks) * BLOCK_TOKENS
-        held.stops = self._stops(chain, start, 0 if known.last is None else known.last.position)
+        held.stops = self._stops(chain, start, match.parting)
         if _usable_blocks(chain):
             self.stats.num_hits += bool(start)
             self.stats.num_misses += not start
@@ -204,12 +195,12 @@ class PrefixCache:
             self._verify_due -= 1.0
             self.to_verify.append(chain.up_to(position))
 
-    def _fetch(self, slot: int, nodes: Sequence[Node], known: _Known) -> list[int]:
+    def _fetch(self, slot: int, nodes: Sequence[Node], match: Match) -> list[int]:
         """Bring a prefix from host memory into the nodes that a request passes: all its blocks, which the request owns.
         None if there is no room for it."""
         assert self.tiers is not None
-        num_held = min(len(known.nodes), known.num_host)
-        num_new = known.num_host - num_held
+        num_held = min(len(match.nodes), match.num_host)
+        num_new = match.num_host - num_held
         num_idle = sum(not node.holders for node in nodes[:num_held])  # those it takes over cannot make room
         if num_new > self._allocator.num_free + self.tree.num_idle_blocks - num_idle:
             return []
@@ -221,9 +212,9 @@ class PrefixCache:
             return []
         self.tree.make_room(num_new)
         fetched = self._allocator.acquire(num_new)
-        end = nodes[known.num_host - 1]
+        end = nodes[match.num_host - 1]
         is_from_disk = self.tiers.fetch(end.key, num_held, fetched, snapshot)
-        for node, block_id in zip(nodes[num_held : known.num_host], fetched, strict=True):
+        for node, block_id in zip(nodes[num_held : match.num_host], fetched, strict=True):
             self.tree.keep_block(slot, node, block_id)
         self.tree.own_snapshot(end, snapshot, is_rolling=False)
         self.stats.num_disk_hits += is_from_disk

@@ -21,7 +21,7 @@ def launch_drafts(
     if step.fed is None:
         return None
     drafted = runner.draft(forwarded, step.batch, token_ids, step.fed, num_drafts)
-    return None if drafted is None else HostCopy([part for part in drafted if part is not None])
+    return None if drafted is None else HostCopy([part for part in drafted if part is not None], runner.cache.device)
 
 
 def read_offers(drafted: HostCopy | None, num_requests: int) -> list[Offer]:

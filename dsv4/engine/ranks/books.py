@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsv4.cache.ledger import CacheLedger
+from dsv4.cache.prefix.cache import Match
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import CacheSchema
 from dsv4.config import EngineConfig
@@ -81,8 +82,8 @@ class RankBooks(CacheLedger):
         self._chains: dict[int, ChainKeys | None] = {}  # by slot
         self._changes: list[CacheChange] = []
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None, num_below: int | None = None) -> int:
-        slot = super().admit(max_tokens, chain, num_below)
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int:
+        slot = super().admit(max_tokens, chain, match)
         self._chains[slot] = chain
         below = 0 if chain is None or self._tiers is None else self._tiers.last.num_blocks
         known = ((), None) if chain is None else (tuple(chain.token_ids), chain.salt)

@@ -31,7 +31,7 @@ from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed, RanksDiverged
 from dsv4.dist.messages import pack, unpack
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.engine import Engine, TokenEvent
+from dsv4.engine.engine import Engine
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.books import RankBooks
 from dsv4.engine.ranks.scheduler import RankScheduler, RanksPlan, StepSize
@@ -53,7 +53,9 @@ from dsv4.engine.request import Request
 from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.plan import Piece, StepPlan
-from dsv4.engine.step.sampler import Drawn, Masks, Undrawable, make_masks
+from dsv4.engine.step.masks import Masks, make_masks
+from dsv4.engine.step.sampler import Drawn, Undrawable
+from dsv4.engine.step.tokens import StepTokens
 from dsv4.model.attention import SharedWindow
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
@@ -89,7 +91,7 @@ class RankEngine(Engine):
     def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
         self._link.when_failed(tell)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> StepTokens:
         """See `Engine.step`. An interrupt (Ctrl-C) is seen between two steps: in the middle the others would wait."""
         with _interrupts_later():
             try:
@@ -119,6 +121,10 @@ class RankEngine(Engine):
     def _plan(self) -> StepPlan | None:
         self._lookups.forget()
         return super()._plan()
+
+    def _wait_for_files(self, seconds: float) -> None:
+        for books in self._books:
+            books.wait_for_files(seconds)
 
     def _look(self, question: list[int]) -> list[list[int]]:
         """What every other rank says it has below its device."""
@@ -158,7 +164,8 @@ class RankEngine(Engine):
         with self._link.working():
             if flight.plan.has_rules:
                 vocab_size = self.model.config.vocab_size
-                found = [make_masks(part.pieces, vocab_size) for part in flight.plan.shares[1:]]
+                shares, device = flight.plan.shares[1:], self.cache.device
+                found = [make_masks(part.others, vocab_size, device) for part in shares]
                 flight.stuck_elsewhere = [masks.stuck for masks in found]  # these rows draw in vain
                 self._tell(Work.DRAW, encode_masks([_told_masks(masks) for masks in found]))
             super()._draw(flight)
@@ -251,9 +258,9 @@ def _told(piece: Piece) -> RankPiece:
 
 def _told_masks(masks: Masks) -> SentMasks:
     """Of the rows that have one."""
-    if masks.bits is None or masks.is_masked is None:
+    if masks.rows is None or masks.words is None:
         return ()
-    return tuple((row, tuple(masks.bits[row].tolist())) for row in masks.is_masked.nonzero().flatten().tolist())
+    return tuple((row, tuple(words)) for row, words in zip(masks.rows.tolist(), masks.words.tolist(), strict=True))
 
 
 def _take_scores(part: StepPlan, answer: RankAnswer) -> None:

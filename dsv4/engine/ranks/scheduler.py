@@ -149,19 +149,21 @@ class RankScheduler:
     def schedule(self, now: float = 0.0) -> RanksPlan:
         """The next step, to be followed by `commit` or `discard`. Without pieces when nothing can run now."""
         assert self._plan is None, "the last plan is neither committed nor discarded"
-        self._expire(now)
+        late = self._expire(now)
         self._place()
         shares = tuple(share.schedule(now) for share in self.shares)
         pieces = tuple(piece for share in shares for piece in share.pieces)
         preempted = tuple(request for share in shares for request in share.preempted)
-        self._plan = RanksPlan(pieces, preempted, shares)
+        failed = (*late, *(request for share in shares for request in share.failed))
+        is_waiting = any(share.is_waiting for share in shares)
+        self._plan = RanksPlan(pieces, preempted, failed=failed, is_waiting=is_waiting, shares=shares)
         return self._plan
 
     def commit(self, plan: StepPlan) -> None:
         """The plan's forward call is launched on every rank."""
         for share, part in zip(self.shares, self._end(plan).shares, strict=True):
             share.commit(part)
-        self.num_steps += bool(plan.pieces)
+        self.num_steps += bool(plan)
         self._forget()
 
     def keep(self, piece: Piece, num_accepted: int) -> None:
@@ -277,7 +279,7 @@ class RankScheduler:
 
     # ---- coming and going ----
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float) -> list[Request]:
         late = [
             one
             for one in self._queue
@@ -287,6 +289,7 @@ class RankScheduler:
             self._queue.remove(one)
             one.request.error = expire(one.request)
             self._num_failed += 1
+        return [one.request for one in late]
 
     def _end(self, plan: StepPlan) -> RanksPlan:
         assert plan is self._plan, "commit and discard take the plan that was made last"

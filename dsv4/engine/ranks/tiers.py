@@ -74,9 +74,9 @@ class RankTiers:
         self._keys = keys
         return self._lookups.of(self._rank, keys).num_loading
 
-    def wait(self) -> None:
-        while self._lookups.of(self._rank, self._keys, must_wait=True).num_loading:
-            pass
+    def wait(self, seconds: float | None = None) -> None:
+        """As long as the rank waits in one go."""
+        self._lookups.of(self._rank, self._keys, must_wait=True)
 
     def fetch(self, key: bytes, num_held: int, blocks: Sequence[int], snapshot: int) -> bool:
         return self.last.is_from_disk

@@ -41,7 +41,8 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.step.builder import StepBuilder
-from dsv4.engine.step.sampler import Drawn, Masks, Undrawable, outcomes
+from dsv4.engine.step.masks import Masks
+from dsv4.engine.step.sampler import Drawn, Undrawable, outcomes
 from dsv4.model.attention import SharedWindow
 from dsv4.model.transformer import Transformer
 from dsv4.request import TokenLogprobs
@@ -79,7 +80,7 @@ class RankExecutor:
         self.repeat(given.share.changes)
         for opening in given.share.openings:
             self._open(opening)
-        plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces), ())
+        plan = StepPlan(tuple(self._piece(one) for one in given.share.pieces))
         flight = InFlightStep.launch(self.runner, self._builder, plan, given.size)
         flight.number = given.number
         for piece in plan.pieces:
@@ -93,7 +94,7 @@ class RankExecutor:
         if not self._flights or self._flights[-1].drawn is not None:
             raise RanksDiverged("told to draw from a step that was not launched")
         flight = self._flights[-1]
-        flight.draw(self.runner, _masks(masks, len(flight.step.drawing)))
+        flight.draw(self.runner, _masks(masks))
 
     def collect(self) -> tuple[int, RankAnswer]:
         """The number of the oldest step, what its rows drew, and what the drafter expects next."""
@@ -101,9 +102,9 @@ class RankExecutor:
             raise RanksDiverged("asked for a step that was not launched and drawn")
         flight = self._flights.popleft()
         assert flight.drawn is not None
-        found, drawing, pieces = flight.drawn.wait(), flight.step.drawing, flight.plan.pieces
+        found, drawing, pieces = flight.drawn.wait(), flight.step.drawing, flight.plan.others
         results = outcomes(found[0].tolist(), found[1:], drawing, {}) if drawing else []
-        for piece, drawn in by_piece(flight.plan, results):
+        for piece, drawn in by_piece(flight.plan.others, results):
             kept = drawn[: 1 + num_accepted(piece, drawn)]
             piece.request.num_unread -= piece.draws
             piece.request.token_ids += [outcome.token_id for outcome in kept if isinstance(outcome, Drawn)]
@@ -145,7 +146,7 @@ class RankExecutor:
             chain = cache.chain(known, change.salt) if known else None
             if chain is not None and change.num_below:
                 self._check_below(chain, change.num_below)
-            given = cache.admit(change.max_tokens, chain, change.num_below)
+            given = cache.admit(change.max_tokens, chain, cache.match(chain, change.num_below))
             if given != slot or cache.position(given) != change.position:
                 raise RanksDiverged(
                     f"the cache gave slot {given} at token {cache.position(given)} where rank 0's books gave slot "
@@ -191,13 +192,12 @@ class RankExecutor:
         return self._requests[slot]
 
 
-def _masks(sent: SentMasks, num_rows: int) -> Masks:
+def _masks(sent: SentMasks) -> Masks:
     """What rank 0 says the rules of rows that draw allow. Which of them are stuck is its own business."""
     if not sent:
         return Masks()
-    given, nothing = dict(sent), [0] * len(sent[0][1])
-    bits = torch.tensor([given.get(row, nothing) for row in range(num_rows)], dtype=torch.int32)
-    return Masks(bits, torch.tensor([row in given for row in range(num_rows)], dtype=torch.int32))
+    rows, words = zip(*sent, strict=True)
+    return Masks(torch.tensor(rows), torch.tensor(words, dtype=torch.int32))
 
 
 def _drawn_token(outcome: Outcome) -> DrawnToken:

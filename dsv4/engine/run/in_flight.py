@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from dsv4.cache.transfer import HostCopy, to_device
 from dsv4.engine.draft.counts import Offer
 from dsv4.engine.draft.host_copy import launch_drafts
@@ -15,7 +18,8 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome
 from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
-from dsv4.engine.step.sampler import Masks, num_top_for
+from dsv4.engine.step.masks import Masks
+from dsv4.engine.step.sampler import num_top_for, outcomes
 from dsv4.engine.step.scores import Scores
 from dsv4.ops.sampling import SamplingRows
 
@@ -52,32 +56,49 @@ class InFlightStep:
     def launch(cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize) -> InFlightStep:
         """The forward call of a plan whose pieces are all this process's."""
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests)
-        runner.slots.take(plan.pieces)
+        runner.slots.take(plan.others)  # a row was one of these when it was launched first
         forwarded = runner.forward(step.batch, step.draw_rows)
         return cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
 
     def draw(self, runner: Runner, masks: Masks) -> None:
-        """The draw, and the drafter behind it. Whatever its requests drew before is known to them, or does not matter
-        to them."""
+        """The draw, and the drafter behind it. Precondition: earlier tokens of requests with rules have been read."""
         assert self.forwarded is not None
         step, device = self.step, runner.cache.device
         rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
-        if masks.bits is not None and masks.is_masked is not None:
-            bits, is_masked = to_device(masks.bits, device), to_device(masks.is_masked, device)
-            rows = replace(rows, mask=bits, is_masked=is_masked)
-        num_top = num_top_for([request.params.logprobs for request in step.drawing])
+        if masks.rows is not None and masks.words is not None:
+            rows = replace(rows, **_masks_of_rows(len(step.drawing), masks.rows, masks.words, device))
+        num_top = num_top_for([piece.request.params.logprobs for piece in self.own.others if piece.draws])
         drawn = runner.draw(self.forwarded, rows, num_top) if step.drawing else None
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it
-        self.drawn = HostCopy([] if drawn is None else [drawn.token_ids, *drawn.logprobs])
+        self.drawn = HostCopy([] if drawn is None else [drawn.token_ids, *drawn.logprobs], device)
         self.drafted = launch_drafts(runner, self.forwarded, step, token_ids, self.num_drafts)
         self.stuck = masks.stuck
         self.forwarded = None  # its memory may be used again
 
+    def outcomes(self, found: Sequence[Tensor]) -> list[Outcome]:
+        """What the pieces besides rows drew here; `found` is what `drawn` brought."""
+        num_rows, requests = len(self.own.rows), self.step.drawing[len(self.own.rows) :]
+        if not requests:
+            return []
+        stuck = {row - num_rows: reason for row, reason in self.stuck.items()}
+        token_ids, *logprobs = (part[num_rows:] for part in found)
+        return outcomes(token_ids.tolist(), logprobs, requests, stuck)
+
     @property
     def is_drafting(self) -> bool:
         """Whether the next step depends on what it drew."""
-        return self.num_drafts > 0 or any(piece.num_drafts for piece in self.plan.pieces)
+        return self.num_drafts > 0 or any(piece.num_drafts for piece in self.plan.others)
+
+
+def _masks_of_rows(num_rows: int, masked: Tensor, words: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """The parts of `SamplingRows` that say what its rows may draw; `masked` [M] of them have a rule."""
+    places = to_device(masked, device)
+    mask = torch.empty((num_rows, words.shape[1]), dtype=torch.int32, device=device)  # read where `is_masked` says so
+    is_masked = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    return {
+        "mask": mask.index_copy_(0, places, to_device(words, device)), "is_masked": is_masked.index_fill_(0, places, 1)
+    }  # fmt: skip
 
 
 class RemoteResults(NamedTuple):

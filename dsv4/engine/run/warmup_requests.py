@@ -6,10 +6,11 @@ counting a prompt, copying a mask), which a GPU loads when they are first used.
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from dsv4.engine.engine import Engine
+from dsv4.engine.step.constraint import Words, num_words
 from dsv4.request import SamplingParams
 
 _NUM_TOKENS = 3
@@ -19,9 +20,9 @@ class _Anything:
     """A rule that allows every token."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._allowed = torch.ones(vocab_size, dtype=torch.bool)
+        self._allowed = np.full(num_words(vocab_size), -1, dtype=np.int32)
 
-    def allowed(self) -> Tensor:
+    def allowed(self) -> Words:
         return self._allowed
 
     def accept(self, token_id: int) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.schedule.plan import Piece
 from dsv4.engine.step.sampler import Drawn, Undrawable
 
 Outcome = Drawn | Undrawable
 
 
-def by_piece(plan: StepPlan, drawn: Iterable[Outcome]) -> Iterator[tuple[Piece, list[Outcome]]]:
+def by_piece(pieces: Sequence[Piece], drawn: Iterable[Outcome]) -> Iterator[tuple[Piece, list[Outcome]]]:
     """Every piece with its outcomes: that of its newest token and of each of its drafts; none if it does not draw."""
     left = iter(drawn)
-    for piece in plan.pieces:
+    for piece in pieces:
         yield piece, [*islice(left, 1 + piece.num_drafts)] if piece.draws else []
 
 
@@ -28,11 +28,11 @@ def num_accepted(piece: Piece, found: Sequence[Outcome]) -> int:
     return count
 
 
-def kept_rows(plan: StepPlan, drawn: Sequence[Outcome]) -> list[int]:
-    """Rows of the step without those of drafts that did not come true."""
+def kept_rows(pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> list[int]:
+    """Rows of these pieces without those of drafts that did not come true."""
     rows: list[int] = []
     first = 0
-    for piece, found in by_piece(plan, drawn):
+    for piece, found in by_piece(pieces, drawn):
         rows += range(first, first + piece.length - piece.num_drafts + num_accepted(piece, found))
         first += piece.length
     return rows

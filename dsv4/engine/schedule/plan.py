@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.engine.request import Request
+from dsv4.engine.schedule.rows import NO_ROWS, RowsOfStep
 
 
 class CacheBooks(Protocol):
@@ -25,7 +26,7 @@ class CacheBooks(Protocol):
 
     def match(self, chain: ChainKeys | None) -> Match: ...
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None) -> int: ...
+    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int: ...
 
     def launched(self, slot: int) -> None: ...
 
@@ -61,17 +62,42 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward call: requests that decode, then those that read prompts. `preempted` lost their slots for it."""
+    """One forward call: rows that decode, then `others`, piece by piece: those that decode before those that read
+    prompts.
 
-    pieces: tuple[Piece, ...]
-    preempted: tuple[Request, ...]
+    preempted   lost their slots for it
+    failed      could not go on, or were not done in time; they have left
+    is_waiting  for a file: nothing can run until it has been read
+    """
 
-    @property
+    others: tuple[Piece, ...] = ()
+    preempted: tuple[Request, ...] = ()
+    rows: RowsOfStep = NO_ROWS
+    failed: tuple[Request, ...] = ()
+    is_waiting: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to run."""
+        return bool(self.rows.requests or self.others)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of it piece by piece, in the order of the batch."""
+        rows = self.rows
+        numbers = zip(rows.requests, rows.slots.tolist(), rows.starts.tolist(), strict=True)
+        return (*(Piece(request, slot, start, 1, True) for request, slot, start in numbers), *self.others)
+
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+        return len(self.rows) + sum(piece.length for piece in self.others)
+
+    @cached_property
+    def num_drawing(self) -> int:
+        """Requests that draw."""
+        return len(self.rows) + sum(piece.draws for piece in self.others)
 
     @cached_property
     def has_rules(self) -> bool:
         """Whether the host must say what may be drawn, which it knows only once the step before is collected. As it was
         when first asked: rules may end with what that step drew."""
-        return any(piece.request.has_rules for piece in self.pieces if piece.draws)
+        return any(piece.request.has_rules for piece in self.others if piece.draws)

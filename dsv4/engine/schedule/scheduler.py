@@ -33,7 +33,10 @@ The cache's books (`CacheBooks`) are changed here and by `prepare_forward`, nowh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
 from dsv4.cache.prefix.cache import Match
@@ -41,17 +44,36 @@ from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import CacheBooks, Piece, StepPlan
+from dsv4.engine.schedule.rows import NO_ROWS, DecodeRows, RowsOfStep
 
 
 @dataclass
 class PlanBuilder:
-    """A plan being made: what is left of the budgets, and what each request gets."""
+    """A plan being made: what is left of the budgets, and what each request gets; one token each of `rows`."""
 
     num_tokens: int
     num_blocks: int
     lengths: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
     first_short: tuple[int, int] | None = None  # first in order that lacked blocks
+    rows: RowsOfStep = NO_ROWS
+    decoding: list[Request] = field(default_factory=list)  # without rows, in order
+    is_waiting: bool = False
+
+    def take_rows(self, rows: RowsOfStep) -> None:
+        """Feed them all: there is enough of everything."""
+        self.rows = rows
+        self.num_tokens -= len(rows)
+        self.num_blocks -= rows.num_new_blocks
+
+    def spread_rows(self) -> None:
+        """Go on request by request: one of those with a row may have to give way."""
+        rows, self.rows = self.rows, NO_ROWS
+        if not rows:
+            return
+        self.lengths.update(dict.fromkeys(rows.requests, 1))
+        self.decoding = sorted((*rows.requests, *self.decoding), key=_order)
 
 
 class Scheduler:
@@ -59,12 +81,15 @@ class Scheduler:
 
     max_batched_tokens  of one forward call, all requests together
     aging_steps         steps of waiting that outweigh one level of priority
+    num_rows            slots of requests that may have a row (rows.py); with 0 every request is planned one by one
 
     A request leaves when `settle` finds it done, by `abort`, or in `schedule` when it can never go on. Not for several
     threads at once.
     """
 
-    def __init__(self, cache: CacheBooks, *, num_blocks: int, max_batched_tokens: int, aging_steps: int = 1024) -> None:
+    def __init__(
+        self, cache: CacheBooks, *, num_blocks: int, max_batched_tokens: int, aging_steps: int = 1024, num_rows: int = 0
+    ) -> None:  # fmt: skip
         for name, value in (("max_batched_tokens", max_batched_tokens), ("aging_steps", aging_steps)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
@@ -74,7 +99,11 @@ class Scheduler:
         self._aging_steps = aging_steps
         self._waiting: list[Request] = []  # by order
         self._running: list[Request] = []  # by order
+        self._singles: list[Request] = []  # those of them without a row
+        self.rows = DecodeRows(num_rows)
+        self._num_of_priority: Counter[int] = Counter()  # running
         self._deadlines: dict[Request, float] = {}
+        self._next_deadline = inf  # none is before
         self._plan: StepPlan | None = None
         self._num_added = 0
         self.num_steps = self.num_prompt_tokens = self.num_recomputed_tokens = 0
@@ -116,45 +145,58 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         if request.params.deadline is not None:
             self._deadlines[request] = now + request.params.deadline
+            self._next_deadline = min(self._next_deadline, self._deadlines[request])
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """The next step, to be followed by `commit` or `discard`. Without pieces when nothing can run now."""
+        """The next step, to be followed by `commit` or `discard`. Without anything to run when nothing can run now."""
         assert self._plan is None, "the last plan is neither committed nor discarded"
-        self._expire(now)
-        draft = PlanBuilder(self.max_batched_tokens, self._cache.num_free_blocks)
-        decoding: list[Request] = []
-        prefilling: list[Request] = []
-        for request in self._running:
-            num_pending = request.num_pending
-            if num_pending:
-                (decoding if num_pending == 1 else prefilling).append(request)
-        for request in decoding:
+        late = self._expire(now)
+        draft = PlanBuilder(self.max_batched_tokens, self._cache.num_free_blocks, failed=late)
+        prefilling = self._sort_out(draft)
+        for request in draft.decoding:
             if draft.num_tokens and not starts_block(request.num_processed) and request.slot is not None:
                 draft.num_tokens -= 1  # as `_feed` would, without its arithmetic: most of a full decode batch
                 draft.lengths[request] = 1
             else:
                 self._feed(draft, request)
-        num_drafts = self._grant_drafts(draft, decoding)
+        num_drafts = self._grant_drafts(draft, draft.decoding)
         for request in prefilling:
             self._admit(draft, ahead_of=_order(request))
             self._feed(draft, request)
         self._admit(draft)
         decodes = [
             _piece(request, length, num_drafts.get(request, 0))
-            for request in decoding
+            for request in draft.decoding
             if (length := draft.lengths.pop(request, 0))
         ]
         others = sorted(draft.lengths, key=lambda request: (request.num_pending > 1, _order(request)))
         prefills = [_piece(request, draft.lengths[request]) for request in others]
-        self._plan = StepPlan((*decodes, *prefills), tuple(draft.preempted))
+        self._plan = StepPlan(
+            (*decodes, *prefills), tuple(draft.preempted), draft.rows, tuple(draft.failed), draft.is_waiting
+        )
         return self._plan
+
+    def _sort_out(self, draft: PlanBuilder) -> list[Request]:
+        """Who decodes; returns the running requests with more to feed. Rows are fed as one if tokens and blocks are
+        enough for all that decode: otherwise it is decided request by request, in order, who goes without."""
+        rows = self.rows.to_feed()
+        decoding, prefilling = _by_pending(self._singles)
+        num_new_blocks = rows.num_new_blocks + sum(starts_block(request.num_processed) for request in decoding)
+        if len(rows) + len(decoding) <= draft.num_tokens and num_new_blocks <= draft.num_blocks:
+            draft.take_rows(rows)
+        elif rows:
+            decoding, prefilling = _by_pending(self._running)
+        draft.decoding = decoding
+        return prefilling
 
     def commit(self, plan: StepPlan) -> None:
         """The plan's forward call is launched: whatever is launched after it finds its tokens in the cache."""
         assert plan is self._plan, "commit takes the plan that was made last"
         self._plan = None
-        self.num_steps += bool(plan.pieces)
-        for piece in plan.pieces:
+        self.num_steps += bool(plan)
+        for slot in self.rows.launched(plan.rows):
+            self._cache.launched(slot)
+        for piece in plan.others:
             request, end = piece.request, piece.end
             if request.slot is None:
                 continue  # aborted meanwhile
@@ -167,6 +209,14 @@ class Scheduler:
                 request.num_read = end
             if not piece.num_drafts and end // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
                 self._cache.launched(piece.slot)
+            if piece.draws and self.rows.has_room and request.rows is None:
+                self._give_row(request)
+
+    def _give_row(self, request: Request) -> None:
+        """A request that decodes is a row from now on, if nothing about it is done one by one."""
+        if request.num_pending and request.can_have_row:
+            self.rows.add(request)
+            del self._singles[bisect_left(self._singles, _order(request), key=_order)]
 
     def keep(self, piece: Piece, num_accepted: int) -> None:
         """So many of the piece's drafts came true; the others were never fed, as far as the books know."""
@@ -192,8 +242,8 @@ class Scheduler:
         """The plan's forward call failed: some layers may have moved on and others not, so its requests are aborted."""
         assert plan is self._plan, "discard takes the plan that was made last"
         self._plan = None
-        for piece in plan.pieces:
-            self._abort(piece.request, keep=False)
+        for request in (*plan.rows.requests, *(piece.request for piece in plan.others)):
+            self._abort(request, keep=False)
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds, at any moment. One that has left, or never came, is left as it is."""
@@ -208,7 +258,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Recompute the truth: order, slots, positions, blocks and counts. Between two steps."""
         require_integrity(self._plan is None, "a plan is under way")
-        for name, queue in (("waiting", self._waiting), ("running", self._running)):
+        queues = {"waiting": self._waiting, "running": self._running, "single": self._singles}
+        for name, queue in queues.items():
             orders = [_order(request) for request in queue]
             require_integrity(orders == sorted(set(orders)), f"the {name} requests are out of order")
             require_integrity(not any(request.is_done for request in queue), f"a {name} request is done")
@@ -221,8 +272,15 @@ class Scheduler:
             require_integrity(position == processed, f"slot {slot} stands at {position}, its request at {processed}")
             is_moving = request.num_pending > 0 or request.num_unread > 0 or request.draws_nothing
             require_integrity(is_moving, f"the request in slot {slot} has nothing to feed")
+        singles = [request for request in self._running if request.rows is None]
+        require_integrity(singles == self._singles, "the requests without rows are others, or out of order")
+        self.rows.check_integrity(self._running)
+        priorities = Counter(request.params.priority for request in self._running)
+        require_integrity(priorities == self._num_of_priority, f"running priorities are {priorities}")
         held, taken = self._cache.blocks_freed_by(slots), self._num_blocks - self._cache.num_free_blocks
         require_integrity(held <= taken, f"running requests hold {held} blocks, the cache says {taken}")
+        earliest = min(self._deadlines.values(), default=inf)
+        require_integrity(self._next_deadline <= earliest, "a deadline is earlier than the next one")
         require_integrity(
             set(self._deadlines) <= {*self._waiting, *self._running}, "the deadline of a request that has left is kept"
         )
@@ -232,10 +290,15 @@ class Scheduler:
 
     # ---- the parts of a plan ----
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float) -> list[Request]:
+        """Those whose deadline has passed: they fail."""
+        if now < self._next_deadline:
+            return []
         late = [request for request, deadline in self._deadlines.items() if now >= deadline]
         for request in late:
             self._fail(request, expire(request))
+        self._next_deadline = min(self._deadlines.values(), default=inf)
+        return late
 
     def _feed(self, draft: PlanBuilder, request: Request) -> None:
         """Give a running request its next piece, as long as the budgets allow, preempting only if it could not move."""
@@ -255,6 +318,7 @@ class Scheduler:
                 f"no cache block is free for token {request.num_processed}: the request holds {held} of "
                 f"{self._num_blocks}, and no other request of this engine holds any",
             )
+            draft.failed.append(request)
             draft.num_blocks += freed
         elif draft.first_short is None or _order(request) < draft.first_short:
             draft.first_short = _order(request)
@@ -288,28 +352,32 @@ class Scheduler:
             if head.num_unread:
                 return  # preempted a moment ago: what it drew last must be known before it is fed again
             match = self._cache.match(head.chain)
-            if self._is_led(head, match):
+            if match.is_loading or self._is_led(head, match):
+                draft.is_waiting = match.is_loading
                 return
             victims = self._victims(draft, head, match)
             if victims is None:
                 return
             for victim in victims:
                 self._preempt(draft, victim)
+            if victims:  # what they held may be gone, or be kept now
+                match = self._cache.match(head.chain)
             num_free = self._cache.num_free_blocks
-            head.slot = self._cache.admit(head.max_len, head.chain)
+            head.slot = self._cache.admit(head.max_len, head.chain, match)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
             if head.num_preemptions == 0:
                 head.num_cached_tokens = head.num_processed
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=_order)
+            insort(self._singles, head, key=_order)
+            self._num_of_priority[head.params.priority] += 1
             _grant(draft, head, self._fitting(head, draft))
 
     def _is_led(self, head: Request, match: Match) -> bool:
-        """Whether a running request ahead of the head of the queue is about to read what it could take over, or a file
-        is, while others have something to do."""
-        if match.is_loading and self._running:
-            return True
+        """Whether a running request ahead of the head of the queue is about to read what it could take over."""
+        if not match.leaders:
+            return False
         ahead = self._running[: bisect_left(self._running, _order(head), key=_order)]
         leader = next((_slot(request) for request in ahead if request.slot in match.leaders), None)
         if leader is not None:
@@ -322,7 +390,9 @@ class Scheduler:
         num_slots = self._cache.num_free_slots
         if num_slots and needed <= 0:
             return []
-        lower = [request for request in self._behind(_order(head)) if request.params.priority < head.params.priority]
+        lower: list[Request] = []
+        if min(self._num_of_priority, default=inf) < head.params.priority:
+            lower = [one for one in self._behind(_order(head)) if one.params.priority < head.params.priority]
         victims = self._fewest(draft, lower, num_blocks=needed)
         if not num_slots and not victims:
             victims = lower[:1]
@@ -347,6 +417,7 @@ class Scheduler:
         """Blocks that preempting running requests would free: those they alone hold, and those promised to them."""
         if not requests:
             return 0
+        draft.spread_rows()
         promised = sum(_new_blocks(request, draft.lengths.get(request, 0)) for request in requests)
         return promised + self._cache.blocks_freed_by([_slot(request) for request in requests])
 
@@ -400,6 +471,12 @@ class Scheduler:
         """Free the slot and the blocks of a running request, and `keep` its prefix for others, or for itself."""
         self._cache.release(_slot(request), keep=keep)
         del self._running[bisect_left(self._running, _order(request), key=_order)]
+        if request.rows is None:
+            del self._singles[bisect_left(self._singles, _order(request), key=_order)]
+        else:
+            self.rows.remove(request)
+        self._num_of_priority[request.params.priority] -= 1
+        self._num_of_priority += Counter()  # without those that nobody has
         request.slot = None
 
     def _fail(self, request: Request, reason: str) -> None:
@@ -426,6 +503,17 @@ def _order(request: Request) -> tuple[int, int]:
 def _slot(request: Request) -> int:
     assert request.slot is not None, "a running request has a slot"
     return request.slot
+
+
+def _by_pending(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Those with one token to feed, and those with more."""
+    decoding: list[Request] = []
+    prefilling: list[Request] = []
+    for request in requests:
+        num_pending = request.num_pending
+        if num_pending:
+            (decoding if num_pending == 1 else prefilling).append(request)
+    return decoding, prefilling
 
 
 def _piece(request: Request, length: int, num_drafts: int = 0) -> Piece:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.transfer import to_device
+from dsv4.cache.transfer import host_buffer, to_device
 from dsv4.engine.draft.round import NO_DRAFT, NO_REQUEST, FedDrafts, draft_code, fill_drafts
 from dsv4.engine.request import UNREAD, Request
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -65,23 +65,31 @@ class StepBuilder:
     def build(self, plan: StepPlan, *, pad_to: int = 0, num_requests: int = 0) -> StepInput:
         """Give the plan's requests the blocks its tokens need, and make the tensors, of at least `pad_to` rows; for the
         drafter, of at least `num_requests` requests."""
-        pieces, most = plan.pieces, 0 if self._draft_table is None else self._draft_table.shape[1]
-        slots, starts = [piece.slot for piece in pieces], [piece.start for piece in pieces]
-        lengths = [piece.length for piece in pieces]
+        rows, others = plan.rows, plan.others
+        most = 0 if self._draft_table is None else self._draft_table.shape[1]
+        slots, starts, lengths = rows.slots, rows.starts, np.ones(len(rows), dtype=np.int64)
+        token_ids, draw_rows = np.full(len(rows), LAST_DRAWN), np.arange(len(rows))
+        drawing, num_draws, steps = rows.requests, lengths, np.zeros_like(starts)
+        if others:
+            slots = np.append(slots, [piece.slot for piece in others])
+            starts = np.append(starts, [piece.start for piece in others])
+            lengths = np.append(lengths, [piece.length for piece in others])
+            token_ids = np.append(token_ids, _tokens_of(others, most))
+            is_drawing = [*[True] * len(rows), *(piece.draws for piece in others)]
+            num_draws = np.append(num_draws, [1 + piece.num_drafts for piece in others if piece.draws]).astype(np.int64)
+            steps = _steps(num_draws)  # [N]
+            draw_rows = np.repeat(np.cumsum(lengths)[is_drawing] - num_draws, num_draws) + steps
+            drawing += tuple(piece.request for piece in others if piece.draws for _ in range(1 + piece.num_drafts))
         self._cache.prepare_forward(slots, starts, lengths)
-        columns = columns_of(slots, starts, lengths, _tokens_of(pieces, most), pad_to)
-        num_draws = np.array([1 + piece.num_drafts for piece in pieces if piece.draws], dtype=np.int64)  # [R]
-        is_drawing = np.array([piece.draws for piece in pieces], dtype=bool)
-        first_rows = np.cumsum(lengths, dtype=np.int64)[is_drawing] - num_draws
-        steps = _steps(num_draws)  # [N]
-        rows = np.repeat(first_rows, num_draws) + steps
-        parts = [columns, rows, columns[_SLOTS, rows], columns[_POSITIONS, rows]]
+        columns = columns_of(slots, starts, lengths, token_ids, pad_to)
+        parts = [columns, draw_rows, columns[_SLOTS, draw_rows], columns[_POSITIONS, draw_rows]]
         if most:
-            parts += _draft_columns(pieces, columns, first_rows, num_draws, steps, most, num_requests)
-        values, draw_rows, draw_slots, draw_positions, *more = self._copy(parts)
+            assert not rows, "an engine that drafts has no rows"
+            first_rows = draw_rows[steps == 0]
+            parts += _draft_columns(others, columns, first_rows, num_draws, steps, most, num_requests)
+        values, device_rows, draw_slots, draw_positions, *more = self._copy(parts)
         batch = TokenBatch.over(values.view(columns.shape), self._cache.block_table)
-        drawing = tuple(piece.request for piece in pieces if piece.draws for _ in range(1 + piece.num_drafts))
-        made = StepInput(batch, draw_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
+        made = StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if not most:
             return made
         draw_drafts, *fed, drafts = more
@@ -92,11 +100,12 @@ class StepBuilder:
     def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
         """The parts on the device, flat, in one copy."""
         starts = np.cumsum([0, *(part.size + part.size % _ALIGNED for part in parts)]).tolist()
-        numbers = np.zeros(starts[-1], dtype=np.int64)
+        buffer = host_buffer((starts[-1],), torch.int64, self._cache.device)
+        numbers: Numbers = buffer.zero_().numpy()
         spans = [slice(start, start + part.size) for start, part in zip(starts, parts, strict=False)]
         for part, span in zip(parts, spans, strict=True):
             numbers[span] = part.reshape(-1)
-        values = to_device(torch.from_numpy(numbers), self._cache.device)
+        values = to_device(buffer, self._cache.device)
         if self._draft_table is not None and numbers.min(initial=0) < LAST_DRAWN:
             values = fill_drafts(values, self._draft_table)
         return [values[span] for span in spans]

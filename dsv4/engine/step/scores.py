@@ -25,8 +25,8 @@ class Scores:
     @classmethod
     def launch(cls, runner: Runner, forwarded: Forwarded, plan: StepPlan) -> Scores:
         made = cls()
-        first_row = 0
-        for piece in plan.pieces:
+        first_row = len(plan.rows)
+        for piece in plan.others:
             if piece.request.params.prompt_logprobs is not None:
                 made._score(runner, forwarded, piece.request, first_row - piece.start, piece.start + piece.length)
             first_row += piece.length
@@ -36,14 +36,14 @@ class Scores:
         """Positions that were not scored before, up to `end`; position p is the batch's row p + `offset`."""
         num_top = num_top_for([request.params.prompt_logprobs])
         assert num_top is not None
-        end = min(end, request.prompt_len - 1)
+        end, device = min(end, request.prompt_len - 1), runner.cache.device
         for start in range(request.num_scored, end, SCORED_ROWS):
             positions = range(start, min(start + SCORED_ROWS, end))
             token_ids = [request.token_ids[position + 1] for position in positions]
             padding = [0] * (SCORED_ROWS - len(positions))
             numbers = torch.tensor([[*(position + offset for position in positions), *padding], [*token_ids, *padding]])
-            rows, ids = to_device(numbers, runner.cache.device).unbind(0)  # [SCORED_ROWS] each
-            self._parts.append((request, token_ids, HostCopy(runner.score(forwarded, rows, ids, num_top))))
+            rows, ids = to_device(numbers, device).unbind(0)  # [SCORED_ROWS] each
+            self._parts.append((request, token_ids, HostCopy(runner.score(forwarded, rows, ids, num_top), device)))
         request.num_scored = max(request.num_scored, end)
 
     def read(self) -> None:

@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import llguidance
-import torch
-from torch import Tensor
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
 
-from dsv4.engine.step.constraint import ConstraintError
+from dsv4.engine.step.constraint import Constraint, ConstraintError, Words, pack_tokens
 from dsv4.http.grammar.check import check_grammar
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
@@ -46,7 +47,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         # ids that stand for no text must never be drawn, whatever the grammar
-        self._has_text = torch.tensor([bool(token) for token in tokens])  # [vocab]
+        self._group = GrammarGroup(pack_tokens(np.array([bool(token) for token in tokens])))
 
     def special(self, marker: str) -> str:
         """A marker of the protocol as a grammar symbol."""
@@ -68,7 +69,7 @@ class GrammarCompiler:
         )
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
-        compiled = CompiledGrammar(lark, matcher, self._has_text)
+        compiled = CompiledGrammar(lark, matcher, self._group)
         if not _can_go_on(compiled.constraint(), opening):
             raise GrammarError("no text follows this rule")
         with self._lock:
@@ -81,43 +82,66 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A grammar at its start; every request takes a copy."""
 
-    def __init__(self, lark: str, matcher: llguidance.LLMatcher, has_text: Tensor) -> None:
+    def __init__(self, lark: str, matcher: llguidance.LLMatcher, group: GrammarGroup) -> None:
         self.lark = lark
         self._matcher = matcher
-        self._has_text = has_text
+        self._group = group
 
     def constraint(self) -> GrammarConstraint:
-        return GrammarConstraint(self._matcher, self._has_text)
+        return GrammarConstraint(self._matcher, self._group)
+
+
+class GrammarGroup:
+    """The constraints of one compiler: their masks are computed together, on several cores, into one array."""
+
+    def __init__(self, has_text: Words) -> None:
+        self._has_text = has_text
+        self._executor = llguidance.LLExecutor()
+
+    @property
+    def num_words(self) -> int:
+        return len(self._has_text)
+
+    def allowed(self, rules: Sequence[Constraint], words: Words) -> dict[int, Exception]:
+        """See `dsv4.engine.step.constraint.ConstraintGroup`."""
+        matchers = [rule.matcher for rule in rules if isinstance(rule, GrammarConstraint)]
+        assert len(matchers) == len(rules), "a group has constraints of one compiler"
+        fill_next_token_bitmask_par(self._executor, [(one, place) for place, one in enumerate(matchers)], words)
+        np.bitwise_and(words, self._has_text, out=words)
+        return {place: _failure(matcher) for place, matcher in enumerate(matchers) if matcher.is_error()}
+
+
+def _failure(matcher: llguidance.LLMatcher) -> ConstraintError:
+    return ConstraintError(f"the grammar cannot go on: {_first_line(matcher.get_error())}")
 
 
 class GrammarConstraint:
     """One request's place in a grammar; implements `dsv4.engine.step.constraint.Constraint`. `start` stays as it is."""
 
-    def __init__(self, start: llguidance.LLMatcher, has_text: Tensor) -> None:
+    def __init__(self, start: llguidance.LLMatcher, group: GrammarGroup) -> None:
         self._start = start
-        self._matcher = start.deep_copy()
+        self.matcher = start.deep_copy()
+        self.group = group
         self._token_ids: list[int] = []
-        self._has_text = has_text
 
-    def allowed(self) -> Tensor:
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [vocab / 8]
-        if self._matcher.is_error():
-            raise ConstraintError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
-        flags = (bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        return flags.flatten()[: len(self._has_text)].bool() & self._has_text
+    def allowed(self) -> Words:
+        words: NDArray[np.int32] = np.empty((1, self.group.num_words), dtype=np.int32)
+        for error in self.group.allowed([self], words).values():
+            raise error
+        return words[0]
 
     def accept(self, token_id: int) -> None:
         self._token_ids.append(token_id)
-        if not self._matcher.consume_token(token_id):
+        if not self.matcher.consume_token(token_id):
             raise ConstraintError(f"the grammar does not allow token {token_id}")
 
     def rollback(self, count: int) -> None:
         del self._token_ids[len(self._token_ids) - count :]
-        matcher = self._matcher
+        matcher = self.matcher
         # a matcher that has failed does not come back, and one at its end does not count an end of sequence
         if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
-            self._matcher = self._start.deep_copy()
-            self._matcher.consume_tokens(self._token_ids)
+            self.matcher = self._start.deep_copy()
+            self.matcher.consume_tokens(self._token_ids)
 
 
 def _can_go_on(constraint: GrammarConstraint, opening: Sequence[int]) -> bool:

@@ -341,8 +341,8 @@ def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[
         while not all(request.is_done for request in requests):
             results = engine.step()
             now = time.perf_counter()
-            for result in results:
-                stamps[id(result.request)].append(now)
+            for request in results.requests:
+                stamps[id(request)].append(now)
     finally:
         for request in requests:
             engine.abort(request)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from dsv4.config import ConfigError
 from dsv4.engine.stats import EngineStats
+from dsv4.engine.step.tokens import StepTokens
 
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 10, 999  # in the vocabulary of every model
 _TIMEOUT_SECONDS = 600.0
@@ -143,7 +144,7 @@ class SteppingEngine(Protocol):
 
     def submit(self, sequence: Any) -> None: ...
 
-    def step(self) -> Sequence[Any]: ...
+    def step(self) -> StepTokens: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -179,11 +180,11 @@ class EngineTarget:
             results = engine.step()
             now = time.perf_counter()
             places = {id(sequence): place for place, sequence in enumerate(sequences)} if results else {}
-            for result in results:
-                timelines[places[id(result.request)]].tokens.append(now)
-                if result.request.finish_reason is not None:
-                    num_ended += 1
-                    on_done()
+            for request in results.requests:
+                timelines[places[id(request)]].tokens.append(now)
+            for _ in results.last_tokens():
+                num_ended += 1
+                on_done()
         wall = time.perf_counter() - started
         self._host_share = 1 - (engine.stats().seconds_waiting - waited) / wall
         for place, timeline in timelines.items():

@@ -16,7 +16,7 @@ from dsv4.engine.draft.counts import ChosenDrafts, FixedDrafts
 from dsv4.engine.draft.options import check_drafts, draft_limits, make_choice
 from dsv4.engine.draft.policy import LEAST_TRIES
 from dsv4.engine.schedule.kept import kept_rows, num_accepted
-from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.schedule.plan import Piece
 from dsv4.engine.step.sampler import Drawn, Undrawable
 from dsv4.request import RequestError
 from dsv4.tools.model_loading import parse_drafts
@@ -102,7 +102,7 @@ def test_which_draws_count():
     ):  # fmt: skip
         assert num_accepted(piece, drawn(*found)) == expected
     reading = Piece(make_sequence(8, 9), 1, 0, 2, False)
-    assert kept_rows(StepPlan((piece, reading), ()), drawn(5, 9, 7, 8)) == [0, 1, 4, 5]
+    assert kept_rows((piece, reading), drawn(5, 9, 7, 8)) == [0, 1, 4, 5]
     assert piece.end == 5
 
 

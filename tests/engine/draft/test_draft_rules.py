@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from draft_cases import MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of
@@ -13,8 +14,8 @@ from draft_cases import MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import Piece
 from dsv4.engine.step import sampler
-from dsv4.engine.step.constraint import ConstraintError
-from dsv4.engine.step.sampler import make_masks
+from dsv4.engine.step.constraint import ConstraintError, has_bit, pack_tokens
+from dsv4.engine.step.masks import make_masks
 from dsv4.request import SamplingParams
 
 EOS = MTP.eos_token_id
@@ -35,9 +36,9 @@ class Sums:
 
     def allowed(self):
         self._fail("allowed", len(self.accepted))
-        found = torch.arange(MTP.vocab_size) % 3 == sum(token // 3 for token in self.accepted) % 3
+        found = np.arange(MTP.vocab_size) % 3 == sum(token // 3 for token in self.accepted) % 3
         found[EOS] = len(self.accepted) >= self.least
-        return found
+        return pack_tokens(found)
 
     def accept(self, token_id):
         self.accepted.append(token_id)
@@ -176,12 +177,11 @@ def masks_of(drafts, params=None, rule=None, output=()):
     sequence.drafts = tuple(drafts)
     free = Request.start([4], sampled(), max_context_tokens=512, eos_token_id=EOS)
     pieces = [Piece(free, 0, 0, 1, True), Piece(sequence, 1, 17, 1 + len(drafts), True, len(drafts))]
-    masks = make_masks(pieces, MTP.vocab_size)
-    assert masks.is_masked[0] == 0
+    masks = make_masks(pieces, MTP.vocab_size, torch.device("cpu"))
+    words = dict(zip(masks.rows.tolist(), masks.words.numpy(), strict=True))
+    assert set(words) <= set(range(1, 2 + len(drafts)))
     rows = [
-        [token for token in range(MTP.vocab_size) if masks.bits[row, token // 32] >> token % 32 & 1]
-        if masks.is_masked[row]
-        else None
+        [token for token in range(MTP.vocab_size) if has_bit(words[row], token)] if row in words else None
         for row in range(1, 2 + len(drafts))
     ]
     return rows, masks.stuck

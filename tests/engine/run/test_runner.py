@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import SMALL
@@ -18,6 +19,7 @@ from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.graphs import RunnerError
 from dsv4.engine.run.runner import Runner, _CompileWatch
+from dsv4.engine.step.constraint import pack_tokens
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
 from dsv4.loader.synth import random_params
@@ -220,7 +222,7 @@ class Even:
     """Allows even tokens."""
 
     def allowed(self):
-        return torch.arange(SMALL.vocab_size) % 2 == 0
+        return pack_tokens(np.arange(SMALL.vocab_size) % 2 == 0)
 
     def accept(self, token_id):
         assert token_id % 2 == 0

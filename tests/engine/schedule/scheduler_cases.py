@@ -46,7 +46,7 @@ class Books:
     def blocks_freed_by(self, slots):
         return sum(len(self._blocks[slot]) for slot in slots)
 
-    def admit(self, max_tokens, chain=None):
+    def admit(self, max_tokens, chain=None, match=None):
         if not self._free_slots:
             raise NoFreeSlot("none")
         slot = self._free_slots.pop(0)

@@ -11,6 +11,7 @@ import re
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, let_it_say, make_llm, start_server
 
+from dsv4.engine.step.constraint import has_bit
 from dsv4.http.grammar.answer import AnswerRules, answer_grammar
 from dsv4.http.grammar.compiler import GrammarCompiler, GrammarError
 from dsv4.http.grammar.structured import ChoiceRule, GrammarRule, JsonRule, RegexRule
@@ -109,10 +110,10 @@ def accepts(compiler, rule, text):
     constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False, content=rule), compiler.special))
     state = constraint.constraint()
     for token_id in TOKENIZER.encode(text):
-        if not state.allowed()[token_id]:
+        if not has_bit(state.allowed(), token_id):
             return False
         state.accept(token_id)
-    return bool(state.allowed()[SERVED.eos_token_id])
+    return has_bit(state.allowed(), SERVED.eos_token_id)
 
 
 @pytest.mark.parametrize(

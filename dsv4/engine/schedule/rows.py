@@ -1,0 +1,212 @@
+"""`DecodeRows`: requests that decode, and ask for nothing that is done one by one, as rows of arrays. No torch.
+
+Such a request is fed the token it drew last and draws one more, in every step until it ends. So what changes are a few
+numbers, kept here by slot; its `Request` reads them from here while it has its row. A step over a thousand of them is
+arithmetic on arrays: a request is touched where it comes, where a block begins, and where it ends.
+
+A row belongs to one stay of a request in its slot: a step that was launched before the request left finds another
+number in `stays`, and leaves the row alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.cache.errors import require_integrity
+from dsv4.config import BLOCK_TOKENS, CSA_RATIO
+from dsv4.request import FinishReason
+
+if TYPE_CHECKING:
+    from dsv4.engine.request import Request  # reads its numbers here
+
+MAX_END_IDS = 8  # of a request with a row
+_NO_ID = -9  # among ids that end a request: equal to nothing that is drawn
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfStep:
+    """The rows that one step feeds, R of them, in the scheduler's order; each is fed one token and draws one.
+
+    requests     the same tuple as in the last step, where they are the same requests
+    token_lists  their `Request.token_ids`
+    slots        [R]
+    stays        [R]  see `DecodeRows`
+    starts       [R]  position of the token that is fed
+    """
+
+    requests: tuple[Request, ...]
+    token_lists: tuple[list[int], ...]
+    slots: Numbers
+    stays: Numbers
+    starts: Numbers
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_new_blocks(self) -> int:
+        """Blocks that the step's tokens need."""
+        return int(np.count_nonzero(self.starts % BLOCK_TOKENS == CSA_RATIO - 1))
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE)
+
+
+@dataclass(frozen=True)
+class RowsTaken:
+    """What became of a step's draws: of the requests that took one, in order, with their tokens, those that ended.
+
+    left     places in the step of requests that had lost their row since it was launched
+    invalid  places of draws that are no tokens; nothing was done with them
+    """
+
+    requests: tuple[Request, ...]
+    token_ids: Numbers
+    ended: Sequence[Request] = ()
+    left: Sequence[int] = ()
+    invalid: Sequence[int] = ()
+
+
+class DecodeRows:
+    """Rows for the requests of `num_slots` slots. `has_room` says whether there are any."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_processed = np.zeros(num_slots, dtype=np.int64)
+        self.num_unread = np.zeros(num_slots, dtype=np.int64)
+        self._max_lens = np.zeros(num_slots, dtype=np.int64)
+        self._end_ids = np.full((num_slots, MAX_END_IDS), _NO_ID, dtype=np.int64)
+        self._stays = np.zeros(num_slots, dtype=np.int64)
+        self._members: list[Request] = []  # by order
+        self._all: RowsOfStep | None = None  # of all members, until one comes or goes; its `starts` are of no use
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._stays) > 0
+
+    # ---- coming and going ----
+
+    def add(self, request: Request) -> None:
+        """The request has a row from now on. Its prompt is read, and a draw of it is launched."""
+        slot, ends = _slot(request), request.end_ids
+        assert len(ends) <= MAX_END_IDS, "a request of many end ids has no row"
+        self.num_processed[slot], self.num_unread[slot] = request.num_processed, request.num_unread
+        self._max_lens[slot] = request.max_len
+        self._end_ids[slot] = [*ends, *[_NO_ID] * (MAX_END_IDS - len(ends))]
+        self._stays[slot] += 1
+        self._members.insert(bisect_left(self._members, _order(request), key=_order), request)
+        self._all = None
+        request.rows = self
+
+    def remove(self, request: Request) -> None:
+        """The request keeps its numbers itself again."""
+        slot = _slot(request)
+        processed, unread = request.num_processed, request.num_unread
+        request.rows = None
+        request.num_processed = request.num_read = processed
+        request.num_unread = unread
+        self._stays[slot] += 1
+        del self._members[bisect_left(self._members, _order(request), key=_order)]
+        self._all = None
+
+    # ---- a step ----
+
+    def to_feed(self) -> RowsOfStep:
+        """The rows that have a token to feed: all but those whose last token is on its way."""
+        if not self._members:
+            return NO_ROWS
+        if self._all is None:
+            slots = np.array([request.slot for request in self._members], dtype=np.int64)
+            lists = tuple([request.token_ids for request in self._members])
+            self._all = RowsOfStep(tuple(self._members), lists, slots, self._stays[slots], slots)
+        every = self._all
+        starts = self.num_processed[every.slots]
+        is_fed = starts + 1 < self._max_lens[every.slots]
+        if is_fed.all():
+            return RowsOfStep(every.requests, every.token_lists, every.slots, every.stays, starts)
+        kept = is_fed.tolist()
+        return RowsOfStep(
+            tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
+            every.slots[is_fed], every.stays[is_fed], starts[is_fed],
+        )  # fmt: skip
+
+    def launched(self, step: RowsOfStep) -> list[int]:
+        """The step is on its way. The slots whose requests have filled a block with it."""
+        slots, ends = step.slots, step.starts + 1
+        is_here = self._stays[slots] == step.stays
+        if not is_here.all():
+            slots, ends = slots[is_here], ends[is_here]
+        self.num_processed[slots] = ends
+        self.num_unread[slots] += 1
+        filled: list[int] = slots[ends % BLOCK_TOKENS == 0].tolist()
+        return filled
+
+    def take(self, step: RowsOfStep, token_ids: Numbers) -> RowsTaken:
+        """Give each request of a step its token, `token_ids` [R], and mark those that end with it. Their rows stay."""
+        requests, lists, slots, tokens = step.requests, step.token_lists, step.slots, token_ids
+        is_here = self._stays[slots] == step.stays
+        is_taken = is_here & (tokens >= 0)
+        left: Sequence[int] = ()
+        invalid: Sequence[int] = ()
+        if not is_taken.all():
+            left, invalid = np.flatnonzero(~is_here).tolist(), np.flatnonzero(is_here & (tokens < 0)).tolist()
+            kept = is_taken.tolist()
+            requests, lists = tuple(compress(requests, kept)), tuple(compress(lists, kept))
+            slots, tokens = slots[is_taken], tokens[is_taken]
+        unread = self.num_unread[slots] - 1
+        self.num_unread[slots] = unread
+        deque(map(list.append, lists, tokens.tolist()), maxlen=0)
+        is_stop = (self._end_ids[slots] == tokens[:, None]).any(axis=1)
+        is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
+        ended = []
+        for place in np.flatnonzero(is_end).tolist():
+            requests[place].finish_reason = FinishReason.STOP if is_stop[place] else FinishReason.LENGTH
+            ended.append(requests[place])
+        return RowsTaken(requests, tokens, ended, left, invalid)
+
+    # ---- checks ----
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """`running` are all requests with a slot, in order: recompute the rows from those that have one."""
+        expected = [request for request in running if request.rows is not None]
+        require_integrity(self._members == expected, "the requests with rows are others, or out of order")
+        for request in expected:
+            slot = _slot(request)
+            num_known = len(request.token_ids) + int(self.num_unread[slot])
+            require_integrity(request.rows is self, f"the request in slot {slot} reads another's rows")
+            is_known = num_known == int(self.num_processed[slot]) + 1
+            require_integrity(is_known, f"the row of slot {slot} stands at {self.num_processed[slot]} of {num_known}")
+            require_integrity(self._max_lens[slot] == request.max_len, f"the row of slot {slot} ends elsewhere")
+            ends = [end for end in self._end_ids[slot].tolist() if end != _NO_ID]
+            require_integrity(ends == list(request.end_ids), f"the row of slot {slot} ends at {ends}")
+        if self._all is not None:
+            found = [(request, slot) for request, slot in zip(self._all.requests, self._all.slots, strict=True)]
+            require_integrity(found == [(one, one.slot) for one in expected], "the rows of a step are out of date")
+            require_integrity(
+                all(tokens is one.token_ids for tokens, one in zip(self._all.token_lists, expected, strict=True))
+                and bool((self._stays[self._all.slots] == self._all.stays).all()),
+                "the rows of a step belong to other stays",
+            )
+
+
+def _order(request: Request) -> tuple[int, int]:
+    assert request.order is not None, "a request with a row was queued"
+    return request.order
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None, "a request with a row has a slot"
+    return request.slot
