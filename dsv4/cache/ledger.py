@@ -80,6 +80,13 @@ class CacheLedger:
         """What the prefix cache knows the request's tokens by; None where it is off. `token_ids` may grow."""
         return None if self.prefix is None else ChainKeys(token_ids, salt, self.fingerprint)
 
+    def start_anew(self, fingerprint: str) -> None:
+        """What is cached was made by other weights: prefixes go by another name from now on. Those known under this
+        name are found again."""
+        self.fingerprint = fingerprint
+        if self.prefix is not None:
+            self.prefix.to_verify.clear()
+
     def match(self, chain: ChainKeys | None) -> Match:
         """What a request admitted now would start from. Changes nothing."""
         return Match() if self.prefix is None or chain is None else self.prefix.match(chain, self._positions)
