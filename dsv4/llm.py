@@ -12,8 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.draft.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
-from dsv4.engine.fingerprint import Identity, identify, run_fingerprint
+from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
@@ -45,6 +46,7 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
+from dsv4.engine.weight_update import WeightsIncomplete, WeightSource, WeightUpdate, open_source
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -217,6 +219,11 @@ class LLM:
         self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
+        self.weight_version = "0"
+        self._backend = backend
+        self._num_updates = 0
+        self._weights_name = ""  # of weights that came from no checkpoint
+        self._incomplete = False
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
         chosen = backend if pool is None else pool.backend
@@ -253,10 +260,11 @@ class LLM:
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
         context = self.model.context
-        return identify(
+        found = identify(
             self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
             device=self.model.params.embed.device,
         )  # fmt: skip
+        return found if self.checkpoint is not None else replace(found, checkpoint=self._weights_name or IN_MEMORY)
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
@@ -282,6 +290,35 @@ class LLM:
         )  # fmt: skip
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
+
+    # ---- weights ----
+
+    def update_weights(self, source: WeightSource, *, version: str | None = None, progress: bool = False) -> str:
+        """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, or named
+        tensors of this process (a mapping or pairs), in the formats that were loaded.
+
+        Captured graphs stay valid, nothing is compiled, and the extra memory is one layer. The bits are those of an
+        engine that starts with these weights. The source is checked before anything changes; no request may run. If
+        copying itself fails, the engine refuses requests (`WeightsIncomplete`) until a whole update follows.
+        """
+        with self._lock:
+            if self.engine.has_work:
+                raise RequestError("weights can be updated only while no request runs or waits")
+            if self._end_ranks is not None:
+                raise RequestError("update_weights needs gpus=1: weights of several ranks cannot be updated yet")
+            update = WeightUpdate(
+                open_source(source, self.config), self.config, self.model.params, self._backend, pool=self.pool,
+                dequantize_to=self.model.context.dtype if self.numerics == "exact" else None,
+            )  # fmt: skip
+            self._incomplete = True
+            self._weights_name = uuid4().hex
+            self.engine.forget_weights(self._weights_name)
+            update.run(progress)
+            self._incomplete = False
+            self._num_updates += 1
+            self.checkpoint = None if update.is_from_memory else update.checkpoint
+            self.weight_version = version if version is not None else str(self._num_updates)
+            return self.weight_version
 
     def close(self) -> None:
         """Finish the prefix cache's files, end the other ranks where there are any. Leaving the process does it too."""
@@ -359,6 +396,8 @@ class LLM:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
             raise RequestError(message, field="stop")
+        if self._incomplete:
+            raise WeightsIncomplete("an update of the weights failed half way; update them again first")
         request = self.engine.prepare(prompt, params, constraint)
         prompt_ids = request.token_ids[: request.prompt_len]
         return request, TextOutput(

@@ -92,6 +92,13 @@ class CacheLedger:
             return Match()
         return self.prefix.match(chain, self._positions, num_below)
 
+    def start_anew(self, fingerprint: str) -> None:
+        """What is cached was made by other weights: prefixes go by another name from now on. Those known under this
+        name are found again."""
+        self.fingerprint = fingerprint
+        if self.prefix is not None:
+            self.prefix.to_verify.clear()
+
     def wait_for_files(self, seconds: float) -> None:
         """Until the files that `match` counts on have been read, or so long."""
         if self.prefix is not None and self.prefix.tiers is not None:

@@ -111,6 +111,13 @@ class Engine:
         """A forward call for nobody: cached prefixes are compared with cold runs (`EngineConfig.verify_hits`)."""
         self._verifier.step()
 
+    def forget_weights(self, name: str) -> None:
+        """The weights are about to change: nothing cached so far may be used after it. `name` is the new ones'. Nothing
+        may run."""
+        assert not self.has_work, "weights change between requests"
+        self._verifier.forget()
+        self.cache.start_anew(name)
+
     @property
     def num_slots(self) -> int:
         """Requests that can run at once."""

@@ -47,6 +47,10 @@ class HitVerifier:
             self._cache.release(self._slot, keep=False)
             self._slot = None
 
+    def forget(self) -> None:
+        """What was begun is not compared: the weights have changed."""
+        self._finish()
+
     def step(self) -> None:
         """One forward call of a cold run, and the comparison after the last one."""
         prefix = self._cache.prefix

@@ -113,7 +113,7 @@ Weight = Tensor | QuantTensor
 class WideWeight:
     """A weight of the oracles that keeps its fp64 operand (formats/exact_sums.py) from its first product on.
 
-    source  the weight as loaded, which must not change any more
+    source  the weight as loaded; after a change of its values, call `forget_operands`
     dtype   what its values are rounded to first
     """
 
@@ -140,6 +140,12 @@ class WideWeight:
     def operand(self) -> Tensor:
         """fp64 [C, R, N]."""
         return weight_operand(dequantize(self.source, self.dtype))
+
+    def forget_operands(self) -> None:
+        """The source has new values; operands are made of them again when they are needed."""
+        self.__dict__.pop("operand", None)
+        self._matrices.clear()
+        self._joined.clear()
 
     def joined_operand(self, others: tuple[WideWeight, ...]) -> Tensor:
         """The operand of this weight's rows and then those of others that always meet the same input: one product.

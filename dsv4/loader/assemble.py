@@ -94,8 +94,8 @@ class ParameterStore:
             lm_head=self._plain("head.weight"),
             layers=[self.block(layer) for layer in schedule[:num_layers]],
             head=self._head(""),
-            mtp=[] if is_dspark else [self._mtp(f"mtp.{i}.", layer) for i, layer in enumerate(drafts)],
-            dspark=self._dspark(drafts) if is_dspark and drafts else None,
+            mtp=[] if is_dspark else [self.mtp(i, layer) for i, layer in enumerate(drafts)],
+            dspark=self.dspark(drafts) if is_dspark and drafts else None,
         )
 
     def block(self, layer: LayerSpec) -> BlockParams:
@@ -171,7 +171,9 @@ class ParameterStore:
             ffn=moe,
         )
 
-    def _mtp(self, prefix: str, layer: LayerSpec) -> MtpParams:
+    def mtp(self, mtp_idx: int, layer: LayerSpec) -> MtpParams:
+        """One MTP block alone."""
+        prefix = f"mtp.{mtp_idx}."
         return MtpParams(
             e_proj=self._weights[f"{prefix}e_proj.weight"],
             h_proj=self._weights[f"{prefix}h_proj.weight"],
@@ -181,7 +183,8 @@ class ParameterStore:
             head=self._head(prefix),
         )
 
-    def _dspark(self, layers: Sequence[LayerSpec]) -> DSparkParams:
+    def dspark(self, layers: Sequence[LayerSpec]) -> DSparkParams:
+        """A DSpark head alone."""
         last = f"mtp.{len(layers) - 1}."
         return DSparkParams(
             main_proj=self._weights["mtp.0.main_proj.weight"],

@@ -22,7 +22,7 @@ from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.resolve import LoadPlan, Source, plan_load
 from dsv4.model.parameters import ModelParams
 
-__all__ = ["CheckpointWarning", "LoadPlan", "load_params", "plan_load"]
+__all__ = ["CheckpointWarning", "LoadPlan", "check_tables", "load_params", "plan_load"]
 
 
 class CheckpointWarning(UserWarning):
@@ -66,6 +66,13 @@ def load_params(
             advance(source.nbytes)
     checkpoint.close()
     return store.build(plan.num_mtp)
+
+
+def check_tables(checkpoint: Checkpoint, plan: LoadPlan, config: ModelConfig) -> None:
+    """`CheckpointError` for a hash table that names an expert the model has not."""
+    for source in plan.sources:
+        if source.tensor.role is Role.TABLE:
+            _check_table(source.data, checkpoint.read(source.data), config.n_routed_experts)
 
 
 def share_bytes(plan: LoadPlan, experts: range) -> int:

@@ -33,13 +33,13 @@ def prepare_params(params: ModelParams, backend: Backend) -> ModelParams:
     """Layer by layer, since there may be no room for a second copy; what is prepared already stays as it is."""
     keep_operands(params, backend.layout.keeps_operands and params.embed.device.type == "cpu")
     for place, block in enumerate(params.layers):
-        params.layers[place] = _prepare_block(block, backend.layout)
+        params.layers[place] = prepare_block(block, backend.layout)
     for place, draft in enumerate(params.mtp):
-        params.mtp[place] = replace(draft, block=_prepare_block(draft.block, backend.layout))
+        params.mtp[place] = replace(draft, block=prepare_block(draft.block, backend.layout))
     if params.dspark is not None:
         blocks = params.dspark.blocks
         for place, block in enumerate(blocks):
-            blocks[place] = _prepare_block(block, backend.layout)
+            blocks[place] = prepare_block(block, backend.layout)
     return params
 
 
@@ -65,7 +65,8 @@ def _products(holder: Any) -> Iterator[tuple[Any, str, AnyWeight]]:
                 yield from _products(part)
 
 
-def _prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
+def prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
+    """One block as the backend wants it."""
     attn, ffn = block.attn, block.ffn
     if layout.bundle is not None:
         attn = _bundle(attn, layout.bundle)

@@ -7,6 +7,7 @@ there. The file itself is mapped, not read into memory of our own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -37,21 +38,29 @@ OffloadExperts = bool | str | int | None  # None or False: no; True or "auto": a
 CPU_BYTES = 139 * GIB  # a CPU has no memory of its own to fill: placed as on an H200
 
 
-class _Home:
-    """Experts on their way into a pool. Layers come in any order, as a file has them."""
+class ExpertsOnTheirWay:
+    """Experts on their way into a pool. Layers come in any order, as a file has them. `layers`: those there are
+    already, whose experts get new weights."""
 
-    def __init__(self, pool: ExpertPool) -> None:
+    def __init__(self, pool: ExpertPool, layers: Iterable[LayerExperts] = ()) -> None:
         self._pool = pool
-        self._layers: dict[int, LayerExperts] = {}
+        self._layers = {layer.layer_idx: layer for layer in layers}
+        self._changed: set[LayerExperts] = set()
 
     def put(self, layer_idx: int, expert_idx: int, weights: ExpertParams) -> None:
         prepared = self._prepare(weights)
         if layer_idx not in self._layers:
             self._layers[layer_idx] = LayerExperts(self._pool, layer_idx, prepared)
         self._layers[layer_idx].put(expert_idx, prepared)
+        self._changed.add(self._layers[layer_idx])
 
     def experts(self, layer_idx: int) -> ExpertParams:
         return cast(ExpertParams, self._layers[layer_idx])
+
+    def forget_copies(self) -> None:
+        """The device's copies of what has new weights at home."""
+        for layer in self._changed:
+            self._pool.forget_copies(layer)
 
     def hand_over(self, num_main: int) -> None:
         """Every layer to the pool. No forward call goes on from the model's last layer to a draft block."""
@@ -76,7 +85,7 @@ def load_offloaded(
     of several ranks: its own experts."""
     own = expert_range(config.n_routed_experts, num_ranks, rank)
     pool = ExpertPool(placement, len(own), config.num_experts_per_tok, backend, device=device, num_ranks=num_ranks)
-    home = _Home(pool)
+    home = ExpertsOnTheirWay(pool)
     params = load_params(
         checkpoint, config, device=device, dequantize_to=dequantize_to, home=home, experts=own, progress=progress
     )  # fmt: skip

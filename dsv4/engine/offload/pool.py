@@ -114,6 +114,13 @@ class LayerExperts:
             else:
                 device_part[self._slot_of[expert_idx]].copy_(source)
 
+    def forget_copies(self) -> None:
+        """Experts that wander have new weights at home: what slots hold of them is old."""
+        for expert, slot in self._recent.items():
+            self._slot_of[expert] = NOT_HERE
+            self._free.append(slot)
+        self._recent.clear()
+
     def slots_for(self, experts: Tensor, num_valid: int | None = None) -> Tensor | None:
         """experts int64 [T, k] on the host -> slots [T, k], once those experts are (or will be) there.
 
@@ -391,6 +398,12 @@ class ExpertPool:
         with self.copying(after=staging.free_events[place]):
             layer.fill_staging(staging.stacks[place], needed)
         return place
+
+    def forget_copies(self, layer: LayerExperts) -> None:
+        """After new weights were put: the next call fetches them. Nothing may run."""
+        layer.forget_copies()
+        for staging in self._staging.values():
+            staging.staged[:] = [None if one is layer else one for one in staging.staged]
 
     # ---- memory and streams ----
 

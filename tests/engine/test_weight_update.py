@@ -1,0 +1,259 @@
+"""New weights in place: the bits of a fresh engine, tensors that stay where they are, nothing of the old weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import SMALL
+from safetensors import safe_open
+
+from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4.engine import weight_update
+from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.weight_update import WeightsIncomplete
+from dsv4.formats.tensors import WideWeight
+from dsv4.loader.header import CheckpointError
+from dsv4.loader.synth import write_checkpoint
+from dsv4.model.assign import assign
+from dsv4.model.prepare import prepare_params
+from dsv4.ops import TRITON
+from dsv4.request import RequestError
+
+CONFIG = replace(SMALL, n_routed_experts=8)
+LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=3, max_chunk_tokens=64)
+PROMPTS = [list(range(3, 43)), [7, 8, 9], [token % 200 for token in range(100, 400)]]
+PARAMS = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True, logprobs=3) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One model with two sets of weights."""
+    root = tmp_path_factory.mktemp("update")
+    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return [answers(LLM(folder, engine=LIMITS)) for folder in folders]
+
+
+def answers(llm):
+    return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
+
+
+def tensors(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            found |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+    return found
+
+
+SETTINGS = {
+    "plain": {},
+    "drafts": {"drafts": 2},
+    "offload": {"offload_experts": 3},
+    "offload and drafts": {"offload_experts": 3, "drafts": 1},
+    "exact": {"numerics": "exact"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_there_and_back(folders, name):
+    """A -> B has the bits of a fresh engine on B, and -> A those of A; no tensor moves."""
+    first, second = folders
+    settings = SETTINGS[name]
+    models = [LLM(folder, engine=LIMITS, **settings) for folder in folders]
+    fresh = [_everything(one) for one in models]
+    assert fresh[0] != fresh[1]
+    llm = LLM(first, engine=LIMITS, **settings)
+    places = [part.data_ptr() for part in tensors_of(_visible(llm))]
+    assert _everything(llm) == fresh[0]
+    for folder, wanted in ((second, fresh[1]), (first, fresh[0]), (second, fresh[1])):
+        llm.update_weights(folder)
+        assert _everything(llm) == wanted
+        llm.engine.check_integrity()
+    assert [part.data_ptr() for part in tensors_of(_visible(llm))] == places
+    assert llm.weight_version == "3"
+
+
+def _everything(llm):
+    return answers(llm), _drafts(llm) if "exact" not in llm.numerics else None
+
+
+def _visible(llm):
+    """Parameters without what stands for offloaded experts, which is no tree."""
+    params = llm.model.params
+    blocks = [*params.layers, *params.draft_blocks]
+    return [params.embed, params.lm_head, params.head, [(one.attn, one.ffn.gate, one.hc_attn) for one in blocks]]
+
+
+def test_from_tensors_of_this_process(folders, expected):
+    llm = LLM(folders[0], engine=LIMITS)
+    identity = llm.identity()
+    assert llm.update_weights(tensors(folders[1]), version="step 7") == "step 7"
+    assert answers(llm) == expected[1]
+    assert llm.identity().checkpoint != identity.checkpoint
+    llm.update_weights(iter(tensors(folders[0]).items()))
+    assert answers(llm) == expected[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["mxfp4", "nvfp4"])
+def test_captured_graphs_read_the_new_weights(tmp_path, experts):
+    """Nothing is captured or compiled again."""
+    folders = [write_checkpoint(tmp_path / name, CONFIG, experts=experts, seed=seed) for seed, name in enumerate("AB")]
+    settings = {"engine": LIMITS, "device": "cuda", "drafts": 2}
+    fresh = [_everything(LLM(folder, **settings)) for folder in folders]
+    llm = LLM(folders[0], **settings)
+    runner = llm.engine.runner
+    captured, compiled = runner.captured, runner.compiled_late
+    for folder, wanted in ((folders[1], fresh[1]), (folders[0], fresh[0])):
+        llm.update_weights({name: tensor.cuda() for name, tensor in tensors(folder).items()})
+        assert _everything(llm) == wanted
+    assert runner.captured == captured
+    assert runner.compiled_late == compiled
+    assert fresh[0] != fresh[1]
+
+
+def test_prefixes_of_old_weights_are_not_used(folders, expected, tmp_path):
+    for limits in (LIMITS, replace(LIMITS, cache_dir=str(tmp_path), cache_host_bytes=1 << 24)):
+        llm = LLM(folders[0], engine=limits)
+        answers(llm)
+        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 256]
+        llm.update_weights(folders[1])
+        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 0]
+        assert answers(llm) == expected[1]
+        llm.close()
+
+
+def test_nothing_changes_unless_everything_fits(folders, expected, tmp_path):
+    llm = LLM(folders[0], engine=LIMITS)
+    good = tensors(folders[1])
+    norm, gate = "layers.1.attn_norm.weight", "layers.2.ffn.gate.weight"
+    table = next(name for name in good if name.endswith("tid2eid"))
+    for wrong, message in (
+        ({name: good[name] for name in good if name != norm}, norm),
+        (good | {"layers.99.attn_norm.weight": good[norm]}, "layers.99"),
+        (good | {norm: good[norm][:-1]}, norm),
+        (good | {norm: "text"}, "expected a tensor"),
+        (good | {gate: good[gate].float()}, "the engine runs bfloat16"),
+        (good | {table: good[table] + 99}, "names expert"),
+        ({name: good[name] for name in good if not name.startswith("mtp.")}, "drafter needs new weights"),
+        ([*good.items(), (norm, good[norm])], "given twice"),
+        (tmp_path / "nothing", "does not exist"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            llm.update_weights(wrong)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folders[1].iterdir():
+        (other / file.name).symlink_to(file)
+    config = json.loads((folders[1] / "config.json").read_text())
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 9.0}))
+    with pytest.raises(CheckpointError, match="another model: its routed_scaling_factor"):
+        llm.update_weights(other)
+    assert answers(llm) == expected[0]
+    assert llm.weight_version == "0"
+
+
+def test_other_formats_are_refused_by_name(folders, tmp_path):
+    other = write_checkpoint(tmp_path / "nvfp4", CONFIG, experts="nvfp4", seed=1)
+    llm = LLM(folders[0], engine=LIMITS, offload_experts=3)
+    with pytest.raises(CheckpointError, match="is nvfp4, the engine runs mxfp4"):
+        llm.update_weights(other)
+
+
+def test_a_running_request_keeps_its_weights(folders):
+    llm = LLM(folders[0], engine=LIMITS)
+    request, _ = llm.start([1, 2, 3], PARAMS[0])
+    with pytest.raises(RequestError, match="while no request runs"):
+        llm.update_weights(folders[1])
+    llm.abort(request)
+    llm.update_weights(folders[1])
+
+
+def test_half_an_update_has_a_name(folders, expected, monkeypatch):
+    llm = LLM(folders[0], engine=LIMITS)
+    original, calls = weight_update.assign, []
+
+    def fails_late(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError("the disk is gone")
+        original(*arguments)
+
+    monkeypatch.setattr(weight_update, "assign", fails_late)
+    with pytest.raises(OSError, match="gone"):
+        llm.update_weights(folders[1])
+    with pytest.raises(WeightsIncomplete, match="failed half way"):
+        llm.generate([1, 2, 3], PARAMS[0])
+    monkeypatch.setattr(weight_update, "assign", original)
+    llm.update_weights(folders[1])
+    assert answers(llm) == expected[1]
+
+
+def test_the_kernels_layout_is_assigned_whole(folders):
+    """Bundles, shuffled experts, output projections: every tensor equals that of a fresh model, at its old place."""
+    live, fresh = (prepare_params(LLM(folder, engine=LIMITS).model.params, TRITON) for folder in folders)
+    places = [part.data_ptr() for part in tensors_of(live.layers)]
+    assert any(map(_differ, tensors_of(live.layers), tensors_of(fresh.layers)))
+    assign(live.layers, fresh.layers)
+    assert not any(map(_differ, tensors_of(live.layers), tensors_of(fresh.layers)))
+    assert [part.data_ptr() for part in tensors_of(live.layers)] == places
+
+
+def _differ(one, other):
+    return not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _one_tensor_is_left_out(live, fresh, name):
+    if name == "layers.1":
+        fresh.attn.q_norm = live.attn.q_norm.clone()
+    assign(live, fresh, name)
+
+
+def _one_tensor_moves(live, fresh, name):
+    assign(live, fresh, name)
+    if name == "layers.1":
+        live.ffn.gate = WideWeight(live.ffn.gate.source.clone(), live.ffn.gate.dtype)
+
+
+def _scales_stay_old(live, fresh, name):
+    if name == "layers.2":
+        fresh.ffn.experts.w1.scale.copy_(live.ffn.experts.w1.source.scale)
+    assign(live, fresh, name)
+
+
+def _the_drafter_stays_old(live, fresh, name):
+    if not name.startswith("mtp"):
+        assign(live, fresh, name)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_one_tensor_is_left_out, _one_tensor_moves, _scales_stay_old, _the_drafter_stays_old]
+)
+def test_planted_mistakes_are_seen(folders, expected, mistake, monkeypatch):
+    """What the tests above compare sees each of these."""
+    llm, fresh = LLM(folders[0], engine=LIMITS, drafts=2), LLM(folders[1], engine=LIMITS, drafts=2)
+    places = [part.data_ptr() for part in tensors_of(_visible(llm))]
+    monkeypatch.setattr(weight_update, "assign", mistake)
+    llm.update_weights(folders[1])
+    is_same = answers(llm) == expected[1] and _drafts(llm) == _drafts(fresh)
+    assert not is_same or [part.data_ptr() for part in tensors_of(_visible(llm))] != places
+
+
+def _drafts(llm):
+    return [(one.drafts, one.logits.tolist()) for one in llm.draft_trace(PROMPTS[0], anchor=5)]
+
+
+def test_operands_made_of_old_weights_are_forgotten(folders, expected, monkeypatch):
+    llm = LLM(folders[0], engine=LIMITS)
+    answers(llm)
+    monkeypatch.setattr(WideWeight, "forget_operands", lambda self: None)
+    llm.update_weights(folders[1])
+    assert answers(llm) != expected[1], "without forgetting, the test above would fail"
