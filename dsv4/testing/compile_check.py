@@ -7,7 +7,10 @@ nothing is written twice, and what is checked is what runs. Every distinct kerne
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
 what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
-    python -m dsv4.testing.compile_check ARCH [MODULE ...]     prints JSON lines; default: all dsv4/testing/cases/*.py
+    python -m dsv4.testing.compile_check ARCH [--only CASE,...] [MODULE ...]     prints JSON lines
+
+MODULE is by default every module of dsv4/testing/cases. With `--only`, those cases are compiled, and as few others as
+launch every kernel with every number of warps.
 
 It runs in a process of its own, because TRITON_INTERPRET must not be set, and because kernels are assembled once, by
 `_assemble`: Triton makes no binary there, and has another cache. `reports()` starts one.
@@ -21,7 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -80,17 +83,23 @@ class CompileFailure:
     error: str
 
 
-def reports(arch: int, modules: list[str] | None = None) -> list[CompileReport | CompileFailure]:
-    """Compile every case of the modules for an architecture, each module in a fresh process, on all cores."""
+def reports(
+    arch: int, modules: list[str] | None = None, *, only: Iterable[str] | None = None
+) -> list[CompileReport | CompileFailure]:  # fmt: skip
+    """Compile the cases of the modules for an architecture, each module in a fresh process, on all cores.
+
+    only: these cases, and as few others as launch every kernel with every number of warps; None compiles every case.
+    """
+    names = None if only is None else tuple(sorted(only))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(partial(_module_reports, arch), modules or case_modules())
+        found = pool.map(partial(_module_reports, arch, names), modules or case_modules())
     return [report for part in found for report in part]
 
 
-def _module_reports(arch: int, module: str) -> list[CompileReport | CompileFailure]:
-    key = _key_of_module(arch, module)
+def _module_reports(arch: int, only: tuple[str, ...] | None, module: str) -> list[CompileReport | CompileFailure]:
+    key = content_key(_key_of_module(arch, module), json.dumps(only))
     kept = CACHE.read(key)
-    lines = _compiled_lines(arch, module) if kept is None else json.loads(kept)
+    lines = _compiled_lines(arch, module, only) if kept is None else json.loads(kept)
     if kept is None and not any("error" in line for line in lines):
         CACHE.write(key, json.dumps(lines))
     return [CompileFailure(**line) if "error" in line else CompileReport(**line) for line in lines]
@@ -114,9 +123,10 @@ def ptxas_version(arch: int) -> str:
     return f"{arch} {get_ptxas(arch).version}"
 
 
-def _compiled_lines(arch: int, module: str) -> list[dict[str, Any]]:
+def _compiled_lines(arch: int, module: str, only: tuple[str, ...] | None) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "dsv4.testing.compile_check", str(arch), module]
+    choice = [] if only is None else ["--only", ",".join(only)]
+    command = [sys.executable, "-m", "dsv4.testing.compile_check", str(arch), *choice, module]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"the compile check of {module} failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")
@@ -284,9 +294,42 @@ def _number(pattern: str, log: str) -> int:
     return int(match[1])
 
 
-def main(arch: int, modules: list[str]) -> None:
+def covering(cases: Sequence[BenchCase], arch: int, only: Collection[str]) -> list[BenchCase]:
+    """The cases named in `only`, and in their order the others that launch a kernel, or a number of warps, that no case
+    before them launches."""
+    chosen, seen = [], set()
+    for case in sorted(cases, key=lambda case: case.key not in only):
+        launched = _launched(case, arch)
+        if case.key in only or not launched <= seen:
+            chosen.append(case)
+            seen |= launched
+    return chosen
+
+
+def _launched(case: BenchCase, arch: int) -> set[tuple[str, Any]]:
+    """Kernels by name and number of warps, as the case would launch them; nothing is compiled."""
+    from triton.runtime.jit import JITFunction
+
+    found: set[tuple[str, Any]] = set()
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, **kwargs: found.add((self.fn.__name__, kwargs.get("num_warps")))
+    try:
+        with offline(arch):
+            case.build(torch.device("meta")).call()
+    except Exception:  # compiling it will say why
+        found.add((case.key, None))
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def main(arch: int, arguments: list[str]) -> None:
+    only = None
+    if arguments[:1] == ["--only"]:
+        only, arguments = arguments[1].split(","), arguments[2:]
+    cases = load_cases(arguments or case_modules())
     with _without_binaries():
-        for case in load_cases(modules or case_modules()):
+        for case in cases if only is None else covering(cases, arch, only):
             try:
                 results: list[Any] = list(compile_case(case, arch))
             except Exception as error:  # whatever a compiler raises belongs to this case, and the others go on
