@@ -297,7 +297,8 @@ def _number(pattern: str, log: str) -> int:
 def covering(cases: Sequence[BenchCase], arch: int, only: Collection[str]) -> list[BenchCase]:
     """The cases named in `only`, and in their order the others that launch a kernel, or a number of warps, that no case
     before them launches."""
-    chosen, seen = [], set()
+    chosen: list[BenchCase] = []
+    seen: set[tuple[str, Any]] = set()
     for case in sorted(cases, key=lambda case: case.key not in only):
         launched = _launched(case, arch)
         if case.key in only or not launched <= seen:
