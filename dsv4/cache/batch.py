@@ -38,7 +38,7 @@ def columns_of(
     columns = np.zeros((len(COLUMNS), max(num_tokens, pad_to)), dtype=np.int64)
     columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
     columns[0, :num_tokens] = token_ids
-    if num_tokens == len(slots):  # a token each
+    if (lengths == 1).all():
         columns[1, :num_tokens], columns[2, :num_tokens] = starts, slots
         columns[3, :num_tokens], columns[4, :num_tokens] = starts, starts + 1
         return columns

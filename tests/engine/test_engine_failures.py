@@ -17,6 +17,7 @@ from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
 from dsv4.engine.step.constraint import num_words
 from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
+from dsv4.text.output import TextOutput
 
 RUNS_BOTH_WAYS = True
 
@@ -104,7 +105,8 @@ def test_a_deadline_reaches_an_asynchronous_caller(make_llm):
 
     async def ask():
         params = SamplingParams(max_tokens=400, ignore_eos=True, deadline=0.05)
-        stream = engine.submit([llm.engine.prepare([5, 6], params)])
+        output = TextOutput([5, 6], params, eos_token_id=SMALL.eos_token_id, tokenizer=llm.tokenizer)
+        stream = engine.submit([llm.engine.prepare([5, 6], params)], [output])
         async with stream:
             return [event async for event in stream]
 

@@ -60,7 +60,8 @@ class Results:
         self.ended: list[Request] = []
 
     def __bool__(self) -> bool:
-        return bool(self._num_tokens or self.ended)
+        """Whether there are tokens."""
+        return self._num_tokens > 0
 
     def add(self, requests: tuple[Request, ...], token_ids: NDArray[np.integer]) -> None:
         """A token of each of these."""

@@ -10,7 +10,7 @@ import logging
 import pytest
 from prefix_mistakes import MISTAKES
 from row_cases import check_rows, write_rows
-from test_prefix_life import MAX_CONTEXT, chain_labels, make_manager, poison
+from test_prefix_life import MAX_CONTEXT, admit_read, chain_labels, make_manager, poison
 
 from dsv4.cache.errors import CacheError
 from dsv4.cache.tiers.segment_file import file_name
@@ -38,7 +38,7 @@ class Life:
         """A request's slot and its labels, what it took over checked."""
         manager = self.manager
         labels = chain_labels((salt, model), tokens)
-        slot = manager.admit(MAX_CONTEXT, manager.chain(tokens, salt))
+        slot = admit_read(manager, MAX_CONTEXT, manager.chain(tokens, salt))
         assert manager.position(slot) < len(tokens), "the last token is fed again"
         self.check(slot, labels)
         return slot, labels

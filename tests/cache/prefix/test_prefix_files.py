@@ -8,7 +8,7 @@ import time
 import pytest
 from row_cases import check_rows, write_rows
 from safetensors import safe_open
-from test_prefix_life import MAX_CONTEXT, chain_labels, make_manager
+from test_prefix_life import MAX_CONTEXT, admit_read, chain_labels, make_manager
 from typer.testing import CliRunner
 
 from dsv4.cache.tiers import segment_file
@@ -27,7 +27,7 @@ def open_manager(folder, **changes):
 def serve(manager, tokens=TOKENS):
     """A request from start to end; how much of it came from the cache. Its rows are right, or the test fails."""
     labels = chain_labels(None, tokens)
-    slot = manager.admit(MAX_CONTEXT, manager.chain(tokens, None))
+    slot = admit_read(manager, MAX_CONTEXT, manager.chain(tokens, None))
     start = position = manager.position(slot)
     check_rows(manager, slot, labels[:position])
     while position < len(tokens):

@@ -50,6 +50,13 @@ def chain_labels(salt, token_ids):
     return labels
 
 
+def admit_read(manager, max_tokens, chain):
+    """A slot for a request, once the longest prefix that only files have has been read."""
+    if manager.match(chain).is_loading:
+        manager.wait_for_files(60.0)
+    return manager.admit(max_tokens, chain)
+
+
 def make_manager(folder, slack, num_snapshots, host_units, disk_files, fingerprint="tests"):
     def engine(**limits):
         return EngineConfig(

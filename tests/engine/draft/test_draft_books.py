@@ -32,7 +32,7 @@ DSPARK = TINY.with_dspark(noise_token_id=3, markov_rank=16, block_size=5)
 def test_random_drafts(requests, num_blocks, budget, source):
     """Whatever is drafted and accepted: budgets hold, drafts take no block, everyone ends with its tokens."""
     books = Books(3, num_blocks)
-    scheduler = scheduler_of(books, max_batched_tokens=budget)
+    scheduler = scheduler_of(books, max_batched_tokens=budget, num_rows=0)
     longest = num_blocks * 128
     sequences = [make_sequence(min(length, longest - 41), count) for length, count in requests]
     for sequence in sequences:
@@ -74,7 +74,7 @@ def take(scheduler, piece, accepted):
 
 def test_drafts_take_no_block_and_leave_half_to_prompts():
     books = Books(3, 4)
-    scheduler = scheduler_of(books, max_batched_tokens=10)
+    scheduler = scheduler_of(books, max_batched_tokens=10, num_rows=0)
     decoding, reading = make_sequence(128, 30), make_sequence(100, 30)
     scheduler.add(decoding)
     while decoding.num_output == 0:

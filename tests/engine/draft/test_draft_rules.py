@@ -3,7 +3,6 @@ ends up where its request's own tokens lead, whatever was tried."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +12,7 @@ from draft_cases import MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of
 
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import Piece
-from dsv4.engine.step import sampler
+from dsv4.engine.step import masks
 from dsv4.engine.step.constraint import ConstraintError, has_bit, pack_tokens
 from dsv4.engine.step.masks import make_masks
 from dsv4.request import SamplingParams
@@ -177,14 +176,14 @@ def masks_of(drafts, params=None, rule=None, output=()):
     sequence.drafts = tuple(drafts)
     free = Request.start([4], sampled(), max_context_tokens=512, eos_token_id=EOS)
     pieces = [Piece(free, 0, 0, 1, True), Piece(sequence, 1, 17, 1 + len(drafts), True, len(drafts))]
-    masks = make_masks(pieces, MTP.vocab_size, torch.device("cpu"))
-    words = dict(zip(masks.rows.tolist(), masks.words.numpy(), strict=True))
+    made = make_masks(pieces, MTP.vocab_size, torch.device("cpu"))
+    words = dict(zip(made.rows.tolist(), made.words.numpy(), strict=True))
     assert set(words) <= set(range(1, 2 + len(drafts)))
     rows = [
         [token for token in range(MTP.vocab_size) if has_bit(words[row], token)] if row in words else None
         for row in range(1, 2 + len(drafts))
     ]
-    return rows, masks.stuck
+    return rows, made.stuck
 
 
 def test_the_mask_of_every_row():
@@ -215,11 +214,6 @@ def test_planted_mistakes_show(monkeypatch):
     with pytest.raises(AssertionError):
         assert serve(drafting_llm("mtp", choice), [(sampled(), Sums())]) == [expected]
     monkeypatch.undo()
-    allow = sampler._allow
-
-    def all_as_the_first(words, sequence, drafts, vocab_size):
-        return allow(words, replace(sequence, constraint=Sums()), (), vocab_size)
-
-    monkeypatch.setattr(sampler, "_allow", all_as_the_first)
+    monkeypatch.setattr(masks, "checked_words", lambda rule, vocab_size: Sums().allowed())  # behind every draft
     with pytest.raises(AssertionError):
         assert serve(drafting_llm("mtp", choice), [(sampled(), Sums())]) == [expected]

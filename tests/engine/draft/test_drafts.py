@@ -21,6 +21,7 @@ from dsv4.engine.async_engine import AsyncEngine
 from dsv4.http.metrics import Metrics
 from dsv4.ops import TORCH
 from dsv4.request import SamplingParams
+from dsv4.text.output import TextOutput
 
 PARAMS = [
     SamplingParams(max_tokens=11, temperature=0.0, logprobs=3, ignore_eos=True),
@@ -174,7 +175,8 @@ def test_events_of_a_step_with_several_tokens():
     engine.start()
 
     async def read():
-        stream = engine.submit([llm.engine.prepare(PROMPTS[0], PARAMS[0])])
+        output = TextOutput(PROMPTS[0], PARAMS[0], eos_token_id=llm.config.eos_token_id, tokenizer=None)
+        stream = engine.submit([llm.engine.prepare(PROMPTS[0], PARAMS[0])], [output])
         async with stream:
             return [event async for event in stream]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.prefix.cache import NO_STOP, Match
@@ -17,7 +19,7 @@ class Books:
     """`KVCacheManager` as far as the scheduler sees it, and `apply` in place of `prepare_forward`."""
 
     def __init__(self, num_slots=4, num_blocks=16):
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_slots = num_blocks, num_slots
         self._allocator = BlockAllocator(num_blocks)
         self._free_slots = list(range(num_slots))
         self._positions = {}
@@ -80,8 +82,10 @@ class Books:
 
 
 def scheduler_of(books=None, **limits):
+    """With rows for every slot; `num_rows=0`: without."""
     books = books or Books()
-    return Scheduler(books, num_blocks=books.num_blocks, **{"max_batched_tokens": 64, **limits})
+    given = {"max_batched_tokens": 64, "num_rows": books.num_slots, **limits}
+    return Scheduler(books, num_blocks=books.num_blocks, **given)
 
 
 def make_sequence(prompt_len, max_tokens, **params):
@@ -104,7 +108,15 @@ def run_step(scheduler, now=0.0):
 
 def collect(scheduler, plan):
     """Every request of the plan that draws gets token 3."""
-    for piece in plan.pieces:
+    taken = scheduler.rows.take(plan.rows, np.full(len(plan.rows), 3))
+    assert not taken.invalid
+    for request in (*taken.ended, *(plan.rows.requests[place] for place in taken.left)):
+        if request not in taken.ended:
+            request.num_unread -= 1
+            if not request.is_done:
+                request.append(3, None)
+        scheduler.settle(request)
+    for piece in plan.others:
         if piece.draws and piece.request.num_unread:
             piece.request.num_unread -= 1
             if not piece.request.is_done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,12 +33,16 @@ class Load:
     arrivals: tuple[Arrival, ...]
     failing_steps: frozenset[int]
     overlap: bool = False  # a step is planned before the tokens of the one before it are known
+    has_rows: bool = True
 
     def books(self):
         return Books(self.num_slots, self.num_blocks)
 
     def scheduler(self, books):
-        return scheduler_of(books, max_batched_tokens=self.max_batched_tokens, aging_steps=self.aging_steps)
+        return scheduler_of(
+            books, max_batched_tokens=self.max_batched_tokens, aging_steps=self.aging_steps,
+            num_rows=self.num_slots * self.has_rows,
+        )  # fmt: skip
 
 
 @st.composite
@@ -77,6 +81,7 @@ class Run:
         self.last_arrival = max(one.step for one in load.arrivals)
         self.first_fed = []  # in the order of first admission
         self.uncollected = None
+        self.plans = []
 
     def finish(self):
         total = sum(one.prompt_len + one.max_tokens for one in self.load.arrivals)
@@ -105,6 +110,7 @@ class Run:
         outputs = [request.num_output for request in self.requests]
         plan = scheduler.schedule(now=self.step)
         self.check_plan(plan, running)
+        self.plans.append(sorted(self.shown(plan)))
         self.books.apply(plan)  # raises if blocks are exceeded
         for one, request in zip(self.load.arrivals, self.requests, strict=True):
             if one.abort_at == (self.step, True):
@@ -125,6 +131,13 @@ class Run:
         assert held + self.books.num_free_blocks == self.load.num_blocks, "blocks are conserved"
         assert all(new >= old for new, old in zip([s.num_output for s in self.requests], outputs, strict=True))
         self.step += 1
+
+    def shown(self, plan):
+        """What it feeds of which request, and whom it stops."""
+        for piece in plan.pieces:
+            yield self.requests.index(piece.request), piece.slot, piece.start, piece.length, piece.draws
+        for name, requests in (("preempted", plan.preempted), ("failed", plan.failed)):
+            yield from ((self.requests.index(request), -1, -1, -1, name) for request in requests)
 
     def check_plan(self, plan, running):
         scheduler, fed = self.scheduler, [piece.request for piece in plan.pieces]
@@ -188,6 +201,17 @@ def test_with_blocks_to_spare_a_lower_priority_never_holds_a_slot_a_higher_one_w
             for running in run.scheduler._running:
                 assert running.order < waiting.order or running.params.priority >= waiting.params.priority
     run.finish()
+
+
+@settings(max_examples=200, deadline=None)
+@given(loads())
+def test_rows_change_no_plan(load):
+    with_rows, one_by_one = Run(load), Run(replace(load, has_rows=False))
+    with_rows.finish()
+    one_by_one.finish()
+    assert with_rows.plans == one_by_one.plans
+    assert [one.token_ids for one in with_rows.requests] == [one.token_ids for one in one_by_one.requests]
+    assert len(with_rows.scheduler.rows) == 0
 
 
 class _Greedy(Scheduler):
