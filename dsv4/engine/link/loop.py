@@ -1,0 +1,516 @@
+"""`EngineLoop`: steps an engine for clients at the other end of Unix sockets, in one thread and nothing else.
+
+Between two steps it reads what clients have sent, and after each step writes one message to every client that has
+tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from dsv4.cache.errors import NoFreeSlot
+from dsv4.dist.errors import RankFailed
+from dsv4.engine.engine import Engine, TokenEvent
+from dsv4.engine.link.messages import (
+    TO_ENGINE,
+    Ask,
+    Cancel,
+    End,
+    EngineBusy,
+    EngineInfo,
+    EngineStopped,
+    Finish,
+    Frames,
+    Hello,
+    PackedLogprobs,
+    Record,
+    RejectedGrammar,
+    Reply,
+    Start,
+    Step,
+    Submit,
+    encode,
+    end_of,
+    pack_ids,
+    pack_logprobs,
+    pack_reply,
+    unpack_ids,
+)
+from dsv4.engine.request import Request, RequestAborted
+from dsv4.engine.step.constraint import Constraint
+from dsv4.request import RequestError
+
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+_READ_BYTES = 1 << 18
+_THROUGHPUT_SECONDS = 10.0
+_LOG = logging.getLogger("dsv4.engine")
+Constrain = Callable[[str, list[int]], Constraint]  # from a grammar's text, and the ids an answer must be able to open with
+
+
+class EngineLoop:
+    """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
+
+    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    answers      what clients may `Ask`, by name; called between two steps
+    on_record    takes what clients want recorded
+    on_step      called after every step
+    max_waiting  requests that may wait for a slot before further ones are refused
+    """
+
+    def __init__(
+        self, engine: Engine, info: EngineInfo, *, max_waiting: int = 256, constrain: Constrain | None = None,
+        answers: Mapping[str, Callable[[], Any]] | None = None, on_record: Callable[[bytes], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
+        self.engine, self.info = engine, info
+        self._max_waiting = max_waiting
+        self._constrain = constrain
+        self._answers = {"stats": engine.stats, **(answers or {})}
+        self._on_record, self._on_step = on_record, on_step
+        self._clients: set[_Client] = set()
+        self._owners: dict[Request, tuple[_Client, int]] = {}
+        self._num_departed = 0
+        self._num_compiling = 0
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._compiler = ThreadPoolExecutor(1, "dsv4-grammar")
+        self._is_draining = self._is_over = False
+        self.failure: RankFailed | None = None
+        self.last_error: Exception | None = None
+        self._logged, self._logged_seconds = engine.stats(), time.perf_counter()
+        engine.when_failed(lambda error: self._call(lambda: self._fail(error)))
+
+    # ---- any thread ----
+
+    @property
+    def num_open(self) -> int:
+        """Requests taken and not ended."""
+        return len(self._owners) + self._num_compiling
+
+    def attach(self, connection: socket.socket) -> None:
+        """Serve the client at the other end."""
+        self._call(lambda: self._open(connection))
+
+    def listen(self, listener: socket.socket) -> None:
+        """Serve whoever connects."""
+        listener.setblocking(False)
+        self._call(lambda: self._selector.register(listener, selectors.EVENT_READ, listener) and None)
+
+    def stop(self, *, drains: bool = False) -> None:
+        """End `run` between two steps, and every request with `EngineStopped`; with `drains`, once all are done."""
+        self._call(lambda: self._stop(drains))
+
+    def _call(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        try:
+            os.write(self._wake_writer, b"!")
+        except (BlockingIOError, OSError):
+            return  # it is awake, or over
+
+    def _stop(self, drains: bool) -> None:
+        self._is_draining = True
+        self._is_over = not drains
+
+    # ---- the engine's thread ----
+
+    def run(self) -> None:
+        """Until stopped."""
+        try:
+            while not self._is_over and not (self._is_draining and self.num_open == 0):
+                has_work = self.engine.has_work
+                self._read(0.0 if has_work or self.engine.has_idle_work else None)
+                if self.engine.has_work:
+                    self._step()
+                elif self.engine.has_idle_work and not self._is_draining:
+                    self._idle_step()
+        finally:
+            self._close()
+
+    def _read(self, timeout: float | None) -> None:
+        """What clients and other threads want."""
+        for key, events in self._selector.select(timeout):
+            if isinstance(key.data, _Client):
+                if events & selectors.EVENT_WRITE:
+                    self._send(key.data)
+                if events & selectors.EVENT_READ:
+                    self._receive(key.data)
+            elif key.data is None:
+                os.read(self._wake_reader, 4096)
+            else:
+                try:
+                    self._open(key.data.accept()[0])
+                except OSError as error:
+                    _LOG.warning("a client could not be accepted: %s", error.strerror)
+        while self._commands:
+            self._commands.popleft()()
+        self._flush(time.perf_counter())
+
+    def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        client = _Client(connection)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        client.unsent += encode(Hello(self.info))
+        self._send(client)
+
+    def _receive(self, client: _Client) -> None:
+        try:
+            data = client.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(client)
+            return
+        try:
+            for body in client.frames.feed(data):
+                self._obey(client, TO_ENGINE.decode(body))
+        except (ValueError, msgspec.DecodeError) as error:
+            _LOG.error("a client sent what is no message and is disconnected: %s", error)
+            self._lose(client)
+
+    def _obey(self, client: _Client, message: Submit | Cancel | Finish | Ask | Record) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Cancel):
+            for handle in message.handles:
+                self._drop(client, handle)
+        elif isinstance(message, Finish):
+            for handle in message.handles:
+                request = client.requests.get(handle)
+                if request is not None:
+                    self.engine.finish(request)
+                    self._forget(request)
+        elif isinstance(message, Ask):
+            client.replies.append(pack_reply(message.number, self._answers[message.what]()))
+        elif self._on_record is not None:
+            self._on_record(message.payload)
+
+    # ---- requests ----
+
+    def _submit(self, client: _Client, message: Submit) -> None:
+        handles = range(message.first, message.first + len(message.params))
+        problem: Exception | None = None
+        num_waiting = self.num_open - self.engine.num_slots
+        if self._is_draining:
+            problem = EngineStopped("the engine is shutting down and takes no more requests")
+        elif num_waiting > 0 and num_waiting + len(handles) > self._max_waiting:
+            problem = EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
+        elif message.grammar is not None:
+            if self._constrain is not None:
+                self._compile(client, message)
+                return
+            problem = RejectedGrammar("this engine has no grammars")
+        if problem is not None:
+            self._refuse(client, handles, problem)
+        else:
+            self._begin(client, message, None)
+
+    def _compile(self, client: _Client, message: Submit) -> None:
+        """Off this thread: a grammar may take seconds."""
+        client.compiling |= set(range(message.first, message.first + len(message.params)))
+        self._num_compiling += len(message.params)
+
+        def work() -> None:
+            made: list[Constraint] | Exception
+            try:
+                assert self._constrain is not None and message.grammar is not None
+                made = [self._constrain(message.grammar, message.opening) for _ in message.params]
+            except Exception as error:  # told to the request, whatever it is
+                made = error if isinstance(error, RequestError) else RejectedGrammar(str(error))
+            self._call(lambda: self._compiled(client, message, made))
+
+        self._compiler.submit(work)
+
+    def _compiled(self, client: _Client, message: Submit, made: list[Constraint] | Exception) -> None:
+        handles = range(message.first, message.first + len(message.params))
+        self._num_compiling -= len(handles)
+        wanted = client.compiling >= set(handles) and client in self._clients
+        client.compiling -= set(handles)
+        if not wanted:
+            return
+        if isinstance(made, Exception):
+            self._refuse(client, handles, made)
+        else:
+            self._begin(client, message, made)
+
+    def _begin(self, client: _Client, message: Submit, constraints: list[Constraint] | None) -> None:
+        prompts = [unpack_ids(prompt) for prompt in message.prompts]
+        prepared: list[Request] = []
+        handles = range(message.first, message.first + len(message.params))
+        try:
+            for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
+                constraint = None if constraints is None else constraints[place]
+                prepared.append(self.engine.prepare(prompts[owner], params, constraint))
+        except RequestError as error:
+            self._refuse(client, handles, error)
+            return
+        client.accepted.append(message.first)
+        for handle, request in zip(handles, prepared, strict=True):
+            client.requests[handle] = request
+            self._owners[request] = (client, handle)
+            self.engine.submit(request)
+
+    def _refuse(self, client: _Client, handles: range, problem: Exception) -> None:
+        client.ends += [end_of(handle, problem) for handle in handles]
+
+    def _drop(self, client: _Client, handle: int) -> None:
+        client.compiling.discard(handle)
+        request = client.requests.get(handle)
+        if request is not None:
+            self.engine.abort(request)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        client, handle = self._owners.pop(request)
+        client.started.discard(handle)
+        del client.requests[handle]
+
+    def _lose(self, client: _Client) -> None:
+        """A client is gone, and what it waited for with it."""
+        if client in self._clients:
+            self._clients.discard(client)
+            self._selector.unregister(client.socket)
+            client.socket.close()
+            for handle in (*client.compiling, *client.requests):
+                self._drop(client, handle)
+
+    # ---- steps ----
+
+    def _idle_step(self) -> None:
+        try:
+            self.engine.idle_step()
+        except Exception:  # nobody waits for it
+            _LOG.exception("a forward call in idle time failed")
+
+    def _step(self) -> None:
+        events: list[TokenEvent] = []
+        try:
+            events = self.engine.step()
+        except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
+            self.last_error = error
+            for request in list(self._owners):
+                self.engine.abort(request)
+        except RankFailed as error:
+            self._fail(error)
+        except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
+            _LOG.exception("a forward call failed; its requests are dropped")
+            self.last_error = error
+            events = self.engine.take_results()
+        seconds = time.perf_counter()
+        self._collect(events)
+        if self._on_step is not None:
+            self._on_step()
+        self._flush(seconds)
+        if seconds - self._logged_seconds > _THROUGHPUT_SECONDS:
+            self._log_throughput(seconds)
+
+    def _collect(self, events: list[TokenEvent]) -> None:
+        """Tokens to the clients that wait for them, then the requests that are over."""
+        owners = self._owners
+        for request, token_id, logprobs, finish_reason in events:
+            client, handle = owners[request]
+            if handle not in client.started:
+                self._start(client, handle, request)
+            if logprobs is not None:
+                client.logprobs.append((len(client.handles), pack_logprobs([logprobs])))
+                request.logprobs.clear()  # the client has it
+            client.handles.append(handle)
+            client.token_ids.append(token_id)
+            if finish_reason is not None:
+                client.ends.append(End(handle, finish_reason.value))
+        scheduler = self.engine.scheduler
+        num_departed = scheduler.num_finished + scheduler.num_aborted + scheduler.num_failed
+        if num_departed != self._num_departed:
+            self._num_departed = num_departed
+            for request in [one for one in owners if one.is_done]:
+                self._end(request)
+
+    def _start(self, client: _Client, handle: int, request: Request) -> None:
+        scores: PackedLogprobs | None = None
+        if request.params.prompt_logprobs is not None:
+            scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
+        client.started.add(handle)
+        client.starts.append(Start(handle, request.num_cached_tokens, scores))
+
+    def _end(self, request: Request) -> None:
+        client, handle = self._owners[request]
+        problem = request.problem()
+        if problem is not None and request.is_aborted and self.last_error is not None:
+            problem = RequestAborted(f"the forward call of this request failed: {self.last_error}")
+        if problem is not None:
+            client.ends.append(end_of(handle, problem))
+        elif request.draws_nothing:
+            assert request.finish_reason is not None
+            self._start(client, handle, request)
+            client.ends.append(End(handle, request.finish_reason.value))
+        self._forget(request)
+
+    def _fail(self, error: RankFailed) -> None:
+        """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
+        if self.failure is None:
+            self.failure = self.last_error = error
+            for request in list(self._owners):
+                self.engine.abort(request)
+                self._end(request)
+            self._is_over = True
+
+    # ---- sockets ----
+
+    def _flush(self, seconds: float) -> None:
+        for client in [one for one in self._clients if one.has_news]:
+            client.pack(seconds)
+            self._send(client)
+
+    def _send(self, client: _Client) -> None:
+        unsent = client.unsent
+        if not unsent:
+            return
+        try:
+            num_sent = client.socket.send(unsent)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            self._lose(client)
+            return
+        del unsent[:num_sent]
+        if len(unsent) > MAX_UNSENT_BYTES:
+            _LOG.error("a client reads nothing: %d bytes wait for it; it is disconnected", len(unsent))
+            self._lose(client)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        if self._selector.get_key(client.socket).events != wanted:
+            self._selector.modify(client.socket, wanted, client)
+
+    def _close(self) -> None:
+        """Tell clients that nothing more comes, and let them go."""
+        self._is_draining = True
+        problem = self.failure or EngineStopped("the engine was stopped before this request was finished")
+        if isinstance(problem, RankFailed):
+            problem = RequestAborted(str(problem))
+        for request, (client, handle) in list(self._owners.items()):
+            client.ends.append(end_of(handle, problem))
+            self.engine.abort(request)
+            self._forget(request)
+        self._flush(time.perf_counter())
+        for client in self._clients:
+            if client.unsent:
+                client.socket.settimeout(1.0)
+                try:
+                    client.socket.sendall(client.unsent)
+                except OSError:
+                    continue
+            client.socket.close()
+        self._clients.clear()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _log_throughput(self, seconds: float) -> None:
+        before, now, elapsed = self._logged, self.engine.stats(), seconds - self._logged_seconds
+        self._logged, self._logged_seconds = now, seconds
+        fields = {
+            "running": now.num_running,
+            "waiting": now.num_waiting,
+            "prompt_tokens_per_second": round((now.num_prompt_tokens - before.num_prompt_tokens) / elapsed, 1),
+            "output_tokens_per_second": round((now.num_output_tokens - before.num_output_tokens) / elapsed, 1),
+            "cache_used": round(now.num_blocks_used / now.num_blocks, 4),
+        }
+        _LOG.info(
+            "%d running, %d waiting, %.1f prompt tokens/s, %.1f output tokens/s, %.1f %% of the cache",
+            fields["running"], fields["waiting"], fields["prompt_tokens_per_second"],
+            fields["output_tokens_per_second"], 100 * fields["cache_used"], extra={"fields": fields},
+        )  # fmt: skip
+
+
+class _Client:
+    """A socket, its requests, and what it is told at the end of the step."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.frames = Frames()
+        self.unsent = bytearray()
+        self.requests: dict[int, Request] = {}
+        self.compiling: set[int] = set()
+        self.started: set[int] = set()
+        self.replies: list[Reply] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.handles: list[int] = []
+        self.token_ids: list[int] = []
+        self.accepted: list[int] = []
+        self.starts: list[Start] = []
+        self.logprobs: list[tuple[int, PackedLogprobs]] = []
+        self.ends: list[End] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.handles or self.ends or self.accepted or self.replies or self.starts)
+
+    def pack(self, seconds: float) -> None:
+        """What has gathered becomes one message, after the answers to questions."""
+        for reply in self.replies:
+            self.unsent += encode(reply)
+        self.replies.clear()
+        if self.handles or self.ends or self.accepted or self.starts:
+            self.unsent += encode(
+                Step(
+                    seconds, pack_ids(self.handles), pack_ids(self.token_ids), self.accepted, self.starts,
+                    self.logprobs, self.ends,
+                )
+            )  # fmt: skip
+            self._clear()
+
+
+class EngineThread:
+    """An `EngineLoop` in a thread of this process."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+        self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
+        self.error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:
+            _LOG.exception("the engine's thread ended")
+            self.error = error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        """A client's end of a new connection."""
+        ours, theirs = socket.socketpair()
+        self.loop.attach(ours)
+        return theirs
+
+    def stop(self, seconds: float | None = None, *, drains: bool = False) -> bool:
+        """Stop and wait for the step that runs, for `seconds` at most; returns whether the thread has ended."""
+        self.loop.stop(drains=drains)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
