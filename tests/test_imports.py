@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "engine": {"text", *BELOW_ENGINE},
     "llm_input": {"model", "cache", "formats"},
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
+    "async_llm": {"llm", "llm_input", "text", "engine"},
     "rank": {"llm", "dist"},
     "tools": {"llm", "text", "engine", *BELOW_ENGINE},
-    "http": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
+    "http": {"tools", "async_llm", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
 # the package's own face may import everything; so may `testing`, which only the self-test imports

@@ -6,13 +6,14 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from dsv4.engine.link.messages import (
     FROM_ENGINE,
+    LAST_HANDLE,
     Ask,
     Cancel,
     EngineInfo,
@@ -34,7 +35,7 @@ from dsv4.engine.stats import EngineStats
 from dsv4.request import FinishReason, TokenLogprobs
 from dsv4.text.output import TextOutput
 
-_LAST_HANDLE = 2**31 - 1
+_Message = Submit | Cancel | Finish | Ask | Record
 
 
 class EngineClient(asyncio.Protocol):
@@ -54,7 +55,7 @@ class EngineClient(asyncio.Protocol):
         self._owners: dict[int, tuple[RequestStream, int]] = {}
         self._firsts: dict[RequestStream, int] = {}  # the handle of each group's first request
         self._next_handle = 0
-        self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._num_asked = 0
         self.is_lost = False
 
@@ -79,13 +80,13 @@ class EngineClient(asyncio.Protocol):
     def submit(
         self, outputs: Sequence[TextOutput], *, grammar: str | None = None, opening: Sequence[int] = ()
     ) -> RequestStream:  # fmt: skip
-        """Send the requests that these outputs are to answer, as one group; all follow the same grammar. `EngineLost` if
-        nobody is there; whether the engine takes them, `RequestStream.accepted` says."""
+        """Send the requests that these outputs are to answer, as one group; all follow the same grammar. `EngineLost`
+        if the engine has gone; whether it takes them, `RequestStream.accepted` says."""
         stream = RequestStream(outputs, self._finish, self._cancel)
         if self.is_lost:
             raise EngineLost("the engine has stopped")
         first = self._next_handle
-        if first + len(outputs) > _LAST_HANDLE:
+        if first + len(outputs) > LAST_HANDLE:
             first = 0
         self._next_handle = first + len(outputs)
         self._firsts[stream] = first
@@ -141,7 +142,7 @@ class EngineClient(asyncio.Protocol):
         if self.is_lost:
             raise EngineLost("the engine has stopped")
         number, self._num_asked = self._num_asked, self._num_asked + 1
-        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._send(Ask(number, what))
         try:
@@ -159,13 +160,12 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _send(self, message: Submit | Cancel | Finish | Ask | Record) -> None:
+    def _send(self, message: _Message) -> None:
         if self._transport is not None and not self.is_lost:
             self._transport.write(encode(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
@@ -189,7 +189,7 @@ class EngineClient(asyncio.Protocol):
             elif isinstance(message, Reply):
                 answer = self._asked.get(message.number)
                 if answer is not None and not answer.done():
-                    answer.set_result(msgspec.Raw(bytes(message.payload)))
+                    answer.set_result(message.payload)
             elif not self._hello.done():
                 assert isinstance(message, Hello)
                 self._hello.set_result(message.info)

@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import msgspec
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine, TokenEvent
+from dsv4.engine.link.connection import ClientConnection
 from dsv4.engine.link.messages import (
     TO_ENGINE,
     Ask,
@@ -32,31 +32,28 @@ from dsv4.engine.link.messages import (
     EngineInfo,
     EngineStopped,
     Finish,
-    Frames,
     Hello,
     PackedLogprobs,
     Record,
     RejectedGrammar,
-    Reply,
     Start,
-    Step,
     Submit,
     encode,
     end_of,
-    pack_ids,
     pack_logprobs,
     pack_reply,
     unpack_ids,
 )
+from dsv4.engine.link.throughput import ThroughputLog
 from dsv4.engine.request import Request, RequestAborted
 from dsv4.engine.step.constraint import Constraint
 from dsv4.request import RequestError
 
-MAX_UNSENT_BYTES = 64 * 1024 * 1024
-_READ_BYTES = 1 << 18
-_THROUGHPUT_SECONDS = 10.0
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+_FLUSH_SECONDS = 1.0  # for the last words to a client whose socket is full
 _LOG = logging.getLogger("dsv4.engine")
-Constrain = Callable[[str, list[int]], Constraint]  # from a grammar's text, and the ids an answer must be able to open with
+# from a grammar's text, and the ids an answer must be able to open with
+Constrain = Callable[[str, list[int]], Constraint]
 
 
 class EngineLoop:
@@ -67,7 +64,11 @@ class EngineLoop:
     on_record    takes what clients want recorded
     on_step      called after every step
     max_waiting  requests that may wait for a slot before further ones are refused
+
+    step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
     """
+
+    step_start: float | None = None
 
     def __init__(
         self, engine: Engine, info: EngineInfo, *, max_waiting: int = 256, constrain: Constrain | None = None,
@@ -81,19 +82,21 @@ class EngineLoop:
         self._constrain = constrain
         self._answers = {"stats": engine.stats, **(answers or {})}
         self._on_record, self._on_step = on_record, on_step
-        self._clients: set[_Client] = set()
-        self._owners: dict[Request, tuple[_Client, int]] = {}
+        self._clients: set[ClientConnection] = set()
+        self._owners: dict[Request, tuple[ClientConnection, int]] = {}
         self._num_departed = 0
         self._num_compiling = 0
         self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._commands: deque[Callable[[], None]] = deque()
         self._compiler = ThreadPoolExecutor(1, "dsv4-grammar")
-        self._is_draining = self._is_over = False
+        self._is_draining = self._is_over = self._is_closed = False
         self.failure: RankFailed | None = None
         self.last_error: Exception | None = None
-        self._logged, self._logged_seconds = engine.stats(), time.perf_counter()
+        self._throughput = ThroughputLog(engine.stats())
         engine.when_failed(lambda error: self._call(lambda: self._fail(error)))
 
     # ---- any thread ----
@@ -104,8 +107,10 @@ class EngineLoop:
         return len(self._owners) + self._num_compiling
 
     def attach(self, connection: socket.socket) -> None:
-        """Serve the client at the other end."""
+        """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
         self._call(lambda: self._open(connection))
+        if self._is_closed:
+            connection.close()
 
     def listen(self, listener: socket.socket) -> None:
         """Serve whoever connects."""
@@ -135,6 +140,8 @@ class EngineLoop:
             while not self._is_over and not (self._is_draining and self.num_open == 0):
                 has_work = self.engine.has_work
                 self._read(0.0 if has_work or self.engine.has_idle_work else None)
+                if not has_work and self._throughput.wants(time.perf_counter()):
+                    self._throughput.restart(self.engine.stats())
                 if self.engine.has_work:
                     self._step()
                 elif self.engine.has_idle_work and not self._is_draining:
@@ -145,7 +152,7 @@ class EngineLoop:
     def _read(self, timeout: float | None) -> None:
         """What clients and other threads want."""
         for key, events in self._selector.select(timeout):
-            if isinstance(key.data, _Client):
+            if isinstance(key.data, ClientConnection):
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data)
                 if events & selectors.EVENT_READ:
@@ -162,31 +169,28 @@ class EngineLoop:
         self._flush(time.perf_counter())
 
     def _open(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        client = _Client(connection)
+        client = ClientConnection(connection)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
         client.unsent += encode(Hello(self.info))
         self._send(client)
 
-    def _receive(self, client: _Client) -> None:
-        try:
-            data = client.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
+    def _receive(self, client: ClientConnection) -> bool:
+        """Whether there was something."""
+        data = client.receive()
         if not data:
-            self._lose(client)
-            return
+            if data is not None:
+                self._lose(client)
+            return False
         try:
             for body in client.frames.feed(data):
                 self._obey(client, TO_ENGINE.decode(body))
         except (ValueError, msgspec.DecodeError) as error:
-            _LOG.error("a client sent what is no message and is disconnected: %s", error)
+            _LOG.error("a client sent a malformed message and is disconnected: %s", error)
             self._lose(client)
+        return client in self._clients
 
-    def _obey(self, client: _Client, message: Submit | Cancel | Finish | Ask | Record) -> None:
+    def _obey(self, client: ClientConnection, message: Submit | Cancel | Finish | Ask | Record) -> None:
         if isinstance(message, Submit):
             self._submit(client, message)
         elif isinstance(message, Cancel):
@@ -199,14 +203,20 @@ class EngineLoop:
                     self.engine.finish(request)
                     self._forget(request)
         elif isinstance(message, Ask):
-            client.replies.append(pack_reply(message.number, self._answers[message.what]()))
+            answer = self._answers.get(message.what)
+            if answer is None:
+                raise ValueError(f"what can be asked for is {', '.join(self._answers)}, found {message.what!r}")
+            client.replies.append(pack_reply(message.number, answer()))
         elif self._on_record is not None:
             self._on_record(message.payload)
 
     # ---- requests ----
 
-    def _submit(self, client: _Client, message: Submit) -> None:
-        handles = range(message.first, message.first + len(message.params))
+    def _submit(self, client: ClientConnection, message: Submit) -> None:
+        message.check()
+        handles = message.handles
+        if any(handle in client.requests or handle in client.compiling for handle in handles):
+            raise ValueError(f"handles {handles} are in use")
         problem: Exception | None = None
         num_waiting = self.num_open - self.engine.num_slots
         if self._is_draining:
@@ -223,9 +233,9 @@ class EngineLoop:
         else:
             self._begin(client, message, None)
 
-    def _compile(self, client: _Client, message: Submit) -> None:
+    def _compile(self, client: ClientConnection, message: Submit) -> None:
         """Off this thread: a grammar may take seconds."""
-        client.compiling |= set(range(message.first, message.first + len(message.params)))
+        client.compiling |= set(message.handles)
         self._num_compiling += len(message.params)
 
         def work() -> None:
@@ -239,8 +249,8 @@ class EngineLoop:
 
         self._compiler.submit(work)
 
-    def _compiled(self, client: _Client, message: Submit, made: list[Constraint] | Exception) -> None:
-        handles = range(message.first, message.first + len(message.params))
+    def _compiled(self, client: ClientConnection, message: Submit, made: list[Constraint] | Exception) -> None:
+        handles = message.handles
         self._num_compiling -= len(handles)
         wanted = client.compiling >= set(handles) and client in self._clients
         client.compiling -= set(handles)
@@ -251,10 +261,10 @@ class EngineLoop:
         else:
             self._begin(client, message, made)
 
-    def _begin(self, client: _Client, message: Submit, constraints: list[Constraint] | None) -> None:
+    def _begin(self, client: ClientConnection, message: Submit, constraints: list[Constraint] | None) -> None:
         prompts = [unpack_ids(prompt) for prompt in message.prompts]
         prepared: list[Request] = []
-        handles = range(message.first, message.first + len(message.params))
+        handles = message.handles
         try:
             for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
                 constraint = None if constraints is None else constraints[place]
@@ -268,10 +278,10 @@ class EngineLoop:
             self._owners[request] = (client, handle)
             self.engine.submit(request)
 
-    def _refuse(self, client: _Client, handles: range, problem: Exception) -> None:
+    def _refuse(self, client: ClientConnection, handles: range, problem: Exception) -> None:
         client.ends += [end_of(handle, problem) for handle in handles]
 
-    def _drop(self, client: _Client, handle: int) -> None:
+    def _drop(self, client: ClientConnection, handle: int) -> None:
         client.compiling.discard(handle)
         request = client.requests.get(handle)
         if request is not None:
@@ -283,7 +293,7 @@ class EngineLoop:
         client.started.discard(handle)
         del client.requests[handle]
 
-    def _lose(self, client: _Client) -> None:
+    def _lose(self, client: ClientConnection) -> None:
         """A client is gone, and what it waited for with it."""
         if client in self._clients:
             self._clients.discard(client)
@@ -302,6 +312,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         events: list[TokenEvent] = []
+        self.step_start = time.monotonic()
         try:
             events = self.engine.step()
         except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
@@ -314,13 +325,13 @@ class EngineLoop:
             _LOG.exception("a forward call failed; its requests are dropped")
             self.last_error = error
             events = self.engine.take_results()
-        seconds = time.perf_counter()
+        seconds, self.step_start = time.perf_counter(), None
         self._collect(events)
         if self._on_step is not None:
             self._on_step()
         self._flush(seconds)
-        if seconds - self._logged_seconds > _THROUGHPUT_SECONDS:
-            self._log_throughput(seconds)
+        if self._throughput.wants(seconds):
+            self._throughput.update(self.engine.stats(), seconds)
 
     def _collect(self, events: list[TokenEvent]) -> None:
         """Tokens to the clients that wait for them, then the requests that are over."""
@@ -343,7 +354,7 @@ class EngineLoop:
             for request in [one for one in owners if one.is_done]:
                 self._end(request)
 
-    def _start(self, client: _Client, handle: int, request: Request) -> None:
+    def _start(self, client: ClientConnection, handle: int, request: Request) -> None:
         scores: PackedLogprobs | None = None
         if request.params.prompt_logprobs is not None:
             scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
@@ -379,138 +390,40 @@ class EngineLoop:
             client.pack(seconds)
             self._send(client)
 
-    def _send(self, client: _Client) -> None:
-        unsent = client.unsent
-        if not unsent:
-            return
-        try:
-            num_sent = client.socket.send(unsent)
-        except BlockingIOError:
-            num_sent = 0
-        except OSError:
+    def _send(self, client: ClientConnection) -> None:
+        if not client.send():
             self._lose(client)
             return
-        del unsent[:num_sent]
-        if len(unsent) > MAX_UNSENT_BYTES:
-            _LOG.error("a client reads nothing: %d bytes wait for it; it is disconnected", len(unsent))
+        if len(client.unsent) > MAX_UNSENT_BYTES:
+            _LOG.error("a client reads nothing: %d bytes wait for it; it is disconnected", len(client.unsent))
             self._lose(client)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         if self._selector.get_key(client.socket).events != wanted:
             self._selector.modify(client.socket, wanted, client)
 
     def _close(self) -> None:
-        """Tell clients that nothing more comes, and let them go."""
-        self._is_draining = True
-        problem = self.failure or EngineStopped("the engine was stopped before this request was finished")
-        if isinstance(problem, RankFailed):
-            problem = RequestAborted(str(problem))
+        """Read what clients have sent (lines for the record), tell them that nothing more comes, let them go."""
+        self._is_draining = self._is_closed = True
+        while self._commands:
+            self._commands.popleft()()
+        for client in list(self._clients):
+            while self._receive(client):
+                pass
+        problem: Exception = EngineStopped("the engine was stopped before this request was finished")
+        if self.failure is not None:
+            problem = RequestAborted(str(self.failure))
         for request, (client, handle) in list(self._owners.items()):
             client.ends.append(end_of(handle, problem))
             self.engine.abort(request)
             self._forget(request)
+        for client in self._clients:
+            client.ends += [end_of(handle, problem) for handle in client.compiling]
         self._flush(time.perf_counter())
         for client in self._clients:
-            if client.unsent:
-                client.socket.settimeout(1.0)
-                try:
-                    client.socket.sendall(client.unsent)
-                except OSError:
-                    continue
-            client.socket.close()
+            client.close(_FLUSH_SECONDS)
         self._clients.clear()
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
-
-    def _log_throughput(self, seconds: float) -> None:
-        before, now, elapsed = self._logged, self.engine.stats(), seconds - self._logged_seconds
-        self._logged, self._logged_seconds = now, seconds
-        fields = {
-            "running": now.num_running,
-            "waiting": now.num_waiting,
-            "prompt_tokens_per_second": round((now.num_prompt_tokens - before.num_prompt_tokens) / elapsed, 1),
-            "output_tokens_per_second": round((now.num_output_tokens - before.num_output_tokens) / elapsed, 1),
-            "cache_used": round(now.num_blocks_used / now.num_blocks, 4),
-        }
-        _LOG.info(
-            "%d running, %d waiting, %.1f prompt tokens/s, %.1f output tokens/s, %.1f %% of the cache",
-            fields["running"], fields["waiting"], fields["prompt_tokens_per_second"],
-            fields["output_tokens_per_second"], 100 * fields["cache_used"], extra={"fields": fields},
-        )  # fmt: skip
-
-
-class _Client:
-    """A socket, its requests, and what it is told at the end of the step."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.frames = Frames()
-        self.unsent = bytearray()
-        self.requests: dict[int, Request] = {}
-        self.compiling: set[int] = set()
-        self.started: set[int] = set()
-        self.replies: list[Reply] = []
-        self._clear()
-
-    def _clear(self) -> None:
-        self.handles: list[int] = []
-        self.token_ids: list[int] = []
-        self.accepted: list[int] = []
-        self.starts: list[Start] = []
-        self.logprobs: list[tuple[int, PackedLogprobs]] = []
-        self.ends: list[End] = []
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.handles or self.ends or self.accepted or self.replies or self.starts)
-
-    def pack(self, seconds: float) -> None:
-        """What has gathered becomes one message, after the answers to questions."""
-        for reply in self.replies:
-            self.unsent += encode(reply)
-        self.replies.clear()
-        if self.handles or self.ends or self.accepted or self.starts:
-            self.unsent += encode(
-                Step(
-                    seconds, pack_ids(self.handles), pack_ids(self.token_ids), self.accepted, self.starts,
-                    self.logprobs, self.ends,
-                )
-            )  # fmt: skip
-            self._clear()
-
-
-class EngineThread:
-    """An `EngineLoop` in a thread of this process."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self.loop = loop
-        self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
-        self.error: BaseException | None = None
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except BaseException as error:
-            _LOG.exception("the engine's thread ended")
-            self.error = error
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def connect(self) -> socket.socket:
-        """A client's end of a new connection."""
-        ours, theirs = socket.socketpair()
-        self.loop.attach(ours)
-        return theirs
-
-    def stop(self, seconds: float | None = None, *, drains: bool = False) -> bool:
-        """Stop and wait for the step that runs, for `seconds` at most; returns whether the thread has ended."""
-        self.loop.stop(drains=drains)
-        self._thread.join(seconds)
-        return not self._thread.is_alive()

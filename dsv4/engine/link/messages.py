@@ -3,15 +3,15 @@
     client -> engine   Submit, Cancel, Finish, Ask, Record
     engine -> client   Hello once, then Step (at most one a step and client), Reply
 
-A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number; what
-is rare (log-probabilities, starts, ends) comes beside them. No torch.
+A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
+rare parts (log-probabilities, starts, ends) come beside them. No torch.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
+LAST_HANDLE = 2**31 - 1  # handles travel as int32
+_ID_BYTES = 4
 
 
 class EngineBusy(RuntimeError):
@@ -43,7 +45,8 @@ class RejectedGrammar(RequestError):
 
 
 class Submit(msgspec.Struct, tag=0, array_like=True):
-    """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`."""
+    """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`. All
+    follow `grammar`, whose text must be able to go on after the ids `opening`."""
 
     first: int
     prompts: list[bytes]
@@ -51,6 +54,19 @@ class Submit(msgspec.Struct, tag=0, array_like=True):
     params: list[SamplingParams]
     grammar: str | None = None
     opening: list[int] = []
+
+    @property
+    def handles(self) -> range:
+        return range(self.first, self.first + len(self.params))
+
+    def check(self) -> None:
+        """`ValueError` for a message that no client of ours sends."""
+        if not self.params or self.first < 0 or self.handles[-1] > LAST_HANDLE:
+            raise ValueError(f"handles must be from 0 to {LAST_HANDLE}, found {len(self.params)} from {self.first}")
+        if len(self.owners) != len(self.params) or not all(0 <= one < len(self.prompts) for one in self.owners):
+            raise ValueError(f"{len(self.params)} requests and {len(self.prompts)} prompts, found owners {self.owners}")
+        if any(len(prompt) % _ID_BYTES for prompt in self.prompts):
+            raise ValueError("a prompt must be ids of four bytes each")
 
 
 class Cancel(msgspec.Struct, tag=1, array_like=True):
@@ -85,7 +101,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What clients must know of an engine before they send it anything.
 
     fingerprint   checkpoint, numerics, kernels and processor in one word
-    scores_all    every token gets its log-probability, asked for or not: answers are recorded
+    records       "": nothing is recorded; "whole", or "hashes": what `Record` lines hold. The engine keeps them
     """
 
     fingerprint: str
@@ -94,7 +110,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_context_tokens: int
     num_slots: int
     num_blocks: int
-    scores_all: bool = False
+    records: Literal["", "whole", "hashes"] = ""
 
 
 class Hello(msgspec.Struct, tag=10, array_like=True):
@@ -142,7 +158,7 @@ class Step(msgspec.Struct, tag=11, array_like=True):
 
 class Reply(msgspec.Struct, tag=12, array_like=True):
     number: int
-    payload: msgspec.Raw
+    payload: bytes
 
 
 ToEngine = Submit | Cancel | Finish | Ask | Record
@@ -159,7 +175,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def pack_reply(number: int, value: Any) -> Reply:
-    return Reply(number, msgspec.Raw(_ENCODER.encode(value)))
+    return Reply(number, _ENCODER.encode(value))
 
 
 class Frames:
@@ -213,14 +229,11 @@ def pack_logprobs(scored: Sequence[TokenLogprobs]) -> PackedLogprobs:
 def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
     chosen = np.frombuffer(packed.chosen, dtype=np.float32).tolist()
     ids, values = unpack_ids(packed.top_ids), np.frombuffer(packed.top, dtype=np.float32).tolist()
-    num_top = packed.num_top
+    pairs, num_top = list(zip(ids, values, strict=True)), packed.num_top
     return [
-        TokenLogprobs(
-            token_id, chosen[row],
-            tuple(zip(ids[row * num_top : (row + 1) * num_top], values[row * num_top : (row + 1) * num_top], strict=True)),
-        )
+        TokenLogprobs(token_id, chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top]))
         for row, token_id in enumerate(unpack_ids(packed.token_ids))
-    ]  # fmt: skip
+    ]
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -231,7 +244,8 @@ _KINDS = {error: kind for kind, error in _ERRORS.items()}
 
 
 def end_of(handle: int, error: Exception) -> End:
-    return End(handle, _KINDS[type(error)], str(error), getattr(error, "field", None))
+    kind = next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
+    return End(handle, kind, str(error), getattr(error, "field", None))
 
 
 def error_of(end: End) -> Exception | None:

@@ -7,11 +7,13 @@ Text is made when they are read. Leaving the `async with` block before the end d
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, NamedTuple
 
+from dsv4.engine.request import RequestAborted
 from dsv4.request import FinishReason, TokenLogprobs
 from dsv4.text.output import TextOutput
 
@@ -125,10 +127,11 @@ class RequestStream:
             raise first.error
 
     def cancel(self) -> None:
-        """Drop what still runs; its blocks are free again before the engine's next step. Safe to repeat."""
+        """Drop what still runs; its blocks are free again before the engine's next step. A reader that waits is told.
+        Safe to repeat."""
         if self._running > 0:
-            self._running = 0
             self._on_cancel(self)
+            self.end(ErrorEvent(0, RequestAborted("the request was cancelled"), time.perf_counter()))
 
     async def next_batch(self) -> list[RequestEvent]:
         """All events that are ready, at least one; empty once every request has ended."""
