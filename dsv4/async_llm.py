@@ -1,8 +1,8 @@
 """`AsyncLLM`: the offline API for asyncio: many requests at once, tokens as they come, the engine in a thread.
 
-    async with AsyncLLM() as llm:
-        async for token in llm.stream("Once upon a time", SamplingParams(max_tokens=64, seed=1)):
-            print(token.text, end="")
+async with AsyncLLM() as llm:
+    async for token in llm.stream("Once upon a time", SamplingParams(max_tokens=64, seed=1)):
+        print(token.text, end="")
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ from dsv4.engine.link.messages import (
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
-PARAMS = SamplingParams(stop=("end", "é"), logit_bias={5: -1.5}, bad_words_ids=((1, 2), (3,)), deadline=2.5, seed=-(2**63))
+PARAMS = SamplingParams(
+    stop=("end", "é"), logit_bias={5: -1.5}, bad_words_ids=((1, 2), (3,)), deadline=2.5, seed=-(2**63)
+)
 MESSAGES = [
     Submit(3, [pack_ids([1, 2]), pack_ids([])], [0, 0, 1], [PARAMS, SamplingParams(), PARAMS], "start: /a/", [7]),
     Cancel([1, 2]),
@@ -108,7 +110,8 @@ def test_ids_are_exact(token_ids):
 
 @pytest.mark.parametrize(
     "kind",
-    [RequestFailed, DeadlinePassed, RequestAborted, EngineBusy, EngineStopped, EngineLost, RequestError, RejectedGrammar],
+    [RequestFailed, DeadlinePassed, RequestAborted, EngineBusy, EngineStopped, EngineLost, RequestError,
+     RejectedGrammar],
 )  # fmt: skip
 def test_errors_keep_their_type(kind):
     found = error_of(end_of(5, kind("why")))
@@ -203,4 +206,3 @@ def test_damaged_messages_do_not_end_the_engine(make_llm):
     assert thread.stop(10)
     assert thread.error is None
     assert_all_free(llm)
-
