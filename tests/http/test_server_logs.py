@@ -88,8 +88,8 @@ def test_a_line_for_every_request(live, lines):
 
 
 def test_throughput_is_told_while_something_runs(served_params, lines, caplog):
-    caplog.set_level(logging.INFO, logger="dsv4.engine")
     server = start_server(make_llm(served_params))
+    caplog.set_level(logging.INFO, logger="dsv4.engine")  # the server has set its own
     loop = server.engine
     loop._throughput = ThroughputLog(loop.engine.stats(), seconds=0.05)
     time.sleep(0.2)
