@@ -8,16 +8,21 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.request import SamplingParams
 
 if TYPE_CHECKING:
+    from dsv4.async_llm import AsyncLLM
     from dsv4.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "ModelConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "ModelConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """`LLM` is imported when it is first asked for: planning memory or rendering a prompt must not load torch."""
+    """`LLM` and `AsyncLLM` are imported when first asked for: planning memory or rendering must not load torch."""
     if name == "LLM":
         from dsv4.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from dsv4.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'dsv4' has no attribute {name!r}")

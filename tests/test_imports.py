@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,10 @@ MAY_IMPORT = {
     "engine": {"text", *BELOW_ENGINE},
     "llm_input": {"model", "cache", "formats"},
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
+    "async_llm": {"llm", "llm_input", "text", "engine"},
     "rank": {"llm", "dist"},
     "tools": {"llm", "text", "engine", *BELOW_ENGINE},
-    "http": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
+    "http": {"tools", "async_llm", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
 # the package's own face may import everything; so may `testing`, which only the self-test imports
@@ -43,7 +45,14 @@ TORCH_FREE = [
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
     "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
     "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
+    "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
+    "dsv4.engine.link.throughput", "dsv4.cli.serve",
 ]  # fmt: skip
+if importlib.util.find_spec("fastapi") is not None:  # whatever a front end and the supervisor load
+    TORCH_FREE += [
+        "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.shared_metrics",
+        "dsv4.http.apis.*", "dsv4.http.grammar.answer", "dsv4.http.grammar.structured", "dsv4.http.processes.*",
+    ]  # fmt: skip
 
 
 def module_name(file):

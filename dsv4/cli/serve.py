@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
+import logging.config
 import math
 import os
 from dataclasses import replace
@@ -14,8 +14,12 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError, ModelConfig
+from dsv4.http.address import take_address
+from dsv4.http.logs import log_config
+from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_model
+from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
-from dsv4.loader.generation_defaults import read_sampling_defaults
+from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.text.chat import effort_profile
 from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
@@ -28,18 +32,19 @@ from dsv4.tools.model_loading import (
     NumericsOption,
     OffloadOption,
     ThreadsOption,
+    check_loading,
     check_numerics,
     check_tokenizer,
     engine_limits,
     find_model,
-    load_llm,
     parse_drafts,
     parse_offload,
     print_note,
 )
-from dsv4.tools.receipts.files import RecordFile
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+_MAX_FRONT_ENDS = 8
+_LOG = logging.getLogger("dsv4.serve")
 
 
 def serve_command(
@@ -100,6 +105,11 @@ def serve_command(
     ] = False,
     record_mib: Annotated[int, typer.Option(help="Size at which a record becomes FILE.1 and a new one begins.")] = 256,
     record_files: Annotated[int, typer.Option(help="How many files of a record are kept.")] = 4,
+    front_ends: Annotated[
+        int | None, typer.Option(help="Processes that take requests. Default: one for every four cores, at most 8.")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the engine again when it dies or hangs.")] = False,
+    step_seconds: Annotated[float, typer.Option(help="An engine whose step runs longer hangs, and is ended.")] = 300.0,
 ) -> None:
     """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
 
@@ -111,6 +121,7 @@ def serve_command(
       dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
       dsv4 serve --model ./checkpoint --record receipts.jsonl
       dsv4 serve --model ./checkpoint --device cuda --gpus 4 --requests 256
+      dsv4 serve --model ./checkpoint --device cuda --front-ends 4 --restart
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
@@ -119,6 +130,11 @@ def serve_command(
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
+    num_front_ends = _default_front_ends() if front_ends is None else front_ends
+    if num_front_ends < 1:
+        raise ConfigError(f"--front-ends must be at least 1, found {num_front_ends}")
+    if not (math.isfinite(step_seconds) and step_seconds > 0):
+        raise ConfigError(f"--step-seconds must be a positive number, found {step_seconds:g}")
     console = Console(stderr=True)
     folder = find_model(model, console)
     config = ModelConfig.from_pretrained(folder)
@@ -148,30 +164,39 @@ def serve_command(
         verify_hits=verify_hits,
     )
 
-    from dsv4.http.lifecycle import take_address  # here: it loads the web framework
-
-    record_file = _record_file(record, record_mib, record_files, is_asked=record_hashes_only)
-    listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
-    llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
-        ignore_selftest=ignore_selftest,
+    loading = ModelSettings(
+        folder=str(folder), numerics=numerics, dtype=dtype, device=device, limits=limits, offload_experts=offload,
+        drafts=draft_count, gpus=gpus, threads=threads, ignore_selftest=ignore_selftest,
     )  # fmt: skip
+    if _is_another_rank():
+        load_model(loading, console)  # serves rank 0, and leaves the process with it
+    check_loading(
+        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, drafts=draft_count, gpus=gpus,
+        threads=threads,
+    )  # fmt: skip
+    record_settings = _record(record, record_mib, record_files, hashes_only=record_hashes_only)
+    listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)
+    logging.config.dictConfig(log_config(log_format))
+    if settings.sampling_defaults:
+        described = describe(settings.sampling_defaults)
+        _LOG.info("requests that do not say otherwise: %s (%s)", described, FILE_NAME)
+    supervisor = Supervisor(
+        loading, settings, listener, num_front_ends=num_front_ends, record=record_settings, restarts=restart,
+        step_seconds=step_seconds,
+    )  # fmt: skip
+    raise typer.Exit(supervisor.run())
 
-    from dsv4.http.server import serve  # here: it loads torch
 
-    recorder = None
-    if record_file is not None:
-        from dsv4.tools.receipts.recorder import Recorder, header_of
+def _is_another_rank() -> bool:
+    """Whether torchrun started this process as a rank besides the first."""
+    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
-        recorder = Recorder(record_file, header_of(llm, hashes_only=record_hashes_only, progress=True))
-    gc.collect()
-    gc.freeze()  # the model stays: looking through it again would take a millisecond from some steps
-    status = serve(llm, settings, listener, recorder)
-    llm.close()
-    raise typer.Exit(status)
+
+def _default_front_ends() -> int:
+    """A core in four, as they leave the others to the engine and to the kernel's network code."""
+    return min(max(len(os.sched_getaffinity(0)) // 4, 1), _MAX_FRONT_ENDS)
 
 
 def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None) -> TlsFiles | None:
@@ -196,16 +221,15 @@ def _tls_files(certfile: Path | None, keyfile: Path | None, password: str | None
     )
 
 
-def _record_file(path: Path | None, max_mib: int, num_files: int, *, is_asked: bool) -> RecordFile | None:
-    """Opened before the weights are read: a record that cannot be written should not cost minutes."""
+def _record(path: Path | None, max_mib: int, num_files: int, *, hashes_only: bool) -> RecordSettings | None:
     if path is None:
-        if is_asked:
+        if hashes_only:
             raise ConfigError("--record-hashes-only needs --record FILE")
         return None
     for option, value in {"--record-mib": max_mib, "--record-files": num_files}.items():
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, found {value}")
-    return RecordFile(path, max_bytes=max_mib * MIB, num_files=num_files)
+    return RecordSettings(path=str(path), max_bytes=max_mib * MIB, num_files=num_files, hashes_only=hashes_only)
 
 
 def _gib(option: str, value: float) -> int:

@@ -1,31 +1,27 @@
-"""The life of a server: where it listens, how it starts, how it ends.
+"""The life of a front end: how it starts to listen, how it ends.
 
-The address is taken before anything slow (`take_address`), but nobody is let in before the model is there. At the
-first SIGINT or SIGTERM the engine takes no more requests; clients that come are told so (503) while what runs is
-finished. What is not done after `drain_seconds`, or at the second signal, ends with an error that says why.
+Nobody is let in before the model is there. When it is told to stop it takes no more requests: new ones get 503 while
+those that run are finished. Requests that are not done after `drain_seconds`, or when it is told again, end with an
+error that says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import resource
-import signal
 import socket
-import sys
 import time
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
-from dsv4.config import ConfigError
-from dsv4.engine.async_engine import AsyncEngine
+from dsv4.engine.link.messages import EngineStopped
 from dsv4.http.connection import Connection, connection_class
+from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.logs import log_config
 from dsv4.http.settings import ServerConfig
 
@@ -33,53 +29,6 @@ _LOG = logging.getLogger("dsv4.serve")
 _FLUSH_SECONDS = 2.0  # for the last words to those whose requests were dropped
 _SPARE_DESCRIPTORS = 64  # for files, pipes to the grammar checker and whatever else is not a connection
 _BACKLOG = 128
-
-
-# ---- where ----
-
-
-def take_address(config: ServerConfig) -> socket.socket:
-    """A socket bound to the server's address, not yet listening. `ConfigError` if the address cannot be had.
-
-    Nobody can connect before the server listens. A bound socket alone does not keep another process from listening
-    there, nor does binding notice one that does, so the address is tried out first.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"host {config.host!r} is not an address of this machine: {error}") from None
-    try:
-        if config.port != 0:
-            with _bound(family, kind, protocol, address) as trial:
-                trial.listen(1)
-        return _bound(family, kind, protocol, address)
-    except OSError as error:
-        place = f"{config.host} port {config.port}"
-        if error.errno == errno.EADDRINUSE:
-            message = f"{place} is in use: stop what listens there, or choose another with --port (0 takes a free one)"
-            raise ConfigError(message) from None
-        if error.errno == errno.EACCES:
-            raise ConfigError(f"{place}: this user may not listen there; choose a --port above 1023") from None
-        raise ConfigError(f"{place} cannot be listened on: {error.strerror}; choose another --host") from None
-
-
-def _bound(family: int, kind: int, protocol: int, address: object) -> socket.socket:
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)  # type: ignore[arg-type]
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def address_url(config: ServerConfig, listener: socket.socket) -> str:
-    """Where a browser finds the server."""
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{'http' if config.tls is None else 'https'}://{host}:{listener.getsockname()[1]}"
 
 
 def most_connections(config: ServerConfig) -> int:
@@ -105,27 +54,27 @@ def most_connections(config: ServerConfig) -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with an end of our own."""
+    """uvicorn with an end of our own. It listens to no signal: `stop` ends it, and again without waiting.
 
-    def __init__(self, settings: uvicorn.Config, config: ServerConfig, engine: AsyncEngine) -> None:
+    on_start  called once clients are let in
+    """
+
+    def __init__(
+        self, settings: uvicorn.Config, config: ServerConfig, engine: EngineConnection, on_start: Callable[[], None]
+    ) -> None:  # fmt: skip
         super().__init__(settings)
         self._config = config
+        self._on_start = on_start
         self.engine = engine
-        self.first_signal: int | None = None
 
-    @property
-    def exit_status(self) -> int:
-        """0 after SIGTERM, 130 after Ctrl-C, as shells expect; 1 after a rank failed."""
-        if self.engine.has_failed:
-            return 1
-        return 130 if self.first_signal == signal.SIGINT else 0
+    def stop(self) -> None:
+        """Finish what runs, then end; the second time, do not wait. From any thread."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        else:
-            self.first_signal = sig
-            self.should_exit = True
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. asyncio accepts as many connections in a row as the backlog it is given says, and where descriptors
@@ -134,18 +83,19 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
-            place = address_url(self._config, listener)
-            _LOG.info("serving %s, running on %s (Ctrl-C stops it)", self._config.name, place)
+        if self.started:
+            self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.engine.drain()
         num_open = self.engine.num_open
-        _LOG.info("shutting down: %d requests to finish, for at most %g s", num_open, self._config.drain_seconds)
+        if num_open:
+            _LOG.info("shutting down: %d requests to finish, for at most %g s", num_open, self._config.drain_seconds)
         await self._wait_for_answers(self._config.drain_seconds, heeds_force=True)
         num_dropped = self.engine.num_open
         if num_dropped:
             _LOG.warning("shutting down: %d requests are dropped", num_dropped)
-        self.engine.drop_all()
+        self.engine.drop_all(EngineStopped("the engine was stopped before this request was finished"))
         await self._wait_for_answers(_FLUSH_SECONDS, heeds_force=False)
         for server in self.servers:
             server.close()
@@ -161,8 +111,6 @@ class HttpServer(uvicorn.Server):
             if not self.server_state.tasks:
                 break
             await asyncio.sleep(0.01)
-        if self.force_exit:
-            _leave(self.exit_status)
         await self.lifespan.shutdown()
 
     async def _wait_for_answers(self, seconds: float, *, heeds_force: bool) -> None:
@@ -185,9 +133,10 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) 
         loop.default_exception_handler(context)
 
 
-def make_uvicorn(app: FastAPI, config: ServerConfig, *, log_level: str = "INFO") -> HttpServer:
-    """A server for the app of `create_app`; `run(sockets=[take_address(config)])` serves until a signal comes, or
-    `should_exit` is set."""
+def make_uvicorn(
+    app: FastAPI, config: ServerConfig, *, log_level: str = "INFO", on_start: Callable[[], None] = lambda: None
+) -> HttpServer:  # fmt: skip
+    """A server for the app of `create_app`; `run(sockets=[take_address(config)])` serves until it is stopped."""
     tls = config.tls
     settings = uvicorn.Config(
         app, log_config=log_config(config.log_format, log_level), access_log=False, server_header=False,
@@ -196,23 +145,4 @@ def make_uvicorn(app: FastAPI, config: ServerConfig, *, log_level: str = "INFO")
         ssl_certfile=None if tls is None else tls.certfile, ssl_keyfile=None if tls is None else tls.keyfile,
         ssl_keyfile_password=None if tls is None else tls.keyfile_password,
     )  # fmt: skip
-    return HttpServer(settings, config, app.state.server.engine)
-
-
-def run_process(server: HttpServer, listener: socket.socket) -> int:
-    """Serve until a signal; returns the exit status.
-
-    The engine's thread may still be inside a forward call that takes long. Python would tear the interpreter down
-    around it, which torch answers with an abort; leaving at once does no harm, since nothing is written anywhere.
-    """
-    server.run(sockets=[listener])
-    if server.engine.is_alive:
-        _leave(server.exit_status)
-    return server.exit_status
-
-
-def _leave(status: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return HttpServer(settings, config, app.state.server.engine, on_start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from dsv4.cache.schema import CacheSchema
 from dsv4.engine.engine import Engine
 from dsv4.engine.stats import EngineStats
-from dsv4.http.apis.answers import CacheKind, Live
 from dsv4.tools.experts import expert_counts
 
 _WATCH_SECONDS = 5.0
@@ -18,7 +18,7 @@ _DECAY = 0.9  # of a step's counts, per step: the view shows about the last ten 
 
 
 class LiveView:
-    """`on_step` runs in the engine's thread, `snapshot` in any other."""
+    """Both methods run in the engine's thread, `on_step` after every step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class LiveView:
         self._is_counting = False
         self._watched_until = 0.0
 
-    def on_step(self, stats: EngineStats) -> None:
+    def on_step(self) -> None:
         """Start or stop counting experts, as somebody looks or not."""
         is_watched, observers = time.monotonic() < self._watched_until, self._engine.observers
         if is_watched and not self._is_counting:
@@ -43,28 +43,28 @@ class LiveView:
     def _count(self, chosen: Tensor) -> None:
         self._counts += expert_counts(chosen, self._num_experts)
 
-    def snapshot(self, model: str, stats: EngineStats) -> Live:
-        """Now. Asking keeps the experts counted for the next seconds."""
+    def snapshot(self) -> dict[str, Any]:
+        """The fields of `Live` now, but for the model's name. Asking keeps the experts counted for the next seconds."""
         self._watched_until = time.monotonic() + _WATCH_SECONDS
-        return Live(
-            model=model,
-            seconds=time.monotonic(),
-            waiting=stats.num_waiting,
-            running=stats.num_running,
-            slots=stats.num_slots,
-            blocks_used=stats.num_blocks_used,
-            blocks=stats.num_blocks,
-            steps=stats.num_steps,
-            prompt_tokens=stats.num_prompt_tokens,
-            output_tokens=stats.num_output_tokens,
-            cache=cache_kinds(self._engine.cache.schema, stats),
-            experts=_digits(self._counts.clone()),
-            step_tokens=None if stats.drafts is None else stats.drafts.tokens_per_step,
-            accepted=[] if stats.drafts is None else list(stats.drafts.acceptance),
-        )
+        stats = self._engine.stats()
+        return {
+            "seconds": time.monotonic(),
+            "waiting": stats.num_waiting,
+            "running": stats.num_running,
+            "slots": stats.num_slots,
+            "blocks_used": stats.num_blocks_used,
+            "blocks": stats.num_blocks,
+            "steps": stats.num_steps,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "output_tokens": stats.num_output_tokens,
+            "cache": cache_kinds(self._engine.cache.schema, stats),
+            "experts": _digits(self._counts),
+            "step_tokens": None if stats.drafts is None else stats.drafts.tokens_per_step,
+            "accepted": [] if stats.drafts is None else list(stats.drafts.acceptance),
+        }
 
 
-def cache_kinds(schema: CacheSchema, stats: EngineStats) -> list[CacheKind]:
+def cache_kinds(schema: CacheSchema, stats: EngineStats) -> list[dict[str, Any]]:
     """Bytes by kind of row: entries and keys grow with blocks, windows and compressor state with requests."""
     layers = schema.layers
     per_block = {
@@ -77,15 +77,15 @@ def cache_kinds(schema: CacheSchema, stats: EngineStats) -> list[CacheKind]:
         "Compressor state": schema.state_bytes_per_request,
     }
     kinds = [
-        CacheKind(name=name, unit="block", used_bytes=size * stats.num_blocks_used, total_bytes=size * stats.num_blocks)
-        for name, size in per_block.items()
-        if size
+        _kind(name, "block", size, stats.num_blocks_used, stats.num_blocks) for name, size in per_block.items() if size
     ]
     return kinds + [
-        CacheKind(name=name, unit="request", used_bytes=size * stats.num_running, total_bytes=size * stats.num_slots)
-        for name, size in per_request.items()
-        if size
+        _kind(name, "request", size, stats.num_running, stats.num_slots) for name, size in per_request.items() if size
     ]
+
+
+def _kind(name: str, unit: str, size: int, num_used: int, num_total: int) -> dict[str, Any]:
+    return {"name": name, "unit": unit, "used_bytes": size * num_used, "total_bytes": size * num_total}
 
 
 def _digits(counts: Tensor) -> list[str]:

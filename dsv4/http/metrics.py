@@ -1,17 +1,15 @@
-"""Prometheus metrics of one server. Each has its own registry: nothing is global."""
+"""Prometheus metrics of one front end, and of the engine. Each has its own registry: nothing is global."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from dsv4.engine.async_engine import AsyncEngine
-from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.engine.stats import DraftStats
+from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.stats import DraftStats, EngineStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -22,12 +20,12 @@ _LABEL = "model_name"
 
 
 class Metrics:
-    """What is counted as requests go by; what the engine knows is read when the metrics are.
+    """Counted as requests go by. `shared_metrics.py` adds up those of several front ends.
 
     Names and labels are vLLM's where it has such a metric, with `dsv4_` for `vllm:` (docs/serving.md has the table).
     """
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
         self.first_token = self._histogram(
@@ -55,7 +53,6 @@ class Metrics:
             "dsv4_disconnects", "Clients that went, or took nothing for too long, before their answer was complete.",
             (_LABEL,), registry=self.registry,
         ).labels(model_name)  # fmt: skip
-        self.registry.register(_EngineCollector(engine, model_name))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(f"dsv4_{name}", text, (_LABEL,), buckets=buckets, registry=self.registry)
@@ -67,17 +64,16 @@ class Metrics:
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
+class EngineMetrics:
+    """The engine's statistics as metrics; a collector of a registry."""
 
-class _EngineCollector(Collector):
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self._engine = engine
+    def __init__(self, stats: EngineStats, model_name: str) -> None:
+        self._stats = stats
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
+        stats = self._stats
         drafts = stats.drafts or DraftStats(0, (), ())
         gauges = (
             ("num_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),

@@ -27,7 +27,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dsv4.config import ModelConfig
+from dsv4.engine.link.thread import EngineThread
 from dsv4.http.affinity import conversation_key
+from dsv4.http.engine_connection import EngineConnection
+from dsv4.http.engine_side import engine_loop
 from dsv4.http.errors import ApiError
 from dsv4.http.server import create_app
 from dsv4.http.settings import ServerConfig
@@ -115,7 +118,10 @@ class Replica:
     async def __init__(self, options: Options) -> None:  # type: ignore[misc]  # Ray awaits it
         settings, config = options.settings()
         self._llm = await asyncio.to_thread(options.load, config)
-        self._app = create_app(self._llm, settings)
+        self._engine = EngineThread(engine_loop(self._llm, max_waiting=settings.max_waiting))
+        self._engine.start()
+        assert self._llm.tokenizer is not None  # `engine_loop` needs one
+        self._app = create_app(EngineConnection(self._engine.connect), self._llm.tokenizer, settings)
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
 
@@ -154,6 +160,7 @@ class Replica:
         """Ray calls it once no request is left, or there is no more time."""
         with contextlib.suppress(AttributeError):  # a replica whose model did not load
             await self._life.__aexit__(None, None, None)
+            await asyncio.to_thread(self._engine.stop)
             self._llm.close()
 
 

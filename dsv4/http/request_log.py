@@ -1,17 +1,14 @@
-"""A line for every request that reached the engine, once it is over, and one every ten seconds for all of them."""
+"""A line for every request that reached the engine, once it is over."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
-from dsv4.engine.async_engine import AsyncEngine
 from dsv4.http.apis.jobs import Job
 from dsv4.http.metrics import RequestTimer
 
 _LOG = logging.getLogger("dsv4.serve")
-THROUGHPUT_SECONDS = 10.0
 
 
 def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
@@ -36,26 +33,3 @@ def log_request(request_id: str, route: str, job: Job, timer: RequestTimer, prob
         "-" if first is None else f"{first:.3f} s", "-" if rate is None else f"{rate:.1f}", reason,
         extra={"fields": fields},
     )  # fmt: skip
-
-
-async def log_throughput(engine: AsyncEngine, seconds: float = THROUGHPUT_SECONDS) -> None:
-    """For ever: what the engine did in the last seconds. Nothing while it does nothing."""
-    before, start = engine.stats, time.perf_counter()
-    while True:
-        await asyncio.sleep(seconds)
-        now, end = engine.stats, time.perf_counter()
-        if now.num_steps != before.num_steps or now.num_running or now.num_waiting:
-            elapsed = end - start
-            fields = {
-                "running": now.num_running,
-                "waiting": now.num_waiting,
-                "prompt_tokens_per_second": round((now.num_prompt_tokens - before.num_prompt_tokens) / elapsed, 1),
-                "output_tokens_per_second": round((now.num_output_tokens - before.num_output_tokens) / elapsed, 1),
-                "cache_used": round(now.num_blocks_used / now.num_blocks, 4),
-            }
-            _LOG.info(
-                "%d running, %d waiting, %.1f prompt tokens/s, %.1f output tokens/s, %.1f %% of the cache",
-                fields["running"], fields["waiting"], fields["prompt_tokens_per_second"],
-                fields["output_tokens_per_second"], 100 * fields["cache_used"], extra={"fields": fields},
-            )  # fmt: skip
-        before, start = now, end

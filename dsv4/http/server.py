@@ -1,4 +1,4 @@
-"""The HTTP server: `create_app` over an `LLM`, and `serve`, which runs it until told to stop.
+"""The HTTP server of one process: `create_app` over a connection to an engine. No torch.
 
 OpenAI's and Anthropic's interfaces at /v1 (`apis.py`), a page at /, /health, /ready, /metrics, /live (the engine at
 this moment) and /openapi.json.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -21,65 +20,75 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from dsv4.dist.errors import RankFailed
-from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
-from dsv4.http.apis.answers import Answer, Health, ModelCard, ModelList
-from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder
+from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, RejectedGrammar
+from dsv4.engine.link.stream import RequestStream
+from dsv4.engine.request import RequestAborted, RequestFailed
+from dsv4.http.apis.answers import Answer, Health, Live, ModelCard, ModelList
+from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder, refused, unsupported
 from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
 from dsv4.http.apis.request_parts import Strict
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
+from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.errors import ApiError, error_body
 from dsv4.http.gate import Gate
-from dsv4.http.lifecycle import make_uvicorn, run_process
-from dsv4.http.live_view import LiveView
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
-from dsv4.http.request_log import log_request, log_throughput
+from dsv4.http.request_log import log_request
 from dsv4.http.settings import MIB, ServerConfig
-from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect
-from dsv4.llm import LLM
-from dsv4.loader.generation_defaults import FILE_NAME, describe
+from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect, to_api_error
 from dsv4.request import RequestError
+from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.memory_check import give_back_memory
-from dsv4.tools.receipts.recorder import Recorder, answer_of
+from dsv4.tools.receipts.lines import answer_of, now, request_line
 
-# The interpreter hands the lock to another thread after this long: the engine's thread would otherwise keep the event
-# loop waiting 5 ms for every token it passes on.
-_SWITCH_SECONDS = 0.0005
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
 FINGERPRINT_HEADER = "x-system-fingerprint"  # for interfaces whose answers have no field for it
-_STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
+_PUBLISH_SECONDS = 1.0  # how old the other front ends' numbers in /metrics may be
+_RECORD_SECONDS = 10.0  # for the last lines of a record
 _LOG = logging.getLogger("dsv4.serve")
 Route = TypeVar("Route", Api, SyncEndpoint)
 Made = TypeVar("Made")
 
 
 class Server:
-    """What the routes share. One engine, one thread for it."""
+    """What the routes share, in one event loop. `open` connects to the engine, `close` lets go of it."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, recorder: Recorder | None = None) -> None:
-        if llm.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer.json; a server speaks text and needs one")
+    def __init__(
+        self, engine: EngineConnection, tokenizer: Tokenizer, config: ServerConfig, folder: Path | None = None
+    ) -> None:  # fmt: skip
         self.config = config
-        self.served = ModelInfo(config.name, llm.tokenizer, llm.identity().name)
-        self._recorder = recorder
-        self.live = LiveView(llm.engine)
-        self.failure: RankFailed | None = None
-        self.stop_serving: Callable[[], None] = lambda: None  # set by whoever runs the app
-        self.engine = AsyncEngine(
-            llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step, on_failure=self._end
-        )
-        self.metrics = Metrics(self.engine, config.name)
-        self.jobs = RequestBuilder(llm.engine, llm.tokenizer, config, scores_all=recorder is not None)
+        self.engine = engine
+        self.metrics = Metrics(config.name)
+        self._shared = SharedMetrics(self.metrics, config.name, folder)
+        self._tokenizer = tokenizer
         self._created = int(time.time())
+        self._lines: set[asyncio.Future[None]] = set()  # of the record, being made
+        self._publishing: asyncio.Task[None] | None = None
 
-    def _end(self, error: RankFailed) -> None:
-        """Without its ranks a server has nothing to serve."""
-        self.failure = error
-        self.stop_serving()
+    async def open(self) -> None:
+        info = await self.engine.open()
+        self._records = info.records
+        self.served = ModelInfo(self.config.name, self._tokenizer, info.fingerprint)
+        self.jobs = RequestBuilder(info, self._tokenizer, self.config)
+        self._publishing = asyncio.create_task(self._publish())
+
+    async def close(self) -> None:
+        """After the last request."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+        if self._lines:
+            await asyncio.wait(self._lines, timeout=_RECORD_SECONDS)
+        self._shared.publish()
+        await self.engine.close()
+
+    async def _publish(self) -> None:
+        while True:
+            self._shared.publish()
+            await asyncio.sleep(_PUBLISH_SECONDS)
 
     # ---- generation ----
 
@@ -131,13 +140,7 @@ class Server:
     async def _answer(
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool
     ) -> Response:
-        try:
-            stream = self.engine.submit(job.requests, job.outputs)
-        except EngineBusy as error:
-            raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
-        except EngineStopped:
-            message = "the server is shutting down and takes no more requests"
-            raise ApiError(503, message, code="shutting_down", closes=True) from None
+        stream = await self._submit(job)
         ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint}
         if is_stream:
@@ -157,13 +160,51 @@ class Server:
         ended(None)
         return _json(assembler.whole(chunks), headers=headers)
 
+    async def _submit(self, job: Job) -> RequestStream:
+        """The job's stream, once the engine has taken it."""
+        rule = job.rule
+        try:
+            if rule is None:
+                return await self.engine.submit(job.outputs)
+            return await self.engine.submit(job.outputs, rule.lark, rule.opening)
+        except EngineBusy as error:
+            raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
+        except EngineStopped:
+            message = "the server is shutting down and takes no more requests"
+            raise ApiError(503, message, code="shutting_down", closes=True) from None
+        except RejectedGrammar as error:
+            assert rule is not None, "requests without a grammar have none to reject"
+            raise unsupported(error, rule.field) from None
+        except RequestError as error:
+            raise refused(error) from None
+        except (RequestAborted, RequestFailed) as error:
+            raise to_api_error(error) from None
+
     def _ended(self, request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
         """A request is over, whatever ended it (`problem`)."""
         log_request(request_id, route, job, timer, problem)
-        if self._recorder is not None:
-            for choice, output in enumerate(job.outputs):
-                answer = answer_of(output, job.grammar, problem)
-                self._recorder.add(answer, request_id=request_id, route=route, choice=choice)
+        if self._records:
+            loop = asyncio.get_running_loop()
+            lines = loop.run_in_executor(None, self._record_lines, request_id, route, job, problem)
+            made = asyncio.ensure_future(self._record(lines))
+            self._lines.add(made)
+            made.add_done_callback(self._lines.discard)
+
+    def _record_lines(self, request_id: str, route: str, job: Job, problem: str | None) -> list[bytes]:
+        grammar = None if job.rule is None else job.rule.lark
+        answers = [answer_of(output, grammar, problem) for output in job.outputs]
+        return [
+            request_line(
+                answer, hashes_only=self._records == "hashes", request_id=request_id, route=route, choice=choice,
+                time=now(),
+            )
+            for choice, answer in enumerate(answers)
+            if answer.is_proof
+        ]  # fmt: skip
+
+    async def _record(self, lines: Awaitable[list[bytes]]) -> None:
+        for line in await lines:
+            self.engine.record(line)
 
     # ---- looking ----
 
@@ -199,36 +240,37 @@ class Server:
         return _json(Health(status="failed" if self.engine.has_failed else "stopping"), status=503)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self._shared.text(await self.engine.stats())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def show_live(self, request: Request) -> Response:
-        return _json(self.live.snapshot(self.config.name, self.engine.stats))
+        return _json(Live(model=self.config.name, **await self.engine.ask("live")))
 
 
 def _json(answer: Answer, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(answer.to_json(), status_code=status, media_type="application/json", headers=headers)
 
 
-def create_app(llm: LLM, config: ServerConfig, recorder: Recorder | None = None) -> FastAPI:
-    """The application. Its engine thread runs from startup to shutdown, which finishes what runs."""
-    server = Server(llm, config, recorder)
+def create_app(
+    engine: EngineConnection, tokenizer: Tokenizer, config: ServerConfig, *, folder: Path | None = None
+) -> FastAPI:  # fmt: skip
+    """The application. It connects to its engine at startup, and lets go of it at shutdown.
+
+    folder  where front ends of the same server leave their metrics for one another
+    """
+    server = Server(engine, tokenizer, config, folder)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        server.engine.start()
-        report = asyncio.create_task(log_throughput(server.engine))
+        await server.open()
         yield
-        report.cancel()
-        server.engine.drop_all()  # whoever runs the app has waited for what runs
-        await asyncio.to_thread(server.engine.stop, 0.0, join_timeout=_STEP_SECONDS)
-        if recorder is not None:
-            await asyncio.to_thread(recorder.close)
+        await server.close()
 
     app = FastAPI(title="dsv4", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(Gate, config=config, metrics=server.metrics)
     app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineLost, _on_lost_engine)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_any_error)
@@ -267,6 +309,12 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body, status_code=error.status, headers=headers)
 
 
+async def _on_lost_engine(request: Request, error: Exception) -> Response:
+    """A question that the engine did not answer."""
+    assert isinstance(error, EngineLost)
+    return await _on_api_error(request, to_api_error(error))
+
+
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     """The client went before its request had arrived whole; there is nobody to answer."""
     if not request.scope["state"].get("is_refused"):
@@ -283,23 +331,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_any_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(500, "an internal error; the server's log has it"), status_code=500)
-
-
-# ---- running ----
-
-
-def serve(llm: LLM, config: ServerConfig, listener: socket.socket, recorder: Recorder | None = None) -> int:
-    """Serve on a bound socket (`take_address`) until SIGINT or SIGTERM, then finish what runs; a second signal does
-    not wait. Returns the exit status. `RankFailed` if a rank ended it."""
-    app = create_app(llm, config, recorder)
-    web, server = make_uvicorn(app, config), app.state.server
-    server.stop_serving = lambda: setattr(web, "should_exit", True)
-    if config.sampling_defaults:
-        _LOG.info("requests that do not say otherwise: %s (%s)", describe(config.sampling_defaults), FILE_NAME)
-    status = run_process(web, listener)
-    if recorder is not None:
-        recorder.close()
-    llm.close()
-    if server.failure is not None:
-        raise server.failure
-    return status

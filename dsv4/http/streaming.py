@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsv4.engine.async_engine import EngineStopped
-from dsv4.engine.events import EndEvent, ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.messages import EngineLost, EngineStopped
+from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.http.apis.answers import Answer, Sent
 from dsv4.http.errors import ApiError
@@ -67,6 +67,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineStopped):
         message = "the server is shutting down and could not finish this request; send it again"
         return ApiError(503, message, code="shutting_down")
+    if isinstance(error, EngineLost):
+        return ApiError(503, f"{error}; send the request again", code="engine_lost")
     if isinstance(error, RequestFailed):
         return ApiError(500, f"the request could not be continued: {error}", code="request_failed")
     assert isinstance(error, RequestAborted), error

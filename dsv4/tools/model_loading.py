@@ -148,6 +148,24 @@ def parse_drafts(text: str, option: str = "--drafts") -> Drafts:
     return int(text)
 
 
+def check_loading(
+    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, drafts: Drafts = "off",
+    gpus: int = 1, threads: int | None = None,
+) -> EngineConfig:  # fmt: skip
+    """The limits with room for drafts. What can be refused is refused here, before torch is loaded."""
+    config = ModelConfig.from_pretrained(model)
+    if threads is not None and threads < 1:
+        raise RequestError(f"--threads must be at least 1, found {threads}")
+    if threads is not None and gpus > 1:
+        raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
+    if drafts == "auto" and why_off(config, numerics=numerics) is not None:
+        drafts = "off"
+    limits = draft_limits(limits, config, drafts)
+    if device == "cpu":
+        check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
+    return limits
+
+
 def load_llm(
     model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
     offload_experts: str | int | None = None, drafts: Drafts = "off", gpus: int = 1, threads: int | None = None,
@@ -155,17 +173,13 @@ def load_llm(
 ) -> LLM:  # fmt: skip
     """The model, with a progress bar; what the loader warns of is printed as a note."""
     config = ModelConfig.from_pretrained(model)
-    if threads is not None and threads < 1:
-        raise RequestError(f"--threads must be at least 1, found {threads}")
-    if threads is not None and gpus > 1:
-        raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
+    limits = check_loading(
+        model, numerics=numerics, dtype=dtype, device=device, limits=limits, drafts=drafts, gpus=gpus, threads=threads
+    )
     obstacle = why_off(config, numerics=numerics)
     if drafts == "auto" and obstacle is not None:
         print_note(f"drafts are off: {obstacle}", console)
         drafts = "off"
-    limits = draft_limits(limits, config, drafts)
-    if device == "cpu":
-        check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
 
     import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
 

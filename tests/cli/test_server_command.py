@@ -177,7 +177,7 @@ def test_memory_that_runs_out_all_the_same(dsv4, checkpoint, monkeypatch):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 10 bytes")
 
     monkeypatch.setattr("dsv4.llm.load_params", load)
-    refused(dsv4("serve", "--port", "0", "--model", checkpoint), "no room for the model", "lower --requests")
+    refused(dsv4("generate", "x", "--model", checkpoint), "no room for the model", "lower --requests")
 
 
 def test_too_many_requests_for_this_machine(dsv4, checkpoint):

@@ -10,14 +10,12 @@ import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free
 
-from dsv4.engine.async_engine import AsyncEngine
+from dsv4.async_llm import AsyncLLM
 from dsv4.engine.engine import Engine
-from dsv4.engine.events import ErrorEvent
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
 from dsv4.engine.step.constraint import num_words
 from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
-from dsv4.text.output import TextOutput
 
 RUNS_BOTH_WAYS = True
 
@@ -100,21 +98,17 @@ def test_a_deadline_ends_its_request_alone(make_llm, expected):
 
 def test_a_deadline_reaches_an_asynchronous_caller(make_llm):
     llm = make_llm()
-    engine = AsyncEngine(llm.engine)
-    engine.start()
+    tokens = []
 
     async def ask():
         params = SamplingParams(max_tokens=400, ignore_eos=True, deadline=0.05)
-        output = TextOutput([5, 6], params, eos_token_id=SMALL.eos_token_id, tokenizer=llm.tokenizer)
-        stream = engine.submit([llm.engine.prepare([5, 6], params)], [output])
-        async with stream:
-            return [event async for event in stream]
+        async with AsyncLLM.over(llm) as engine:
+            async for token in engine.stream([5, 6], params):
+                tokens.append(token)
 
-    events = asyncio.run(ask())
-    assert engine.stop(timeout=10)
-    assert isinstance(events[-1], ErrorEvent)
-    assert isinstance(events[-1].error, DeadlinePassed)
-    assert len(events) < 400
+    with pytest.raises(DeadlinePassed):
+        asyncio.run(ask())
+    assert len(tokens) < 400
 
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf"), "soon", True])

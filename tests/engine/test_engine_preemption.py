@@ -9,10 +9,10 @@ import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free
 
-from dsv4.engine.async_engine import AsyncEngine
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
 from dsv4.http.metrics import Metrics
+from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -152,6 +152,6 @@ def test_metrics_tell_preemptions(make_llm):
     llm.engine.add([5], SamplingParams(max_tokens=1, priority=1))
     while llm.engine.has_work:
         llm.engine.step()
-    text = Metrics(AsyncEngine(llm.engine), "m").text().decode()
+    text = SharedMetrics(Metrics("m"), "m").text(llm.engine.stats()).decode()
     assert 'dsv4_num_preemptions_total{model_name="m"} 1.0' in text
     assert 'dsv4_recomputed_tokens_total{model_name="m"} 3.0' in text

@@ -11,7 +11,11 @@ import httpx
 import torch
 
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.http.lifecycle import address_url, make_uvicorn, take_address
+from dsv4.engine.link.thread import EngineThread
+from dsv4.http.address import address_url, take_address
+from dsv4.http.engine_connection import EngineConnection
+from dsv4.http.engine_side import engine_loop
+from dsv4.http.lifecycle import make_uvicorn
 from dsv4.http.server import create_app
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
@@ -46,10 +50,13 @@ class LiveServer:
     thread: threading.Thread
     url: str
     client: httpx.Client  # one for all requests: making one costs more than most answers
+    engine_thread: EngineThread
+    recorder: object = None
 
     @property
     def engine(self):
-        return self.app.state.server.engine
+        """`EngineLoop`"""
+        return self.engine_thread.loop
 
     def get(self, path, **options):
         return self.client.get(path, **options)
@@ -75,6 +82,9 @@ class LiveServer:
         self.uvicorn.should_exit = True
         self.thread.join(seconds)
         assert not self.thread.is_alive(), "the server did not stop"
+        assert self.engine_thread.stop(seconds), "the engine did not stop"
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def chat_body(text="hi", **fields):
@@ -84,7 +94,9 @@ def chat_body(text="hi", **fields):
 def start_server(llm, recorder=None, **settings):
     """A server on a free port, once it answers."""
     config = ServerConfig(**{"name": NAME, "port": 0, "drain_seconds": 20.0, **settings})
-    app = create_app(llm, config, recorder)
+    engine = EngineThread(engine_loop(llm, max_waiting=config.max_waiting, recorder=recorder))
+    engine.start()
+    app = create_app(EngineConnection(engine.connect), llm.tokenizer, config)
     server, listener = make_uvicorn(app, config, log_level="ERROR"), take_address(config)
     url = address_url(config, listener)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -94,7 +106,7 @@ def start_server(llm, recorder=None, **settings):
         assert thread.is_alive(), "the server did not start"
         assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
-    return LiveServer(llm, app, server, thread, url, httpx.Client(base_url=url, timeout=60))
+    return LiveServer(llm, app, server, thread, url, httpx.Client(base_url=url, timeout=60), engine, recorder)
 
 
 def let_it_say(llm, *answers, in_turn=False):

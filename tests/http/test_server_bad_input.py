@@ -344,12 +344,12 @@ def test_header_tricks(live, data):
 
 def test_a_body_that_never_comes(live):
     """The connection ends before the announced body: nothing is run."""
-    before = live.engine.stats.num_prompt_tokens
+    before = live.engine.engine.stats().num_prompt_tokens
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n"
     )
     raw(live, head + b"\r\n" + b'{"model": "tiny"')
-    assert live.engine.stats.num_prompt_tokens == before
+    assert live.engine.engine.stats().num_prompt_tokens == before
 
 
 def test_markers_in_text_are_text(live):

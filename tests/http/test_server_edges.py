@@ -243,24 +243,23 @@ def test_defaults_of_the_checkpoint(served_params):
 def test_readiness_and_liveness(served_params):
     server = start_server(make_llm(served_params))
     assert (server.get("/health").status_code, server.get("/ready").status_code) == (200, 200)
-    assert server.engine.stop(5)
+    server.app.state.server.engine.drain()
     for path, status in (("/ready", 503), ("/health", 200)):
         response = server.get(path)
         assert (response.status_code, response.json()) == (status, {"status": "stopping"})
     server.stop()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_whose_thread_has_died(served_params):
     server = start_server(make_llm(served_params))
-    with server.engine._changed:
-        server.engine._commands.append(sys.exit)  # ends the thread that carries it out
-        server.engine._changed.notify()
-    server.engine._thread.join(10)
+    server.engine._call(sys.exit)  # ends the thread that carries it out
+    server.engine_thread._thread.join(10)
     for path in ("/ready", "/health"):
         response = server.get(path)
         assert (response.status_code, response.json()) == (503, {"status": "failed"})
-    assert server.chat().status_code == 503
+    answer = server.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+    assert server.get("/metrics").status_code == 200, "with the last numbers there are"
     server.stop()
 
 

@@ -12,13 +12,16 @@ import re
 from pathlib import Path
 
 import pytest
-from server_cases import NAME, TOKENIZER, make_llm
+from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
-from dsv4.http.apis.jobs import RequestBuilder
+from dsv4.async_llm import engine_info
+from dsv4.http.apis.jobs import RequestBuilder, unsupported
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest, HarmlessFields
 from dsv4.http.apis.unsupported import REFUSED
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError
+from dsv4.http.grammar.compiler import GrammarCompiler
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.settings import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,34 +36,29 @@ MODELS = {"chat": ChatRequest, "completions": CompletionRequest}
 
 @pytest.fixture(scope="module")
 def jobs(served_params):
-    return RequestBuilder(make_llm(served_params).engine, TOKENIZER, ServerConfig(name=NAME))
+    return RequestBuilder(engine_info(make_llm(served_params)), TOKENIZER, ServerConfig(name=NAME))
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(TOKENIZER, vocab_size=SERVED.vocab_size, eos_token_id=SERVED.eos_token_id)
 
 
 @pytest.fixture
-def asked_of_engine(jobs, monkeypatch):
+def asked_of_engine(jobs, compiler, monkeypatch):
     """`asked_of_engine(kind, body)`: prompts, parameters and whether a grammar binds, for every choice."""
-    found = []
-
-    def prepare(prompt, params, constraint=None):
-        found.append((list(prompt), params, constraint is not None))
-
-    monkeypatch.setattr(jobs._engine, "prepare", prepare)
     monkeypatch.setattr("dsv4.http.grammar.compiler.check_grammar", lambda lark: "")  # in this process: it is ours
-    grammars = []
-    compile_grammar = jobs._grammars.compile
-
-    def compile_and_note(lark, opening):
-        grammars.append(lark)
-        return compile_grammar(lark, opening)
-
-    monkeypatch.setattr(jobs._grammars, "compile", compile_and_note)
 
     def run(kind, body):
-        found.clear()
-        grammars.clear()
         request = validate(MODELS[kind], body)
-        (jobs.chat if kind == "chat" else jobs.completion)(request)
-        return list(found), list(grammars)
+        job = (jobs.chat if kind == "chat" else jobs.completion)(request)
+        if job.rule is not None:  # as the engine does
+            try:
+                compiler.compile(job.rule.lark, job.rule.opening)
+            except GrammarError as error:
+                raise unsupported(error, job.rule.field) from None
+        found = [(list(one.prompt_ids), one.params, job.rule is not None) for one in job.outputs]
+        return found, [] if job.rule is None else [job.rule.lark]
 
     return run
 

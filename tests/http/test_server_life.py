@@ -13,15 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start_server
 
 from dsv4.config import ConfigError
-from dsv4.engine.async_engine import AsyncEngine
+from dsv4.engine.link.client import EngineClient
+from dsv4.engine.link.thread import EngineThread
 from dsv4.http.apis.completion_answer import TextAssembler
 from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.engine_side import engine_loop
 from dsv4.http.metrics import Metrics, RequestTimer
-from dsv4.http.server import create_app
 from dsv4.http.settings import ServerConfig
 from dsv4.http.streaming import EventStream
 from dsv4.request import SamplingParams
+from dsv4.text.output import TextOutput
 
 CHAT = "/v1/chat/completions"
 
@@ -122,7 +124,10 @@ def test_the_live_view(two_layer_params):
     observers, mine = server.llm.engine.observers, []
     assert len(observers) == 1, "still watched"
     observers.append(mine.append)
-    server.app.state.server.live._watched_until = 0
+    deadline = time.monotonic() + 20
+    while len(observers) > 1:  # the view looks away a few seconds after the last question
+        server.chat()
+        assert time.monotonic() < deadline
     server.chat()
     assert observers == [mine.append], "nobody looks: nothing is counted; another's observer stays"
     assert mine
@@ -187,7 +192,7 @@ def test_a_server_needs_a_tokenizer(served_params):
     llm = make_llm(served_params)
     llm.tokenizer = None
     with pytest.raises(ValueError, match="tokenizer"):
-        create_app(llm, ServerConfig(name="x"))
+        engine_loop(llm)
 
 
 def test_the_longest_answer(start):
@@ -202,7 +207,7 @@ def test_the_longest_answer(start):
 
 
 def test_a_client_that_goes_frees_its_request(live):
-    before = live.engine.stats.num_aborted
+    before = live.engine.engine.stats().num_aborted
     with live.client.stream("POST", CHAT, json=chat_body(max_tokens=1500, ignore_eos=True, stream=True)) as response:
         assert len(read_lines(response, 8)) == 8
         assert live.engine.num_open == 1
@@ -210,7 +215,7 @@ def test_a_client_that_goes_frees_its_request(live):
     with pytest.raises(httpx.ReadTimeout):
         live.client.post(CHAT, json=chat_body(max_tokens=1500, ignore_eos=True), timeout=0.5)
     live.wait_until_free(5)
-    assert live.engine.stats.num_aborted == before + 2
+    assert live.engine.engine.stats().num_aborted == before + 2
 
 
 def test_a_client_that_does_not_read_holds_up_nothing(start):
@@ -225,17 +230,18 @@ def test_a_client_that_does_not_read_holds_up_nothing(start):
 def test_a_client_that_takes_nothing_is_dropped(served_params):
     """Connected, but its socket is full: after the stall its request ends, long before its last token."""
     llm = make_llm(served_params)
-    engine = AsyncEngine(llm.engine)
-    metrics = Metrics(engine, NAME)
-    engine.start()
+    thread, metrics = EngineThread(engine_loop(llm)), Metrics(NAME)
+    thread.start()
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    output = TextOutput([5], params, eos_token_id=llm.config.eos_token_id, tokenizer=TOKENIZER)
 
     async def run():
-        job = Job((llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True)),), 1)
-        stream = engine.submit(job.requests)
+        client = await EngineClient.connect(thread.connect())
+        job = Job((output,), 1)
         timer = RequestTimer(metrics, 1, time.perf_counter())
         asked = CompletionRequest(model=NAME, prompt=[5])
         assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
-        response = EventStream(stream, assembler, metrics, timer, stall_seconds=0.3)
+        response = EventStream(client.submit(job.outputs), assembler, metrics, timer, stall_seconds=0.3)
         sent = []
 
         async def send(message):
@@ -244,13 +250,15 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
                 await asyncio.Event().wait()
 
         await asyncio.wait_for(response({"type": "http"}, asyncio.Event().wait, send), 20)
-        return job.requests[0], sent
+        stats = await client.stats()
+        client.close()
+        return stats, sent
 
-    sequence, sent = asyncio.run(run())
-    engine.stop(10)
+    stats, sent = asyncio.run(run())
+    assert thread.stop(10)
     assert len(sent) == 4
-    assert sequence.is_aborted
-    assert sequence.num_output < 2000
+    assert stats.num_aborted == 1
+    assert output.num_output < 2000
     assert metrics.disconnects._value.get() == 1
     assert llm.cache.num_free_slots == llm.cache.schema.num_slots
 

@@ -93,7 +93,7 @@ def test_load(two_layer_params, solo):
     try:
         texts = asyncio.run(asyncio.wait_for(run_load(server.url), 120))
         server.wait_until_free()
-        stats = server.engine.stats
+        stats = server.engine.engine.stats()
         assert server.get("/health").status_code == 200
     finally:
         server.stop()

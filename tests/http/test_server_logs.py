@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
-from server_cases import NAME, chat_body, make_llm
+from server_cases import NAME, chat_body, make_llm, start_server
 
-from dsv4.engine.async_engine import AsyncEngine
+from dsv4.engine.link.throughput import ThroughputLog
 from dsv4.http.logs import JsonFormatter, RepeatFilter, TextFormatter
-from dsv4.http.request_log import log_throughput
-from dsv4.request import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -89,24 +87,24 @@ def test_a_line_for_every_request(live, lines):
     assert any(text.startswith(f"stream {CHAT}: ") and text.endswith("tokens/s, length") for text, _ in lines())
 
 
-def test_throughput_is_told_while_something_runs(served_params, lines):
-    llm = make_llm(served_params)
-    engine = AsyncEngine(llm.engine)
-    engine.start()
-
-    async def run():
-        report = asyncio.create_task(log_throughput(engine, seconds=0.05))
-        await asyncio.sleep(0.2)
-        assert lines() == [], "nothing runs, nothing is said"
-        stream = engine.submit([llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True))])
-        while not any("1 running, 0 waiting" in text for text, _ in lines()):
-            await asyncio.sleep(0.02)
-        stream.cancel()
-        report.cancel()
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-    engine.stop(10)
-    assert any(fields["output_tokens_per_second"] > 0 for _, fields in lines())
+def test_throughput_is_told_while_something_runs(served_params, lines, caplog):
+    server = start_server(make_llm(served_params))
+    caplog.set_level(logging.INFO, logger="dsv4.engine")  # the server has set its own
+    loop = server.engine
+    loop._throughput = ThroughputLog(loop.engine.stats(), seconds=0.05)
+    time.sleep(0.2)
+    server.get("/health")
+    assert not any("running" in text for text, _ in lines()), "nothing runs, nothing is said"
+    with server.client.stream(
+        "POST", CHAT, json=chat_body(max_tokens=2000, ignore_eos=True, stream=True)
+    ) as response:  # fmt: skip
+        deadline = time.monotonic() + 20
+        for _ in response.iter_lines():
+            if any("1 running, 0 waiting" in text and one["output_tokens_per_second"] > 0 for text, one in lines()):
+                break
+            assert time.monotonic() < deadline
+    server.wait_until_free()
+    server.stop()
 
 
 def exported(live):

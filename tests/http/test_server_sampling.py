@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
+from dsv4.async_llm import engine_info
 from dsv4.http.apis.jobs import RequestBuilder
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest
 from dsv4.http.body import validate
@@ -13,29 +14,21 @@ from dsv4.request import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def llm(served_params):
-    return make_llm(served_params)
+def jobs(served_params):
+    return RequestBuilder(engine_info(make_llm(served_params)), TOKENIZER, ServerConfig(name=NAME))
 
 
 @pytest.fixture
-def sampled(llm, monkeypatch):
+def sampled(jobs):
     """`sampled(fields)`: the parameters of every choice a request with these fields becomes."""
-    jobs = RequestBuilder(llm.engine, TOKENIZER, ServerConfig(name=NAME))
-    found = []
-
-    def prepare(prompt, params, constraint=None):
-        found.append(params)
-
-    monkeypatch.setattr(llm.engine, "prepare", prepare)
 
     def run(fields, prompt=None):
-        found.clear()
         if prompt is None:
             chat = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "seed": 0, **fields}
-            jobs.chat(validate(ChatRequest, chat))
+            job = jobs.chat(validate(ChatRequest, chat))
         else:
-            jobs.completion(validate(CompletionRequest, {"model": NAME, "prompt": prompt, "seed": 0, **fields}))
-        return list(found)
+            job = jobs.completion(validate(CompletionRequest, {"model": NAME, "prompt": prompt, "seed": 0, **fields}))
+        return [output.params for output in job.outputs]
 
     return run
 
@@ -91,10 +84,9 @@ def test_scores(sampled, fields, tokens, logprobs, prompt_logprobs):
         assert found == (tokens, logprobs, prompt_logprobs)
 
 
-def test_a_begin_marker_comes_only_when_asked_for(llm):
-    jobs = RequestBuilder(llm.engine, TOKENIZER, ServerConfig(name=NAME))
+def test_a_begin_marker_comes_only_when_asked_for(jobs):
     for asked, first in ((None, []), (False, []), (True, [TOKENIZER.special_id("<｜begin▁of▁sentence｜>")])):
         request = validate(CompletionRequest, {"model": NAME, "prompt": "ab", "add_special_tokens": asked})
-        sequence = jobs.completion(request).requests[0]
-        assert sequence.token_ids == [*first, *TOKENIZER.encode("ab")]
+        output = jobs.completion(request).outputs[0]
+        assert output.prompt_ids == [*first, *TOKENIZER.encode("ab")]
     assert SERVED.vocab_size > 258

@@ -13,7 +13,7 @@ import pytest
 from server_cases import NAME, TOKENIZER, make_llm
 
 from dsv4 import __version__
-from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.completion_answer import TextAssembler
 from dsv4.http.apis.jobs import Job, ModelInfo
 from dsv4.http.apis.requests import CompletionRequest
@@ -37,7 +37,7 @@ def answer(prompt, tokens, **fields):
         None if place == 0 else scored(one, -place / 8, (best[place - 1], -place / 8), (9, -3.0))
         for place, one in enumerate(ids)
     ]
-    assembler = TextAssembler(Job((), (output,), len(ids)), asked, ModelInfo(NAME, TOKENIZER, "f"))
+    assembler = TextAssembler(Job((output,), len(ids)), asked, ModelInfo(NAME, TOKENIZER, "f"))
     events = []
     for token_id in tokens:
         reason = FinishReason.LENGTH if output.num_output + 1 == len(tokens) else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.answers import (
     CalledFunction,
     CalledTool,

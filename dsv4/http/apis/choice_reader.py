@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.answers import CompletionDetails, FinishWord, PromptDetails, Usage
 from dsv4.http.apis.jobs import Job
 from dsv4.text.parse import Event, StreamParser, ToolCallEnd

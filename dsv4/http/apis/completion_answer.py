@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.answers import Sent, TextChoice, TextCompletion, TextLogprobs, Usage
 from dsv4.http.apis.chat_answer import DONE, error_event, new_id
 from dsv4.http.apis.choice_reader import usage_of

@@ -1,5 +1,5 @@
-"""From a request model to prepared engine requests: prompt, sampling, constraint. Everything that can be refused is
-refused here, before anything is queued."""
+"""From a request model to what the engine is sent: prompts, sampling, a grammar's text. What can be refused without
+the engine is refused here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.engine.engine import Engine
-from dsv4.engine.request import Request
+from dsv4.engine.link.messages import EngineInfo
 from dsv4.http.apis.request_parts import AllowedToolChoice, NamedToolChoice
 from dsv4.http.apis.requests import ChatRequest, CompletionRequest, SamplingFields
 from dsv4.http.body import leading_field
 from dsv4.http.errors import ApiError
-from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar
-from dsv4.http.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import ContentRule, content_rule, shown_schema
 from dsv4.http.settings import ServerConfig
-from dsv4.request import RequestError, SamplingParams
+from dsv4.request import RequestError, SamplingParams, check_params, check_prompt
 from dsv4.text.chat import ChatError, ChatOptions, Segment, render_segments
 from dsv4.text.output import TextOutput
 from dsv4.text.protocol import PROTOCOL
@@ -34,18 +33,30 @@ _EFFORTS = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """Prepared requests in the order of their choices, `num_answers` of each prompt. `thinking`: the answers begin
-    with reasoning. `num_prompt_tokens` counts each prompt once. `shows_logprobs`: those that the tokens have were asked
-    for, not only recorded. `grammar`: the Lark text that all answers follow."""
+class GrammarText:
+    """Lark text, the ids that an answer may open with, and the request's field that asked for it."""
 
-    requests: tuple[Request, ...]
+    lark: str
+    opening: tuple[int, ...]
+    field: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """Requests with their answers to come, in the order of their choices, `num_answers` of each prompt.
+
+    num_prompt_tokens  counts each prompt once
+    thinking           the answers begin with reasoning
+    shows_logprobs     those that the tokens have were asked for, not only recorded
+    rule               the grammar that all answers follow
+    """
+
     outputs: tuple[TextOutput, ...]
     num_prompt_tokens: int
     num_answers: int = 1
     thinking: bool = False
     shows_logprobs: bool = True
-    grammar: str | None = None
+    rule: GrammarText | None = None
 
     @property
     def num_cached_tokens(self) -> int:
@@ -73,27 +84,21 @@ class Prompt:
 class RequestBuilder:
     """Turns request models into jobs. Its methods may run in any thread.
 
-    scores_all  every token gets its log-probability, asked for or not: a receipt has a digest of them
+    Where answers are recorded every token gets its log-probability, asked for or not: a receipt has a digest of them.
     """
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, *, scores_all: bool = False
-    ) -> None:  # fmt: skip
-        self._engine = engine
-        self._scores_all = scores_all
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self._info = info
         self.tokenizer = tokenizer
         self._config = config
-        self._grammars = GrammarCompiler(
-            tokenizer, vocab_size=engine.model.config.vocab_size, eos_token_id=engine.model.config.eos_token_id
-        )
 
     @property
     def max_context_tokens(self) -> int:
-        return self._engine.cache.limits.max_context_tokens
+        return self._info.max_context_tokens
 
     @property
     def vocab_size(self) -> int:
-        return self._engine.model.config.vocab_size
+        return self._info.vocab_size
 
     def chat(self, request: ChatRequest) -> Job:
         """`ApiError` for a conversation or an option that cannot be served."""
@@ -103,18 +108,10 @@ class RequestBuilder:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
         rule = _content_rule(request)
-        grammar = self._grammar(_rules(request, rule, prompt.is_open), "tools" if rule is None else rule[1])
+        grammar = self._rule(_rules(request, rule, prompt.is_open), "tools" if rule is None else rule[1])
         options = self._options(request, logprobs, request.prompt_logprobs)
-        requests = self._prepare([prompt.token_ids], request, options, max_tokens, None, grammar)
-        return Job(
-            requests,
-            self._outputs(requests),
-            len(prompt.token_ids),
-            request.n or 1,
-            prompt.is_open,
-            logprobs is not None,
-            _text_of(grammar),
-        )
+        outputs = self._outputs([prompt.token_ids], request, options, max_tokens, None)
+        return Job(outputs, len(prompt.token_ids), request.n or 1, prompt.is_open, logprobs is not None, grammar)
 
     def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt a conversation becomes."""
@@ -162,17 +159,16 @@ class RequestBuilder:
             self._check_prompt(prompt, "prompt")
         rule = _content_rule(request)
         rules = None if rule is None else AnswerRules(thinking=False, content=rule[0])
-        grammar = self._grammar(rules, "" if rule is None else rule[1])
+        grammar = self._rule(rules, "" if rule is None else rule[1])
         prompt_logprobs = request.prompt_logprobs
         if request.echo and request.logprobs is not None:
             prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
         if request.max_tokens == 0 and prompt_logprobs is None:
             prompt_logprobs = 0  # read the prompt, write nothing: echo alone
         options = self._options(request, request.logprobs, prompt_logprobs)
-        requests = self._prepare(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS, grammar)
+        outputs = self._outputs(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS)
         shows = request.logprobs is not None
-        outputs = self._outputs(requests)
-        return Job(requests, outputs, sum(map(len, prompts)), request.n or 1, False, shows, _text_of(grammar))
+        return Job(outputs, sum(map(len, prompts)), request.n or 1, False, shows, grammar)
 
     def encode(self, prompt: str | list[int], add_bos: bool) -> list[int]:
         """A completion's prompt as ids, after the begin-of-sentence marker where that is asked for."""
@@ -222,15 +218,15 @@ class RequestBuilder:
         thinking = asked.pop() if asked else self._config.default_thinking
         return thinking, _EFFORTS[self._config.effort_profile].get(effort or "")
 
-    def _grammar(self, rules: AnswerRules | None, content_field: str) -> CompiledGrammar | None:
+    def _rule(self, rules: AnswerRules | None, content_field: str) -> GrammarText | None:
         if rules is None:
             return None
         param = "tools" if rules.calls == "must" or rules.content is None else content_field
+        opening = (self.tokenizer.special_id(PROTOCOL.think_close),) if rules.thinking else ()
         try:
-            opening = (self.tokenizer.special_id(PROTOCOL.think_close),) if rules.thinking else ()
-            return self._grammars.compile(answer_grammar(rules, self._grammars.special), opening)
+            return GrammarText(answer_grammar(rules, symbols_of(self.tokenizer)), opening, param)
         except GrammarError as error:
-            raise ApiError(400, f"{param}: {error}", code="unsupported_schema", param=param) from None
+            raise unsupported(error, param) from None
 
     def _options(self, request: SamplingFields, logprobs: int | None, prompt_logprobs: int | None) -> dict[str, Any]:
         """The fields of `SamplingParams` that all choices share."""
@@ -245,7 +241,7 @@ class RequestBuilder:
             options["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
         if request.bad_words:
             options["bad_words_ids"] = self._bad_words(request.bad_words)
-        if logprobs is None and self._scores_all:
+        if logprobs is None and self._info.records:
             logprobs = 0
         return {**options, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
 
@@ -257,32 +253,27 @@ class RequestBuilder:
                 spellings[tuple(refusing(self.tokenizer.encode, text))] = None
         return tuple(spellings)
 
-    def _prepare(
+    def _outputs(
         self, prompts: Sequence[Sequence[int]], request: SamplingFields, options: dict[str, Any],
-        max_tokens: int | None, default_tokens: int | None, grammar: CompiledGrammar | None,
-    ) -> tuple[Request, ...]:  # fmt: skip
+        max_tokens: int | None, default_tokens: int | None,
+    ) -> tuple[TextOutput, ...]:  # fmt: skip
         count = request.n or 1
         if count * len(prompts) > self._config.max_choices:
             found = f"{count}" if len(prompts) == 1 else f"{len(prompts)} prompts times {count}"
             raise _wrong("n", f"at most {self._config.max_choices} answers to one request, found {found}")
         seed = request.seed if request.seed is not None else secrets.randbits(63)
-        requests: list[Request] = []
+        outputs: list[TextOutput] = []
         for prompt in prompts:
             limit = self._max_tokens(len(prompt), max_tokens, default_tokens)
+            token_ids = refusing(check_prompt, prompt, self.vocab_size, self.max_context_tokens)
             for _ in range(count):
-                place = (seed + len(requests) + 2**63) % 2**64 - 2**63  # within 64 bits
+                place = (seed + len(outputs) + 2**63) % 2**64 - 2**63  # within 64 bits
                 params = refusing(SamplingParams, max_tokens=limit, seed=place, **options)
-                constraint = None if grammar is None else grammar.constraint()
-                requests.append(refusing(self._engine.prepare, prompt, params, constraint))
-        return tuple(requests)
-
-    def _outputs(self, requests: Sequence[Request]) -> tuple[TextOutput, ...]:
-        return tuple(
-            TextOutput(
-                one.token_ids[: one.prompt_len], one.params, eos_token_id=one.eos_token_id, tokenizer=self.tokenizer
-            )
-            for one in requests
-        )
+                refusing(check_params, params, self.vocab_size)
+                outputs.append(
+                    TextOutput(token_ids, params, eos_token_id=self._info.eos_token_id, tokenizer=self.tokenizer)
+                )
+        return tuple(outputs)
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""
@@ -301,12 +292,22 @@ class RequestBuilder:
         return asked
 
 
+def unsupported(error: Exception, param: str) -> ApiError:
+    """A grammar that cannot be enforced, as an answer."""
+    return ApiError(400, f"{param}: {error}", code="unsupported_schema", param=param)
+
+
 def refusing(function: Any, *arguments: Any, **options: Any) -> Any:
     """Call, with the package's own errors about a caller's input as 400."""
     try:
         return function(*arguments, **options)
     except (ChatError, RequestError, TokenizerError) as error:
-        raise ApiError(400, str(error), code="invalid_value", param=_param_of(error)) from None
+        raise refused(error) from None
+
+
+def refused(error: ChatError | RequestError | TokenizerError) -> ApiError:
+    """A mistake in a caller's input, as an answer."""
+    return ApiError(400, str(error), code="invalid_value", param=_param_of(error))
 
 
 def _param_of(error: ChatError | RequestError | TokenizerError) -> str | None:
@@ -322,10 +323,6 @@ def _prompts(request: CompletionRequest) -> list[Any]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
-
-
-def _text_of(grammar: CompiledGrammar | None) -> str | None:
-    return None if grammar is None else grammar.lark
 
 
 def _wrong(field: str, message: str) -> ApiError:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dsv4.engine.events import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.answers import Answer, NamedEvent
 from dsv4.http.apis.chat_answer import new_id
 from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat

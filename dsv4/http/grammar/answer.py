@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsv4.http.grammar.compiler import GrammarError
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.schema_refs import find_empty_reference
 from dsv4.http.grammar.structured import ContentRule, JsonRule
 from dsv4.text.protocol import PROTOCOL
+from dsv4.text.tokenizer import Tokenizer
 
 _RAW_STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 _NOT_AN_OBJECT = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "minProperties", "maxProperties")
@@ -45,6 +46,11 @@ class AnswerRules:
     calls: Calls = "never"
     functions: Sequence[FunctionRule] = ()
     one_call: bool = False
+
+
+def symbols_of(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """Gives a marker of the protocol as a grammar symbol."""
+    return lambda marker: f"<[{tokenizer.special_id(marker)}]>"
 
 
 def answer_grammar(rules: AnswerRules, special: Callable[[str], str]) -> str:

@@ -17,14 +17,11 @@ from numpy.typing import NDArray
 
 from dsv4.engine.step.constraint import Constraint, ConstraintError, Words, pack_tokens
 from dsv4.http.grammar.check import check_grammar
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
 
 _NUM_KEPT = 32
-
-
-class GrammarError(ValueError):
-    """A schema or grammar that cannot be enforced; the text says what is wrong with it."""
 
 
 class GrammarCompiler:
@@ -48,10 +45,6 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         # ids that stand for no text must never be drawn, whatever the grammar
         self._group = GrammarGroup(pack_tokens(np.array([bool(token) for token in tokens])))
-
-    def special(self, marker: str) -> str:
-        """A marker of the protocol as a grammar symbol."""
-        return f"<[{self._tokenizer.special_id(marker)}]>"
 
     def compile(self, lark: str, opening: Sequence[int] = ()) -> CompiledGrammar:
         """Check and compile; `GrammarError` with what llguidance says, or where no token may follow the tokens

@@ -17,9 +17,11 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from dsv4.request import Completion, SamplingParams, TokenLogprobs
+from dsv4.text.output import TextOutput
 
 FORMAT = 1
 # of the parameters, those that hold words or tokens of whoever asked
@@ -69,6 +71,11 @@ class Answer:
     @property
     def is_whole(self) -> bool:
         return self.finish in ENDS
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether it is worth a line: an answer that ended early without a token proves nothing."""
+        return self.is_whole or bool(self.output)
 
     @classmethod
     def of(cls, params: SamplingParams, completion: Completion) -> Answer:
@@ -145,6 +152,24 @@ class Gap:
 
 
 # ---- writing ----
+
+
+def answer_of(output: TextOutput, grammar: str | None, problem: str | None) -> Answer:
+    """A request that is over. `problem` is what ended it early."""
+    params = output.params
+    if problem is None:
+        problem = "failed" if output.finish_reason is None else output.finish_reason.value
+    has_scores = params.prompt_logprobs is not None and problem in ENDS
+    return Answer(
+        prompt=tuple(output.prompt_ids), params=params, output=tuple(output.token_ids), finish=problem,
+        logprobs=None if params.logprobs is None else tuple(output.logprobs), grammar=grammar,
+        prompt_logprobs=tuple(output.prompt_logprobs) if has_scores else None,
+    )  # fmt: skip
+
+
+def now() -> str:
+    """The time of a line."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def header_line(header: Header) -> bytes:

@@ -13,15 +13,14 @@ import logging
 import queue
 import threading
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from types import TracebackType
+from typing import Literal
 
 from dsv4.engine.fingerprint import checkpoint_parts
 from dsv4.llm import LLM
 from dsv4.loader.progress import Progress
-from dsv4.text.output import TextOutput
 from dsv4.tools.receipts.files import RecordFile
-from dsv4.tools.receipts.lines import ENDS, Answer, Gap, Header, gap_line, header_line, request_line
+from dsv4.tools.receipts.lines import Answer, Gap, Header, gap_line, header_line, now, request_line
 
 _LOG = logging.getLogger("dsv4.receipts")
 _MAX_PENDING = 1024  # answers that wait for the disk; more are lost, and counted
@@ -42,22 +41,9 @@ def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False
             "max_concurrent_requests": limits.max_concurrent_requests,
             "max_chunk_tokens": limits.max_chunk_tokens,
         },
-        time=_now(),
+        time=now(),
         hashes_only=hashes_only,
     )
-
-
-def answer_of(output: TextOutput, grammar: str | None, problem: str | None) -> Answer:
-    """A request that is over. `problem` is what ended it early."""
-    params = output.params
-    if problem is None:
-        problem = "failed" if output.finish_reason is None else output.finish_reason.value
-    has_scores = params.prompt_logprobs is not None and problem in ENDS
-    return Answer(
-        prompt=tuple(output.prompt_ids), params=params, output=tuple(output.token_ids), finish=problem,
-        logprobs=None if params.logprobs is None else tuple(output.logprobs), grammar=grammar,
-        prompt_logprobs=tuple(output.prompt_logprobs) if has_scores else None,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,12 @@ class _Entry:
     choice: int
     time: str
 
+    def line(self, *, hashes_only: bool) -> bytes:
+        return request_line(
+            self.answer, hashes_only=hashes_only, request_id=self.request_id, route=self.route, choice=self.choice,
+            time=self.time,
+        )  # fmt: skip
+
 
 class Recorder:
     """`add` from any thread; `close` writes what is left. A disk that is full or gone is told once, by the log, and
@@ -77,19 +69,30 @@ class Recorder:
         self._file = file
         self._hashes_only = header.hashes_only
         file.begin(header_line(header))
-        self._queue: queue.Queue[_Entry | None] = queue.Queue(_MAX_PENDING)
+        self._queue: queue.Queue[_Entry | bytes | None] = queue.Queue(_MAX_PENDING)
         self._lock = threading.Lock()
         self._num_lost = 0  # since the last line that was written
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name="dsv4-receipts", daemon=True)
         self._thread.start()
 
+    @property
+    def kind(self) -> Literal["whole", "hashes"]:
+        """Whether lines hold prompts and answers, or digests alone."""
+        return "hashes" if self._hashes_only else "whole"
+
     def add(self, answer: Answer, *, request_id: str = "", route: str = "", choice: int = 0) -> None:
         """Never blocks, never raises. An answer that ended early and has no token is nothing to prove."""
-        if not answer.is_whole and not answer.output:
-            return
+        if answer.is_proof:
+            self._put(_Entry(answer, request_id, route, choice, now()))
+
+    def add_line(self, line: bytes) -> None:
+        """An answer as a line that was made elsewhere (`request_line`). Never blocks, never raises."""
+        self._put(line)
+
+    def _put(self, entry: _Entry | bytes) -> None:
         try:
-            self._queue.put_nowait(_Entry(answer, request_id, route, choice, _now()))
+            self._queue.put_nowait(entry)
         except queue.Full:
             self._lose(f"{_MAX_PENDING} answers wait to be written; the disk is too slow")
 
@@ -120,12 +123,9 @@ class Recorder:
                 self._sync()
             self._queue.task_done()
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _Entry | bytes) -> None:
         try:
-            line = request_line(
-                entry.answer, hashes_only=self._hashes_only, request_id=entry.request_id, route=entry.route,
-                choice=entry.choice, time=entry.time,
-            )  # fmt: skip
+            line = entry if isinstance(entry, bytes) else entry.line(hashes_only=self._hashes_only)
             with self._lock:
                 num_lost = self._num_lost
             self._file.append((gap_line(Gap(num_lost)) if num_lost else b"") + line)
@@ -153,7 +153,3 @@ class Recorder:
                 "cannot record to %s: %s. Requests are answered and not recorded until it works again",
                 self._file.path, reason,
             )  # fmt: skip
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

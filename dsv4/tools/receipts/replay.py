@@ -18,8 +18,7 @@ from dsv4.llm import LLM
 from dsv4.request import RequestError, SamplingParams
 from dsv4.text.output import TextOutput
 from dsv4.tools.receipts.contents import Contents
-from dsv4.tools.receipts.lines import Answer, Header, Receipt, float_bits
-from dsv4.tools.receipts.recorder import answer_of
+from dsv4.tools.receipts.lines import Answer, Header, Receipt, answer_of, float_bits
 
 Constrain = Callable[[str], Constraint]  # from a grammar's text
 _ANSWER_PARTS = {

@@ -17,11 +17,11 @@ from bare import bare
 from draft_cases import CONFIGS, MOST, ForcedDrafts, drafting_llm, plain_llm, prompt_of, run, truth_of
 from test_runner import FakeGraph
 
-from dsv4.engine.async_engine import AsyncEngine
+from dsv4.async_llm import AsyncLLM
 from dsv4.http.metrics import Metrics
+from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.ops import TORCH
 from dsv4.request import SamplingParams
-from dsv4.text.output import TextOutput
 
 PARAMS = [
     SamplingParams(max_tokens=11, temperature=0.0, logprobs=3, ignore_eos=True),
@@ -171,21 +171,19 @@ def test_a_request_that_has_no_next_token_fails_alone(monkeypatch):
 def test_events_of_a_step_with_several_tokens():
     """Every token's event has its own log-probabilities, and only the last one an end."""
     llm = drafting_llm("mtp", ForcedDrafts(3, "right", truth_of(expected())))
-    engine = AsyncEngine(llm.engine)
-    engine.start()
 
     async def read():
-        output = TextOutput(PROMPTS[0], PARAMS[0], eos_token_id=llm.config.eos_token_id, tokenizer=None)
-        stream = engine.submit([llm.engine.prepare(PROMPTS[0], PARAMS[0])], [output])
-        async with stream:
-            return [event async for event in stream]
+        async with AsyncLLM.over(llm) as engine:
+            return [event async for event in engine.stream(PROMPTS[0], PARAMS[0])]
 
     events = asyncio.run(read())
-    engine.stop()
     assert tuple(event.token_id for event in events) == expected()[0].token_ids
     assert tuple(event.logprobs for event in events) == expected()[0].logprobs
     assert [event.finish_reason for event in events] == [None] * 10 + ["length"]
-    assert 'dsv4_spec_decode_num_accepted_tokens_total{model_name="m"} 7.0' in Metrics(engine, "m").text().decode()
+    assert (
+        'dsv4_spec_decode_num_accepted_tokens_total{model_name="m"} 7.0'
+        in SharedMetrics(Metrics("m"), "m").text(llm.engine.stats()).decode()
+    )
 
 
 def test_experts_of_rejected_rows_are_not_told():

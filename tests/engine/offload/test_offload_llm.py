@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,11 +336,12 @@ def test_a_stack_in_use_is_not_filled(folder):
 def test_metrics(folder):
     pytest.importorskip("prometheus_client")
     from dsv4.http.metrics import Metrics
+    from dsv4.http.shared_metrics import SharedMetrics
 
     llm = LLM(folder, engine=LIMITS, offload_experts=3)
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
     stats = llm.engine.stats()
-    text = Metrics(SimpleNamespace(stats=stats), "m").text().decode()
+    text = SharedMetrics(Metrics("m"), "m").text(stats).decode()
     for name, value in {
         "hits": stats.num_expert_hits, "misses": stats.num_expert_misses, "bytes_moved": stats.num_expert_bytes,
     }.items():  # fmt: skip

@@ -13,8 +13,9 @@ from server_cases import SERVED, TOKENIZER, TWO_LAYERS
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.step.constraint import ConstraintError, has_bit
-from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar
-from dsv4.http.grammar.compiler import GrammarCompiler, GrammarError
+from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
+from dsv4.http.grammar.compiler import GrammarCompiler
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import JsonRule
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
@@ -68,7 +69,7 @@ def write(compiler):
     """`write(rules, seed)`: what a writer that draws at random, and takes a marker when it may, comes to."""
 
     def run(rules, seed, limit=6000):
-        constraint = compiler.compile(answer_grammar(rules, compiler.special)).constraint()
+        constraint = compiler.compile(answer_grammar(rules, symbols_of(TOKENIZER))).constraint()
         chance, ids = random.Random(seed), []
         while len(ids) < limit:
             allowed = allowed_ids(constraint)
@@ -151,7 +152,7 @@ def test_json_or_a_call(write):
 def test_no_call_at_all(write, compiler):
     for seed in range(5):
         assert parse_completion(write(AnswerRules(thinking=False), seed), False).tool_calls == ()
-    constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False), compiler.special)).constraint()
+    constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False), symbols_of(TOKENIZER))).constraint()
     for token_id in TOKENIZER.encode("｜DSML")[:-1]:
         constraint.accept(token_id)
     spelled = TOKENIZER.encode("｜DSML｜")
@@ -186,7 +187,7 @@ def test_tokens_taken_back(compiler, seed):
     """Random walks: at every place some tokens are tried, the end and refused ones among them, and taken back. The rule
     then allows what one allows that was told of the walk alone."""
     rules = AnswerRules(thinking=False, calls="may", functions=FUNCTIONS, content=JsonRule(SCHEMA))
-    grammar = compiler.compile(answer_grammar(rules, compiler.special))
+    grammar = compiler.compile(answer_grammar(rules, symbols_of(TOKENIZER)))
     chance, ids, tried = random.Random(seed), [], grammar.constraint()
     for _ in range(40):
         count, is_refused = 0, False
@@ -228,7 +229,7 @@ def test_structured_answers_with_drafts(compiler):
     params = random_params(TWO_LAYERS)
     limits = EngineConfig(max_context_tokens=512, max_concurrent_requests=4)
     grammars = [
-        compiler.compile(answer_grammar(rules, compiler.special))
+        compiler.compile(answer_grammar(rules, symbols_of(TOKENIZER)))
         for rules in (
             AnswerRules(thinking=False, content=JsonRule(SCHEMA)),
             AnswerRules(thinking=False, calls="must", functions=FUNCTIONS[2:]),
@@ -250,7 +251,7 @@ def test_structured_answers_with_drafts(compiler):
         found += requests
     assert [one.completion() for one in found[:2]] == [one.completion() for one in found[2:]]
     assert llm.engine.stats().drafts.num_accepted > 10
-    assert set(json.loads(llm.tokenizer.decode(found[2].output_ids[:-1]))) == {"a", "n"}
+    assert set(json.loads(TOKENIZER.decode(found[2].output_ids[:-1]))) == {"a", "n"}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_structured_answers_with_drafts(compiler):
 def test_parameters_that_cannot_be_enforced(compiler, parameters, message):
     rules = AnswerRules(thinking=False, calls="must", functions=[FunctionRule("f", parameters, True)])
     with pytest.raises(GrammarError, match=message):
-        answer_grammar(rules, compiler.special)
+        answer_grammar(rules, symbols_of(TOKENIZER))
 
 
 ODD = {
@@ -286,7 +287,7 @@ def test_a_function_that_is_not_strict_is_bound_as_far_as_can_be(write, compiler
     """Keywords nobody can enforce are left out; the rest of its schema holds, and so does a strict one's beside it."""
     strict, loose = FunctionRule("odd", ODD, True), FunctionRule("odd", ODD, False)
     with pytest.raises(GrammarError, match="anyOf"):
-        answer_grammar(AnswerRules(thinking=False, calls="must", functions=[strict]), compiler.special)
+        answer_grammar(AnswerRules(thinking=False, calls="must", functions=[strict]), symbols_of(TOKENIZER))
     rules = AnswerRules(thinking=False, calls="must", functions=[loose, FUNCTIONS[2]])
     names = set()
     for seed in range(5):
@@ -312,7 +313,7 @@ def test_a_function_without_properties_of_its_own_takes_any_arguments(write, com
         for is_strict in (True, False)
     ]
     with pytest.raises(GrammarError, match="anyOf"):
-        answer_grammar(rules[0], compiler.special)
+        answer_grammar(rules[0], symbols_of(TOKENIZER))
     seen = {}
     for seed in range(6):
         (call,) = parse_completion(write(rules[1], seed), False).tool_calls
@@ -326,7 +327,7 @@ def test_a_schema_that_would_take_all_memory_is_refused(compiler):
     """Patterns that must hold together cost exponentially; they are tried in a process of their own."""
     schema = {"allOf": [{"type": "string", "pattern": f"^(a|b|ab)*{i}$"} for i in range(40)]}
     with pytest.raises(GrammarError, match="too complex"):
-        compiler.compile(answer_grammar(AnswerRules(thinking=False, content=JsonRule(schema)), compiler.special))
+        compiler.compile(answer_grammar(AnswerRules(thinking=False, content=JsonRule(schema)), symbols_of(TOKENIZER)))
 
 
 def test_a_grammar_seen_before_is_not_checked_again(compiler, monkeypatch):

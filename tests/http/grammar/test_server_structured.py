@@ -12,8 +12,9 @@ import pytest
 from server_cases import NAME, SERVED, TOKENIZER, let_it_say, make_llm, start_server
 
 from dsv4.engine.step.constraint import has_bit
-from dsv4.http.grammar.answer import AnswerRules, answer_grammar
-from dsv4.http.grammar.compiler import GrammarCompiler, GrammarError
+from dsv4.http.grammar.answer import AnswerRules, answer_grammar, symbols_of
+from dsv4.http.grammar.compiler import GrammarCompiler
+from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import ChoiceRule, GrammarRule, JsonRule, RegexRule
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -107,7 +108,7 @@ def compiler():
 
 def accepts(compiler, rule, text):
     """Whether a text may be written from its first to its last character, and may end there."""
-    constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False, content=rule), compiler.special))
+    constraint = compiler.compile(answer_grammar(AnswerRules(thinking=False, content=rule), symbols_of(TOKENIZER)))
     state = constraint.constraint()
     for token_id in TOKENIZER.encode(text):
         if not has_bit(state.allowed(), token_id):

@@ -1,0 +1,126 @@
+"""`AsyncLLM`: the offline API for asyncio: many requests at once, tokens as they come, the engine in a thread.
+
+async with AsyncLLM() as llm:
+    async for token in llm.stream("Once upon a time", SamplingParams(max_tokens=64, seed=1)):
+        print(token.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from dsv4.engine.link.client import EngineClient
+from dsv4.engine.link.loop import EngineLoop
+from dsv4.engine.link.messages import EngineInfo, EngineLost
+from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.thread import EngineThread
+from dsv4.engine.stats import EngineStats
+from dsv4.llm import LLM
+from dsv4.llm_input import Prompt, as_params, as_prompts
+from dsv4.request import Completion, RequestError, SamplingParams, check_params, check_prompt
+from dsv4.text.output import TextOutput
+
+_MAX_WAITING = 1 << 30  # callers of this process bound themselves
+
+
+def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> EngineInfo:
+    """What clients of this model's engine must know."""
+    return EngineInfo(
+        fingerprint=llm.identity().name,
+        vocab_size=llm.config.vocab_size,
+        eos_token_id=llm.config.eos_token_id,
+        max_context_tokens=llm.cache.limits.max_context_tokens,
+        num_slots=llm.engine.num_slots,
+        num_blocks=llm.cache.schema.num_blocks,
+        records=records,
+    )
+
+
+class AsyncLLM:
+    """An `LLM` whose requests are coroutines. Takes the same arguments; use it as `async with`, in one event loop.
+
+    Tokens and log-probabilities are those of `LLM`, whatever else runs. `llm` is the model; its own `generate` is not
+    for use meanwhile.
+    """
+
+    def __init__(self, path: str | Path | None = None, **options: Any) -> None:
+        self._begin(LLM(path, **options))
+
+    @classmethod
+    def over(cls, llm: LLM) -> Self:
+        """Over a model that is loaded."""
+        made = cls.__new__(cls)
+        made._begin(llm)
+        return made
+
+    def _begin(self, llm: LLM) -> None:
+        self.llm = llm
+        self._info = engine_info(llm)
+        self._thread = EngineThread(EngineLoop(llm.engine, self._info, max_waiting=_MAX_WAITING))
+        self._client: EngineClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        self._client = await EngineClient.connect(self._thread.connect())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop what runs, wait for the step that runs, end the model. Safe to repeat."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+            await asyncio.to_thread(self._thread.stop)
+        self.llm.close()
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:  # fmt: skip
+        """As `LLM.generate`; a caller that is cancelled drops its requests."""
+        many = as_prompts(prompts)
+        async with self._submit(many, as_params(params, len(many))) as stream:
+            while await stream.next_batch():
+                pass
+        return [output.completion() for output in stream.outputs]
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[TokenEvent | EndEvent]:  # fmt: skip
+        """Each token as it comes, with the text that became certain; the last has a `finish_reason`. A request that
+        only scores its prompt gives one `EndEvent`. Leaving the loop drops the request."""
+        async with self._submit([prompt], as_params(params, 1)) as stream:
+            async for event in stream:
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+                yield event
+
+    async def stats(self) -> EngineStats:
+        """Where the engine stands, between two steps."""
+        return await self._connected.stats()
+
+    @property
+    def _connected(self) -> EngineClient:
+        if self._client is None:
+            raise EngineLost("this AsyncLLM is not open: use it as `async with AsyncLLM(...) as llm`")
+        return self._client
+
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> RequestStream:
+        pairs = zip(prompts, params, strict=True)
+        return self._connected.submit([self._output(self.llm.encode(prompt), one) for prompt, one in pairs])
+
+    def _output(self, prompt: Sequence[int], params: SamplingParams) -> TextOutput:
+        info = self._info
+        if params.stop and self.llm.tokenizer is None:
+            message = "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
+            raise RequestError(message, field="stop")
+        token_ids = check_prompt(prompt, info.vocab_size, info.max_context_tokens)
+        check_params(params, info.vocab_size)
+        return TextOutput(token_ids, params, eos_token_id=info.eos_token_id, tokenizer=self.llm.tokenizer)

@@ -1,0 +1,238 @@
+"""`EngineClient`: an asynchronous client of one engine, over a Unix socket. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from dsv4.engine.link.messages import (
+    FROM_ENGINE,
+    LAST_HANDLE,
+    Ask,
+    Cancel,
+    EngineInfo,
+    EngineLost,
+    Finish,
+    Frames,
+    Hello,
+    Record,
+    Reply,
+    Step,
+    Submit,
+    encode,
+    error_of,
+    pack_ids,
+    unpack_logprobs,
+)
+from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
+from dsv4.engine.stats import EngineStats
+from dsv4.request import FinishReason, TokenLogprobs
+from dsv4.text.output import TextOutput
+
+_Message = Submit | Cancel | Finish | Ask | Record
+
+
+class EngineClient(asyncio.Protocol):
+    """Made by `connect`. Everything runs in the event loop it was made in.
+
+    info       the engine's limits
+    on_lost    called when the engine's end of the socket is closed
+    """
+
+    info: EngineInfo
+
+    def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._on_lost = on_lost
+        self._frames = Frames()
+        self._transport: asyncio.Transport | None = None
+        self._hello: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._owners: dict[int, tuple[RequestStream, int]] = {}
+        self._firsts: dict[RequestStream, int] = {}  # the handle of each group's first request
+        self._next_handle = 0
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._num_asked = 0
+        self.is_lost = False
+
+    @classmethod
+    async def connect(cls, where: str | socket.socket, on_lost: Callable[[], None] = lambda: None) -> EngineClient:
+        """A client of the engine that listens at a path, or at the other end of a connected socket."""
+        loop = asyncio.get_running_loop()
+        if isinstance(where, str):
+            _, client = await loop.create_unix_connection(lambda: cls(on_lost), where)
+        else:
+            _, client = await loop.create_unix_connection(lambda: cls(on_lost), sock=where)
+        client.info = await client._hello
+        return client
+
+    # ---- requests ----
+
+    @property
+    def num_open(self) -> int:
+        """Requests sent and not ended."""
+        return len(self._owners)
+
+    def submit(
+        self, outputs: Sequence[TextOutput], *, grammar: str | None = None, opening: Sequence[int] = ()
+    ) -> RequestStream:  # fmt: skip
+        """Send the requests that these outputs are to answer, as one group; all follow the same grammar. `EngineLost`
+        if the engine has gone; whether it takes them, `RequestStream.accepted` says."""
+        stream = RequestStream(outputs, self._finish, self._cancel)
+        if self.is_lost:
+            raise EngineLost("the engine has stopped")
+        first = self._next_handle
+        if first + len(outputs) > LAST_HANDLE:
+            first = 0
+        self._next_handle = first + len(outputs)
+        self._firsts[stream] = first
+        prompts: dict[int, int] = {}
+        for choice, output in enumerate(outputs):
+            self._owners[first + choice] = (stream, choice)
+            prompts.setdefault(id(output.prompt_ids), len(prompts))
+        different = {id(output.prompt_ids): output.prompt_ids for output in outputs}
+        self._send(
+            Submit(
+                first, [pack_ids(prompt) for prompt in different.values()],
+                [prompts[id(output.prompt_ids)] for output in outputs], [output.params for output in outputs], grammar,
+                list(opening),
+            )
+        )  # fmt: skip
+        return stream
+
+    def drop_all(self, error: Exception) -> None:
+        """End every request there is with this error."""
+        streams = list(self._firsts)
+        for stream in streams:
+            stream.end(ErrorEvent(0, error, time.perf_counter()))
+            self._cancel(stream)
+
+    def record(self, payload: bytes) -> None:
+        """A line for the engine's record of answers."""
+        self._send(Record(payload))
+
+    def _finish(self, stream: RequestStream, choice: int) -> None:
+        handle = self._firsts[stream] + choice
+        if self._owners.pop(handle, None) is not None:
+            self._send(Finish([handle]))
+            self._forget(stream)
+
+    def _cancel(self, stream: RequestStream) -> None:
+        first = self._firsts.get(stream)
+        if first is None:
+            return
+        handles = [one for one in range(first, first + len(stream.outputs)) if self._owners.pop(one, None) is not None]
+        if handles:
+            self._send(Cancel(handles))
+        self._forget(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        first = self._firsts[stream]
+        if not any(handle in self._owners for handle in range(first, first + len(stream.outputs))):
+            del self._firsts[stream]
+
+    # ---- questions ----
+
+    async def ask(self, what: str, kind: Any = Any) -> Any:
+        """The engine's answer, as `kind`. It comes between two steps."""
+        if self.is_lost:
+            raise EngineLost("the engine has stopped")
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._send(Ask(number, what))
+        try:
+            return msgspec.msgpack.decode(await answer, type=kind)
+        finally:
+            self._asked.pop(number, None)
+
+    async def stats(self) -> EngineStats:
+        found: EngineStats = await self.ask("stats", EngineStats)
+        return found
+
+    # ---- the socket ----
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, message: _Message) -> None:
+        if self._transport is not None and not self.is_lost:
+            self._transport.write(encode(message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        lost = EngineLost("the engine has stopped")
+        if not self._hello.done():
+            self._hello.set_exception(lost)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(lost)
+        for stream in list(self._firsts):
+            stream.end(ErrorEvent(0, lost, time.perf_counter()))
+        self._owners.clear()
+        self._firsts.clear()
+        self._on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            message = FROM_ENGINE.decode(body)
+            if isinstance(message, Step):
+                self._take(message)
+            elif isinstance(message, Reply):
+                answer = self._asked.get(message.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.payload)
+            elif not self._hello.done():
+                assert isinstance(message, Hello)
+                self._hello.set_result(message.info)
+
+    def _take(self, step: Step) -> None:
+        """What the engine did, to those who wait for it."""
+        owners, seconds = self._owners, step.seconds
+        for first in step.accepted:
+            if first in owners:
+                owners[first][0].accept()
+        for start in step.starts:
+            found = owners.get(start.handle)
+            if found is not None:
+                output = found[0].outputs[found[1]]
+                output.num_cached_tokens = start.num_cached
+                if start.prompt_logprobs is not None:
+                    output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+        logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
+        ends = {end.handle: end for end in step.ends}
+        handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
+        token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()
+        last_rows = {handle: row for row, handle in enumerate(handles) if handle in ends} if ends else {}
+        for row, (handle, token_id) in enumerate(zip(handles, token_ids, strict=True)):
+            found = owners.get(handle)
+            if found is None:
+                continue  # cancelled, or complete, meanwhile
+            reason = None
+            if last_rows and last_rows.get(handle) == row and error_of(ends[handle]) is None:
+                reason = FinishReason(ends.pop(handle).kind)
+            found[0].push(RawToken(found[1], token_id, logprobs.get(row), reason, seconds))
+            if reason is not None:
+                self._ended(handle)
+        for handle, end in ends.items():
+            found = owners.get(handle)
+            if found is None:
+                continue
+            error = error_of(end)
+            if error is None:
+                found[0].push(RawToken(found[1], None, None, FinishReason(end.kind), seconds))
+            else:
+                found[0].push(ErrorEvent(found[1], error, seconds))
+            self._ended(handle)
+
+    def _ended(self, handle: int) -> None:
+        stream, _ = self._owners.pop(handle)
+        self._forget(stream)

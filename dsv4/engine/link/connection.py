@@ -1,0 +1,95 @@
+"""`ClientConnection`: the engine's end of a client's socket, the client's requests, and its unsent news. No torch."""
+
+from __future__ import annotations
+
+import socket
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.engine.link.messages import End, Frames, PackedLogprobs, Reply, Start, Step, encode
+from dsv4.engine.request import Request
+
+_READ_BYTES = 1 << 18
+_ID_BYTES = 4
+
+
+class ClientConnection:
+    """requests   by handle
+    compiling  handles whose grammar is being compiled
+    started    handles whose `Start` is on its way
+    unsent     bytes that the socket has not taken
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.frames = Frames()
+        self.unsent = bytearray()
+        self.requests: dict[int, Request] = {}
+        self.compiling: set[int] = set()
+        self.started: set[int] = set()
+        self.replies: list[Reply] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._handles = bytearray()
+        self._token_ids = bytearray()
+        self.accepted: list[int] = []
+        self.starts: list[Start] = []
+        self.logprobs: list[tuple[int, PackedLogprobs]] = []
+        self.ends: list[End] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._handles or self.ends or self.accepted or self.replies or self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the news."""
+        return len(self._token_ids) // _ID_BYTES
+
+    def add_tokens(self, handles: bytes, token_ids: NDArray[np.int32]) -> None:
+        """A token for each handle (int32)."""
+        self._handles += handles
+        self._token_ids += token_ids.tobytes()
+
+    def pack(self, seconds: float) -> None:
+        """The news become one message, after the answers to questions."""
+        for reply in self.replies:
+            self.unsent += encode(reply)
+        self.replies.clear()
+        if self._handles or self.ends or self.accepted or self.starts:
+            handles, token_ids = bytes(self._handles), bytes(self._token_ids)
+            step = Step(seconds, handles, token_ids, self.accepted, self.starts, self.logprobs, self.ends)
+            self.unsent += encode(step)
+            self._clear()
+
+    def receive(self) -> bytes | None:
+        """What has arrived; empty if the client is gone, None if nothing has."""
+        try:
+            return self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def send(self) -> bool:
+        """Give the socket what it takes now; whether the client is still there."""
+        try:
+            del self.unsent[: self.socket.send(self.unsent)]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def close(self, flush_seconds: float = 0.0) -> None:
+        """Close the socket, after giving the client some time to take what is left."""
+        if self.unsent and flush_seconds:
+            self.socket.settimeout(flush_seconds)
+            try:
+                self.socket.sendall(self.unsent)
+            except OSError:
+                self.unsent.clear()
+        self.socket.close()

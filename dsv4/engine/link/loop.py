@@ -1,0 +1,448 @@
+"""`EngineLoop`: steps an engine for clients at the other end of Unix sockets, in one thread and nothing else.
+
+Between two steps it reads what clients have sent, and after each step writes one message to every client that has
+tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.cache.errors import NoFreeSlot
+from dsv4.dist.errors import RankFailed
+from dsv4.engine.engine import Engine
+from dsv4.engine.link.connection import ClientConnection
+from dsv4.engine.link.messages import (
+    TO_ENGINE,
+    Ask,
+    Cancel,
+    End,
+    EngineBusy,
+    EngineInfo,
+    EngineStopped,
+    Finish,
+    Hello,
+    PackedLogprobs,
+    Record,
+    RejectedGrammar,
+    Start,
+    Submit,
+    encode,
+    end_of,
+    pack_logprobs,
+    pack_reply,
+    unpack_ids,
+)
+from dsv4.engine.link.throughput import ThroughputLog
+from dsv4.engine.request import Request, RequestAborted
+from dsv4.engine.step.constraint import Constraint
+from dsv4.engine.step.tokens import StepTokens
+from dsv4.request import RequestError
+
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+_FLUSH_SECONDS = 1.0  # for the last words to a client whose socket is full
+_LOG = logging.getLogger("dsv4.engine")
+# from a grammar's text, and the ids an answer must be able to open with
+Constrain = Callable[[str, list[int]], Constraint]
+
+
+class EngineLoop:
+    """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
+
+    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    answers      what clients may `Ask`, by name; called between two steps
+    on_record    takes what clients want recorded
+    on_step      called after every step
+    max_waiting  requests that may wait for a slot before further ones are refused
+
+    step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
+    """
+
+    step_start: float | None = None
+
+    def __init__(
+        self, engine: Engine, info: EngineInfo, *, max_waiting: int = 256, constrain: Constrain | None = None,
+        answers: Mapping[str, Callable[[], Any]] | None = None, on_record: Callable[[bytes], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
+        self.engine, self.info = engine, info
+        self._max_waiting = max_waiting
+        self._constrain = constrain
+        self._answers = {"stats": engine.stats, **(answers or {})}
+        self._on_record, self._on_step = on_record, on_step
+        self._clients: set[ClientConnection] = set()
+        self._owners: dict[Request, tuple[ClientConnection, int]] = {}
+        # tokens of a step of these requests: which client gets those at which places, under which handles
+        self._routed: tuple[Request, ...] = ()
+        self._routes: list[tuple[ClientConnection, NDArray[np.int64], bytes]] = []
+        self._num_compiling = 0
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._compiler = ThreadPoolExecutor(1, "dsv4-grammar")
+        self._is_draining = self._is_over = self._is_closed = False
+        self.failure: RankFailed | None = None
+        self.last_error: Exception | None = None
+        self._throughput = ThroughputLog(engine.stats())
+        engine.when_failed(lambda error: self._call(lambda: self._fail(error)))
+
+    # ---- any thread ----
+
+    @property
+    def num_open(self) -> int:
+        """Requests taken and not ended."""
+        return len(self._owners) + self._num_compiling
+
+    def attach(self, connection: socket.socket) -> None:
+        """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
+        self._call(lambda: self._open(connection))
+        if self._is_closed:
+            connection.close()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Serve whoever connects."""
+        listener.setblocking(False)
+        self._call(lambda: self._selector.register(listener, selectors.EVENT_READ, listener) and None)
+
+    def stop(self, *, drains: bool = False) -> None:
+        """End `run` between two steps, and every request with `EngineStopped`; with `drains`, once all are done."""
+        self._call(lambda: self._stop(drains))
+
+    def _call(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        try:
+            os.write(self._wake_writer, b"!")
+        except (BlockingIOError, OSError):
+            return  # it is awake, or over
+
+    def _stop(self, drains: bool) -> None:
+        self._is_draining = True
+        self._is_over = not drains
+
+    # ---- the engine's thread ----
+
+    def run(self) -> None:
+        """Until stopped."""
+        try:
+            while not self._is_over and not (self._is_draining and self.num_open == 0):
+                has_work = self.engine.has_work
+                self._read(0.0 if has_work or self.engine.has_idle_work else None)
+                if not has_work and self._throughput.wants(time.perf_counter()):
+                    self._throughput.restart(self.engine.stats())
+                if self.engine.has_work:
+                    self._step()
+                elif self.engine.has_idle_work and not self._is_draining:
+                    self._idle_step()
+        finally:
+            self._close()
+
+    def _read(self, timeout: float | None) -> None:
+        """What clients and other threads want."""
+        for key, events in self._selector.select(timeout):
+            if isinstance(key.data, ClientConnection):
+                if events & selectors.EVENT_WRITE:
+                    self._send(key.data)
+                if events & selectors.EVENT_READ:
+                    self._receive(key.data)
+            elif key.data is None:
+                os.read(self._wake_reader, 4096)
+            else:
+                try:
+                    self._open(key.data.accept()[0])
+                except OSError as error:
+                    _LOG.warning("a client could not be accepted: %s", error.strerror)
+        while self._commands:
+            self._commands.popleft()()
+        self._flush(time.perf_counter())
+
+    def _open(self, connection: socket.socket) -> None:
+        client = ClientConnection(connection)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        client.unsent += encode(Hello(self.info))
+        self._send(client)
+
+    def _receive(self, client: ClientConnection) -> bool:
+        """Whether there was something."""
+        data = client.receive()
+        if not data:
+            if data is not None:
+                self._lose(client)
+            return False
+        try:
+            for body in client.frames.feed(data):
+                self._obey(client, TO_ENGINE.decode(body))
+        except (ValueError, msgspec.DecodeError) as error:
+            _LOG.error("a client sent a malformed message and is disconnected: %s", error)
+            self._lose(client)
+        return client in self._clients
+
+    def _obey(self, client: ClientConnection, message: Submit | Cancel | Finish | Ask | Record) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Cancel):
+            for handle in message.handles:
+                self._drop(client, handle)
+        elif isinstance(message, Finish):
+            for handle in message.handles:
+                request = client.requests.get(handle)
+                if request is not None:
+                    self.engine.finish(request)
+                    self._forget(request)
+        elif isinstance(message, Ask):
+            answer = self._answers.get(message.what)
+            if answer is None:
+                raise ValueError(f"what can be asked for is {', '.join(self._answers)}, found {message.what!r}")
+            client.replies.append(pack_reply(message.number, answer()))
+        elif self._on_record is not None:
+            self._on_record(message.payload)
+
+    # ---- requests ----
+
+    def _submit(self, client: ClientConnection, message: Submit) -> None:
+        message.check()
+        handles = message.handles
+        if any(handle in client.requests or handle in client.compiling for handle in handles):
+            raise ValueError(f"handles {handles} are in use")
+        problem: Exception | None = None
+        num_waiting = self.num_open - self.engine.num_slots
+        if self._is_draining:
+            problem = EngineStopped("the engine is shutting down and takes no more requests")
+        elif num_waiting > 0 and num_waiting + len(handles) > self._max_waiting:
+            problem = EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
+        elif message.grammar is not None:
+            if self._constrain is not None:
+                self._compile(client, message)
+                return
+            problem = RejectedGrammar("this engine has no grammars")
+        if problem is not None:
+            self._refuse(client, handles, problem)
+        else:
+            self._begin(client, message, None)
+
+    def _compile(self, client: ClientConnection, message: Submit) -> None:
+        """Off this thread: a grammar may take seconds."""
+        client.compiling |= set(message.handles)
+        self._num_compiling += len(message.params)
+
+        def work() -> None:
+            made: list[Constraint] | Exception
+            try:
+                assert self._constrain is not None and message.grammar is not None
+                made = [self._constrain(message.grammar, message.opening) for _ in message.params]
+            except Exception as error:  # told to the request, whatever it is
+                made = error if isinstance(error, RequestError) else RejectedGrammar(str(error))
+            self._call(lambda: self._compiled(client, message, made))
+
+        self._compiler.submit(work)
+
+    def _compiled(self, client: ClientConnection, message: Submit, made: list[Constraint] | Exception) -> None:
+        handles = message.handles
+        self._num_compiling -= len(handles)
+        wanted = client.compiling >= set(handles) and client in self._clients
+        client.compiling -= set(handles)
+        if not wanted:
+            return
+        if isinstance(made, Exception):
+            self._refuse(client, handles, made)
+        else:
+            self._begin(client, message, made)
+
+    def _begin(self, client: ClientConnection, message: Submit, constraints: list[Constraint] | None) -> None:
+        prompts = [unpack_ids(prompt) for prompt in message.prompts]
+        prepared: list[Request] = []
+        handles = message.handles
+        try:
+            for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
+                constraint = None if constraints is None else constraints[place]
+                prepared.append(self.engine.prepare(prompts[owner], params, constraint))
+        except RequestError as error:
+            self._refuse(client, handles, error)
+            return
+        client.accepted.append(message.first)
+        for handle, request in zip(handles, prepared, strict=True):
+            client.requests[handle] = request
+            self._owners[request] = (client, handle)
+            self.engine.submit(request)
+
+    def _refuse(self, client: ClientConnection, handles: range, problem: Exception) -> None:
+        client.ends += [end_of(handle, problem) for handle in handles]
+
+    def _drop(self, client: ClientConnection, handle: int) -> None:
+        client.compiling.discard(handle)
+        request = client.requests.get(handle)
+        if request is not None:
+            self.engine.abort(request)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        client, handle = self._owners.pop(request)
+        client.started.discard(handle)
+        del client.requests[handle]
+
+    def _lose(self, client: ClientConnection) -> None:
+        """A client is gone, and what it waited for with it."""
+        if client in self._clients:
+            self._clients.discard(client)
+            self._selector.unregister(client.socket)
+            client.socket.close()
+            for handle in (*client.compiling, *client.requests):
+                self._drop(client, handle)
+
+    # ---- steps ----
+
+    def _idle_step(self) -> None:
+        try:
+            self.engine.idle_step()
+        except Exception:  # nobody waits for it
+            _LOG.exception("a forward call in idle time failed")
+
+    def _step(self) -> None:
+        tokens = StepTokens()
+        self.step_start = time.monotonic()
+        try:
+            tokens = self.engine.step()
+        except NoFreeSlot as error:  # slots held outside this engine: waiting for them could take for ever
+            self.last_error = error
+            for request in list(self._owners):
+                self.engine.abort(request)
+                self._end(request)
+        except RankFailed as error:
+            self._fail(error)
+        except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
+            _LOG.exception("a forward call failed; its requests are dropped")
+            self.last_error = error
+            tokens = self.engine.take_results()
+        seconds, self.step_start = time.perf_counter(), None
+        self._collect(tokens)
+        if self._on_step is not None:
+            self._on_step()
+        self._flush(seconds)
+        if self._throughput.wants(seconds):
+            self._throughput.update(self.engine.stats(), seconds)
+
+    def _collect(self, tokens: StepTokens) -> None:
+        """Tokens to the clients that wait for them, then the requests that are over. While the requests stay the same,
+        a client costs one selection, whatever their number."""
+        if tokens.requests is not self._routed:
+            self._route(tokens.requests)
+        for client, places, handles in self._routes:
+            if tokens.logprobs:
+                self._pack_logprobs(client, places.tolist(), tokens)
+            client.add_tokens(handles, tokens.token_ids[places])
+        for request in tokens.ended:
+            if request in self._owners:
+                self._end(request)
+
+    def _route(self, requests: tuple[Request, ...]) -> None:
+        """Which tokens of such a step go to which client."""
+        places: dict[ClientConnection, list[int]] = {}
+        handles: dict[ClientConnection, list[int]] = {}
+        for place, request in enumerate(requests):
+            client, handle = self._owners[request]
+            if handle not in client.started:
+                self._start(client, handle, request)
+            places.setdefault(client, []).append(place)
+            handles.setdefault(client, []).append(handle)
+        self._routed = requests
+        self._routes = [(client, np.array(found), pack_ids(handles[client])) for client, found in places.items()]
+
+    def _pack_logprobs(self, client: ClientConnection, places: list[int], tokens: StepTokens) -> None:
+        for row, place in enumerate(places, start=client.num_tokens):
+            logprobs = tokens.logprobs.get(place)
+            if logprobs is not None:
+                client.logprobs.append((row, pack_logprobs([logprobs])))
+                tokens.requests[place].logprobs.clear()  # the client has it
+
+    def _start(self, client: ClientConnection, handle: int, request: Request) -> None:
+        scores: PackedLogprobs | None = None
+        if request.params.prompt_logprobs is not None:
+            scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
+        client.started.add(handle)
+        client.starts.append(Start(handle, request.num_cached_tokens, scores))
+
+    def _end(self, request: Request) -> None:
+        client, handle = self._owners[request]
+        problem = request.problem()
+        if problem is not None and request.is_aborted and self.last_error is not None:
+            problem = RequestAborted(f"the forward call of this request failed: {self.last_error}")
+        if problem is not None:
+            client.ends.append(end_of(handle, problem))
+        else:
+            assert request.finish_reason is not None
+            if handle not in client.started:  # its prompt was only scored
+                self._start(client, handle, request)
+            client.ends.append(End(handle, request.finish_reason.value))
+        self._forget(request)
+
+    def _fail(self, error: RankFailed) -> None:
+        """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
+        if self.failure is None:
+            self.failure = self.last_error = error
+            for request in list(self._owners):
+                self.engine.abort(request)
+                self._end(request)
+            self._is_over = True
+
+    # ---- sockets ----
+
+    def _flush(self, seconds: float) -> None:
+        for client in [one for one in self._clients if one.has_news]:
+            client.pack(seconds)
+            self._send(client)
+
+    def _send(self, client: ClientConnection) -> None:
+        if not client.send():
+            self._lose(client)
+            return
+        if len(client.unsent) > MAX_UNSENT_BYTES:
+            _LOG.error("a client reads nothing: %d bytes wait for it; it is disconnected", len(client.unsent))
+            self._lose(client)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        if self._selector.get_key(client.socket).events != wanted:
+            self._selector.modify(client.socket, wanted, client)
+
+    def _close(self) -> None:
+        """Read what clients have sent (lines for the record), tell them that nothing more comes, let them go."""
+        self._is_draining = self._is_closed = True
+        while self._commands:
+            self._commands.popleft()()
+        for client in list(self._clients):
+            while self._receive(client):
+                pass
+        problem: Exception = EngineStopped("the engine was stopped before this request was finished")
+        if self.failure is not None:
+            problem = RequestAborted(str(self.failure))
+        for request, (client, handle) in list(self._owners.items()):
+            client.ends.append(end_of(handle, problem))
+            self.engine.abort(request)
+            self._forget(request)
+        for client in self._clients:
+            client.ends += [end_of(handle, problem) for handle in client.compiling]
+        self._flush(time.perf_counter())
+        for client in self._clients:
+            client.close(_FLUSH_SECONDS)
+        self._clients.clear()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)

@@ -1,0 +1,256 @@
+"""Messages between an engine and its clients: MessagePack, each after its length in four bytes. Nothing is unpickled.
+
+    client -> engine   Submit, Cancel, Finish, Ask, Record
+    engine -> client   Hello once, then Step (at most one a step and client), Reply
+
+A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
+rare parts (log-probabilities, starts, ends) come beside them. No torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.request import RequestError, SamplingParams, TokenLogprobs
+
+_LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30
+LAST_HANDLE = 2**31 - 1  # handles travel as int32
+_ID_BYTES = 4
+
+
+class EngineBusy(RuntimeError):
+    """The queue is full; try again later."""
+
+
+class EngineStopped(RequestAborted):
+    """The engine takes no more requests, or did not finish this one: it is shutting down, or has."""
+
+
+class EngineLost(RequestAborted):
+    """The engine's process has died or does not answer."""
+
+
+class RejectedGrammar(RequestError):
+    """The engine cannot enforce the request's grammar; the text says why."""
+
+
+# ---- from a client ----
+
+
+class Submit(msgspec.Struct, tag=0, array_like=True):
+    """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`. All
+    follow `grammar`, whose text must be able to go on after the ids `opening`."""
+
+    first: int
+    prompts: list[bytes]
+    owners: list[int]
+    params: list[SamplingParams]
+    grammar: str | None = None
+    opening: list[int] = []
+
+    @property
+    def handles(self) -> range:
+        return range(self.first, self.first + len(self.params))
+
+    def check(self) -> None:
+        """`ValueError` for a message that no client of ours sends."""
+        if not self.params or self.first < 0 or self.handles[-1] > LAST_HANDLE:
+            raise ValueError(f"handles must be from 0 to {LAST_HANDLE}, found {len(self.params)} from {self.first}")
+        if len(self.owners) != len(self.params) or not all(0 <= one < len(self.prompts) for one in self.owners):
+            raise ValueError(f"{len(self.params)} requests and {len(self.prompts)} prompts, found owners {self.owners}")
+        if any(len(prompt) % _ID_BYTES for prompt in self.prompts):
+            raise ValueError("a prompt must be ids of four bytes each")
+
+
+class Cancel(msgspec.Struct, tag=1, array_like=True):
+    """Nobody waits for these any more."""
+
+    handles: list[int]
+
+
+class Finish(msgspec.Struct, tag=2, array_like=True):
+    """The text of these is complete (a stop string was found)."""
+
+    handles: list[int]
+
+
+class Ask(msgspec.Struct, tag=3, array_like=True):
+    """A question about the engine, answered by `Reply` between two steps."""
+
+    number: int
+    what: str
+
+
+class Record(msgspec.Struct, tag=4, array_like=True):
+    """A line for the engine's record of answers."""
+
+    payload: bytes
+
+
+# ---- from the engine ----
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What clients must know of an engine before they send it anything.
+
+    fingerprint   checkpoint, numerics, kernels and processor in one word
+    records       "": nothing is recorded; "whole", or "hashes": what `Record` lines hold. The engine keeps them
+    """
+
+    fingerprint: str
+    vocab_size: int
+    eos_token_id: int
+    max_context_tokens: int
+    num_slots: int
+    num_blocks: int
+    records: Literal["", "whole", "hashes"] = ""
+
+
+class Hello(msgspec.Struct, tag=10, array_like=True):
+    info: EngineInfo
+
+
+class PackedLogprobs(msgspec.Struct, array_like=True):
+    """Tokens with their log-probabilities: int32 and float32 arrays [N], then [N, num_top] of the likeliest."""
+
+    token_ids: bytes
+    chosen: bytes
+    num_top: int
+    top_ids: bytes
+    top: bytes
+
+
+class Start(msgspec.Struct, array_like=True):
+    """A request's prompt has been read."""
+
+    handle: int
+    num_cached: int
+    prompt_logprobs: PackedLogprobs | None = None
+
+
+class End(msgspec.Struct, array_like=True):
+    """A request is over: `kind` is a finish reason, or the kind of the error that `text` describes."""
+
+    handle: int
+    kind: str
+    text: str = ""
+    field: str | None = None
+
+
+class Step(msgspec.Struct, tag=11, array_like=True):
+    """What happened since the last one. `seconds` is the clock (`time.perf_counter`) at the end of the step."""
+
+    seconds: float
+    handles: bytes
+    token_ids: bytes
+    accepted: list[int] = []
+    starts: list[Start] = []
+    logprobs: list[tuple[int, PackedLogprobs]] = []  # by row
+    ends: list[End] = []
+
+
+class Reply(msgspec.Struct, tag=12, array_like=True):
+    number: int
+    payload: bytes
+
+
+ToEngine = Submit | Cancel | Finish | Ask | Record
+FromEngine = Hello | Step | Reply
+_ENCODER = msgspec.msgpack.Encoder()
+TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The message, after its length."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def pack_reply(number: int, value: Any) -> Reply:
+    return Reply(number, _ENCODER.encode(value))
+
+
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[memoryview]:
+        """The bodies that are complete now. Use each before the next is asked for."""
+        held = self._held
+        held += data
+        start = 0
+        while len(held) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, start)
+            if length > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are read")
+            end = start + _LENGTH.size + length
+            if end > len(held):
+                break
+            with memoryview(held) as view, view[start + _LENGTH.size : end] as body:
+                yield body
+            start = end
+        del held[:start]
+
+
+# ---- values ----
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    return np.array(token_ids, dtype=np.int32).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, dtype=np.int32).tolist()
+
+
+def pack_logprobs(scored: Sequence[TokenLogprobs]) -> PackedLogprobs:
+    """Exact: log-probabilities are float32 numbers. All list as many likeliest tokens as the first."""
+    num_top = len(scored[0].top) if scored else 0
+    top = [pair for one in scored for pair in one.top]
+    return PackedLogprobs(
+        pack_ids([one.token_id for one in scored]),
+        np.array([one.logprob for one in scored], dtype=np.float32).tobytes(),
+        num_top,
+        pack_ids([token_id for token_id, _ in top]),
+        np.array([logprob for _, logprob in top], dtype=np.float32).tobytes(),
+    )
+
+
+def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
+    chosen = np.frombuffer(packed.chosen, dtype=np.float32).tolist()
+    ids, values = unpack_ids(packed.top_ids), np.frombuffer(packed.top, dtype=np.float32).tolist()
+    pairs, num_top = list(zip(ids, values, strict=True)), packed.num_top
+    return [
+        TokenLogprobs(token_id, chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top]))
+        for row, token_id in enumerate(unpack_ids(packed.token_ids))
+    ]
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "failed": RequestFailed, "expired": DeadlinePassed, "aborted": RequestAborted, "busy": EngineBusy,
+    "stopped": EngineStopped, "lost": EngineLost, "invalid": RequestError, "grammar": RejectedGrammar,
+}  # fmt: skip
+_KINDS = {error: kind for kind, error in _ERRORS.items()}
+
+
+def end_of(handle: int, error: Exception) -> End:
+    kind = next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
+    return End(handle, kind, str(error), getattr(error, "field", None))
+
+
+def error_of(end: End) -> Exception | None:
+    """Why a request has no result; None if it ended well."""
+    error = _ERRORS.get(end.kind)
+    if error is None:
+        return None
+    return error(end.text, field=end.field) if issubclass(error, RequestError) else error(end.text)

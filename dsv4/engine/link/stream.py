@@ -1,0 +1,191 @@
+"""`RequestStream`: the reader's side of a group of requests: what the engine has drawn and nobody has read yet.
+
+Reading never holds up the engine: tokens wait here, at most as many as the requests may have, until the reader comes.
+Text is made when they are read. Leaving the `async with` block before the end drops the requests. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, NamedTuple
+
+from dsv4.engine.request import RequestAborted
+from dsv4.request import FinishReason, TokenLogprobs
+from dsv4.text.output import TextOutput
+
+
+class TokenEvent(NamedTuple):
+    """One new token of the request `choice` of a group, and the text that became certain with it.
+
+    `finish_reason` is set on the last one. `seconds` is the clock (`time.perf_counter`) at the end of the step.
+    """
+
+    choice: int
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The request `choice` ended without a result."""
+
+    choice: int
+    error: Exception
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EndEvent:
+    """The request `choice` ended without a token: it only scored its prompt."""
+
+    choice: int
+    finish_reason: FinishReason
+    seconds: float
+    token_id: ClassVar[None] = None
+    text: ClassVar[str] = ""
+    logprobs: ClassVar[None] = None
+
+
+RequestEvent = TokenEvent | ErrorEvent | EndEvent
+
+
+class RawToken(NamedTuple):
+    """A token as it came from the engine. `token_id` None: an end without one."""
+
+    choice: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    seconds: float
+
+
+class RequestStream:
+    """An asynchronous iterator of the events of a group of requests, in the order they happened; `next_batch` gives all
+    that are ready at once.
+
+    It ends when every request of the group has ended. Belongs to the event loop it was made in.
+    on_finish  told which request's text is complete before the engine says so
+    on_cancel  told to drop what still runs
+    """
+
+    def __init__(
+        self, outputs: Sequence[TextOutput], on_finish: Callable[[RequestStream, int], None],
+        on_cancel: Callable[[RequestStream], None],
+    ) -> None:  # fmt: skip
+        self.outputs = tuple(outputs)
+        self._on_finish, self._on_cancel = on_finish, on_cancel
+        self._ready: list[RawToken | ErrorEvent] = []
+        self._events: list[RequestEvent] = []  # made, for those who read one by one
+        self._open = set(range(len(self.outputs)))  # not read to their end
+        self._running = len(self.outputs)  # the engine has not ended so many
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_accepted = False
+
+    # ---- the engine's side, in the loop's thread ----
+
+    def push(self, item: RawToken | ErrorEvent) -> None:
+        self._ready.append(item)
+        if isinstance(item, ErrorEvent) or item.finish_reason is not None:
+            self._running -= 1
+        self._wake()
+
+    def accept(self) -> None:
+        self._is_accepted = True
+        self._wake()
+
+    def end(self, event: ErrorEvent) -> None:
+        """End every request of the group with this error."""
+        for choice in sorted(self._open):
+            self.push(ErrorEvent(choice, event.error, event.seconds))
+        self._running = 0
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---- the reader's side ----
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has ended; unread events may remain."""
+        return not self._open or self._running <= 0
+
+    async def accepted(self) -> None:
+        """Until the engine has taken the requests; raises its reason if it does not."""
+        while not self._is_accepted and not self._ready:
+            await self._wait()
+        first = self._ready[0] if self._ready else None
+        if not self._is_accepted and isinstance(first, ErrorEvent):
+            self._open.clear()
+            raise first.error
+
+    def cancel(self) -> None:
+        """Drop what still runs; its blocks are free again before the engine's next step. A reader that waits is told.
+        Safe to repeat."""
+        if self._running > 0:
+            self._on_cancel(self)
+            self.end(ErrorEvent(0, RequestAborted("the request was cancelled"), time.perf_counter()))
+
+    async def next_batch(self) -> list[RequestEvent]:
+        """All events that are ready, at least one; empty once every request has ended."""
+        while self._open:
+            if not self._ready:
+                await self._wait()
+            ready, self._ready = self._ready, []
+            events = [event for item in ready if (event := self._read(item)) is not None]
+            if events:
+                return events
+        return []
+
+    def _read(self, item: RawToken | ErrorEvent) -> RequestEvent | None:
+        choice = item.choice
+        if choice not in self._open:
+            return None  # drawn after the end of its text
+        output = self.outputs[choice]
+        if isinstance(item, ErrorEvent):
+            self._open.discard(choice)
+            output.error = item.error
+            return item
+        if item.token_id is None:
+            assert item.finish_reason is not None
+            self._open.discard(choice)
+            output.finish_reason = item.finish_reason
+            return EndEvent(choice, item.finish_reason, item.seconds)
+        text = output.take(item.token_id, item.logprobs, item.finish_reason)
+        if output.finish_reason is not None:
+            self._open.discard(choice)
+            if item.finish_reason is None:
+                self._on_finish(self, choice)
+        return TokenEvent(choice, item.token_id, text, item.logprobs, output.finish_reason, item.seconds)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestEvent:
+        if not self._events:
+            self._events = (await self.next_batch())[::-1]
+            if not self._events:
+                raise StopAsyncIteration
+        return self._events.pop()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()

@@ -1,0 +1,68 @@
+"""`python -m dsv4.http.processes.engine_process`: the engine of a server; the supervisor starts it."""
+
+from __future__ import annotations
+
+import gc
+import logging.config
+import socket
+import sys
+
+from dsv4.dist.errors import RankFailed
+from dsv4.http.processes.child import Orders, leave
+from dsv4.http.processes.settings import EngineSettings, load_model
+
+if __name__ == "__main__":  # before anything slow
+    ORDERS = Orders()
+
+
+def run(orders: Orders, settings: EngineSettings) -> None:
+    """Load the model, serve until told to stop. `RankFailed` if a rank ended it."""
+    from rich.console import Console
+
+    from dsv4.http.heartbeat import Heartbeat
+    from dsv4.http.logs import log_config
+    from dsv4.tools.receipts.files import RecordFile
+
+    logging.config.dictConfig(log_config(settings.log_format, "INFO"))
+    record = settings.record  # opened before the weights are read: a mistake in its name should not cost minutes
+    file = None if record is None else RecordFile(record.path, max_bytes=record.max_bytes, num_files=record.num_files)
+    llm = load_model(settings.model, Console(stderr=True))
+
+    from dsv4.http.engine_side import engine_loop
+    from dsv4.tools.receipts.recorder import Recorder, header_of
+
+    recorder = None
+    if file is not None and record is not None:
+        recorder = Recorder(file, header_of(llm, hashes_only=record.hashes_only, progress=True))
+    loop = engine_loop(llm, max_waiting=settings.max_waiting, recorder=recorder)
+    gc.collect()
+    gc.freeze()  # the model stays: looking through it again would take a millisecond from some steps
+    heartbeat = Heartbeat(settings.room.pulse, lambda: loop.step_start)
+    orders.obey(lambda order: loop.stop())
+    loop.listen(socket.socket(fileno=settings.listener))
+    orders.ready()
+    loop.run()
+    if recorder is not None:
+        recorder.close()
+    llm.close()
+    heartbeat.stop()
+    if loop.failure is not None:
+        raise loop.failure
+
+
+def main() -> None:
+    """Bad input ends with one paragraph and status 2, a failed rank with status 1, as every command does."""
+    status = 0
+    try:
+        run(ORDERS, ORDERS.settings(EngineSettings))
+    except (ValueError, OSError) as error:
+        print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        status = 2
+    except RankFailed as error:
+        print(f"dsv4: error: {error}", file=sys.stderr)
+        status = 1
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

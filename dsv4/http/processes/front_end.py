@@ -1,0 +1,40 @@
+"""`python -m dsv4.http.processes.front_end`: one of a server's front ends; the supervisor starts it. No torch."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from dsv4.http.processes.child import Orders, leave
+from dsv4.http.processes.settings import FrontEndSettings
+
+if __name__ == "__main__":  # before anything slow
+    ORDERS = Orders()
+
+
+def run(orders: Orders, settings: FrontEndSettings) -> int:
+    """Serve until told to stop; returns the exit status."""
+    from dsv4.http.engine_connection import EngineConnection
+    from dsv4.http.heartbeat import PulseReader
+    from dsv4.http.lifecycle import make_uvicorn
+    from dsv4.http.server import create_app
+    from dsv4.text.tokenizer import Tokenizer
+
+    room = settings.room
+    tokenizer = Tokenizer.from_pretrained(Path(settings.tokenizer))
+    engine = EngineConnection(
+        lambda: room.socket, pulse=PulseReader(room.pulse), reconnects=settings.reconnects
+    )  # fmt: skip
+    app = create_app(engine, tokenizer, settings.server, folder=room.path)
+    server = make_uvicorn(app, settings.server, on_start=orders.ready)
+    orders.obey(lambda order: server.stop())
+    server.run(sockets=[socket.socket(fileno=settings.listener)])
+    return 0 if server.started else 1
+
+
+def main() -> None:
+    leave(run(ORDERS, ORDERS.settings(FrontEndSettings)))
+
+
+if __name__ == "__main__":
+    main()

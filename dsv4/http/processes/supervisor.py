@@ -1,0 +1,248 @@
+"""`Supervisor`: starts the engine and the front ends of a server, starts again those that die, ends them all. No torch.
+
+It owns the listening socket and the private folder (mode 0700) with the engine's socket. A front end that dies loses
+its own requests and is started again. An engine that dies, or hangs, ends the server with status 1, or is started again
+where that was asked for; front ends tell clients meanwhile. Children end with the supervisor, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from dsv4.http.address import address_url
+from dsv4.http.heartbeat import PulseReader, PulseWatch, make_pulse_file
+from dsv4.http.processes.child import FORCE, STOP, Child
+from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
+from dsv4.http.settings import ServerConfig
+
+_ENGINE, _FRONT_END = "dsv4.http.processes.engine_process", "dsv4.http.processes.front_end"
+_TICK_SECONDS = 0.25
+_SILENT_SECONDS = 10.0  # clients are told after 1.5 s; an engine that stays silent so long does not come back
+_FLUSH_SECONDS = 5.0  # for a front end's last words, beyond the drain
+_STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
+_MAX_EARLY_ENDS = 3  # of children that end before they are ready, one after the other
+_MAX_PATH = 100  # of a Unix socket
+_BACKLOG = 64
+_LOG = logging.getLogger("dsv4.serve")
+
+
+class Supervisor:
+    """`run` serves until SIGINT or SIGTERM, then finishes what runs; a second signal does not wait.
+
+    num_front_ends  processes that take requests
+    restarts        start an engine again that has died
+    step_seconds    an engine whose step runs longer hangs
+    """
+
+    def __init__(
+        self, model: ModelSettings, server: ServerConfig, listener: socket.socket, *, num_front_ends: int,
+        record: RecordSettings | None = None, restarts: bool = False, step_seconds: float = 300.0,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._server = server
+        self._listener = listener
+        self._num_front_ends = num_front_ends
+        self._record = record
+        self._restarts = restarts
+        self._step_seconds = step_seconds
+        self._events: queue.SimpleQueue[tuple[str, Child | int]] = queue.SimpleQueue()
+        self._engine: Child | None = None
+        self._front_ends: list[Child] = []
+        self._num_early_ends = 0
+        self._is_announced = False
+        self._status: int | None = None  # set once the server is ending
+        self._deadline = float("inf")  # after it, children that are left are killed
+
+    def run(self) -> int:
+        """The exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 after the engine died; the engine's own if it could not
+        start."""
+        with _private_folder() as folder, _signals(lambda number: self._events.put(("signal", number))):
+            self._room = Room(str(folder))
+            make_pulse_file(self._room.pulse)
+            pulse = PulseReader(self._room.pulse)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as self._engine_listener:
+                self._engine_listener.bind(self._room.socket)
+                self._engine_listener.listen(_BACKLOG)
+                try:
+                    self._start_engine()
+                    for _ in range(self._num_front_ends):
+                        self._start_front_end()
+                    self._watch(pulse)
+                finally:
+                    self._kill_all()
+        assert self._status is not None
+        return self._status
+
+    # ---- children ----
+
+    def _start_engine(self) -> None:
+        settings = EngineSettings(
+            model=self._model, record=self._record, max_waiting=self._server.max_waiting,
+            log_format=self._server.log_format, room=self._room, listener=self._engine_listener.fileno(),
+        )  # fmt: skip
+        self._engine = self._start(_ENGINE, settings, settings.listener)
+
+    def _start_front_end(self) -> None:
+        share = -(-self._server.max_connections // self._num_front_ends)
+        settings = FrontEndSettings(
+            server=replace(self._server, max_connections=share), tokenizer=self._model.folder, room=self._room,
+            reconnects=self._restarts, listener=self._listener.fileno(),
+        )  # fmt: skip
+        self._front_ends.append(self._start(_FRONT_END, settings, settings.listener))
+
+    def _start(self, module: str, settings: EngineSettings | FrontEndSettings, listener: int) -> Child:
+        return Child(
+            module, settings, [listener], lambda child: self._events.put(("ready", child)),
+            lambda child: self._events.put(("exit", child)),
+        )  # fmt: skip
+
+    def _kill_all(self) -> None:
+        for child in (*self._front_ends, *([] if self._engine is None else [self._engine])):
+            child.kill()
+            child.process.wait()
+            child.close()
+
+    # ---- what happens ----
+
+    def _watch(self, pulse: PulseReader) -> None:
+        watch = PulseWatch(pulse, _SILENT_SECONDS, _TICK_SECONDS)
+        while self._engine is not None or self._front_ends:
+            with suppress(queue.Empty):
+                kind, subject = self._events.get(timeout=_TICK_SECONDS)
+                if isinstance(subject, int):
+                    self._on_signal(subject)
+                elif kind == "ready":
+                    self._on_ready(subject)
+                elif subject is self._engine:
+                    self._on_engine_end(subject)
+                else:
+                    self._on_front_end_end(subject)
+                continue
+            if time.monotonic() > self._deadline:
+                self._deadline = float("inf")
+                self._kill_the_rest()
+            if self._engine is not None and self._engine.is_ready:
+                self._check(pulse, watch)
+
+    def _on_signal(self, number: int) -> None:
+        if self._status is None:
+            self._status = 130 if number == signal.SIGINT else 0
+            if not self._is_announced:  # nobody waits for an answer
+                self._kill_the_rest()
+                return
+            _LOG.info("shutting down: what runs is finished, for at most %g s", self._server.drain_seconds)
+            self._stop_front_ends(STOP, self._server.drain_seconds)
+        else:
+            self._stop_front_ends(FORCE, 0.0)
+
+    def _stop_front_ends(self, order: bytes, seconds: float) -> None:
+        for child in self._front_ends:
+            child.order(order)
+        self._deadline = time.monotonic() + seconds + _FLUSH_SECONDS
+        if not self._front_ends:
+            self._stop_engine()
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.order(STOP)
+            self._deadline = time.monotonic() + _STEP_SECONDS
+
+    def _kill_the_rest(self) -> None:
+        for child in (*self._front_ends, *([] if self._engine is None else [self._engine])):
+            child.kill()
+
+    def _on_ready(self, child: Child) -> None:
+        self._num_early_ends = 0
+        if child is self._engine and self._is_announced:
+            _LOG.warning("the engine runs again")
+        is_complete = self._engine is not None and all(one.is_ready for one in (self._engine, *self._front_ends))
+        if is_complete and not self._is_announced and self._status is None:
+            self._is_announced = True
+            place = address_url(self._server, self._listener)
+            _LOG.info("serving %s, running on %s (Ctrl-C stops it)", self._server.name, place)
+
+    def _on_front_end_end(self, child: Child) -> None:
+        self._front_ends.remove(child)
+        child.close()
+        if self._status is None:
+            self._num_early_ends += not child.is_ready
+            _LOG.error("a front end has died (%s) and its requests with it", child.ending)
+            if self._num_early_ends < _MAX_EARLY_ENDS:
+                self._start_front_end()
+            else:
+                _LOG.error("front ends end before they can serve: the server ends")
+                self._status = 1
+                self._stop_front_ends(STOP, 0.0)
+        elif not self._front_ends:
+            self._stop_engine()
+
+    def _on_engine_end(self, child: Child) -> None:
+        self._engine = None
+        child.close()
+        if self._status is not None:
+            if self._front_ends:  # it should have outlived them
+                self._stop_front_ends(FORCE, 0.0)
+            return
+        if not child.is_ready and not self._is_announced:  # it has said why
+            self._status = child.process.returncode if child.process.returncode > 0 else 1
+            self._kill_the_rest()
+            return
+        self._num_early_ends += not child.is_ready
+        if self._restarts and self._num_early_ends < _MAX_EARLY_ENDS:
+            _LOG.error("the engine has died (%s) and all requests with it; it is started again", child.ending)
+            self._start_engine()
+        else:
+            _LOG.error("the engine has died (%s) and all requests with it; the server ends", child.ending)
+            self._status = 1
+            self._stop_front_ends(STOP, 0.0)
+
+    def _check(self, pulse: PulseReader, watch: PulseWatch) -> None:
+        """Kill an engine that hangs: what follows is what follows its death."""
+        assert self._engine is not None
+        step_seconds = pulse.read().step_seconds
+        if watch.look():
+            _LOG.error("the engine has given no sign of life for %g s and is killed", _SILENT_SECONDS)
+        elif step_seconds > self._step_seconds:
+            _LOG.error("the engine's step has been running for %.0f s (--step-seconds); it is killed", step_seconds)
+        else:
+            return
+        self._engine.kill()
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A new folder of mode 0700, deleted at the end."""
+    folder = tempfile.mkdtemp(prefix="dsv4-serve-")
+    if len(folder) > _MAX_PATH - 20:
+        shutil.rmtree(folder)
+        folder = tempfile.mkdtemp(prefix="dsv4-serve-", dir="/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _signals(tell: Callable[[int], None]) -> Iterator[None]:
+    """`tell(number)` for SIGINT and SIGTERM, instead of what they did before."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        tell(number)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
