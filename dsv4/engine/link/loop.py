@@ -42,6 +42,7 @@ from dsv4.engine.link.messages import (
     Submit,
     encode,
     end_of,
+    pack_ids,
     pack_logprobs,
     pack_reply,
     unpack_ids,
