@@ -215,6 +215,7 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
         self.scheduler.abort(request)
+        self._results.forget()
 
     def finish(self, request: Request) -> None:
         """The caller found the request's end in its text (a stop string): it leaves as one that ended well. Tokens
@@ -222,6 +223,7 @@ class Engine:
         if not request.is_done:
             request.finish_reason = FinishReason.STOP
             self.scheduler.settle(request)
+            self._results.forget()
 
     def check_integrity(self) -> None:
         """Recompute the truth of the scheduler's, the cache's and the experts' books. Between two steps."""

@@ -199,7 +199,7 @@ class Follower:
         self.cache.check_integrity()
         if not self.books._changes:
             for name in ("_blocks", "_positions", "_free_slots", "_max_tokens"):
-                assert getattr(self.books, name) == getattr(self.cache, name)
+                assert list(getattr(self.books, name)) == list(getattr(self.cache, name))
             mine, theirs = self.books.prefix.tree, self.cache.prefix.tree
             assert [node.key for node in mine._lru] == [node.key for node in theirs._lru]
             assert mine._nodes.keys() == theirs._nodes.keys()

@@ -22,12 +22,12 @@ from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
 from dsv4.engine.draft.round import NO_DRAFT, NO_REQUEST, Drafted, Extended, FedDrafts, extend, propose
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.run.graphs import Capture, Replay, Result
+from dsv4.engine.step.builder import StepBuffer, part_starts
+from dsv4.engine.step.constraint import num_words
 from dsv4.engine.step.sampler import NUM_TOP
 from dsv4.model.drafter import Drafter
 from dsv4.ops import OpSet
 from dsv4.ops.sampling import SamplingRows, SamplingState
-
-WORD_BITS = 32
 
 
 class Forwarded(NamedTuple):
@@ -83,13 +83,17 @@ class BucketGraph:
         self._experts = experts
         self._state, self._ops = state, ops
         self._num_top = min(NUM_TOP[0], vocab_size)
-        self._columns, self.batch = padding_batch(size, block_table)
-        self._padding = self._columns.clone()
+        self._padding, _ = padding_batch(size, block_table)
         self._num_filled = 0  # rows of the buffers that do not hold padding
         most_drafts = 0 if drafting is None else drafting.max_drafts
         num_draws = min(size, num_slots * (1 + most_drafts))  # a short prompt has many rows that draw nothing
-        self._draw_rows = torch.zeros(num_draws, dtype=torch.int64, device=device)
-        self._rows = padding_rows(num_draws, vocab_size, device, None if drafting is None else most_drafts)
+        starts = part_starts((self._padding.numel(), num_draws, num_draws, num_draws))
+        self.buffer = StepBuffer(torch.zeros(starts[-1], dtype=torch.int64, device=device), size, num_draws)
+        self._columns = self.buffer.numbers[: self._padding.numel()].view_as(self._padding).copy_(self._padding)
+        self.batch = TokenBatch.over(self._columns, block_table)
+        self._draw_rows, slots, positions = (self.buffer.numbers[start : start + num_draws] for start in starts[1:4])
+        rows = padding_rows(num_draws, vocab_size, device, None if drafting is None else most_drafts)
+        self._rows = replace(rows, slots=slots.copy_(rows.slots), positions=positions)
         self._drafting, self._draft_table = drafting, draft_table
         if drafting is not None:
             self._fed = FedDrafts.padding(size, min(size, num_slots), drafting.max_drafts, device)
@@ -131,11 +135,12 @@ class BucketGraph:
 
     def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
         num_tokens, num_rows = batch.num_tokens, draw_rows.shape[0]
-        if self._num_filled > num_tokens:
-            self._columns[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
+        if batch.token_ids.data_ptr() != self._columns.data_ptr():  # it was not built in this buffer
+            if self._num_filled > num_tokens:
+                self._columns[:, num_tokens : self._num_filled].copy_(self._padding[:, num_tokens : self._num_filled])
+            targets = [*self._columns[:, :num_tokens].unbind(0), self._draw_rows[:num_rows]]
+            torch._foreach_copy_(targets, [*(getattr(batch, name) for name in COLUMNS), draw_rows])
         self._num_filled = self._num_valid = num_tokens
-        targets = [*self._columns[:, :num_tokens].unbind(0), self._draw_rows[:num_rows]]
-        torch._foreach_copy_(targets, [*(getattr(batch, name) for name in COLUMNS), draw_rows])
         with padded_from(self._experts, num_tokens):
             made = self._forward()
         experts = tuple(chosen[:num_tokens] for chosen in made.experts)
@@ -146,8 +151,9 @@ class BucketGraph:
         """From the logits of the last forward call."""
         num_rows = rows.slots.shape[0]
         ours = self._rows
-        ours.slots.fill_(PADDED_SLOT)
-        torch._foreach_copy_([ours.slots[:num_rows], ours.positions[:num_rows]], [rows.slots, rows.positions])
+        if rows.slots.data_ptr() != ours.slots.data_ptr():
+            ours.slots.fill_(PADDED_SLOT)
+            torch._foreach_copy_([ours.slots[:num_rows], ours.positions[:num_rows]], [rows.slots, rows.positions])
         assert ours.mask is not None and ours.is_masked is not None
         if rows.mask is None or rows.is_masked is None:
             ours.is_masked.zero_()
@@ -196,7 +202,7 @@ def padding_rows(size: int, vocab_size: int, device: torch.device, max_drafts: i
     return SamplingRows(
         slots=torch.full((size,), PADDED_SLOT, dtype=torch.int64, device=device),
         positions=torch.zeros(size, dtype=torch.int64, device=device),
-        mask=torch.zeros((size, -(-vocab_size // WORD_BITS)), dtype=torch.int32, device=device),
+        mask=torch.zeros((size, num_words(vocab_size)), dtype=torch.int32, device=device),
         is_masked=torch.zeros(size, dtype=torch.int32, device=device),
         drafts=None if max_drafts is None else torch.full((size, max_drafts), NO_DRAFT, device=device),
     )

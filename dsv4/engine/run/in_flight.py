@@ -55,7 +55,8 @@ class InFlightStep:
     @classmethod
     def launch(cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize) -> InFlightStep:
         """The forward call of a plan whose pieces are all this process's."""
-        step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests)
+        target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
+        step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
         forwarded = runner.forward(step.batch, step.draw_rows)
         return cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))

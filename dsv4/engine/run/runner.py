@@ -30,6 +30,7 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.run.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch
 from dsv4.engine.run.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.run.precompile import precompile, rehearse, rehearse_drafts
+from dsv4.engine.step.builder import StepBuffer
 from dsv4.engine.step.sampler import NUM_TOP, SCORED_ROWS
 from dsv4.engine.step.slots import SlotStates
 from dsv4.model.block import BlockOutput
@@ -126,6 +127,13 @@ class Runner:
     def padded(self, num_tokens: int) -> int:
         """Rows to give a call of `num_tokens` tokens, at least as many. The rest is padding."""
         return num_tokens
+
+    def step_buffer(self, num_tokens: int, num_draws: int) -> StepBuffer | None:
+        """Where to build a step of so many rows, so that its captured call need not copy it; None if it has none."""
+        if self.drafting is not None:  # a step with drafts has more numbers, some of which only the device knows
+            return None
+        bucket = self._bucket_of(max(num_tokens, num_draws))
+        return None if bucket is None else self._graphs[bucket].buffer
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
@@ -267,7 +275,9 @@ class Runner:
         """The smallest captured bucket that holds the call, if there is one."""
         if batch.block_table.data_ptr() != self.cache.block_table.data_ptr():
             return None  # a graph reads the manager's own table
-        needed = max(batch.num_tokens, draw_rows.shape[0])
+        return self._bucket_of(max(batch.num_tokens, draw_rows.shape[0]))
+
+    def _bucket_of(self, needed: int) -> int | None:
         return next((bucket for bucket in self.buckets if bucket >= needed and bucket in self._graphs), None)
 
     def _can_capture(self, bucket: int) -> bool:

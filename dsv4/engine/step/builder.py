@@ -1,14 +1,17 @@
 """`StepBuilder`: from a `StepPlan` to the tensors of its forward call.
 
 The host's numbers of a step are one int64 buffer: the columns of its batch, then rows, slots and positions of the N
-rows to draw from, then what an engine that drafts needs besides. It reaches a GPU in one asynchronous copy; on a CPU it
-is used where it is. The block table is the cache's own tensor, brought up to date before.
+rows to draw from, then what an engine that drafts needs besides. It reaches a GPU in one asynchronous copy, straight
+into the buffer that a captured call reads (`StepBuffer`) where there is one; on a CPU it is used where it is. The block
+table is the cache's own tensor, brought up to date before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +30,20 @@ _IDS, _SLOTS, _POSITIONS = (COLUMNS.index(name) for name in ("token_ids", "slots
 _ALIGNED = 2  # numbers: a draw's column begins at a multiple of 16 bytes, since kernels are compiled apart for others
 
 Numbers = NDArray[np.int64]
+
+
+class StepBuffer(NamedTuple):
+    """Device memory that a captured call reads: a batch of `size` rows, then rows, slots and positions of `num_draws`
+    rows to draw from; int64, flat, each part beginning where `part_starts` says."""
+
+    numbers: Tensor
+    size: int
+    num_draws: int
+
+
+def part_starts(sizes: Iterable[int]) -> list[int]:
+    """Where parts of these sizes begin in one buffer, and where it ends."""
+    return [0, *accumulate(size + size % _ALIGNED for size in sizes)]
 
 
 @dataclass(frozen=True)
@@ -62,9 +79,11 @@ class StepBuilder:
         self._cache = cache
         self._draft_table = draft_table
 
-    def build(self, plan: StepPlan, *, pad_to: int = 0, num_requests: int = 0) -> StepInput:
+    def build(
+        self, plan: StepPlan, *, pad_to: int = 0, num_requests: int = 0, target: StepBuffer | None = None
+    ) -> StepInput:  # fmt: skip
         """Give the plan's requests the blocks its tokens need, and make the tensors, of at least `pad_to` rows; for the
-        drafter, of at least `num_requests` requests."""
+        drafter, of at least `num_requests` requests. In `target`, padding included, where it is given."""
         rows, others = plan.rows, plan.others
         most = 0 if self._draft_table is None else self._draft_table.shape[1]
         slots, starts, lengths = rows.slots, rows.starts, np.ones(len(rows), dtype=np.int64)
@@ -81,14 +100,20 @@ class StepBuilder:
             draw_rows = np.repeat(np.cumsum(lengths)[is_drawing] - num_draws, num_draws) + steps
             drawing += tuple(piece.request for piece in others if piece.draws for _ in range(1 + piece.num_drafts))
         self._cache.prepare_forward(slots, starts, lengths)
-        columns = columns_of(slots, starts, lengths, token_ids, pad_to)
+        columns = columns_of(slots, starts, lengths, token_ids, pad_to if target is None else target.size)
         parts = [columns, draw_rows, columns[_SLOTS, draw_rows], columns[_POSITIONS, draw_rows]]
+        num_rows, num_drawn = max(plan.num_tokens, pad_to), len(draw_rows)
+        if target is not None:
+            values = self._fill(target, parts)
+            flat, *drawn = (part[:num_drawn] if i else part for i, part in enumerate(values))
+            batch = TokenBatch.over(flat.view(columns.shape)[:, :num_rows], self._cache.block_table)
+            return StepInput(batch, *drawn, drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
             first_rows = draw_rows[steps == 0]
             parts += _draft_columns(others, columns, first_rows, num_draws, steps, most, num_requests)
-        values, device_rows, draw_slots, draw_positions, *more = self._copy(parts)
-        batch = TokenBatch.over(values.view(columns.shape), self._cache.block_table)
+        flat, device_rows, draw_slots, draw_positions, *more = self._copy(parts)
+        batch = TokenBatch.over(flat.view(columns.shape), self._cache.block_table)
         made = StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if not most:
             return made
@@ -97,9 +122,22 @@ class StepBuilder:
             made, draw_drafts=draw_drafts.view(-1, most), fed=FedDrafts._make((*fed, drafts.view(-1, most)))
         )  # fmt: skip
 
+    def _fill(self, target: StepBuffer, parts: Sequence[Numbers]) -> list[Tensor]:
+        """The parts in the buffer of a captured call, with padding behind each but the first, which has its own."""
+        sizes = [parts[0].size, *[target.num_draws] * (len(parts) - 1)]
+        starts = part_starts(sizes)
+        buffer = host_buffer((starts[-1],), torch.int64, self._cache.device).zero_()
+        numbers: Numbers = buffer.numpy()
+        for part, start in zip(parts, starts, strict=False):
+            numbers[start : start + part.size] = part.reshape(-1)
+        first_slot, num_drawn = starts[2], parts[1].size
+        numbers[first_slot + num_drawn : first_slot + target.num_draws] = PADDED_SLOT
+        target.numbers.copy_(buffer, non_blocking=True)
+        return [target.numbers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
     def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
         """The parts on the device, flat, in one copy."""
-        starts = np.cumsum([0, *(part.size + part.size % _ALIGNED for part in parts)]).tolist()
+        starts = part_starts(part.size for part in parts)
         buffer = host_buffer((starts[-1],), torch.int64, self._cache.device)
         numbers: Numbers = buffer.zero_().numpy()
         spans = [slice(start, start + part.size) for start, part in zip(starts, parts, strict=False)]

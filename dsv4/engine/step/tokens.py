@@ -56,7 +56,7 @@ class Results:
         self._logprobs: dict[int, TokenLogprobs] = {}
         self._singles: list[tuple[Request, int]] = []
         self._num_tokens = 0
-        self._last: tuple[Request, ...] = ()  # of the results taken last
+        self._last: tuple[Request, ...] = ()  # of the results taken last, while they all go on
         self.ended: list[Request] = []
 
     def __bool__(self) -> bool:
@@ -95,5 +95,9 @@ class Results:
         token_ids = np.concatenate(ids, dtype=np.int32, casting="same_kind") if ids else _NO_IDS
         made = StepTokens(requests, token_ids, self._logprobs, tuple(self.ended))
         self._requests, self._token_ids, self._logprobs, self._num_tokens, self.ended = [], [], {}, 0, []
-        self._last = requests
+        self._last = () if made.ended else requests
         return made
+
+    def forget(self) -> None:
+        """Keep nobody: a request of the last results has left."""
+        self._last = ()
