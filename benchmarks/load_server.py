@@ -88,7 +88,7 @@ def solo_answers(folder: Path, numerics: str) -> list[str]:
 
 @dataclass
 class Sample:
-    """A server's process at one moment."""
+    """A server's processes at one moment, added up."""
 
     seconds: float
     process: int
@@ -138,15 +138,23 @@ class Process:
         """Take a sample, if the server is up."""
         if not self._is_up:
             return
-        folder = Path(f"/proc/{self.process.pid}")
+        memory = descriptors = threads = 0
         try:
-            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-            descriptors = len(list((folder / "fd").iterdir()))
-            memory = int(status["VmRSS"].split()[0]) * 1024
+            for pid in (self.process.pid, *children(self.process.pid)):
+                folder = Path(f"/proc/{pid}")
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                descriptors += len(list((folder / "fd").iterdir()))
+                memory += int(status["VmRSS"].split()[0]) * 1024
+                threads += int(status["Threads"])
         except (OSError, KeyError):  # it ended just now
             return
         now, log_bytes = round(time.monotonic() - self._began, 1), self._log.stat().st_size
-        self.samples.append(Sample(now, self.number, memory, descriptors, int(status["Threads"]), log_bytes))
+        self.samples.append(Sample(now, self.number, memory, descriptors, threads, log_bytes))
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of its children, on Linux."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def storm(process: Process, clients: Storm, options: argparse.Namespace) -> None:

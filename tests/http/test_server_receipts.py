@@ -291,7 +291,7 @@ def test_a_client_that_leaves(served_params, tmp_path):
 
     def run(one):
         fresh = make_llm(served_params)
-        (outcome,) = Replay(fresh.engine, lambda grammar: None).run([("f", header, one)])
+        (outcome,) = Replay(fresh, lambda grammar: None).run([("f", header, one)])
         assert fresh.engine.stats().num_output_tokens <= receipt.num_output + 1
         assert not fresh.engine.has_work
         assert fresh.cache.num_free_slots == fresh.cache.schema.num_slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import threading
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from engine_cases import assert_all_free
 from link_cases import connected, output_of, read, start_engine
 
-from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped
+from dsv4.engine.link import loop as loop_module
+from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, Submit, encode, pack_ids
 from dsv4.engine.link.stream import EndEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams
@@ -188,6 +190,26 @@ def test_a_client_that_goes_frees_what_it_had(started):
             return [event async for event in lost]
 
     assert isinstance(asyncio.run(main())[-1].error, EngineLost)
+    assert_all_free(llm)
+
+
+def test_a_client_that_lets_news_pile_up_is_disconnected(started, monkeypatch):
+    """Its process is stopped, or stuck: what the engine keeps for it is bounded, and its requests end."""
+    monkeypatch.setattr(loop_module, "MAX_UNSENT_BYTES", 2000)
+    llm, thread = started()
+    params = SamplingParams(max_tokens=400, ignore_eos=True, logprobs=20)
+    with thread.connect() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        message = Submit(0, [pack_ids([5])], [0] * 4, [params] * 4)
+        stuck.sendall(encode(message))
+
+        async def work(client):
+            ids, errors = await read(client.submit([output_of(llm, [6], max_tokens=400)]))
+            assert (len(ids[0]), errors) == (400, [None])
+            return await client.stats()
+
+        stats = run(thread, work)
+    assert (stats.num_aborted, stats.num_finished) == (4, 1)
     assert_all_free(llm)
 
 
