@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dsv4.config import shown
-from dsv4.http.apis.unsupported import REFUSED, why_refused, why_type_refused
+from dsv4.http.apis.hints import REFUSED, why_refused, why_type_refused
 from dsv4.http.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)

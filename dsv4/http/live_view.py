@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.cache.schema import CacheSchema
 from dsv4.engine.engine import Engine
 from dsv4.engine.stats import EngineStats
-from dsv4.http.apis.answers import CacheKind, Live
+from dsv4.http.apis.schemas import CacheKind, Live
 from dsv4.tools.experts import expert_counts
 
 _WATCH_SECONDS = 5.0

@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, Response
 
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.async_engine import AsyncEngine, EngineBusy, EngineStopped
-from dsv4.http.apis.answers import Answer, Health, ModelCard, ModelList
-from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder
+from dsv4.http.apis.fields import Strict
 from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
-from dsv4.http.apis.request_parts import Strict
+from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder
+from dsv4.http.apis.schemas import Answer, Health, ModelCard, ModelList
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
 from dsv4.http.errors import ApiError, error_body

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from server_cases import NAME, TOKENIZER, make_llm
 
-from dsv4.http.apis.jobs import RequestBuilder
-from dsv4.http.apis.requests import ChatRequest, CompletionRequest, HarmlessFields
-from dsv4.http.apis.unsupported import REFUSED
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.fields import HarmlessFields
+from dsv4.http.apis.hints import REFUSED
+from dsv4.http.apis.request_builder import RequestBuilder
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError
 from dsv4.http.settings import ServerConfig

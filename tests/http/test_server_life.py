@@ -14,9 +14,9 @@ from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start
 
 from dsv4.config import ConfigError
 from dsv4.engine.async_engine import AsyncEngine
-from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.server import create_app
 from dsv4.http.settings import ServerConfig

@@ -14,9 +14,9 @@ from server_cases import NAME, TOKENIZER, make_llm
 
 from dsv4 import __version__
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4.http.apis.answers import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from dsv4.http.apis.schemas import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 from dsv4.request import TokenLogprobs
 from dsv4.text.tokenizer import Tokenizer
 

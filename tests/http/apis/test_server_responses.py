@@ -8,8 +8,8 @@ import openai
 import pytest
 from server_cases import NAME, TOKENIZER, let_it_say, make_llm, start_server
 
-from dsv4.http.apis.requests import ChatRequest
-from dsv4.http.apis.responses_request import ResponsesRequest, chat_fields
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.responses.request import ResponsesRequest, chat_fields
 from dsv4.http.body import validate
 from dsv4.text.chat import ChatOptions
 from dsv4.text.tokenizer import encode_chat

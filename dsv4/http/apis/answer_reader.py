@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.answers import CompletionDetails, FinishWord, PromptDetails, Usage
-from dsv4.http.apis.jobs import Job
+from dsv4.http.apis.request_builder import Job
+from dsv4.http.apis.schemas import CompletionDetails, FinishWord, PromptDetails, Usage
 from dsv4.text.parse import Event, StreamParser, ToolCallEnd
 
 

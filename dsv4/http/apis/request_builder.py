@@ -10,8 +10,9 @@ from typing import Any
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request
-from dsv4.http.apis.request_parts import AllowedToolChoice, NamedToolChoice
-from dsv4.http.apis.requests import ChatRequest, CompletionRequest, SamplingFields
+from dsv4.http.apis.chat.request import AllowedToolChoice, ChatRequest, NamedToolChoice
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.fields import SamplingFields
 from dsv4.http.body import leading_field
 from dsv4.http.errors import ApiError
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.answers import (
+from dsv4.http.apis.answer_reader import AnswerReader, usage_of_chat
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.fields import SamplingFields
+from dsv4.http.apis.logprobs import TokenNames
+from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.apis.schemas import (
     CalledFunction,
     CalledTool,
     ChatChoice,
@@ -22,10 +27,6 @@ from dsv4.http.apis.answers import (
     Sent,
     Usage,
 )
-from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.logprobs import TokenNames
-from dsv4.http.apis.requests import ChatRequest, SamplingFields
 from dsv4.http.errors import ApiError
 from dsv4.request import TokenLogprobs
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.answers import Sent, TextChoice, TextCompletion, TextLogprobs, Usage
-from dsv4.http.apis.chat_answer import DONE, error_event, new_id
-from dsv4.http.apis.choice_reader import usage_of
-from dsv4.http.apis.jobs import Job, ModelInfo
+from dsv4.http.apis.answer_reader import usage_of
+from dsv4.http.apis.chat.answer import DONE, error_event, new_id
+from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.logprobs import TokenNames, finite
-from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.apis.schemas import Sent, TextChoice, TextCompletion, TextLogprobs, Usage
 from dsv4.http.errors import ApiError
 from dsv4.request import TokenLogprobs
 from dsv4.text.tokenizer import Detokenizer

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.answers import Answer, NamedEvent
-from dsv4.http.apis.chat_answer import new_id
-from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.jobs import Job, ModelInfo
+from dsv4.http.apis.answer_reader import AnswerReader, usage_of_chat
+from dsv4.http.apis.chat.answer import new_id
 from dsv4.http.apis.logprobs import TokenNames
-from dsv4.http.apis.responses_request import AnyTool, FlatFunction, ResponsesRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest
+from dsv4.http.apis.schemas import Answer, NamedEvent
 from dsv4.http.errors import ApiError
 from dsv4.request import TokenLogprobs
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
