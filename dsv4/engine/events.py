@@ -106,6 +106,17 @@ class RequestStream:
             await self._wake.wait()
         return self._ready.popleft()
 
+    async def next_batch(self) -> list[RequestEvent]:
+        """All events that are ready, at least one; empty once every request has ended."""
+        while not self._ready:
+            if self.is_over:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
     async def __aenter__(self) -> RequestStream:
         return self
 

@@ -38,7 +38,7 @@ from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
 from dsv4.http.request_log import log_request, log_throughput
 from dsv4.http.settings import MIB, ServerConfig
-from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect
+from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, StreamClock, collect
 from dsv4.llm import LLM
 from dsv4.loader.generation_defaults import FILE_NAME, describe
 from dsv4.request import RequestError
@@ -73,6 +73,7 @@ class Server:
             llm.engine, max_waiting=config.max_waiting, on_step=self.live.on_step, on_failure=self._end
         )
         self.metrics = Metrics(self.engine, config.name)
+        self._clock = StreamClock(config.stall_seconds)
         self.jobs = RequestBuilder(llm.engine, llm.tokenizer, config, scores_all=recorder is not None)
         self._created = int(time.time())
 
@@ -141,12 +142,9 @@ class Server:
         ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint}
         if is_stream:
-            return EventStream(
-                stream, assembler, self.metrics, timer, headers=headers, on_end=ended,
-                stall_seconds=self.config.stall_seconds,
-            )  # fmt: skip
+            return EventStream(stream, assembler, self.metrics, timer, self._clock, headers=headers, on_end=ended)
         try:
-            chunks = await collect(request, stream, assembler, timer)
+            answer = await collect(request, stream, assembler, timer)
         except ClientGone:
             self.metrics.disconnects.inc()
             ended(DISCONNECTED)
@@ -155,7 +153,7 @@ class Server:
             ended(error.code)
             raise
         ended(None)
-        return _json(assembler.whole(chunks), headers=headers)
+        return Response(answer, media_type="application/json", headers=headers)
 
     def _ended(self, request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
         """A request is over, whatever ended it (`problem`)."""

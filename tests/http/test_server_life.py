@@ -20,8 +20,9 @@ from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.server import create_app
 from dsv4.http.settings import ServerConfig
-from dsv4.http.streaming import EventStream
+from dsv4.http.streaming import EventStream, StreamClock
 from dsv4.request import SamplingParams
+from dsv4.text.output import TextOutput
 
 CHAT = "/v1/chat/completions"
 
@@ -230,12 +231,14 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
     engine.start()
 
     async def run():
-        job = Job((llm.engine.prepare([5], SamplingParams(max_tokens=2000, ignore_eos=True)),), 1)
-        stream = engine.submit(job.requests)
+        params = SamplingParams(max_tokens=2000, ignore_eos=True)
+        output = TextOutput([5], params, eos_token_id=llm.config.eos_token_id, tokenizer=TOKENIZER)
+        job = Job((llm.engine.prepare([5], params),), (output,), 1)
+        stream = engine.submit(job.requests, job.outputs)
         timer = RequestTimer(metrics, 1, time.perf_counter())
         asked = CompletionRequest(model=NAME, prompt=[5])
         assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
-        response = EventStream(stream, assembler, metrics, timer, stall_seconds=0.3)
+        response = EventStream(stream, assembler, metrics, timer, StreamClock(0.3, tick_seconds=0.1))
         sent = []
 
         async def send(message):

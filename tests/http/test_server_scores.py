@@ -47,8 +47,9 @@ def answer(prompt, tokens, **fields):
     if not tokens:
         output.finish_reason = FinishReason.LENGTH
         events.append(EndEvent(0, output.finish_reason, 0.0))
-    chunks = [chunk for event in events for chunk in assembler.take(event)]
-    return assembler.whole(chunks).model_dump(exclude_unset=True)
+    for event in events:
+        assembler.keep(event)
+    return json.loads(assembler.whole())
 
 
 def test_echo_as_lm_eval_reads_it():

@@ -9,15 +9,19 @@ from typing import Any
 
 from dsv4.http.apis.chat.answer import ChatAssembler
 from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.chat.schema import ChatCompletion
 from dsv4.http.apis.completions.answer import TextAssembler
 from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.completions.schema import TextCompletion
 from dsv4.http.apis.fields import Strict
 from dsv4.http.apis.messages import request as messages_api
-from dsv4.http.apis.messages.answer import MessageAnswer, MessagesAssembler, TokenCount
+from dsv4.http.apis.messages.answer import MessagesAssembler
+from dsv4.http.apis.messages.schema import MessageAnswer, TokenCount
 from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder
 from dsv4.http.apis.responses import request as responses_api
-from dsv4.http.apis.responses.answer import ResponseAnswer, ResponsesAssembler
-from dsv4.http.apis.schemas import Answer, ChatCompletion, Detokenized, TextCompletion, Tokenized
+from dsv4.http.apis.responses.answer import ResponsesAssembler
+from dsv4.http.apis.responses.schema import ResponseAnswer
+from dsv4.http.apis.schemas import Answer, Detokenized, Tokenized
 from dsv4.http.apis.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError

@@ -2,120 +2,100 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from dsv4.engine.events import EndEvent, TokenEvent
-from dsv4.http.apis.answer_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.chat.answer import new_id
-from dsv4.http.apis.logprobs import TokenNames
+from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest
-from dsv4.http.apis.schemas import Answer, NamedEvent
+from dsv4.http.apis.sse import PING, named_event, quote, to_json
 from dsv4.http.errors import ApiError
-from dsv4.request import TokenLogprobs
+from dsv4.text.collected import GrowingText
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
-
-
-class ResponseAnswer(Answer):
-    """The answer to `/v1/responses`. What the request did not say has its default here."""
-
-    id: str
-    object: str
-    created_at: int
-    completed_at: int | None
-    status: str
-    background: bool
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, Any]
-    service_tier: str
-    store: bool
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_logprobs: int | None
-    top_p: float | None
-    truncation: str
-    usage: dict[str, Any] | None
-    user: str | None
+_ID_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 
 class ResponsesAssembler:
-    """Reasoning, one message and any calls, each an item that opens, grows and closes."""
+    """Reasoning, one message and any calls, each an item that opens, grows and closes. The shape of the whole is that
+    of `ResponseAnswer`."""
+
+    ping = PING
 
     def __init__(self, job: Job, asked: ResponsesRequest, served: ModelInfo) -> None:
         self._job = job
         self._asked = asked
         self._served = served
-        self._names = TokenNames(served.tokenizer, by_id=False)
+        self._names = served.names(by_id=False)
         self._reader = AnswerReader(job.thinking)
         self._id = "resp_" + (asked.request_id or new_id(""))
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._pending: list[TokenLogprobs] = []
+        self._text = GrowingText()  # of the open item; of a call, its arguments
+        self._before_number, self._before_text = "", ""  # the constant text of a delta of the open item
+        # log-probabilities, by their place in the output: that of the next token, and the first that was not shown
+        self._num_scored, self._num_shown = 0, 0
+        self._first_shown = 0  # of the open message
         self._num_events = 0
 
     # ---- streams ----
 
-    def opening(self) -> list[NamedEvent]:
-        return [
-            self._of_answer("response.created", "in_progress"),
-            self._of_answer("response.in_progress", "in_progress"),
-        ]
+    def opening(self) -> str:
+        created = self._of_answer("response.created", "in_progress")
+        return created + self._of_answer("response.in_progress", "in_progress")
 
-    def take(self, event: TokenEvent | EndEvent) -> list[NamedEvent]:
+    def take(self, event: TokenEvent | EndEvent) -> str:
+        """What becomes certain with this token; often nothing inside a tag."""
         if event.logprobs is not None and self._job.shows_logprobs:
-            self._pending.append(event.logprobs)
-        events = [made for one in self._reader.take(event) for made in self._read(one)]
+            self._num_scored += 1
+        events = "".join([self._read(one) for one in self._reader.take(event)])
         if self._reader.finish is not None:
             events += self._close("incomplete" if self._reader.finish == "length" else "completed")
         return events
 
-    def closing(self) -> list[NamedEvent]:
+    def closing(self) -> str:
         status = self._status()
-        return [self._of_answer(f"response.{status}", status)]
+        return self._of_answer(f"response.{status}", status)
 
-    def failure(self, error: ApiError) -> list[NamedEvent]:
+    def failure(self, error: ApiError) -> str:
+        if self._open is not None:
+            self._settle(self._open)
         self._open = None
-        return [self._of_answer("response.failed", "failed", {"code": "server_error", "message": error.message})]
+        return self._of_answer("response.failed", "failed", {"code": "server_error", "message": error.message})
 
-    def whole(self, chunks: Sequence[NamedEvent]) -> ResponseAnswer:
-        return self._answer(self._status())
+    def keep(self, event: TokenEvent | EndEvent) -> None:
+        """Another event of an answer that is sent whole."""
+        self.take(event)
+
+    def whole(self) -> str:
+        """The answer, once it has ended."""
+        return to_json(self._answer(self._status()))
 
     # ---- items ----
 
-    def _read(self, event: Event) -> list[NamedEvent]:
+    def _read(self, event: Event) -> str:
         """The events that one piece of the answer becomes."""
-        if isinstance(event, ReasoningDelta):
-            return [*self._opened("reasoning"), *self._grown("content", event.text)]
-        if isinstance(event, ContentDelta):
-            return [*self._opened("message"), *self._grown("content", event.text)]
-        if isinstance(event, ToolCallStart):
+        if type(event) is ContentDelta:
+            return self._opened("message") + self._grown(event.text)
+        if type(event) is ReasoningDelta:
+            return self._opened("reasoning") + self._grown(event.text)
+        if type(event) is ToolCallStart:
             return self._opened("function_call", name=event.name)
-        if isinstance(event, ToolCallDelta):
-            return self._grown("arguments", event.arguments)
-        assert isinstance(event, ToolCallEnd)
+        if type(event) is ToolCallDelta:
+            return self._grown(event.arguments)
+        assert type(event) is ToolCallEnd
         return self._close("completed" if event.is_complete else "incomplete")
 
-    def _opened(self, kind: str, name: str = "") -> list[NamedEvent]:
+    def _opened(self, kind: str, name: str = "") -> str:
         """Close what is open and open an item of this kind, unless it is the one that is."""
         if self._open is not None and self._open["type"] == kind and kind != "function_call":
-            return []
+            return ""
         events = self._close("completed")
-        item: dict[str, Any] = {"type": kind, "id": new_id({"reasoning": "rs_", "message": "msg_"}.get(kind, "fc_"))}
+        item: dict[str, Any] = {"type": kind, "id": new_id(_ID_PREFIXES[kind])}
         if kind == "function_call":
             item |= {"call_id": new_id("call_"), "name": name, "arguments": ""}
         else:
@@ -124,64 +104,81 @@ class ResponsesAssembler:
         item["status"] = "in_progress"
         self._open = item
         self._items.append(item)
-        events.append(self._of_item("response.output_item.added", item=_copied(item)))
+        self._text = GrowingText()
+        self._first_shown = self._num_shown
+        events += self._of_item("response.output_item.added", item=item)
         if kind != "function_call":
             part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
+            events += self._of_part("response.content_part.added", part=part)
             item["content"].append(part)
-            events.append(self._of_part("response.content_part.added", part=dict(part)))
+        self._prepare_deltas(item)
         return events
 
-    def _grown(self, field: str, text: str) -> list[NamedEvent]:
-        item = self._open
-        assert item is not None, "a piece of an item comes after its start"
-        if field == "arguments":
-            item["arguments"] += text
-            return [self._of_item("response.function_call_arguments.delta", item_id=item["id"], delta=text)]
-        part = item["content"][0]
-        part["text"] += text
-        more: dict[str, Any] = {"delta": text}
-        if item["type"] == "message":
-            shown = [self._names.token(one).model_dump() for one in self._pending]
-            self._pending = []
-            part["logprobs"] += shown
-            more["logprobs"] = shown
-        return [self._of_part(f"response.{part['type']}.delta", **more)]
+    def _prepare_deltas(self, item: dict[str, Any]) -> None:
+        """What the open item's deltas have in common."""
+        is_call = item["type"] == "function_call"
+        kind = f"response.{'function_call_arguments' if is_call else _PARTS[item['type']]}.delta"
+        place = "" if is_call else '"content_index":0,'
+        self._before_number = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'
+        self._before_text = f',"output_index":{len(self._items) - 1},"item_id":"{item["id"]}",{place}"delta":'
 
-    def _close(self, status: str) -> list[NamedEvent]:
+    def _grown(self, text: str) -> str:
+        assert self._open is not None, "a piece of an item comes after its start"
+        self._text.add(text)
+        number, shown = self._num_events, ""
+        self._num_events += 1
+        if self._open["type"] == "message":
+            scored = self._job.outputs[0].logprobs[self._num_shown : self._num_scored]
+            self._num_shown = self._num_scored
+            shown = f',"logprobs":{self._names.tokens(scored)}'
+        return f"{self._before_number}{number}{self._before_text}{quote(text)}{shown}}}\n\n"
+
+    def _settle(self, item: dict[str, Any]) -> None:
+        """Write what has come of the open item into it."""
+        if item["type"] == "function_call":
+            item["arguments"] = str(self._text)
+            return
+        part = item["content"][0]
+        part["text"] = str(self._text)
+        if item["type"] == "message" and self._num_shown > self._first_shown:
+            scored = self._job.outputs[0].logprobs[self._first_shown : self._num_shown]
+            part["logprobs"] = json.loads(self._names.tokens(scored))
+
+    def _close(self, status: str) -> str:
         item = self._open
         if item is None:
-            return []
+            return ""
+        self._settle(item)
         item["status"] = status
-        events: list[NamedEvent] = []
         if item["type"] == "function_call":
             done = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            events.append(self._of_item("response.function_call_arguments.done", **done))
+            events = self._of_item("response.function_call_arguments.done", **done)
         else:
             part = item["content"][0]
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            events.append(self._of_part(f"response.{part['type']}.done", text=part["text"], **more))
-            events.append(self._of_part("response.content_part.done", part=dict(part)))
-        events.append(self._of_item("response.output_item.done", item=_copied(item)))
+            events = self._of_part(f"response.{part['type']}.done", text=part["text"], **more)
+            events += self._of_part("response.content_part.done", part=part)
+        events += self._of_item("response.output_item.done", item=item)
         self._open = None
         return events
 
     # ---- shapes ----
 
-    def _of_item(self, kind: str, **fields: Any) -> NamedEvent:
+    def _of_item(self, kind: str, **fields: Any) -> str:
         return self._event(kind, output_index=len(self._items) - 1, **fields)
 
-    def _of_part(self, kind: str, **fields: Any) -> NamedEvent:
+    def _of_part(self, kind: str, **fields: Any) -> str:
         return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **fields)
 
-    def _of_answer(self, kind: str, status: str, error: dict[str, str] | None = None) -> NamedEvent:
-        return self._event(kind, response=self._answer(status, error).model_dump())
+    def _of_answer(self, kind: str, status: str, error: dict[str, str] | None = None) -> str:
+        return self._event(kind, response=self._answer(status, error))
 
-    def _event(self, kind: str, **fields: Any) -> NamedEvent:
-        event = NamedEvent({"type": kind, "sequence_number": self._num_events, **fields})
+    def _event(self, kind: str, **fields: Any) -> str:
+        number = self._num_events
         self._num_events += 1
-        return event
+        return named_event({"type": kind, "sequence_number": number, **fields})
 
     def _status(self) -> str:
         return "incomplete" if self._reader.finish == "length" else "completed"
@@ -189,54 +186,46 @@ class ResponsesAssembler:
     def _usage(self) -> dict[str, Any]:
         usage = usage_of_chat(self._job, [self._reader])
         return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": usage.prompt_tokens_details.model_dump(),
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": usage.completion_tokens_details.model_dump(),
-            "total_tokens": usage.total_tokens,
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
         }
 
-    def _answer(self, status: str, error: dict[str, str] | None = None) -> ResponseAnswer:
+    def _answer(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         asked, is_running = self._asked, status == "in_progress"
         text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True)
         params = self._job.outputs[0].params
-        return ResponseAnswer(
-            id=self._id,
-            object="response",
-            created_at=self._created,
-            completed_at=int(time.time()) if status == "completed" else None,
-            status=status,
-            background=False,
-            error=error,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata or {},
-            model=self._served.name,
-            output=[] if is_running else [_copied(item) for item in self._items],
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
-            previous_response_id=None,
-            reasoning={"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
-            service_tier="default",
-            store=False,
-            temperature=params.temperature,
-            text={"format": {"type": "text"}, **text},
-            tool_choice=_dumped(asked.tool_choice) or "auto",
-            tools=[_tool(tool) for tool in asked.tools or ()],
-            top_logprobs=asked.top_logprobs,
-            top_p=params.top_p,
-            truncation="disabled",
-            usage=None if is_running else self._usage(),
-            user=asked.user,
-        )
-
-
-def _copied(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as it is now; it goes on growing."""
-    copy = dict(item)
-    if "content" in item:
-        copy["content"] = [dict(part) for part in item["content"]]
-    return copy
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self._served.name,
+            "output": [] if is_running else self._items,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": _dumped(asked.tool_choice) or "auto",
+            "tools": [_tool(tool) for tool in asked.tools or ()],
+            "top_logprobs": asked.top_logprobs,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None if is_running else self._usage(),
+            "user": asked.user,
+        }
 
 
 def _tool(tool: AnyTool) -> dict[str, Any]:
