@@ -210,7 +210,7 @@ def test_a_turn_of_codex(ask):
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools", "missing"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type",
          "offer functions"),
-        ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "functions only"),
+        ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "offer functions"),
         ({"tools": [{"type": "strange"}]}, "tools[0].type", "'function'"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gA"}]}, "input[0].encrypted_content",
          "leave it out"),
