@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dsv4.config import shown
-from dsv4.http.apis.unsupported import REFUSED, why_refused, why_type_refused
+from dsv4.http.apis.hints import HINTS, TYPE_HINTS, why_refused
 from dsv4.http.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -86,11 +86,12 @@ def _to_api_error(error: ValidationError) -> ApiError:
     chosen = max(details, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     unknown = next((one for one in details if one["type"] == "extra_forbidden"), None)
     kinds = [one for one in details if one["type"] == "literal_error" and one["loc"][-1] == "type"]
-    refused = next((one for one in kinds if why_type_refused(one["input"]) is not None), None)
-    if refused is not None:  # its other fields are unknown because of that
-        param = _path(refused["loc"])
-        message = f"{param}: {why_type_refused(refused['input'])}, found {shown(refused['input'])}"
-        return ApiError(400, message, code="unsupported_parameter", param=param)
+    for one in kinds:  # first: its other fields are unknown because of that
+        hint = next((TYPE_HINTS[str(part)] for part in reversed(one["loc"]) if part in TYPE_HINTS), None)
+        if hint is not None:
+            param = _path(one["loc"])
+            message = f"{param}: {_lowered(one['msg'])}, found {shown(one['input'])}: {hint}"
+            return ApiError(400, message, code="unsupported_parameter", param=param)
     if unknown is not None:
         *parents, name = unknown["loc"]
         path = ".".join(part for part in (_path(tuple(parents)), str(name)[:80]) if part)
@@ -100,7 +101,7 @@ def _to_api_error(error: ValidationError) -> ApiError:
     if chosen["type"] == "missing":
         return ApiError(400, f"{param}: required, and missing", code="missing_required_parameter", param=param)
     field = str(param.rpartition(".")[2])
-    if field in REFUSED and chosen["type"] in ("literal_error", "greater_than_equal", "less_than_equal"):
+    if field in HINTS and chosen["type"] == "literal_error":
         message = f"{param}: {why_refused(field)}, found {shown(chosen['input'])}"
         return ApiError(400, message, code="unsupported_parameter", param=param)
     message = chosen["msg"].removeprefix("Value error, ")
@@ -109,8 +110,12 @@ def _to_api_error(error: ValidationError) -> ApiError:
         param = ".".join(part for part in (param, leading) if part)
         message = message if leading is None else message.partition(": ")[2]
     else:
-        message = f"{message[:1].lower()}{message[1:]}, found {shown(chosen['input'])}"
+        message = f"{_lowered(message)}, found {shown(chosen['input'])}"
     return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+
+
+def _lowered(message: str) -> str:
+    return f"{message[:1].lower()}{message[1:]}"
 
 
 def leading_field(message: str) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import EndEvent, RequestEvent, TokenEvent
 from dsv4.engine.stats import DraftStats, EngineStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -54,9 +56,10 @@ class Metrics:
             (_LABEL,), registry=self.registry,
         ).labels(model_name)  # fmt: skip
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"dsv4_{name}", text, (_LABEL,), buckets=buckets, registry=self.registry)
-        return made.labels(self._model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+        made = Tally(f"dsv4_{name}", text, self._model, buckets)
+        self.registry.register(made)
+        return made
 
     def responded(self, route: str, status: int) -> None:
         self._responses.labels(self._model, route, str(status)).inc()
@@ -65,8 +68,31 @@ class Metrics:
         self._success.labels(self._model, reason).inc()
 
 
-class EngineMetrics:
-    """The engine's statistics as metrics; a collector of a registry."""
+class Tally(Collector):
+    """A histogram for one thread, where an observation is an addition; Prometheus reads it when it asks."""
+
+    def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._model = name, text, model_name
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=(_LABEL,))
+        buckets, total = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(bound), total))
+        family.add_metric((self._model,), buckets, self._sum)
+        yield family
+
+
+class EngineMetrics(Collector):
+    """The engine's statistics as metrics."""
 
     def __init__(self, stats: EngineStats, model_name: str) -> None:
         self._stats = stats
@@ -180,21 +206,22 @@ class RequestTimer:
         if event.finish_reason is not None:
             self.finish_reasons.add(str(event.finish_reason))
             self._metrics.finished(str(event.finish_reason))
-            self._metrics.whole_request.observe(event.seconds - self.start)
-            self._metrics.prompt_len.observe(prompt_len)
-            self._metrics.output_len.observe(self._num_tokens[event.choice])
+            self._metrics.whole_request.add(event.seconds - self.start)
+            self._metrics.prompt_len.add(prompt_len)
+            self._metrics.output_len.add(self._num_tokens[event.choice])
 
     def _count(self, event: TokenEvent) -> None:
         last = self._last[event.choice]
         if last is None:
-            self._metrics.first_token.observe(event.seconds - self.start)
+            self._metrics.first_token.add(event.seconds - self.start)
         else:
-            self._metrics.inter_token.observe(event.seconds - last)
+            self._metrics.inter_token.add(event.seconds - last)
         if self._first is None:
             self._first = event.seconds
         self._last[event.choice] = event.seconds
         self._num_tokens[event.choice] += 1
 
-    def sent(self, event: TokenEvent | EndEvent) -> None:
-        """Everything this token made certain has been handed to the socket."""
-        self._metrics.delivery.observe(time.perf_counter() - event.seconds)
+    def sent(self, events: Sequence[RequestEvent], seconds: float) -> None:
+        """What these tokens made certain was handed to the socket at `seconds`."""
+        for event in events:
+            self._metrics.delivery.add(seconds - event.seconds)

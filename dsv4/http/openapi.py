@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from dsv4.http.apis.answers import ChatCompletionChunk, ErrorBody, Health, Live, ModelCard, ModelList, Version
+from dsv4.http.apis.chat.schema import ChatCompletionChunk
 from dsv4.http.apis.registry import GENERATING, QUESTIONS
+from dsv4.http.apis.schemas import ErrorBody, Health, Live, ModelCard, ModelList, Version
 
 API_VERSION = "1.0"  # of the interface, not of the package
 _REFERENCE = "#/components/schemas/{model}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from dsv4.http.apis.jobs import Job
+from dsv4.http.apis.request_builder import Job
 from dsv4.http.metrics import RequestTimer
 
 _LOG = logging.getLogger("dsv4.serve")

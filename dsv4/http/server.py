@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, Response
 from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, RejectedGrammar
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.request import RequestAborted, RequestFailed
-from dsv4.http.apis.answers import Answer, Health, Live, ModelCard, ModelList
-from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder, refused, unsupported
+from dsv4.http.apis.fields import Strict
 from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
-from dsv4.http.apis.request_parts import Strict
+from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder, refused, unsupported
+from dsv4.http.apis.schemas import Answer, Health, Live, ModelCard, ModelList
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
 from dsv4.http.engine_connection import EngineConnection
@@ -38,7 +38,7 @@ from dsv4.http.page import page_headers, page_text
 from dsv4.http.request_log import log_request
 from dsv4.http.settings import MIB, ServerConfig
 from dsv4.http.shared_metrics import SharedMetrics
-from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, collect, to_api_error
+from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, StreamClock, collect, to_api_error
 from dsv4.request import RequestError
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.memory_check import give_back_memory
@@ -64,6 +64,7 @@ class Server:
         self.engine = engine
         self.metrics = Metrics(config.name)
         self._shared = SharedMetrics(self.metrics, config.name, folder)
+        self._clock = StreamClock(config.stall_seconds)
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._lines: set[asyncio.Future[None]] = set()  # of the record, being made
@@ -144,12 +145,9 @@ class Server:
         ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint}
         if is_stream:
-            return EventStream(
-                stream, assembler, self.metrics, timer, headers=headers, on_end=ended,
-                stall_seconds=self.config.stall_seconds,
-            )  # fmt: skip
+            return EventStream(stream, assembler, self.metrics, timer, self._clock, headers=headers, on_end=ended)
         try:
-            chunks = await collect(request, stream, assembler, timer)
+            answer = await collect(request, stream, assembler, timer)
         except ClientGone:
             self.metrics.disconnects.inc()
             ended(DISCONNECTED)
@@ -158,7 +156,7 @@ class Server:
             ended(error.code)
             raise
         ended(None)
-        return _json(assembler.whole(chunks), headers=headers)
+        return Response(answer, media_type="application/json", headers=headers)
 
     async def _submit(self, job: Job) -> RequestStream:
         """The job's stream, once the engine has taken it."""

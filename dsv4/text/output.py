@@ -10,12 +10,14 @@ from array import array
 from collections.abc import Sequence
 
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
+from dsv4.text.collected import GrowingText, LogprobList
 from dsv4.text.stop import StopBuffer
 from dsv4.text.tokenizer import Detokenizer, Tokenizer
 
 
 class TextOutput:
-    """Feed tokens with `take`. Compact: ids are 4 bytes each, and the text is kept once.
+    """Feed tokens with `take`. Compact: ids are 4 bytes each, log-probabilities arrays, and the text
+    is kept once.
 
     finish_reason      set with the last token: by the engine, or here where a stop string is complete
     error              why the request failed, if it did
@@ -29,7 +31,7 @@ class TextOutput:
         self.prompt_ids = prompt_ids
         self.params = params
         self.token_ids = array("i")
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs = LogprobList()
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -37,7 +39,7 @@ class TextOutput:
         self._eos_token_id = eos_token_id
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stop = StopBuffer(params.stop) if params.stop else None
-        self._pieces: list[str] = []
+        self._text = GrowingText()
 
     @property
     def prompt_len(self) -> int:
@@ -54,9 +56,7 @@ class TextOutput:
     @property
     def text(self) -> str:
         """All the text that is certain."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        return str(self._text)
 
     @property
     def stopped_by(self) -> str | int | None:
@@ -89,9 +89,7 @@ class TextOutput:
             elif finish_reason is not None:
                 text += self._stop.flush()
         if text:
-            self._pieces.append(text)
-            if len(self._pieces) == _MAX_PIECES:
-                self._pieces = ["".join(self._pieces)]
+            self._text.add(text)
         return text
 
     def completion(self) -> Completion:
@@ -108,6 +106,3 @@ class TextOutput:
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
         )
-
-
-_MAX_PIECES = 256  # a piece is an object of some 50 bytes: joined, a text is as long as its characters

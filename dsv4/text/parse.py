@@ -12,6 +12,7 @@ Tolerance, beyond what `dsv4.text.chat` writes:
 
 * Newlines between tags may be missing or doubled; a call may lack its closing tag if another tag follows.
 * Text inside or after a block of calls, and a tag that cannot be read, is content (without white space before a tag).
+  Inside a call it comes after the call's end: between a start and its end there are only arguments.
 * A parameter that claims to be JSON and is not becomes a string; one that does not say is JSON if it can be.
 * A value ends at its own closing tag and nowhere else, so it may hold angle brackets and other tags.
 * A stream that ends inside a call closes its arguments and says `is_complete=False`; half a tag at the end is dropped.
@@ -43,14 +44,14 @@ _INVOKE_HEADER = re.compile(r'\s+name="(.*?)"\s*>', re.DOTALL)
 _PARAMETER_HEADER = re.compile(r'\s+name="(.*?)"(?:\s+string="(true|false)")?\s*>', re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made with every token, and freezing it takes most of its time
 class ReasoningDelta:
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ContentDelta:
     """More of the answer."""
 
@@ -144,6 +145,7 @@ class StreamParser:
         self._buffer = ""
         self._position = 0
         self._space: list[str] = []  # white space that is content only if text follows
+        self._inside: list[str] = []  # text inside a call: content, once the call has ended
         self._num_calls = 0
         self._has_arguments = False
         self._parameter_name = ""
@@ -160,6 +162,13 @@ class StreamParser:
         """Take the next piece of the completion; returns what became certain."""
         if self._is_finished:
             raise ValueError("feed was called after finish: a parser reads one completion")
+        if not text:
+            return []
+        if "<" not in text and text[-1] != "\n" and not self._eos_held and self._position == len(self._buffer):
+            if self._state is _State.CONTENT:  # nothing is held back, and nothing here can begin a tag
+                return [ContentDelta(text)]
+            if self._state is _State.REASONING:
+                return [ReasoningDelta(text)]
         text = self._eos_held + text
         num_held = _held_length(text, (PROTOCOL.eos,), is_whole_held=True)
         self._eos_held = text[len(text) - num_held :]
@@ -223,7 +232,11 @@ class StreamParser:
         else:
             kept = text.rstrip()
             if kept:
-                self._events.append(ContentDelta("".join(self._space) + kept))
+                piece = "".join(self._space) + kept
+                if self._state is _State.CALL:
+                    self._inside.append(piece)
+                else:
+                    self._events.append(ContentDelta(piece))
                 self._space = []
             self._space.append(text[len(kept) :])
 
@@ -299,6 +312,9 @@ class StreamParser:
         self._add_arguments("}" if self._has_arguments else "{}")
         self._events.append(ToolCallEnd(self._num_calls, is_complete))
         self._num_calls += 1
+        if self._inside:
+            self._events.append(ContentDelta("".join(self._inside)))
+            self._inside = []
 
 
 def _held_length(text: str, tags: tuple[str, ...], *, is_whole_held: bool = False) -> int:

@@ -47,6 +47,7 @@ class Tokenizer:
         self._plain = self._build(_without_added_tokens(definition))
         self._added_ids = {token.content: idx for idx, token in self._full.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._keeps_length = not definition.get("normalizer")
         self._longest: int | None = None
 
@@ -140,6 +141,15 @@ class Tokenizer:
         self._bytes[token_id] = value
         return value
 
+    def token_text(self, token_id: int) -> str | None:
+        """The text of a token that is whole characters; None for one with a part of a character."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self.token_bytes(token_id).decode("utf-8")
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
@@ -154,13 +164,19 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False  # a character has begun and is not whole
 
     def push(self, token_id: int) -> str:
         """The text that becomes certain with this token; often empty inside a character."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if not self._is_inside and (text := self._tokenizer.token_text(token_id)) is not None:
+            return text
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._is_inside = self._decoder.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
         """The end of the text: an unfinished character as U+FFFD. The detokenizer can then be used anew."""
+        self._is_inside = False
         return self._decoder.decode(b"", final=True)
 
 

@@ -53,7 +53,8 @@ def test_curl_examples(live, example):
 
 
 def test_every_field_is_documented():
-    from dsv4.http.apis.requests import ChatRequest, CompletionRequest
+    from dsv4.http.apis.chat.request import ChatRequest
+    from dsv4.http.apis.completions.request import CompletionRequest
 
     table = (DOCUMENT.parent / "fields.md").read_text(encoding="utf-8")
     text = DOCUMENT.read_text(encoding="utf-8") + table

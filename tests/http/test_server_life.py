@@ -15,13 +15,13 @@ from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start
 from dsv4.config import ConfigError
 from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.thread import EngineThread
-from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.engine_side import engine_loop
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.settings import ServerConfig
-from dsv4.http.streaming import EventStream
+from dsv4.http.streaming import EventStream, StreamClock
 from dsv4.request import SamplingParams
 from dsv4.text.output import TextOutput
 
@@ -241,7 +241,8 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
         timer = RequestTimer(metrics, 1, time.perf_counter())
         asked = CompletionRequest(model=NAME, prompt=[5])
         assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
-        response = EventStream(client.submit(job.outputs), assembler, metrics, timer, stall_seconds=0.3)
+        clock = StreamClock(0.3, tick_seconds=0.1)
+        response = EventStream(client.submit(job.outputs), assembler, metrics, timer, clock)
         sent = []
 
         async def send(message):

@@ -6,8 +6,9 @@ import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
 from dsv4.async_llm import engine_info
-from dsv4.http.apis.jobs import RequestBuilder
-from dsv4.http.apis.requests import ChatRequest, CompletionRequest
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.request_builder import RequestBuilder
 from dsv4.http.body import validate
 from dsv4.http.settings import ServerConfig
 from dsv4.request import SamplingParams

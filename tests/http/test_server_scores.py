@@ -14,9 +14,9 @@ from server_cases import NAME, TOKENIZER, make_llm
 
 from dsv4 import __version__
 from dsv4.engine.link.stream import EndEvent, TokenEvent
-from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.requests import CompletionRequest
+from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
@@ -47,8 +47,9 @@ def answer(prompt, tokens, **fields):
     if not tokens:
         output.finish_reason = FinishReason.LENGTH
         events.append(EndEvent(0, output.finish_reason, 0.0))
-    chunks = [chunk for event in events for chunk in assembler.take(event)]
-    return assembler.whole(chunks).model_dump(exclude_unset=True)
+    for event in events:
+        assembler.keep(event)
+    return json.loads(assembler.whole())
 
 
 def test_echo_as_lm_eval_reads_it():

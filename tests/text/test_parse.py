@@ -145,6 +145,15 @@ def test_truncated(cut, content, calls):
     assert [(call.arguments, call.is_complete) for call in message.tool_calls] == calls
 
 
+def test_text_inside_a_call_comes_after_it():
+    """Between a start and its end there are only arguments."""
+    inside = CALL.replace(f"\n<{D}parameter", f" well\n<{D}parameter")
+    for text in (inside, inside[: inside.index(f"</{D}invoke>")] + "\ufffd"):
+        parser = StreamParser(thinking=False)
+        kinds = [type(one) for one in merged(parser.feed(text) + parser.finish())]
+        assert kinds == [ToolCallStart, ToolCallDelta, ToolCallEnd, ContentDelta]
+
+
 def test_end_marker_is_dropped_only_at_the_end():
     assert parse_completion(f"a{EOS}", False).content == "a"
     assert parse_completion(f"a{EOS}b{EOS}{EOS}", False).content == f"a{EOS}b{EOS}"

@@ -107,7 +107,7 @@ class StepBuilder:
             values = self._fill(target, parts)
             flat, *drawn = (part[:num_drawn] if i else part for i, part in enumerate(values))
             batch = TokenBatch.over(flat.view(columns.shape)[:, :num_rows], self._cache.block_table)
-            return StepInput(batch, *drawn, drawing, plan.num_tokens)
+            return StepInput(batch, drawn[0], drawn[1], drawn[2], drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
             first_rows = draw_rows[steps == 0]

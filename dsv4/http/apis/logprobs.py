@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from dsv4.http.apis.answers import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from dsv4.http.apis.sse import quote, to_json
 from dsv4.request import TokenLogprobs
 from dsv4.text.tokenizer import Tokenizer
 
@@ -17,35 +18,44 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
         self._tokenizer = tokenizer
         self._by_id = by_id
+        self._constant: dict[int, tuple[str, str]] = {}  # of each token: its JSON before and after the number
 
     def name(self, token_id: int) -> str:
         if self._by_id:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def token(self, logprobs: TokenLogprobs) -> TokenLogprob:
-        """A token of an answer, with the most likely ones beside it."""
-        return TokenLogprob(
-            **self._top(logprobs.token_id, logprobs.logprob).model_dump(),
-            top_logprobs=[self._top(token_id, logprob) for token_id, logprob in logprobs.top],
-        )
+    def tokens(self, given: Iterable[TokenLogprobs]) -> str:
+        """Tokens of an answer as JSON, each with the most likely ones beside it."""
+        return f"[{','.join(map(self._token, given))}]"
 
-    def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        value = self._tokenizer.token_bytes(token_id)
-        return TopLogprob(token=self.name(token_id), logprob=finite(logprob), bytes=list(value))
+    def _token(self, one: TokenLogprobs) -> str:
+        top = "},".join([self._number(token_id, logprob) for token_id, logprob in one.top])
+        return f'{self._number(one.token_id, one.logprob)},"top_logprobs":[{top}{"}" if top else ""}]}}'
 
-    def prompt(self, given: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
+    def _number(self, token_id: int, logprob: float) -> str:
+        """A token's fields, without the end of the object."""
+        found = self._constant.get(token_id)
+        if found is None:
+            value = to_json(list(self._tokenizer.token_bytes(token_id)))
+            found = (f'{{"token":{quote(self.name(token_id))},"logprob":', f',"bytes":{value}')
+            self._constant[token_id] = found
+        return f"{found[0]}{finite(logprob)!r}{found[1]}"
+
+    def prompt(self, given: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
         """Every token of a prompt by its id, and the `num_top` likeliest there."""
         return [None if one is None else self._place(one, num_top) for one in given]
 
-    def _place(self, logprobs: TokenLogprobs, num_top: int) -> dict[str, PromptLogprob]:
+    def _place(self, logprobs: TokenLogprobs, num_top: int) -> dict[str, Any]:
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(logprobs.top, start=1)}
         shown = dict(logprobs.top[:num_top])
         shown[logprobs.token_id] = logprobs.logprob
         return {
-            str(token_id): PromptLogprob(
-                logprob=finite(logprob), rank=ranks.get(token_id), decoded_token=self.name(token_id)
-            )
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token_id),
+                "decoded_token": self.name(token_id),
+            }
             for token_id, logprob in shown.items()
         }
 

@@ -7,16 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.http.apis import messages_request as messages_api
-from dsv4.http.apis import responses_request as responses_api
-from dsv4.http.apis.answers import Answer, ChatCompletion, Detokenized, TextCompletion, Tokenized
-from dsv4.http.apis.chat_answer import ChatAssembler
-from dsv4.http.apis.completion_answer import TextAssembler
-from dsv4.http.apis.jobs import Job, ModelInfo, RequestBuilder
-from dsv4.http.apis.messages_answer import MessageAnswer, MessagesAssembler, TokenCount
-from dsv4.http.apis.request_parts import Strict
-from dsv4.http.apis.requests import ChatRequest, CompletionRequest
-from dsv4.http.apis.responses_answer import ResponseAnswer, ResponsesAssembler
+from dsv4.http.apis.chat.answer import ChatAssembler
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.chat.schema import ChatCompletion
+from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.completions.schema import TextCompletion
+from dsv4.http.apis.fields import Strict
+from dsv4.http.apis.messages import request as messages_api
+from dsv4.http.apis.messages.answer import MessagesAssembler
+from dsv4.http.apis.messages.schema import MessageAnswer, TokenCount
+from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder
+from dsv4.http.apis.responses import request as responses_api
+from dsv4.http.apis.responses.answer import ResponsesAssembler
+from dsv4.http.apis.responses.schema import ResponseAnswer
+from dsv4.http.apis.schemas import Answer, Detokenized, Tokenized
 from dsv4.http.apis.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError

@@ -7,10 +7,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from dsv4 import __version__
-from dsv4.http.apis.answers import Detokenized, Tokenized, Version
-from dsv4.http.apis.jobs import RequestBuilder, refusing
-from dsv4.http.apis.request_parts import Message, Strict, TemplateOptions, Tool
-from dsv4.http.apis.requests import ChatRequest, Name, TokenId
+from dsv4.http.apis.chat.request import ChatRequest, Message, TemplateOptions, Tool
+from dsv4.http.apis.fields import Name, Strict, TokenId
+from dsv4.http.apis.request_builder import RequestBuilder, refusing
+from dsv4.http.apis.schemas import Detokenized, Tokenized, Version
 from dsv4.http.body import validate
 from dsv4.request import check_token_ids
 

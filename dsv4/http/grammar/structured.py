@@ -12,8 +12,7 @@ from typing import Any
 
 from llguidance import gbnf_to_lark, regex_to_lark
 
-from dsv4.http.apis.request_parts import JsonObjectFormat, JsonSchemaFormat
-from dsv4.http.apis.requests import SamplingFields
+from dsv4.http.apis.fields import JsonObjectFormat, JsonSchemaFormat, SamplingFields
 from dsv4.http.grammar.empty import is_empty_grammar
 from dsv4.http.grammar.errors import GrammarError
 

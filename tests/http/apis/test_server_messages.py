@@ -7,8 +7,8 @@ import json
 import pytest
 from server_cases import NAME, TOKENIZER, let_it_say, make_llm, start_server
 
-from dsv4.http.apis.messages_request import MessagesRequest, chat_fields
-from dsv4.http.apis.requests import ChatRequest
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.messages.request import MessagesRequest, chat_fields
 from dsv4.http.body import validate
 from dsv4.text.chat import ChatOptions
 from dsv4.text.tokenizer import encode_chat

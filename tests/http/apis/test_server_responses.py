@@ -8,8 +8,8 @@ import openai
 import pytest
 from server_cases import NAME, TOKENIZER, let_it_say, make_llm, start_server
 
-from dsv4.http.apis.requests import ChatRequest
-from dsv4.http.apis.responses_request import ResponsesRequest, chat_fields
+from dsv4.http.apis.chat.request import ChatRequest
+from dsv4.http.apis.responses.request import ResponsesRequest, chat_fields
 from dsv4.http.body import validate
 from dsv4.text.chat import ChatOptions
 from dsv4.text.tokenizer import encode_chat
@@ -210,7 +210,7 @@ def test_a_turn_of_codex(ask):
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools", "missing"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type",
          "offer functions"),
-        ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "functions only"),
+        ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "offer functions"),
         ({"tools": [{"type": "strange"}]}, "tools[0].type", "'function'"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gA"}]}, "input[0].encrypted_content",
          "leave it out"),

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from dsv4.http.apis.request_parts import MAX_INT, Strict, StructuredOutputs, TemplateOptions
-from dsv4.http.apis.requests import Bias, IdText, Name, StopText, TokenId
+from dsv4.http.apis.chat.request import TemplateOptions
+from dsv4.http.apis.fields import MAX_INT, Bias, IdText, Name, StopText, Strict, StructuredOutputs, TokenId
 
 # ---- input ----
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from dsv4.http.apis.request_parts import MAX_INT, Strict
-from dsv4.http.apis.requests import Bias, IdText, Name, StopText
+from dsv4.http.apis.fields import MAX_INT, Bias, IdText, Name, StopText, Strict
 
 # ---- blocks ----
 

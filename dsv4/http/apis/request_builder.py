@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.engine.link.messages import EngineInfo
-from dsv4.http.apis.request_parts import AllowedToolChoice, NamedToolChoice
-from dsv4.http.apis.requests import ChatRequest, CompletionRequest, SamplingFields
+from dsv4.http.apis.chat.request import AllowedToolChoice, ChatRequest, NamedToolChoice
+from dsv4.http.apis.completions.request import CompletionRequest
+from dsv4.http.apis.fields import SamplingFields
+from dsv4.http.apis.logprobs import TokenNames
 from dsv4.http.body import leading_field
 from dsv4.http.errors import ApiError
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
@@ -71,6 +73,11 @@ class ModelInfo:
     name: str
     tokenizer: Tokenizer
     fingerprint: str
+    _names: dict[bool, TokenNames] = field(default_factory=dict, repr=False, compare=False)
+
+    def names(self, *, by_id: bool) -> TokenNames:
+        """How tokens are written; one for all requests."""
+        return self._names.setdefault(by_id, TokenNames(self.tokenizer, by_id=by_id))
 
 
 @dataclass(frozen=True)

@@ -1,61 +1,25 @@
-"""From the events of a chat to the answer of `POST /v1/responses`: its items, as a stream of named events or whole."""
+"""The answers of `/v1/responses` and `/v1/messages` as dictionaries, an object at a time; as `answer_oracle.py`."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
-from typing import Any
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
-from dsv4.http.apis.answers import Answer, NamedEvent
-from dsv4.http.apis.chat_answer import new_id
-from dsv4.http.apis.choice_reader import AnswerReader, usage_of_chat
-from dsv4.http.apis.jobs import Job, ModelInfo
-from dsv4.http.apis.logprobs import TokenNames
-from dsv4.http.apis.responses_request import AnyTool, FlatFunction, ResponsesRequest
-from dsv4.http.errors import ApiError
-from dsv4.request import TokenLogprobs
-from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from answer_oracle import TokenNames, usage_of_chat
+
+from dsv4.http.apis.answer_reader import AnswerReader, new_id
+from dsv4.http.apis.messages.schema import ClaudeUsage, MessageAnswer
+from dsv4.http.apis.responses.answer import _dumped, _tool
+from dsv4.http.apis.responses.schema import ResponseAnswer
+from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
-class ResponseAnswer(Answer):
-    """The answer to `/v1/responses`. What the request did not say has its default here."""
-
-    id: str
-    object: str
-    created_at: int
-    completed_at: int | None
-    status: str
-    background: bool
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, Any]
-    service_tier: str
-    store: bool
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_logprobs: int | None
-    top_p: float | None
-    truncation: str
-    usage: dict[str, Any] | None
-    user: str | None
-
-
-class ResponsesAssembler:
+class ResponsesOracle:
     """Reasoning, one message and any calls, each an item that opens, grows and closes."""
 
-    def __init__(self, job: Job, asked: ResponsesRequest, served: ModelInfo) -> None:
+    def __init__(self, job, asked, served):
         self._job = job
         self._asked = asked
         self._served = served
@@ -63,20 +27,20 @@ class ResponsesAssembler:
         self._reader = AnswerReader(job.thinking)
         self._id = "resp_" + (asked.request_id or new_id(""))
         self._created = int(time.time())
-        self._items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
-        self._pending: list[TokenLogprobs] = []
+        self._items = []
+        self._open = None
+        self._pending = []
         self._num_events = 0
 
     # ---- streams ----
 
-    def opening(self) -> list[NamedEvent]:
+    def opening(self):
         return [
             self._of_answer("response.created", "in_progress"),
             self._of_answer("response.in_progress", "in_progress"),
         ]
 
-    def take(self, event: TokenEvent | EndEvent) -> list[NamedEvent]:
+    def take(self, event):
         if event.logprobs is not None and self._job.shows_logprobs:
             self._pending.append(event.logprobs)
         events = [made for one in self._reader.take(event) for made in self._read(one)]
@@ -84,20 +48,16 @@ class ResponsesAssembler:
             events += self._close("incomplete" if self._reader.finish == "length" else "completed")
         return events
 
-    def closing(self) -> list[NamedEvent]:
+    def closing(self):
         status = self._status()
         return [self._of_answer(f"response.{status}", status)]
 
-    def failure(self, error: ApiError) -> list[NamedEvent]:
-        self._open = None
-        return [self._of_answer("response.failed", "failed", {"code": "server_error", "message": error.message})]
-
-    def whole(self, chunks: Sequence[NamedEvent]) -> ResponseAnswer:
+    def whole(self, chunks):
         return self._answer(self._status())
 
     # ---- items ----
 
-    def _read(self, event: Event) -> list[NamedEvent]:
+    def _read(self, event):
         """The events that one piece of the answer becomes."""
         if isinstance(event, ReasoningDelta):
             return [*self._opened("reasoning"), *self._grown("content", event.text)]
@@ -110,12 +70,12 @@ class ResponsesAssembler:
         assert isinstance(event, ToolCallEnd)
         return self._close("completed" if event.is_complete else "incomplete")
 
-    def _opened(self, kind: str, name: str = "") -> list[NamedEvent]:
+    def _opened(self, kind, name=""):
         """Close what is open and open an item of this kind, unless it is the one that is."""
         if self._open is not None and self._open["type"] == kind and kind != "function_call":
             return []
         events = self._close("completed")
-        item: dict[str, Any] = {"type": kind, "id": new_id({"reasoning": "rs_", "message": "msg_"}.get(kind, "fc_"))}
+        item = {"type": kind, "id": new_id({"reasoning": "rs_", "message": "msg_"}.get(kind, "fc_"))}
         if kind == "function_call":
             item |= {"call_id": new_id("call_"), "name": name, "arguments": ""}
         else:
@@ -126,14 +86,14 @@ class ResponsesAssembler:
         self._items.append(item)
         events.append(self._of_item("response.output_item.added", item=_copied(item)))
         if kind != "function_call":
-            part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
+            part = {"type": _PARTS[kind], "text": ""}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
             item["content"].append(part)
             events.append(self._of_part("response.content_part.added", part=dict(part)))
         return events
 
-    def _grown(self, field: str, text: str) -> list[NamedEvent]:
+    def _grown(self, field, text):
         item = self._open
         assert item is not None, "a piece of an item comes after its start"
         if field == "arguments":
@@ -141,20 +101,20 @@ class ResponsesAssembler:
             return [self._of_item("response.function_call_arguments.delta", item_id=item["id"], delta=text)]
         part = item["content"][0]
         part["text"] += text
-        more: dict[str, Any] = {"delta": text}
+        more = {"delta": text}
         if item["type"] == "message":
             shown = [self._names.token(one).model_dump() for one in self._pending]
             self._pending = []
-            part["logprobs"] += shown
+            part["logprobs"] = part["logprobs"] + shown
             more["logprobs"] = shown
         return [self._of_part(f"response.{part['type']}.delta", **more)]
 
-    def _close(self, status: str) -> list[NamedEvent]:
+    def _close(self, status):
         item = self._open
         if item is None:
             return []
         item["status"] = status
-        events: list[NamedEvent] = []
+        events = []
         if item["type"] == "function_call":
             done = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             events.append(self._of_item("response.function_call_arguments.done", **done))
@@ -169,24 +129,24 @@ class ResponsesAssembler:
 
     # ---- shapes ----
 
-    def _of_item(self, kind: str, **fields: Any) -> NamedEvent:
+    def _of_item(self, kind, **fields):
         return self._event(kind, output_index=len(self._items) - 1, **fields)
 
-    def _of_part(self, kind: str, **fields: Any) -> NamedEvent:
+    def _of_part(self, kind, **fields):
         return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **fields)
 
-    def _of_answer(self, kind: str, status: str, error: dict[str, str] | None = None) -> NamedEvent:
+    def _of_answer(self, kind, status, error=None):
         return self._event(kind, response=self._answer(status, error).model_dump())
 
-    def _event(self, kind: str, **fields: Any) -> NamedEvent:
-        event = NamedEvent({"type": kind, "sequence_number": self._num_events, **fields})
+    def _event(self, kind, **fields):
+        event = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
 
-    def _status(self) -> str:
+    def _status(self):
         return "incomplete" if self._reader.finish == "length" else "completed"
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self):
         usage = usage_of_chat(self._job, [self._reader])
         return {
             "input_tokens": usage.prompt_tokens,
@@ -196,7 +156,7 @@ class ResponsesAssembler:
             "total_tokens": usage.total_tokens,
         }
 
-    def _answer(self, status: str, error: dict[str, str] | None = None) -> ResponseAnswer:
+    def _answer(self, status, error=None):
         asked, is_running = self._asked, status == "in_progress"
         text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True)
         params = self._job.outputs[0].params
@@ -231,7 +191,7 @@ class ResponsesAssembler:
         )
 
 
-def _copied(item: dict[str, Any]) -> dict[str, Any]:
+def _copied(item):
     """An item as it is now; it goes on growing."""
     copy = dict(item)
     if "content" in item:
@@ -239,10 +199,107 @@ def _copied(item: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _tool(tool: AnyTool) -> dict[str, Any]:
-    strict = {"strict": bool(tool.strict)} if isinstance(tool, FlatFunction) else {}
-    return {**tool.model_dump(exclude_none=True), **strict}
+class MessagesOracle:
+    """Thinking, text and tool use, each a block that starts, grows and stops."""
 
+    def __init__(self, job, asked, served):
+        self._job = job
+        self._served = served
+        self._shows_thinking = asked.thinking is None or asked.thinking.display != "omitted"
+        self._reader = AnswerReader(job.thinking)
+        self._id = "msg_" + (asked.request_id or new_id(""))
+        self._blocks = []
+        self._arguments = ""  # of the open call
+        self._is_open = False
 
-def _dumped(value: Any) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else value
+    # ---- streams ----
+
+    def opening(self):
+        return [({"type": "message_start", "message": self._answer().model_dump()})]
+
+    def take(self, event):
+        events = [made for one in self._reader.take(event) for made in self._read(one)]
+        return events + self._close() if self._reader.finish is not None else events
+
+    def closing(self):
+        answer = self._answer()
+        delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
+        return [
+            ({"type": "message_delta", "delta": delta, "usage": answer.usage.model_dump()}),
+            ({"type": "message_stop"}),
+        ]
+
+    def whole(self, chunks):
+        return self._answer()
+
+    # ---- blocks ----
+
+    def _read(self, event):
+        """The events that one piece of the answer becomes."""
+        if isinstance(event, ReasoningDelta):
+            started = self._started("thinking", {"thinking": "", "signature": ""})
+            return [*started, *self._grown("thinking", event.text)] if self._shows_thinking else started
+        if isinstance(event, ContentDelta):
+            return [*self._started("text", {"text": ""}), *self._grown("text", event.text)]
+        if isinstance(event, ToolCallStart):
+            self._arguments = ""
+            return self._started("tool_use", {"id": new_id("toolu_"), "name": event.name, "input": {}})
+        if isinstance(event, ToolCallDelta):
+            self._arguments += event.arguments
+            return [self._delta({"type": "input_json_delta", "partial_json": event.arguments})]
+        assert isinstance(event, ToolCallEnd)
+        return self._close()
+
+    def _started(self, kind, fields):
+        """Stop the open block and start one of this kind, unless it is the one that is open."""
+        if self._is_open and self._blocks[-1]["type"] == kind and kind != "tool_use":
+            return []
+        events = self._close()
+        block = {"type": kind, **fields}
+        self._blocks.append(block)
+        self._is_open = True
+        return [*events, self._of_block("content_block_start", content_block=dict(block))]
+
+    def _grown(self, field, text):
+        self._blocks[-1][field] += text
+        return [self._delta({"type": f"{field}_delta", field: text})]
+
+    def _close(self):
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(self._arguments or "{}")
+        signed = [self._delta({"type": "signature_delta", "signature": ""})] if block["type"] == "thinking" else []
+        return [*signed, self._of_block("content_block_stop")]
+
+    # ---- shapes ----
+
+    def _delta(self, delta):
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, kind, **fields):
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+    def _answer(self):
+        usage, finish = usage_of_chat(self._job, [self._reader]), self._reader.finish
+        stopped_by = None if finish is None else self._job.outputs[0].stopped_by
+        words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        cached = usage.prompt_tokens_details.cached_tokens
+        stop_text = stopped_by if finish == "stop" and isinstance(stopped_by, str) else None
+        return MessageAnswer(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._served.name,
+            content=list(self._blocks),
+            stop_reason=None if finish is None else "stop_sequence" if stop_text is not None else words[finish],
+            stop_sequence=stop_text,
+            usage=ClaudeUsage(
+                input_tokens=usage.prompt_tokens - cached,
+                cache_creation_input_tokens=0,
+                cache_read_input_tokens=cached,
+                output_tokens=usage.completion_tokens,
+            ),
+        )

@@ -1,30 +1,19 @@
-"""The pieces requests are made of: messages, tools, formats. `protocol.py` has the requests themselves.
+"""`POST /v1/chat/completions`: what a request may hold.
 
-`null` means that a field is absent, everywhere. Fields that clients keep in a conversation and that never reach the
-model (`name`, `index`, `parsed`, ...) are taken and dropped; anything that would have to reach it and cannot is
-refused. What the texts of a conversation may be is checked by `dsv4.text.messages`.
+Fields that clients keep in a conversation and that never reach the model (`name`, `index`, `parsed`, ...) are taken and
+dropped; anything that would have to reach it and cannot is refused. What the texts of a conversation may be is checked
+by `dsv4.text.messages`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-MAX_INT = 2**31 - 1
-_MAX_NAME = 64
+from dsv4.http.apis.fields import MAX_INT, MAX_NAME, SamplingFields, Strict
 
-
-class Strict(BaseModel):
-    """No unknown field, no guessing of types, no NaN or infinity. A field that is null is a field that is not there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
-
+_MAX_TOOLS = 128
 
 # ---- messages ----
 
@@ -92,7 +81,7 @@ class Message(Strict):
 
 
 class Function(Strict):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=_MAX_NAME)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=MAX_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -133,66 +122,15 @@ def tool_choice_kind(value: Any) -> str:
     return "<word>"
 
 
-# ---- formats ----
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedToolChoice, Tag("<named>")]
+    | Annotated[AllowedToolChoice, Tag("<allowed>")],
+    Discriminator(tool_choice_kind),
+]
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class JsonSchema(Strict):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]+$", max_length=_MAX_NAME)
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-Pattern = Annotated[str, Field(min_length=1, max_length=65536)]
-
-
-class StructuredOutputs(Strict):
-    """One rule of `json`, `json_object`, `regex`, `choice`, `grammar`, in vLLM's spelling.
-
-    grammar: Lark, or the EBNF of llama.cpp and xgrammar (GBNF).
-    """
-
-    json_rule: dict[str, Any] | str | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: Pattern | None = None
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
-    grammar: Pattern | None = None
-    whitespace_pattern: Pattern | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
-    disable_fallback: bool | None = None  # nothing ever falls back here
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> Self:
-        rules = (self.json_rule, self.json_object or None, self.regex, self.choice, self.grammar)
-        found = sum(rule is not None for rule in rules)
-        if found != 1:
-            raise ValueError(f"expected one of json, json_object, regex, choice, grammar, found {found}")
-        return self
-
-
-class StreamOptions(Strict):
-    """continuous_usage_stats: usage so far with every chunk, not with the last alone."""
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+# ---- the request ----
 
 
 class Thinking(Strict):
@@ -205,3 +143,62 @@ class TemplateOptions(Strict):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`"""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    thinking: Thinking | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    task: str | None = None
+    # harmless, with these values
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, JsonValue] | None = None
+    verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    skip_special_tokens: bool | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
+    return_prompt_text: Literal[False] | None = None
+    return_meta_info: Literal[False] | None = None
+    use_audio_in_video: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: expected it or max_completion_tokens, found both")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: allowed only with logprobs true")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == bool(self.continue_final_message):
+            raise ValueError("add_generation_prompt: false goes with continue_final_message true, and only with it")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) != len(names):
+            raise ValueError("tools: two functions have the same name")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tools: required by tool_choice, and missing")
+        unknown = [name for name in self.chosen_names or () if name not in names]
+        if unknown:
+            raise ValueError(f"tool_choice: expected one of {', '.join(names)}, found another name")
+        return self
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The functions `tool_choice` names; None where it names none."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return [one.function.name for one in self.tool_choice.allowed_tools.tools]
+        return None

@@ -1,0 +1,1 @@
+"""`POST /v1/responses`, OpenAI's newer interface to a conversation."""

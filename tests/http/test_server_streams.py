@@ -1,0 +1,219 @@
+"""What streams do while nothing comes, when too much comes, and what an answer that is sent whole holds until then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from types import SimpleNamespace
+
+import pytest
+from server_cases import NAME, TOKENIZER
+
+from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.request import RequestAborted
+from dsv4.http.apis.registry import GENERATING
+from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.body import validate
+from dsv4.http.metrics import Metrics, RequestTimer
+from dsv4.http.streaming import STALLED, EventStream, StreamClock
+from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
+from dsv4.text.output import TextOutput
+
+SERVED = ModelInfo(NAME, TOKENIZER, "f")
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+}
+APIS = {api.path: api for api in GENERATING}
+
+
+def job_of(**params):
+    output = TextOutput([5], SamplingParams(max_tokens=10**6, **params), eos_token_id=1, tokenizer=TOKENIZER)
+    return Job((), (output,), 1, shows_logprobs="logprobs" in params)
+
+
+def token(job, text, logprobs=None, reason=None):
+    """An event of a job's next token, whose text is one character."""
+    (token_id,) = TOKENIZER.encode(text)
+    piece = job.outputs[0].take(token_id, logprobs, reason)
+    return TokenEvent(0, token_id, piece, logprobs, reason, time.perf_counter())
+
+
+def assembler_of(job, path):
+    return APIS[path].assembler(job, validate(APIS[path].request, {"model": NAME, **BODIES[path]}), SERVED)
+
+
+class Client:
+    """`run(act)`: a stream of a job to a client, while `act(job, stream)` plays the engine; its bodies, its end."""
+
+    def __init__(self, path, clock):
+        self.path, self.clock = path, clock
+        self.bodies, self.problems, self.cancelled = [], [], []
+        self.blocked = asyncio.Event()
+        self.metrics = Metrics(SimpleNamespace(stats=None), NAME)
+        self.blocks = False
+
+    async def send(self, message):
+        if message["type"] == "http.response.body":
+            if self.blocks:
+                await self.blocked.wait()
+            self.bodies.append(message["body"].decode())
+
+    async def run(self, act):
+        job = job_of()
+        stream = RequestStream(job.outputs, self.cancelled.append)
+        timer = RequestTimer(self.metrics, 1, time.perf_counter())
+        assembler = assembler_of(job, self.path)
+        response = EventStream(stream, assembler, self.metrics, timer, self.clock, on_end=self.problems.append)
+        task = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, self.send))
+        await act(job, stream)
+        await asyncio.wait_for(task, 20)
+
+
+def run(path, clock, act):
+    async def main():
+        client = Client(path, clock)
+        await client.run(lambda job, stream: act(client, job, stream))
+        return client
+
+    return asyncio.run(main())
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_silent_stream_says_that_it_lives(path):
+    """While a long prompt is read, and between two tokens; nothing of the answer is lost or moved."""
+    ping = 'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else ": ping\n\n"
+
+    async def act(client, job, stream):
+        await until(lambda: client.bodies.count(ping) >= 2)
+        stream.push([token(job, "a")])
+        await until(lambda: client.bodies[-1] != ping)
+        await until(lambda: client.bodies[-1] == ping)
+        stream.push([token(job, "b", reason=FinishReason.LENGTH)])
+
+    client = run(path, StreamClock(30.0, ping_seconds=0.02, tick_seconds=0.01), act)
+    assert client.problems == [None]
+    assert client.cancelled == []
+    text = "".join(body for body in client.bodies if body != ping)
+    assert text.index('"a"') < text.index('"b"')
+
+
+def test_a_busy_stream_says_nothing_else():
+    async def act(client, job, stream):
+        for _ in range(50):
+            stream.push([token(job, "a")])
+            await asyncio.sleep(0.002)
+        stream.push([token(job, "b", reason=FinishReason.LENGTH)])
+
+    client = run("/v1/chat/completions", StreamClock(30.0, ping_seconds=10.0, tick_seconds=0.001), act)
+    assert all("ping" not in body for body in client.bodies)
+
+
+def test_all_that_is_ready_is_one_send():
+    async def act(client, job, stream):
+        stream.push([token(job, "a") for _ in range(20)])
+        await until(lambda: client.bodies)
+        assert client.bodies[0].count("data: ") == 20
+        stream.push([token(job, "b"), token(job, "c", reason=FinishReason.LENGTH)])
+
+    client = run("/v1/chat/completions", StreamClock(30.0), act)
+    assert len(client.bodies) == 3
+    for tally, count in (
+        (client.metrics.delivery, 22),
+        (client.metrics.inter_token, 21),
+        (client.metrics.first_token, 1),
+    ):
+        samples = {(one.name, one.labels.get("le")): one.value for one in next(tally.collect()).samples}
+        counted = [value for (name, bound), value in samples.items() if bound == "+Inf" or name.endswith("_count")]
+        assert counted == [count, count]
+
+
+def test_a_client_that_takes_nothing_is_found_by_the_clock():
+    """Between two ticks there is no timer; a client that takes its bytes in time is left alone."""
+
+    async def act(client, job, stream):
+        stream.push([token(job, "a")])
+        await until(lambda: client.bodies)
+        client.blocks = True
+        stream.push([token(job, "a")])
+        await asyncio.sleep(0.05)
+        client.blocked.set()  # in time
+        await until(lambda: len(client.bodies) == 2)
+        client.blocked.clear()
+        stream.push([token(job, "a")])
+
+    client = run("/v1/chat/completions", StreamClock(0.2, tick_seconds=0.02), act)
+    assert client.problems == [STALLED]
+    assert len(client.bodies) == 2
+    assert len(client.cancelled) == 1
+    assert client.metrics.disconnects._value.get() == 1
+
+
+def test_a_cancellation_from_elsewhere_is_not_taken_for_the_clocks():
+    async def main():
+        client = Client("/v1/chat/completions", StreamClock(30.0, ping_seconds=0.01, tick_seconds=0.001))
+
+        async def act(job, stream):
+            await until(lambda: len(client.bodies) > 2)
+
+        task = asyncio.create_task(client.run(act))
+        await until(lambda: len(client.bodies) > 2)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return client
+
+    assert asyncio.run(main()).problems == ["disconnected"]
+
+
+def test_what_came_before_an_error_is_sent():
+    async def act(client, job, stream):
+        stream.push([token(job, "a"), ErrorEvent(0, RequestAborted("gone"), 0.0)])
+
+    client = run("/v1/chat/completions", StreamClock(30.0), act)
+    assert client.problems == ["request_aborted"]
+    assert '"content":"a"' in client.bodies[0]
+    assert "gone" in client.bodies[0]
+
+
+# 256 answers of 16K tokens are to stay below 200 MB: 47 bytes a token
+_MAX_BYTES = 16
+_MAX_SCORED_BYTES = 110  # with five of the most likely beside each
+
+
+def keep(path, num_top, num_tokens):
+    """An answer of letters, kept to be sent whole."""
+    job = job_of() if num_top is None else job_of(logprobs=num_top)
+    assembler = assembler_of(job, path)
+    for place in range(num_tokens):
+        best = None if num_top is None else TokenLogprobs(7, -0.5, tuple((one, -place / 7) for one in range(num_top)))
+        assembler.keep(token(job, "abcde fghij\n"[place % 12], best))
+    return job, assembler
+
+
+@pytest.mark.parametrize(("num_top", "limit"), [(None, _MAX_BYTES), (5, _MAX_SCORED_BYTES)])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_whole_answer_holds_ids_and_text(path, num_top, limit):
+    """The JSON that it becomes at its end is not counted, nor what the interpreter keeps for the next objects."""
+    num_tokens = 4000
+    tracemalloc.start()
+    try:
+        keep(path, num_top, num_tokens)
+        before = tracemalloc.get_traced_memory()[0]
+        kept = keep(path, num_top, num_tokens)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept[0].outputs[0].num_output == num_tokens
+    assert held / num_tokens < limit, f"{held / num_tokens:.1f} bytes a token"
