@@ -128,16 +128,24 @@ def only_layouts() -> Iterator[None]:
         yield
 
 
+BASE = ModelConfig.tiny(num_nextn_predict_layers=0, num_hidden_layers=3, compress_ratios=(0, 4, 128))
+
+
+def lines_of(config: ModelConfig, sizes: Sequence[int] = SIZES) -> list[str]:
+    """One for each function that adds in another order at some numbers of tokens; none where all is equal."""
+    lines = set()
+    for found in find_orders(config, sizes):
+        for where, orders in found.differences().items():
+            told = "; ".join(f"{sorted(one)} at {sizes} tokens" for one, sizes in orders.items())
+            lines.add(f"{found.op}: {where}: {told}")
+    return sorted(lines)
+
+
 def main(changes: list[str]) -> None:
     with only_layouts(), torch.no_grad():
         for change in changes or ["{}"]:
-            raw = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(change).items()}
-            config = replace(ModelConfig.tiny(num_nextn_predict_layers=0, compress_ratios=(0, 4, 128), num_hidden_layers=3), **raw)
-            lines = set()
-            for found in find_orders(config):
-                for where, orders in found.differences().items():
-                    lines.add(f"  {found.op}: {where}: " + "; ".join(f"{sizes} {sorted(o)}" for o, sizes in orders.items()))
-            print(change, "\n".join(sorted(lines)) or "equal", flush=True)
+            raw = json.loads(change)
+            print(change, *(lines_of(replace(BASE, **raw)) or ["equal"]), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ class _Module:
             mma = re.search(r"versionMajor = (\d)", self._spelled_out(result))
             widths = re.findall(r"kWidth = (\d+)", self._spelled_out(operands))
             dtype = re.findall(r"x([a-z]\w*),", operands)
-            order = f"mma v{mma[1] if mma else '?'} of {dtype[0] if dtype else '?'}, columns {'/'.join(widths) or 'shared'}"
+            version, of = mma[1] if mma else "?", dtype[0] if dtype else "?"
+            order = f"mma v{version} of {of}, columns {'/'.join(widths) or 'shared'}"
             yield Order(self._where(place), "product", order)
 
     def _spelled_out(self, layout: str) -> str:
