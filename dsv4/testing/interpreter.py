@@ -215,7 +215,8 @@ def _repair_masks(interpreter: Any) -> None:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def as_mask(handle: Any) -> Any:
-        if handle.data.dtype == np.bool_:
+        # up to Triton 3.8 a load by a descriptor gives an array, of bool, in place of a handle
+        if isinstance(handle, np.ndarray) or handle.data.dtype == np.bool_:
             return handle
         return interpreter.TensorHandle(handle.data.astype(np.bool_), handle.dtype.scalar)
 

@@ -63,8 +63,8 @@ def random_model(seed: int, *, most_groups: int = 9, num_layers: int = 3) -> Ran
 # ---- ops ----
 
 
-def _hyper(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    width = 64 * chance.randint(1, 18)
+def _hyper(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width = 64 * chance.randint(1, 2 * most)
     x = make_inputs(num_rows, width, device)
     return op_call(
         "hc_boundary", **x.streams_arguments, **x.mixing_arguments, norm_weight=x.norm, settings=SETTINGS,
@@ -72,19 +72,19 @@ def _hyper(chance: random.Random, num_rows: int, device: torch.device) -> OpCall
     )  # fmt: skip
 
 
-def _hyper_head(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    x = make_inputs(num_rows, 64 * chance.randint(1, 18), device, num_mixes=4)
+def _hyper_head(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    x = make_inputs(num_rows, 64 * chance.randint(1, 2 * most), device, num_mixes=4)
     return op_call("hc_head_norm", streams=x.streams, **x.mixing_arguments, norm_weight=x.norm, **EPS)
 
 
-def _norm(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    width = FP8_GROUP * chance.randint(1, 9)
+def _norm(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width = FP8_GROUP * chance.randint(1, most)
     x, weight = random_plain(num_rows, width, device), random_plain(1, width, device)[0]
     return op_call("rms_norm_quant", x=x, weight=weight, eps=1e-6, keep_plain=True)
 
 
-def _route(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    width, num_experts = 64 * chance.randint(1, 18), chance.choice([5, 9, 17, 65, 130])
+def _route(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_experts = 64 * chance.randint(1, 2 * most), chance.choice([5, 9, 17, 65, 130])
     top_k = chance.choice([1, 3, 5])
     return op_call(
         "route", x=random_plain(num_rows, width, device), gate=random_plain(num_experts, width, device),
@@ -93,25 +93,29 @@ def _route(chance: random.Random, num_rows: int, device: torch.device) -> OpCall
     )  # fmt: skip
 
 
-def _linear(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    width, num_outputs = FP8_GROUP * chance.randint(1, 20), 8 * chance.randint(1, 40)
+def _linear(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_outputs = FP8_GROUP * chance.randint(1, 2 * most), 8 * chance.randint(1, 4 * most)
     return op_call("linear", x=random_plain(num_rows, width, device), weight=random_fp8(num_outputs, width, device))
 
 
-def _plain_linear(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    width, num_outputs = 8 * chance.randint(1, 320), 8 * chance.randint(1, 40)
+def _plain_linear(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_outputs = 8 * chance.randint(1, 32 * most), 8 * chance.randint(1, 4 * most)
     x, weight = random_plain(num_rows, width, device), random_plain(num_outputs, width, device)
     return op_call("linear", x=x, weight=weight, out_dtype=torch.float32)
 
 
-def _grouped(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    num_groups, rank, width = chance.choice([1, 3, 5]), 64 * chance.randint(1, 5), 128 * chance.randint(1, 20)
+def _grouped(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    num_groups, rank, width = (
+        chance.choice([1, 3, 5]),
+        64 * chance.choice([1, 3]),
+        FP8_GROUP * chance.randint(1, 2 * most),
+    )
     x = random_plain(num_rows, num_groups * width, device).unflatten(1, (num_groups, width))
     return op_call("grouped_linear", x=x, weight=random_shuffled(num_groups * rank, width, device))
 
 
-def _moe(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    dim, width = (FP8_GROUP * chance.choice([1, 2, 3, 5, 9]) for _ in range(2))
+def _moe(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    dim, width = (FP8_GROUP * chance.choice([one for one in (1, 2, 3, 5, 9) if one <= most]) for _ in range(2))
     num_experts, top_k = chance.choice([5, 9, 17]), chance.choice([1, 3, 5])
     weight_format = chance.choice([QuantFormat.NVFP4, QuantFormat.MXFP4])
     shapes = ((width, dim), (dim, width), (width, dim))
@@ -124,17 +128,18 @@ def _moe(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
     )  # fmt: skip
 
 
-def _sampled_logprobs(chance: random.Random, num_rows: int, device: torch.device) -> OpCall:
-    vocab_size = chance.randint(100, 5000)
+def _sampled_logprobs(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    vocab_size = chance.randint(100, 500 * most)
     logits: Tensor = torch.randn(num_rows, vocab_size, device=device)
     token_ids = torch.randint(vocab_size, (num_rows,), device=device)
     return op_call("sampled_logprobs", logits=logits, token_ids=token_ids, num_top=chance.choice([0, 3, 20]))
 
 
 class FormsOfOp(NamedTuple):
-    """`make(chance, rows, device)`; numbers of rows at which its form changes, of those an interpreter can afford."""
+    """`make(chance, rows, most, device)`, for widths of up to about `most` times 128; numbers of rows at which the form
+    changes, of those an interpreter can afford."""
 
-    make: Callable[[random.Random, int, torch.device], OpCall]
+    make: Callable[[random.Random, int, int, torch.device], OpCall]
     limits: tuple[int, ...]
 
 
@@ -143,16 +148,16 @@ FORMS: dict[str, FormsOfOp] = {
     "hc_head_norm": FormsOfOp(_hyper_head, (1, 16)),
     "rms_norm_quant": FormsOfOp(_norm, (1, 8)),
     "route": FormsOfOp(_route, (1, 64)),
-    "linear of FP8": FormsOfOp(_linear, (1, 16, 32, 64)),
-    "linear of bf16": FormsOfOp(_plain_linear, (1, 16, 32, 64)),
-    "grouped_linear": FormsOfOp(_grouped, (1, 16, 32, 64)),
-    "moe": FormsOfOp(_moe, (1, 5, 11)),
+    "linear of FP8": FormsOfOp(_linear, (1, 16, 32)),
+    "linear of bf16": FormsOfOp(_plain_linear, (1, 16, 32)),
+    "grouped_linear": FormsOfOp(_grouped, (1, 16, 32)),
+    "moe": FormsOfOp(_moe, (1, 5)),
     "sampled_logprobs": FormsOfOp(_sampled_logprobs, (1, 4)),
 }
 # where rows cost next to nothing
 GPU_LIMITS = (1, 5, 11, 16, 32, 64, 128, 224, 256, 384, 511, 512)
 
 
-def random_call(name: str, seed: int, num_rows: int, device: torch.device) -> OpCall:
+def random_call(name: str, seed: int, num_rows: int, device: torch.device, most: int) -> OpCall:
     torch.manual_seed(seed)
-    return FORMS[name].make(random.Random(f"{name} {seed}"), num_rows, device)
+    return FORMS[name].make(random.Random(f"{name} {seed}"), num_rows, most, device)
