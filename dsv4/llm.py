@@ -66,6 +66,7 @@ from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
+from dsv4.ops.shapes import check_shapes
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.text.output import TextOutput
 from dsv4.text.tokenizer import Tokenizer
@@ -134,6 +135,8 @@ class LLM:
         chosen_backend, pool = backend or allowed_backend(
             backend_for(chosen_device, numerics), chosen_device, is_ignored=ignore_selftest
         ), None  # fmt: skip
+        if chosen_backend.has_kernels:
+            check_shapes(config)
         if num_ranks > 1:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
@@ -196,6 +199,8 @@ class LLM:
         if pool is not None:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
+        if chosen_backend.has_kernels:
+            check_shapes(config)
         llm._set_up(
             config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, drafts=drafts,
             fingerprint=fingerprint,

@@ -2,7 +2,7 @@
 
 In the interpreter every op with several forms, up to the numbers of rows that it can afford; on a GPU, where the order
 of sums is the compiler's, all numbers at which a form changes. Forms of attention, of the compressors and of the
-indexer are compared in whole models (tests/model/test_shapes.py).
+indexer are compared in whole models (tests/model/test_random_models.py).
 """
 
 from __future__ import annotations
