@@ -27,7 +27,8 @@ CONFIG = ModelConfig.tiny(
     vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_attention_heads=2, o_groups=1,
     n_routed_experts=4, index_n_heads=2, index_topk=8, num_nextn_predict_layers=0, max_position_embeddings=512,
 )  # fmt: skip
-# oracles in which the host reads what the device computed, as a capture on an H200 found
+# oracles in which the host reads what the device computed: seven that a capture on an H200 refused, and two made like
+# them (moe_parts, compress_pair)
 WAITING = {
     "moe", "moe_parts", "attention_inputs", "append_swa", "compress", "compress_pair", "index_topk", "sparse_attention",
     "sample",
