@@ -8,6 +8,7 @@ Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,9 +69,12 @@ from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
+from dsv4.ops.shapes import check_shapes
 from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.text.output import TextOutput
 from dsv4.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger("dsv4.engine")
 
 
 class LLM:
@@ -134,6 +138,8 @@ class LLM:
         chosen_backend, pool = backend or allowed_backend(
             backend_for(chosen_device, numerics), chosen_device, is_ignored=ignore_selftest
         ), None  # fmt: skip
+        if chosen_backend.has_kernels:
+            check_shapes(config)
         if num_ranks > 1:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
@@ -196,6 +202,8 @@ class LLM:
         if pool is not None:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
+        if chosen_backend.has_kernels:
+            check_shapes(config)
         llm._set_up(
             config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, drafts=drafts,
             fingerprint=fingerprint,
@@ -233,6 +241,9 @@ class LLM:
         with naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule))
         has_kernels = backend.can_capture(params.embed.device)
+        if backend.has_kernels and params.embed.is_cuda and backend.waiting_ops:
+            names = ", ".join(backend.waiting_ops)
+            _LOG.warning("no CUDA graphs, and kernels compile at their first use: the host waits in %s", names)
         uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
         if isinstance(drafts, int) and not params.draft_blocks:
             raise RequestError(f"drafts is {drafts}, but this checkpoint has no drafter (no mtp.* tensors)")

@@ -26,6 +26,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint, TensorInfo
 from dsv4.loader.progress import Progress, byte_progress
+from dsv4.ops.lib.assembler import assembler_of
 
 IN_MEMORY = "memory"  # instead of a digest: parameters that came from no checkpoint
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -41,7 +42,7 @@ class Identity:
     checkpoint  digest of weights (sampled), config and tokenizer
     numerics    `official`, or `exact.` and the dtype
     kernels     digest of the code that computes, the backend's name and the libraries
-    libraries   torch and Triton, with their versions
+    libraries   torch and Triton, and on a GPU ptxas, with their versions
     processor   `sm_90.NVIDIA-H200`, or a CPU's architecture, instruction set and threads
     package     version and digest of the whole package: sampling rules and stop strings are decided there too
     """
@@ -68,7 +69,7 @@ def identify(
     named = IN_MEMORY
     if checkpoint is not None:
         named = _digest([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
-    libraries = _libraries()
+    libraries = _libraries(device)
     return Identity(
         checkpoint=named,
         numerics=numerics if numerics == "official" else f"{numerics}.{str(dtype).removeprefix('torch.')}",
@@ -171,12 +172,15 @@ def source_digest(parts: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
-def _libraries() -> list[str]:
+def _libraries(device: torch.device) -> list[str]:
+    """With the assembler where kernels are compiled: two versions of it may make other bits of the same kernel."""
     found = [f"torch {torch.__version__}"]
     try:
         found.append(f"triton {importlib.metadata.version('triton')}")
     except importlib.metadata.PackageNotFoundError:
-        found.append("no triton")
+        return [*found, "no triton"]
+    if device.type == "cuda":
+        found.append(assembler_of(torch.cuda.get_device_capability(device)))
     return found
 
 

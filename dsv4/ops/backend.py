@@ -3,8 +3,7 @@
 `TORCH` is the oracles: plain torch, any device, any float dtype, bitwise independent of how requests are batched or
 chunked. `TRITON` is the kernels, what a GPU runs; it imports without Triton, only a launch needs it.
 
-Ask a backend what it can do; never compare ops. `backend.with_ops(moe=other)` runs another `moe` on the same weights,
-in the same graphs.
+Ask a backend what it can do; never compare ops. `backend.with_ops(moe=other)` runs another `moe` on the same weights.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from dsv4.ops.hyper import (
     hc_post_ref,
 )
 from dsv4.ops.indexer import index_topk, index_topk_ref
+from dsv4.ops.lib.waiting import is_waiting
 from dsv4.ops.linear import (
     LinearBundle,
     grouped_codes,
@@ -110,13 +110,21 @@ class Backend:
         return device.type in self.graph_devices
 
     def with_ops(self, **ops: Any) -> Backend:
-        """The same with some ops exchanged. Weights are laid out and calls captured as before, so an op given here
-        takes the weights that the one it replaces took, and can be captured if that one could."""
+        """The same with some ops exchanged. Weights are laid out as before, so an op given here takes the weights that
+        the one it replaces took. Calls are captured as before, unless an op waits for the device, as some oracles do
+        (ops/lib/waiting.py): then no call is. What capture cannot hold besides says so when it is tried.
+        """
         known = [field.name for field in fields(OpSet)]
         unknown = sorted(set(ops) - set(known))
         if unknown:
             raise ValueError(f"no such op: {', '.join(unknown)}; the ops of a backend are {', '.join(known)}")
-        return replace(self, ops=replace(self.ops, **ops))
+        devices = frozenset() if any(map(is_waiting, ops.values())) else self.graph_devices
+        return replace(self, ops=replace(self.ops, **ops), graph_devices=devices)
+
+    @property
+    def waiting_ops(self) -> tuple[str, ...]:
+        """Ops for which no call can be captured."""
+        return tuple(field.name for field in fields(OpSet) if is_waiting(getattr(self.ops, field.name)))
 
 
 TORCH = Backend(

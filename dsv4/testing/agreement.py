@@ -5,7 +5,7 @@ Results are compared as the values they stand for: codes and cached rows are dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -74,6 +74,22 @@ def compare_with_pieces(call: OpCall, backend: Backend) -> list[Measure]:
         for what, left, right in _pairs(name, state.arguments[name], expected):
             measures.append(_bits(what, left, right))
     return measures
+
+
+def differing_rows(call: OpCall, backend: Backend, cuts: Sequence[slice]) -> list[str]:
+    """A line for each cut whose rows, computed alone, are not the bits that they are among all; for ops that write
+    nothing in place."""
+    assert not call.written, call.op
+    kernel = call.kernel(backend)
+    whole, lines = kernel(**call.arguments), []
+    for cut in cuts:
+        alone = kernel(**call.of_rows(cut).arguments)
+        for what, found, expected in _pairs("result", alone, rows_of(whole, cut)):
+            measure = _bits(what, found, expected)
+            if not measure.is_ok:
+                rows = f"rows {cut.start} to {cut.stop - 1} of {call.num_rows}"
+                lines.append(f"{call.op}: {rows}: {measure.what}: {measure.value:g} of {expected.numel()}")
+    return lines
 
 
 def pieces_of(num_rows: int) -> list[slice]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dsv4.ops.lib.assembler import assembler_of
 from dsv4.testing import cases
 from dsv4.testing.op_call import OpCall
 
@@ -219,6 +220,7 @@ def provenance(commit: str | None = None) -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "assembler": assembler_of(torch.cuda.get_device_capability()),
         "python": platform.python_version(),
         "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -304,7 +306,9 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> str:
     """The page docs/measured.md: the last record of every case there is, by op; cases without one are named."""
-    origins = sorted({tuple(r[name] for name in ("gpu", "driver", "torch", "triton")) for r in records.values()})
+    names = "gpu", "driver", "torch", "triton"
+    # records older than the field say nothing of the assembler
+    origins = sorted({(*(r[name] for name in names), r.get("assembler", "")) for r in records.values()})
     lines = [
         "# Measured",
         "",
@@ -312,7 +316,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
     ]
     lines += [
         "[kernels/README.md](kernels/README.md). "
-        + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}" for g, d, t, n in origins)
+        + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}{a and ', ' + a}" for g, d, t, n, a in origins)
         + "."
     ]
     unmeasured = []

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from dsv4.ops.lib.assembler import ptxas_version
 from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
 from dsv4.testing.disk_cache import DiskCache, content_key
@@ -112,15 +113,7 @@ def _key_of_module(arch: int, module: str) -> str:
         part for file in sorted(files) for part in (str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
     ]
     versions = [metadata.version(name) for name in ("torch", "triton")]
-    return content_key(sys.version, *versions, ptxas_version(arch), *sources)
-
-
-@cache
-def ptxas_version(arch: int) -> str:
-    """What the assembler of an architecture says of itself."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return f"{arch} {get_ptxas(arch).version}"
+    return content_key(sys.version, *versions, str(arch), ptxas_version(arch), *sources)
 
 
 def _compiled_lines(arch: int, module: str, only: tuple[str, ...] | None) -> list[dict[str, Any]]:
@@ -248,7 +241,7 @@ def _assemble(ptx: str, arch: int, has_fusion: bool) -> tuple[str, str]:
 
     match = re.search(r"\.target (\w+)", ptx)
     assert match is not None, "PTX without a target"
-    key = content_key("log, spills in loops", ptx, str(has_fusion), ptxas_version(arch))
+    key = content_key("log, spills in loops", ptx, str(has_fusion), str(arch), ptxas_version(arch))
     kept = CACHE.read(key)
     if kept is not None:
         return match[1], kept

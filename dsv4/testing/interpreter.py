@@ -5,7 +5,7 @@ and saturation in casts to E4M3, all without a word. `repair()` replaces those p
 arithmetic that is rounded once per operation, which is what the GPU does. It also
 
 * rounds `tl.fma` once, and gives `tl.maximum`, `tl.minimum` and `tl.clamp` the GPU's treatment of NaN;
-* lets `range` and indexing take a tensor again with numpy 2.4 and newer;
+* lets `range` and indexing take a tensor again with numpy 2.4 and newer, and masks be of any type with Triton 3.9;
 * patches the language once per launch instead of at every call of a helper: a kernel made of 100 helper calls or 100
   `tl.sum` ran 2.5 to 3.4 times faster (two runs, a shared 2-core machine). Plain operations are dearer, 0.17 ms instead
   of 0.10 to 0.13 there, because each one silences numpy's warnings.
@@ -60,6 +60,7 @@ def repair(interpreter: Any) -> None:
     _repair_casts(interpreter)
     _repair_arithmetic(interpreter)
     _repair_dot(interpreter)
+    _repair_masks(interpreter)
     _repair_language(interpreter)
     _refuse_narrow_sums(interpreter)
     setattr(interpreter, REPAIRED, True)
@@ -206,6 +207,26 @@ def _repair_dot(interpreter: Any) -> None:
         return interpreter.TensorHandle(product.astype(start.dtype), accumulator.dtype.scalar)
 
     builder.create_dot = create_dot
+
+
+def _repair_masks(interpreter: Any) -> None:
+    """A comparison leaves its truth in the type of what it compared. Triton 3.9 loads and stores by bool alone."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_mask(handle: Any) -> Any:
+        # up to Triton 3.8 a load by a descriptor gives an array, of bool, in place of a handle
+        if isinstance(handle, np.ndarray) or handle.data.dtype == np.bool_:
+            return handle
+        return interpreter.TensorHandle(handle.data.astype(np.bool_), handle.dtype.scalar)
+
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return load(self, ptrs, as_mask(mask), *rest, **named)
+
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return store(self, ptrs, value, as_mask(mask), *rest, **named)
+
+    builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
 
 
 def _repair_language(interpreter: Any) -> None:

@@ -104,7 +104,7 @@ def test_other_weights_are_named(record, checkpoint, dsv4, tmp_path):
 
 def test_other_kernels_are_named(record, dsv4, monkeypatch):
     """Other code that happens to give the same bits is the same result, and is told."""
-    monkeypatch.setattr(fingerprint, "_libraries", lambda: ["torch 9.9"])
+    monkeypatch.setattr(fingerprint, "_libraries", lambda device: ["torch 9.9"])
     ended = dsv4("replay", record, "--limit", 3)
     assert ended.code == 0
     assert "not the same libraries" in ended.err

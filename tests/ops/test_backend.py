@@ -27,6 +27,12 @@ CONFIG = ModelConfig.tiny(
     vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_attention_heads=2, o_groups=1,
     n_routed_experts=4, index_n_heads=2, index_topk=8, num_nextn_predict_layers=0, max_position_embeddings=512,
 )  # fmt: skip
+# oracles in which the host reads what the device computed: seven that a capture on an H200 refused, and two made like
+# them (moe_parts, compress_pair)
+WAITING = {
+    "moe", "moe_parts", "attention_inputs", "append_swa", "compress", "compress_pair", "index_topk", "sparse_attention",
+    "sample",
+}  # fmt: skip
 ORACLES = {field.name: getattr(TORCH.ops, field.name) for field in fields(OpSet)}
 
 
@@ -55,9 +61,9 @@ def test_any_op_can_be_exchanged_alone(op):
     changed = TRITON.with_ops(**{op: ORACLES[op]})
     assert getattr(changed.ops, op) is ORACLES[op]
     assert [name for name in ORACLES if getattr(changed.ops, name) is not getattr(TRITON.ops, name)] == [op]
-    assert (changed.layout, changed.graph_devices, changed.has_kernels) == (
-        TRITON.layout, TRITON.graph_devices, TRITON.has_kernels,
-    )  # fmt: skip
+    assert (changed.layout, changed.has_kernels) == (TRITON.layout, TRITON.has_kernels)
+    assert changed.can_capture(CUDA) == (op not in WAITING)
+    assert changed.waiting_ops == ((op,) if op in WAITING else ())
     assert getattr(TRITON.ops, op) is not ORACLES[op]  # the original is as it was
 
 

@@ -19,6 +19,7 @@ import torch
 
 from dsv4.engine.fingerprint import source_digest
 from dsv4.ops import TORCH, Backend
+from dsv4.ops.lib.assembler import assembler_of
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _KERNELS = ("formats", "ops")  # the parts whose code is the kernels'
@@ -45,6 +46,7 @@ def kernel_key(device: torch.device) -> dict[str, str]:
         "kernels": source_digest(_KERNELS),
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
+        "assembler": assembler_of(torch.cuda.get_device_capability(device)),
     }
 
 

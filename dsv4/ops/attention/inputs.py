@@ -20,6 +20,7 @@ from dsv4.ops.indexer.kernel_index import encode_queries
 from dsv4.ops.lib.arch import overlapping
 from dsv4.ops.lib.guard import KernelInputError, check_launch, jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.norm import KERNEL_DTYPES, rms_norm_ref
 from dsv4.ops.rows import RowLaunch, Turn, append_swa_ref, rotate
 from dsv4.ops.rows.kernel_rope import rope_heads
@@ -30,6 +31,7 @@ from dsv4.ops.rows.target import row_shape, rows_per_tile
 RING_TILE_ROWS = 2
 
 
+@waits_for_device
 def attention_inputs_ref(
     q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
     keys: PagedView | None, batch: TokenBatch, *, appends: bool,

@@ -19,10 +19,12 @@ from dsv4.formats.exact_sums import largest_of
 from dsv4.formats.row_store import RowStore, decode_joined
 from dsv4.ops.indexer import entry_rows, num_visible
 from dsv4.ops.lib.invariant import MAX_KEYS, QUERY_TILE, exact_average, exact_dots, is_short, ordered_sum
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.rows import Turn, rotate
 from dsv4.ops.rows.history import request_tiles
 
 
+@waits_for_device
 def sparse_attention_ref(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
     batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,

@@ -25,6 +25,7 @@ from dsv4.formats.rows import RowKind
 from dsv4.ops.compress.kernel_compress import POOL_RUNS
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import exp, ordered_sum
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rows import rope_ref
 from dsv4.ops.rows.history import history_of, last_writers
@@ -53,6 +54,7 @@ class Compression:
     pages: PagedView
 
 
+@waits_for_device
 def compress_ref(
     kv: Tensor, gate: Tensor, spec: CompressorSpec, state: CompressorView, pages: PagedView, batch: TokenBatch
 ) -> None:
@@ -78,6 +80,7 @@ def compress_ref(
     _write_tail(state.own, kv[:, -width:], score[:, -width:], batch)
 
 
+@waits_for_device
 def compress_pair_ref(attention: Compression, index: Compression, batch: TokenBatch) -> None:
     """`compress` of both compressors of a CSA layer. They share nothing, so the order does not matter."""
     for job in (attention, index):

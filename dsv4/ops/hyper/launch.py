@@ -34,12 +34,13 @@ from dsv4.ops.hyper.plan import (
     NUM_WORKERS,
     SPLIT_COLS,
     HyperTiles,
+    padded_splits,
     pick_tiles,
 )
 from dsv4.ops.lib.arch import blackwell_registers, code_tensor
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
-from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2, pick_config
+from dsv4.ops.lib.launch import LaunchConfig, pick_config
 from dsv4.ops.norm import ROW_CONFIGS
 
 
@@ -179,7 +180,7 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
     numbers = num_tokens, call.settings.norm_eps, call.settings.hc_eps
     constants: dict[str, Any] = {
         "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
-        "SPLIT_BLOCK": next_power_of_2(num_splits), "NUM_MIXES": call.num_mixes,
+        "SPLIT_BLOCK": padded_splits(num_splits), "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
         "CODES": AS_CODES if quant is not None else AS_VALUES if result.rounded is not None else NO_CODES,
     }  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.ops.hyper.kernel_few import FEW_ROWS
-from dsv4.ops.lib.launch import LaunchConfig
+from dsv4.ops.hyper.kernel_many import SUB_ROWS
+from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
 
 HC_POST_CONFIG = LaunchConfig(rows=4, num_warps=4, launch_pdl=True)
 HC_POST_COLS = 256  # four rows of 256: a warp reads 512 bytes of a row
@@ -17,6 +18,17 @@ SPLIT_COLS = {4096: 32, 8192: 64, 16384: 128}
 
 NUM_WORKERS = 32  # programs that share step 2 of few tokens once they have arrived
 MANY_REGISTERS = 128  # per thread: four programs of four warps on a multiprocessor, two of eight
+
+
+def padded_splits(num_splits: int) -> int:
+    """Rows of the tile in which a token's partials are summed: a power of two, and no tile of step 1.
+
+    The compiler gives tiles of one shape one layout. With as many splits as step 1 has rows, the sum would take the
+    layout of step 1's stores, in one kernel and not in the other, and add in another order there (H200, 384 columns).
+    Splits that are not there add nothing, and do not change the order of the others.
+    """
+    block = next_power_of_2(num_splits)
+    return 2 * SUB_ROWS if block in (FEW_ROWS, SUB_ROWS) else block
 
 
 @dataclass(frozen=True)

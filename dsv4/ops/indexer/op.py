@@ -16,6 +16,7 @@ from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.lib.hadamard import hadamard_ref
 from dsv4.ops.lib.invariant import QUERY_TILE, accumulator, exact_dots, ordered_sum
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.rows import Turn, rotate
 from dsv4.ops.rows.history import request_tiles
 from dsv4.ops.select import topk_select_ref
@@ -45,6 +46,7 @@ def entry_rows(pages: PagedView, batch: TokenBatch, slot: int, entry_ids: Tensor
     return pages.rows[blocks, entry_ids % pages.entries_per_block]
 
 
+@waits_for_device
 def index_topk_ref(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int, scale: float = 1.0
 ) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import AnyWeight
 from dsv4.ops.lib.invariant import accumulator, ordered_sum, silu
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.linear import segments_ref
 
 Expert = tuple[AnyWeight, AnyWeight, AnyWeight]  # w1, w2, w3
@@ -41,6 +42,7 @@ def _as_loaded(matrices: Matrices) -> Expert:
     return w1, w2, w3
 
 
+@waits_for_device
 def moe_ref(
     x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
     rounded: Tensor | None = None,
@@ -61,6 +63,7 @@ def moe_ref(
     return moe_fold_ref(pairs.in_place(routed_out, experts), shared_out)
 
 
+@waits_for_device
 def moe_parts_ref(
     x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
     homes: Tensor | None = None,

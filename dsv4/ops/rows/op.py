@@ -18,6 +18,7 @@ from dsv4.config import RopeScaling
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowFormat
 from dsv4.ops.lib.invariant import accumulator
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.norm import rms_norm_ref
 from dsv4.ops.rows.history import last_writers
 
@@ -91,6 +92,7 @@ def window_rows_ref(
     return encode_rows(rope_ref(rms_norm_ref(kv, norm_weight, eps), positions, freqs), row_format)
 
 
+@waits_for_device
 def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
     """Write the rows [T] into the ring, in place. Of tokens that share a ring row the latest wins.
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.sampling.kernel_row import NOISE_BLOCK
 from dsv4.ops.select import topk_select_ref
 
@@ -101,6 +102,7 @@ class SamplingRows:
         return self.positions + 1 - state.prompt_lens[self.slots.clamp(min=0)]
 
 
+@waits_for_device
 def sample_ref(logits: Tensor, rows: SamplingRows, state: SamplingState) -> Tensor:
     """logits [R, V] (fp32 or wider) -> token ids int64 [R]. Temperature 0 takes the largest logit, lower id on a tie.
 

@@ -1,0 +1,163 @@
+"""Shapes that nobody chose: models and calls of ops with widths that are no powers of two and odd numbers of heads,
+groups, experts and choices. For tests of what must hold at every shape that the kernels take.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.tensors import QuantFormat
+from dsv4.loader.config_write import ExpertFormat
+from dsv4.ops.hyper import HyperSettings
+from dsv4.testing.cases.hyper import make_inputs
+from dsv4.testing.cases.linear import random_fp8, random_plain, random_shuffled
+from dsv4.testing.cases.moe import LIMIT, random_weight
+from dsv4.testing.op_call import OpCall, op_call
+
+SETTINGS = HyperSettings(num_iters=3, hc_eps=1e-6, norm_eps=1e-6)
+EPS = {"hc_eps": SETTINGS.hc_eps, "norm_eps": SETTINGS.norm_eps}
+FP8_GROUP = 128  # an FP8 weight, or FP4 experts, have whole groups of columns
+
+
+class RandomModel(NamedTuple):
+    config: ModelConfig
+    experts: ExpertFormat
+
+    def __str__(self) -> str:
+        names = (
+            "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
+            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "index_n_heads", "index_topk",
+            "sliding_window", "compress_ratios",
+        )  # fmt: skip
+        return f"{self.experts} " + " ".join(f"{name}={getattr(self.config, name)}" for name in names)
+
+
+def random_model(seed: int, *, most_groups: int = 9, num_layers: int = 3) -> RandomModel:
+    """Widths up to `most_groups` times 128."""
+    chance = random.Random(seed)
+
+    def width(most: int = most_groups) -> int:
+        return FP8_GROUP * chance.randint(1, most)
+
+    o_groups = chance.choice([1, 2, 3, 4, 5])
+    num_experts = chance.choice([5, 7, 9, 12, 16, 17])
+    ratios = tuple(chance.sample([0, 4, 128], 3)) if num_layers == 3 else tuple(chance.choices([4, 128], k=num_layers))
+    config = ModelConfig.tiny(
+        vocab_size=256, hidden_size=width(), num_hidden_layers=num_layers, num_hash_layers=chance.choice([0, 1]),
+        num_attention_heads=o_groups * chance.choice([1, 2, 3]), head_dim=chance.choice([128, 256, 512]),
+        q_lora_rank=width(4), o_groups=o_groups, o_lora_rank=FP8_GROUP * chance.choice([1, 2]),
+        n_routed_experts=num_experts, num_experts_per_tok=chance.choice([1, 2, 3, 5]),
+        moe_intermediate_size=width(), index_n_heads=chance.choice([1, 3, 5, 6, 8, 11]),
+        index_topk=chance.choice([8, 24, 40, 100]), compress_ratios=ratios, num_nextn_predict_layers=0,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    return RandomModel(config, chance.choice(["mxfp4", "nvfp4"]))
+
+
+# ---- ops ----
+
+
+def _hyper(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width = 64 * chance.randint(1, 2 * most)
+    x = make_inputs(num_rows, width, device)
+    return op_call(
+        "hc_boundary", **x.streams_arguments, **x.mixing_arguments, norm_weight=x.norm, settings=SETTINGS,
+        has_codes=width % FP8_GROUP == 0,
+    )  # fmt: skip
+
+
+def _hyper_head(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    x = make_inputs(num_rows, 64 * chance.randint(1, 2 * most), device, num_mixes=4)
+    return op_call("hc_head_norm", streams=x.streams, **x.mixing_arguments, norm_weight=x.norm, **EPS)
+
+
+def _norm(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width = FP8_GROUP * chance.randint(1, most)
+    x, weight = random_plain(num_rows, width, device), random_plain(1, width, device)[0]
+    return op_call("rms_norm_quant", x=x, weight=weight, eps=1e-6, keep_plain=True)
+
+
+def _route(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_experts = 64 * chance.randint(1, 2 * most), chance.choice([5, 9, 17, 65, 130])
+    top_k = chance.choice([1, 3, 5])
+    return op_call(
+        "route", x=random_plain(num_rows, width, device), gate=random_plain(num_experts, width, device),
+        bias=torch.randn(num_experts, device=device), tid2eid=None,
+        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device), top_k=top_k, scale=1.5,
+    )  # fmt: skip
+
+
+def _linear(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_outputs = FP8_GROUP * chance.randint(1, 2 * most), 8 * chance.randint(1, 4 * most)
+    return op_call("linear", x=random_plain(num_rows, width, device), weight=random_fp8(num_outputs, width, device))
+
+
+def _plain_linear(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    width, num_outputs = 8 * chance.randint(1, 32 * most), 8 * chance.randint(1, 4 * most)
+    x, weight = random_plain(num_rows, width, device), random_plain(num_outputs, width, device)
+    return op_call("linear", x=x, weight=weight, out_dtype=torch.float32)
+
+
+def _grouped(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    num_groups, rank, width = (
+        chance.choice([1, 3, 5]),
+        64 * chance.choice([1, 3]),
+        FP8_GROUP * chance.randint(1, 2 * most),
+    )
+    x = random_plain(num_rows, num_groups * width, device).unflatten(1, (num_groups, width))
+    return op_call("grouped_linear", x=x, weight=random_shuffled(num_groups * rank, width, device))
+
+
+def _moe(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    dim, width = (FP8_GROUP * chance.choice([one for one in (1, 2, 3, 5, 9) if one <= most]) for _ in range(2))
+    num_experts, top_k = chance.choice([5, 9, 17]), chance.choice([1, 3, 5])
+    weight_format = chance.choice([QuantFormat.NVFP4, QuantFormat.MXFP4])
+    shapes = ((width, dim), (dim, width), (width, dim))
+    scores = torch.rand(num_rows, num_experts, device=device)
+    return op_call(
+        "moe", x=random_plain(num_rows, dim, device), experts=scores.topk(top_k).indices.sort(-1).values,
+        weights=torch.rand(num_rows, top_k, device=device),
+        routed=tuple(random_weight((num_experts, *shape), weight_format, device) for shape in shapes),
+        shared=tuple(random_weight(shape, QuantFormat.FP8_BLOCK, device) for shape in shapes), limit=LIMIT,
+    )  # fmt: skip
+
+
+def _sampled_logprobs(chance: random.Random, num_rows: int, most: int, device: torch.device) -> OpCall:
+    vocab_size = chance.randint(100, 500 * most)
+    logits: Tensor = torch.randn(num_rows, vocab_size, device=device)
+    token_ids = torch.randint(vocab_size, (num_rows,), device=device)
+    return op_call("sampled_logprobs", logits=logits, token_ids=token_ids, num_top=chance.choice([0, 3, 20]))
+
+
+class FormsOfOp(NamedTuple):
+    """`make(chance, rows, most, device)`, for widths of up to about `most` times 128; numbers of rows at which the form
+    changes, of those an interpreter can afford."""
+
+    make: Callable[[random.Random, int, int, torch.device], OpCall]
+    limits: tuple[int, ...]
+
+
+FORMS: dict[str, FormsOfOp] = {
+    "hc_boundary": FormsOfOp(_hyper, (1, 16)),
+    "hc_head_norm": FormsOfOp(_hyper_head, (1, 16)),
+    "rms_norm_quant": FormsOfOp(_norm, (1, 8)),
+    "route": FormsOfOp(_route, (1, 64)),
+    "linear of FP8": FormsOfOp(_linear, (1, 16, 32)),
+    "linear of bf16": FormsOfOp(_plain_linear, (1, 16, 32)),
+    "grouped_linear": FormsOfOp(_grouped, (1, 16, 32)),
+    "moe": FormsOfOp(_moe, (1, 5)),
+    "sampled_logprobs": FormsOfOp(_sampled_logprobs, (1, 4)),
+}
+# where rows cost next to nothing
+GPU_LIMITS = (1, 5, 11, 16, 32, 64, 128, 224, 256, 384, 511, 512)
+
+
+def random_call(name: str, seed: int, num_rows: int, device: torch.device, most: int) -> OpCall:
+    torch.manual_seed(seed)
+    return FORMS[name].make(random.Random(f"{name} {seed}"), num_rows, most, device)
