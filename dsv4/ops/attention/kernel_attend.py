@@ -2,9 +2,8 @@
 
 A tile has its own highest logit, its own sum and its own product P V, which begins at zero. A run of RUN tiles has the
 left fold of its tiles (`_fold`), and a query that of its runs. So it does not matter to the bits what a program takes:
-a query, which stores the state of every run that ends and folds them when all have (a second set of accumulators would
-not fit the registers); or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at
-a time. The order of tiles is that of the keys: window, oldest first, then entries.
+a query of one run; or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at a
+time. The order of tiles is that of the keys: window, oldest first, then entries.
 
 Four things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
 where the result of a product visibly reaches another product, both warpgroups are given all rows, and every product is
@@ -34,11 +33,11 @@ from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.rows.kernel_rope import rotate_pairs
 
 RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
-# a program takes a query of one run, of any number, a run, a tile; or (kernel_columns.py) columns of a query of one
-# run; or (kernel_pairs.py) query after query, two tiles at a time
-WHOLE, IN_TURN, BY_RUN, BY_TILE, BY_COLUMNS, IN_PAIRS = 0, 1, 2, 3, 4, 5
+# a program takes a query of one run, a run, a tile; or (kernel_columns.py) columns of a query of one run; or
+# (kernel_pairs.py) query after query, two tiles at a time
+WHOLE, BY_RUN, BY_TILE, BY_COLUMNS, IN_PAIRS = range(5)
 _KEYS = tl.constexpr(KEYS)
-_IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
+_BY_RUN, _BY_TILE = tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)
 _NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -204,14 +203,6 @@ def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr, HEAD
 
 
 @jit
-def _same(values):
-    """A maximum of equal values: without it the compiler changes their layout at every tile, for the sake of a store
-    at the last of a run.
-    """
-    return tl.max(tl.broadcast_to(values[:, None], [values.shape[0], _KEYS]), axis=1)
-
-
-@jit
 def _empty(MATRICES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr):
     """The state of no keys: highest, total, out."""
     out = ()
@@ -335,14 +326,8 @@ def _attend_kernel(
         for matrix in tl.static_range(MATRICES):
             folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
         out = folded
-        if CUT == _IN_TURN:  # noqa: SIM102
-            if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
-                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * HEADS
-                _store_part(states, part, _same(highest), _same(total), out)
-                highest, total, out = _empty(MATRICES, HEADS, COLS)
 
-    first_part = tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)
-    part = first_part * HEADS
+    part = (tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)) * HEADS
     first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * HEADS) * DIM
     if CUT == _BY_TILE:
         _store_part(states, part, highest, total, out)
@@ -351,22 +336,6 @@ def _attend_kernel(
         # from the position again, so that the query's number of tiles need not wait in a register
         if count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW) > RUN:
             _store_part(states, part, highest, total, out)
-            return
-    if CUT == _IN_TURN:  # noqa: SIM102
-        if num_tiles > RUN:
-            last_run = (num_tiles - 1) // RUN
-            _store_part(states, part + last_run * HEADS, highest, total, out)
-            tl.debug_barrier()  # what other threads stored is there
-            for matrix in tl.static_range(MATRICES):
-                highest, total, folded = _fold_runs(
-                    states, first_part,
-                    tl.arange(0, HEADS), cols + matrix * COLS, last_run + 1, DIM, HEADS, 8 // WIDE,
-                )  # fmt: skip
-                inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
-                _finish(
-                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, tables.freqs,
-                    INVERSE_ROPE and matrix == MATRICES - 1,
-                )  # fmt: skip
             return
     _store_result(
         first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE

@@ -1,10 +1,10 @@
 """Launchers of attention.
 
-Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a program takes all runs
-of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles stored
-(kernel_attend.py). Between few and many, where a query is one run: one launch weighs the keys of tiles, a second sums
-columns of the values (kernel_columns.py). Many, on Hopper: kernel_pairs.py. All give the same bits, so the choice may
-depend on the batch.
+Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. A program takes a query and 64 heads,
+where that is one run; or a run, or where queries are few a tile, and a second launch folds what runs or tiles stored
+(kernel_attend.py). Between few and many, where a query is one run: one launch computes the probabilities of tiles, a
+second sums columns of the values (kernel_columns.py). Many, on Hopper: kernel_pairs.py. All give the same bits, so the
+choice may depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dsv4.ops.attention.kernel_attend import (
     BY_RUN,
     BY_TILE,
     IN_PAIRS,
-    IN_TURN,
     RUN,
     WHOLE,
     QueryArguments,
@@ -55,7 +54,8 @@ def sparse_attention(
     """See `sparse_attention_ref`. q in bf16 with contiguous columns; rows and cache in ENTRY_FP8 with whole words of
     scales; the result is contiguous.
     """
-    return launch_attention(pick_plan(architecture()), q, rows, window, entries, picks, sink, batch, window_len, freqs)
+    plan = pick_plan(architecture(), num_multiprocessors(q.device))
+    return launch_attention(plan, q, rows, window, entries, picks, sink, batch, window_len, freqs)
 
 
 def launch_attention(
@@ -92,9 +92,10 @@ def launch_attention(
         plan = plan._replace(pairs=False)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
-    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, IN_PAIRS: num_runs}.get(cut, num_tiles)
-    is_in_ranges = cut == IN_TURN or plan.has_tiles_only  # so that not too many states are stored
-    most_tokens = min(plan.range_tokens(head_blocks * num_parts), num_tokens) if is_in_ranges else num_tokens
+    num_parts = {WHOLE: 1, BY_RUN: num_runs, IN_PAIRS: num_runs}.get(cut, num_tiles)
+    most_tokens = num_tokens
+    if cut in (BY_RUN, BY_TILE) and num_tokens * head_blocks * num_parts > plan.max_states:
+        most_tokens = plan.range_tokens(head_blocks * num_parts)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
@@ -158,14 +159,13 @@ class _Step(NamedTuple):
 
 def _launch_tiles(plan: AttentionPlan, step: _Step, states: StateArguments, cut: int, run_tiles: int) -> None:
     """A program takes a query, a run or a tile (kernel_attend.py)."""
-    wide = plan.run_wide if cut in (BY_RUN, IN_TURN) else plan.wide
+    wide = plan.run_wide if cut == BY_RUN else plan.wide
     shape = step.shape | {"INVERSE_ROPE": step.has_rope, "RUN": run_tiles, "CUT": cut}
     queries, num_heads, scale = step.queries
-    _attend_kernel[(step.num_programs, 1 if cut == IN_TURN else step.num_parts)](
+    _attend_kernel[(step.num_programs, step.num_parts)](
         queries, step.out, num_heads, scale, step.tables, step.tokens, *step.sources, states, step.num_parts,
         **shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(wide, step.num_groups),
         AHEAD=min(plan.ahead, step.num_groups + 1), num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
-        **overlapping(plan.overlap and cut == IN_TURN),
     )  # fmt: skip
     if cut in (BY_RUN, BY_TILE):
         rows_at_once, parts_at_once = (

@@ -22,7 +22,7 @@ from dsv4.ops.indexer.kernel_index import (
     plane_queries_kernel,
     token_scores_kernel,
 )
-from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, SCORE_CONFIG, WORKSPACE_BYTES, ScoreConfig
+from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, WORKSPACE_BYTES, ScoreConfig, score_config
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
 from dsv4.ops.norm import KERNEL_DTYPES
@@ -73,7 +73,8 @@ def index_topk(
     """See `index_topk_ref`. bf16 queries as `index_queries` gives them, weights in bf16, fp16 or fp32, quantised keys;
     top_k up to 1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
     """
-    return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG, scale=scale)
+    config = score_config(q.device)
+    return launch_index_topk(q, weights, keys, batch, ratio, top_k, config, TOPK_CONFIG, scale=scale)
 
 
 def row_bytes(capacity: int) -> int:
