@@ -1,6 +1,6 @@
 """Whether a change of kernels changed what is generated for them: digests of the PTX of benchmark cases.
 
-    python tools/ptx_digests.py record FILE [--arch 90] [--keep FOLDER] [MODULE ...]
+    python tools/ptx_digests.py record [--arch 90] [--keep FOLDER] FILE [MODULE ...]
     python tools/ptx_digests.py compare BEFORE AFTER                     lists the kernels that differ
 
 Modules are those of dsv4/testing/cases, all by default. `--keep` also writes the PTX, by digest, to be compared.

@@ -126,14 +126,14 @@ def _store_part(states, first_row, highest, total, out):
 
 @jit
 def _store_result(first_out, stride_oh, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
-                  INVERSE_ROPE: tl.constexpr):  # fmt: skip
+                  INVERSE_ROPE: tl.constexpr):
     COLS: tl.constexpr = out[0].shape[1]
     inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
     for matrix in tl.static_range(len(out)):
         _finish(
             out[matrix], first_out + matrix * COLS, stride_oh, inverse, head_mask, position, freqs_ptr,
             INVERSE_ROPE and matrix == len(out) - 1,
-        )  # fmt: skip
+        )
 
 
 @jit
@@ -168,7 +168,7 @@ def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.constexpr, HEADS: tl.constexpr,
-                AT_ONCE: tl.constexpr):  # fmt: skip
+                AT_ONCE: tl.constexpr):
     """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
     parts = ()
     for step in tl.static_range(AT_ONCE):
@@ -189,13 +189,13 @@ def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.conste
 
 @jit
 def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr, HEADS: tl.constexpr,
-               AT_ONCE: tl.constexpr):  # fmt: skip
+               AT_ONCE: tl.constexpr):
     """The left fold of stored runs, for some heads and columns."""
     state = _no_part(rows.shape[0], cols.shape[0])
     for start in range(0, num_runs, AT_ONCE):
         parts = _load_parts(
             states, first_part, rows, cols, start, num_runs, DIM, HEADS, AT_ONCE
-        )  # fmt: skip
+        )
         for step in tl.static_range(AT_ONCE):
             exists, part = parts[step]  # type: ignore[var-annotated]
             state = _where(exists, _fold_state(state, part, start + step == 0), state)
@@ -219,7 +219,7 @@ def _attend_kernel(
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -260,11 +260,11 @@ def _attend_kernel(
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
-    )  # fmt: skip
+    )
     words_ptr, scale_word, exists, is_key = tile_rows(
         first, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
         ALIGNED,
-    )  # fmt: skip
+    )
     ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
     if CUT != _BY_TILE:
         # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
@@ -273,7 +273,7 @@ def _attend_kernel(
         links = tile_links(
             tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES,
             RATIO, WINDOW, RING_LEN,
-        )  # fmt: skip
+        )
         tile = first + 2
         next_ids = tile_ids(
             tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
@@ -299,13 +299,13 @@ def _attend_kernel(
             words_ptr, scale_word, exists, is_key = tile_rows(
                 tile + 1, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW,
                 RING_LEN, ALIGNED,
-            )  # fmt: skip
+            )
             ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
             ids = next_ids
             links = tile_links(
                 tile + 2, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs,
                 HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-            )  # fmt: skip
+            )
             next_ids = tile_ids(
                 tile + 3, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
             )
@@ -348,7 +348,7 @@ def _combine_kernel(
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
     RUN: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Folds what `_attend_kernel` stored, for ROWS heads and one part of the columns: tiles within a run of RUN, which
     is AT_ONCE then, and runs. A query of one run that was not cut into tiles is done already.
     """
@@ -374,7 +374,7 @@ def _combine_kernel(
         for start in range(0, num_parts, AT_ONCE):
             parts = _load_parts(
                 states, block * num_slices, rows, cols, start, num_parts, DIM, HEADS, AT_ONCE
-            )  # fmt: skip
+            )
             run = _no_part(ROWS, _GROUP)
             for step in tl.static_range(AT_ONCE):
                 exists, part = parts[step]  # type: ignore[var-annotated]
@@ -386,6 +386,6 @@ def _combine_kernel(
     if tl.program_id(2) == NUM_GROUPS:
         _finish(
             out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, tables.freqs, INVERSE_ROPE,
-        )  # fmt: skip
+        )
     else:
         _finish(out, column_ptr + tl.program_id(2) * _GROUP, DIM, inverse, head_mask, position, tables.freqs, False)

@@ -67,7 +67,7 @@ def _store_places(
     pages, picks_ptr, stride_pt, block_table_ptr, stride_bs,
     HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
     RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """Where the rows of the tiles first .. stop - 1 begin, and their scales."""
     for start in range(first * _KEYS, stop * _KEYS, _AT_ONCE):
         key = start + tl.arange(0, _AT_ONCE)
@@ -76,7 +76,7 @@ def _store_places(
         address, codes = key_rows(
             key, entry, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps,
             pages, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-        )  # fmt: skip
+        )
         places = first_place * _KEYS + key
         tl.store(tiles.rows + places, address, mask=is_there)
         tl.store(tiles.scales + places * 2, _four_scales(codes), mask=is_there)
@@ -85,7 +85,7 @@ def _store_places(
 
 @jit
 def _load_behind(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, COUNT: tl.constexpr,
-                 NUM_GROUPS: tl.constexpr):  # fmt: skip
+                 NUM_GROUPS: tl.constexpr):
     """COUNT parts of a tile's rows from FIRST on, as `load_groups` counts them; behind the last those of the next."""
     LAST: tl.constexpr = FIRST + COUNT
     PARTS: tl.constexpr = NUM_GROUPS + 2
@@ -100,7 +100,7 @@ def _weights_kernel(
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """`share` tiles of a query and HEADS heads."""
     pdl_wait()
     pdl_trigger()
@@ -128,7 +128,7 @@ def _weights_kernel(
         tiles, first_place, first, stop, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
         stride_rps, pages, picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW,
         RING_LEN,
-    )  # fmt: skip
+    )
     tl.debug_barrier()  # what other threads stored is there
     words_ptr, exists = _load_rows(tiles, first_place + first, ALIGNED)
     words = load_groups(words_ptr, exists, 0, AHEAD, NUM_GROUPS)
@@ -149,7 +149,7 @@ def _weights_kernel(
             words += _load_behind(
                 words_ptr, exists, next_ptr, next_exists, matrix * WIDE + AHEAD, WIDE + (matrix == MATRICES - 1),
                 NUM_GROUPS,
-            )  # fmt: skip
+            )
             keys = decode_groups(words, scales[matrix * WIDE :], matrix * WIDE, WIDE, NUM_GROUPS)
             words = words[WIDE + (matrix == MATRICES - 1) :]
             logits = tl.dot(q[matrix], tl.trans(keys), logits)
@@ -176,7 +176,7 @@ def _load_scales(tiles, place, first_group, COUNT: tl.constexpr):
 def _sum_values(
     tiles, first_place, num_tiles, first_group, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
     SLICE: tl.constexpr, HAS_ROPE: tl.constexpr,
-):  # fmt: skip
+):
     """SLICE groups of columns from `first_group` on, the left fold of all tiles: highest, total, out."""
     # groups as the functions of rows count them: from the pointer on, and where among them the rope group is
     ROPE: tl.constexpr = NUM_GROUPS if HAS_ROPE else SLICE
@@ -221,7 +221,7 @@ def _values_kernel(
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
     ALIGNED: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+):
     """SLICE groups of columns of a query and HEADS heads. Programs that read the same rows are neighbours."""
     block = tl.program_id(1).to(tl.int64)
     token = block // HEAD_BLOCKS

@@ -102,7 +102,7 @@ def _allocate():
     barriers = Barriers(
         _new_barriers(2 * _QUARTERS, 1), _new_barriers(2 * _QUARTERS, 1), _new_barriers(2, 1), _new_barriers(1, 1),
         _new_barriers(1, 2), _new_barriers(_RING, 1), _new_barriers(_RING, 1),
-    )  # fmt: skip
+    )
     return memory, barriers
 
 
@@ -143,7 +143,7 @@ def _weigh(memory, barriers, scale, phase, none, GROUP: gl.constexpr):
 @gluon_jit
 def _sum(
     memory, barriers, state, phase, none, TILE: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr
-):  # fmt: skip
+):
     """The group's columns of the values of a tile, folded into a state: highest, total, matrices."""
     highest, total, out = state
     _barrier.wait(barriers.weighed.index(TILE), phase)
@@ -238,7 +238,7 @@ def _turned_back(memory, out, position):
 def _store_result(
     memory, state, tables, out_ptr, token, first_head, num_heads, position, GROUP: gl.constexpr, MMA: gl.constexpr,
     INVERSE_ROPE: gl.constexpr,
-):  # fmt: skip
+):
     highest, total, out = state
     heads = first_head + gl.arange(0, _HEADS, gl.SliceLayout(1, MMA))
     inverse = _one_over_total(highest, total, heads, heads < num_heads, tables.sink)
@@ -246,7 +246,7 @@ def _store_result(
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [_HEADS, _CHUNK],
-    )  # fmt: skip
+    )
     rows = first_head + gl.arange(0, _HEADS, gl.SliceLayout(1, LAYOUT))
     cols = GROUP * _OWN + gl.arange(0, _CHUNK, gl.SliceLayout(0, LAYOUT))
     row_ptr = out_ptr + (token.to(gl.int64) * num_heads + rows) * _DIM
@@ -264,7 +264,7 @@ def _attend(
     memory, barriers, out_ptr, num_heads, scale, tables, tokens, states, num_programs, zero, GROUP: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, HAS_ENTRIES: gl.constexpr, NUM_PICKS: gl.constexpr, RATIO: gl.constexpr,
     WINDOW: gl.constexpr, INVERSE_ROPE: gl.constexpr, RUN: gl.constexpr, HAS_RUNS: gl.constexpr,
-):  # fmt: skip
+):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _CHUNK, 16])
     RUN_PAIRS: gl.constexpr = RUN // 2
     phase, second_phase, q_phase = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -306,7 +306,7 @@ def _attend(
         _store_result(
             memory, state, tables, out_ptr, token, index % HEAD_BLOCKS * _HEADS, num_heads, position.to(gl.int32),
             GROUP, MMA, INVERSE_ROPE,
-        )  # fmt: skip
+        )
         position = next_position
 
 
@@ -317,7 +317,7 @@ def attend_pairs_kernel(
     HAS_ENTRIES: gl.constexpr, NUM_PICKS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr,
     RING_LEN: gl.constexpr, HEAD_BLOCKS: gl.constexpr, INVERSE_ROPE: gl.constexpr, RUN: gl.constexpr,
     HAS_RUNS: gl.constexpr,
-):  # fmt: skip
+):
     """`_attend_kernel` with programs that stay: `num_programs` are queries times blocks of heads. states: one for each
     program and group, of half the columns, where queries have several runs."""
     pdl_trigger()
@@ -346,4 +346,4 @@ def attend_pairs_kernel(
             )),
         ],
         [4, 4, 4], [_REGISTERS, _REGISTERS, _DECODE_REGISTERS],
-    )  # fmt: skip
+    )

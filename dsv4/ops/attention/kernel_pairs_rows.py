@@ -24,7 +24,7 @@ def _next(slot, phase):
 
 @gluon_jit
 def _tiles_of(tokens, token, HAS_ENTRIES: gl.constexpr, NUM_PICKS: gl.constexpr, RATIO: gl.constexpr,
-              WINDOW: gl.constexpr):  # fmt: skip
+              WINDOW: gl.constexpr):
     """A token's position, its slot, and how many tiles it has."""
     position = gl.load(tokens.positions + token).to(gl.int32)
     slot = gl.load(tokens.slots + token).to(gl.int32)
@@ -54,7 +54,7 @@ def _bits_of_warp(flags):
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "=r,r", [flags],
         dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit
@@ -62,7 +62,7 @@ def find(
     memory, barriers, queries, num_heads, tokens, num_programs, rows, ring, ring_positions_ptr, stride_rps, pages,
     picks_ptr, stride_pt, block_table_ptr, stride_bs, HEAD_BLOCKS: gl.constexpr, HAS_ENTRIES: gl.constexpr,
     NUM_PICKS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr, RING_LEN: gl.constexpr,
-):  # fmt: skip
+):
     """A thread takes a key of a pair of tiles. Behind a query's first pair, the query."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -86,7 +86,7 @@ def find(
             address, codes = key_rows(
                 key, entry, key < num_keys, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
                 stride_rps, pages, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-            )  # fmt: skip
+            )
             key, entry = next_key, next_entry
             _barrier.wait(barriers.taken.index(place), phase)
             places.index(place).store(address)
@@ -120,7 +120,7 @@ def _load_quarter(address, QUARTER: gl.constexpr, ROWS: gl.constexpr):
 @gluon_jit
 def _decode_tile(
     memory, barriers, address, words, following, place, phase, TILE: gl.constexpr, ROWS: gl.constexpr
-):  # fmt: skip
+):
     """Rows at `address`, of which `words` are the first quarter's; gives those of the tile that follows."""
     keys = memory.keys._reinterpret(gl.bfloat16, [2 * _GROUPS, _KEYS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
@@ -146,7 +146,7 @@ def _decode_tile(
 def decode(
     memory, barriers, tokens, num_programs, HEAD_BLOCKS: gl.constexpr, HAS_ENTRIES: gl.constexpr,
     NUM_PICKS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+):
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
     place, place_phase = gl.to_tensor(0), gl.to_tensor(0)

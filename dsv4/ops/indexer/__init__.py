@@ -8,4 +8,4 @@ __all__ = [
     "FEW_QUERIES", "SCORE_CONFIG", "ScoreConfig", "entry_rows", "entry_scores", "index_queries", "index_queries_ref",
     "index_scores", "index_topk", "index_topk_ref", "launch_index_topk", "num_visible", "row_bytes", "score_config",
     "turned_queries",
-]  # fmt: skip
+]

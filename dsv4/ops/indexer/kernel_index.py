@@ -41,18 +41,18 @@ _UPPER_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 def index_queries_kernel(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_qt, stride_qh,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+):
     encode_queries(
         q_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
         stride_qt, stride_qh, KIND, DIM, ROPE_DIM, LOG2_DIM, HEADS,
-    )  # fmt: skip
+    )
 
 
 @jit
 def encode_queries(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_qt, stride_qh,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """HEADS heads of a token from `first_head` on: roped, rotated, quantised and decoded again."""
     heads = first_head + tl.arange(0, HEADS)
     cols = tl.arange(0, DIM)
@@ -290,7 +290,7 @@ def token_scores_kernel(
     capacity, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     # num_visible(positions, ratio).masked_fill(slots < 0, 0)
@@ -313,7 +313,7 @@ def token_scores_kernel(
             _store_scores(
                 scores_ptr + token * stride_st, decode_keys(words, scales, KIND), scales, q, weights, tile, limit,
                 KIND, TILE,
-            )  # fmt: skip
+            )
 
 
 @jit
@@ -322,7 +322,7 @@ def _score_token(
     stride_qt, stride_qh, stride_wt, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     heads = tl.arange(0, HEADS)
     q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
     wide = tl.full([], 0, tl.int64) + token
@@ -338,7 +338,7 @@ def group_scores_kernel(
     num_tokens, capacity, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Queries in planes."""
     first = tl.program_id(1) * group
     stop = tl.minimum(first + group, num_tokens)
@@ -371,11 +371,11 @@ def group_scores_kernel(
                 q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, visible, tile,
                 capacity, stride_qt, stride_qh, stride_wt, stride_st,
                 KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
-            )  # fmt: skip
+            )
             for token in tl.range(visible + 1, behind, num_stages=STAGES):
                 _score_token(
                     q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, token, tile,
                     capacity, stride_qt, stride_qh, stride_wt, stride_st,
                     KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
-                )  # fmt: skip
+                )
         begin = behind

@@ -68,8 +68,11 @@ class ScoreConfig:
     def options(self, is_group: bool) -> dict[str, Any]:
         num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, self.stages)
         options = {
-            "num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": self.is_fused,
-        }  # fmt: skip
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "STAGES": num_stages,
+            "enable_fp_fusion": self.is_fused,
+        }
         registers = self.group_registers if is_group else self.registers
         return options if registers is None else options | {"maxnreg": registers}
 

@@ -62,7 +62,7 @@ def _load_ordered_rows(x_ptr, rows, is_row, first_col, K: tl.constexpr, MASKED: 
 @jit
 def _load_rows(
     x_ptr, rows, is_row, first_col, K: tl.constexpr, QUANTISE: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+):
     """Columns first_col .. first_col + 127 of rows [8] -> bf16 [128, 8], zeros where there is no row."""
     if ORDERED:
         return _load_ordered_rows(x_ptr, rows, is_row, first_col, K, MASKED)
@@ -100,7 +100,7 @@ def product(
     BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SPLIT: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr = True,
     TWICE: tl.constexpr = False,
-):  # fmt: skip
+):
     """BLOCK rows of one matrix from `first_out` on times each [8] of the tuple `rows` of x -> tuple of fp32 [BLOCK, 8].
 
     K is cut into RANGES, each with a sum of its own; their sums are added first range first. SPLIT: of range `part`
@@ -146,7 +146,7 @@ def two_products(
     x_ptr, rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
     BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
+):
     """`product` with two matrices of one shape and format, x read once."""
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES

@@ -20,20 +20,20 @@ _KEPT_TOKENS = 1024
 
 def moe_parts(
     x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
-    homes: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    peer_buffers: Tensor | None = None,
+) -> Tensor | None:
     """See `moe_parts_ref`; the launches of `moe` without the programs of the shared expert."""
     if not are_prepared(routed, shared):
         return moe_parts_ref(x, experts, weights, routed, shared, limit=limit)
-    config = config_for(x, experts, routed, 1 if homes is None else len(homes))
+    config = config_for(x, experts, routed, 1 if peer_buffers is None else len(peer_buffers))
     matrices = cast(_Shuffled, routed), cast(_Shuffled, shared)
-    parts = launch_moe(x, experts, weights, *matrices, limit, config, has_shared=False, homes=homes)
-    return parts if homes is None else None
+    parts = launch_moe(x, experts, weights, *matrices, limit, config, has_shared=False, peer_buffers=peer_buffers)
+    return parts if peer_buffers is None else None
 
 
 def moe_shared(
     x: Tensor, routed: Matrices, shared: Matrices, out: Tensor, *, top_k: int, limit: float
-) -> None:  # fmt: skip
+) -> None:
     """See `moe_shared_ref`; the launches of `moe` without the programs of routed experts."""
     if not are_prepared(routed, shared):
         moe_shared_ref(x, routed, shared, out, top_k=top_k, limit=limit)

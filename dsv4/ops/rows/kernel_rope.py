@@ -33,12 +33,12 @@ def _rope_kernel(
     x_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_xt, stride_xh, stride_xk, eps,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+):
     pdl_trigger()
     rope_heads(
         x_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
         stride_xt, stride_xh, stride_xk, eps, HEAD_DIM, ROPE_DIM, BLOCK, HEADS, HAS_NORM, INVERSE,
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -46,7 +46,7 @@ def rope_heads(
     x_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_xt, stride_xh, stride_xk, eps,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+):
     """HEADS heads of a token from `first_head` on, normed or not, and roped."""
     heads = first_head + tl.arange(0, HEADS)
     head_mask = (heads < num_heads)[:, None]

@@ -99,7 +99,7 @@ def store_rows(
     x_ptr, x_offsets, row_mask, weight_ptr, positions, freqs_ptr, eps, target, offsets, ring, ring_offsets, ring_mask,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     HAS_RING: tl.constexpr,
-):  # fmt: skip
+):
     """encode_rows(hadamard(rope(rms_norm(x)))) of the rows [R] at x_offsets, into `target` and, where `ring_mask`,
     `ring`.
 
