@@ -94,6 +94,7 @@ def _fold(out, shrink, part, share):
 def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, INVERSE_ROPE: tl.constexpr):
     """out / total in bf16, its last 64 columns rotated back if asked for, stored."""
     cols = tl.arange(0, out.shape[1])
+    # out = (summed / total).to(bf16)
     out = (out * total[:, None]).to(tl.bfloat16)
     if INVERSE_ROPE:
         # rope_ref(out, positions, freqs, inverse=True)
@@ -108,6 +109,7 @@ def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, I
 def _one_over_total(highest, total, heads, head_mask, sink_ptr):
     """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them weighs more than 1/2."""
     sink = tl.load(sink_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    # inverse = 1 / (total + exp(sink - highest))
     inverse = tl.div_rn(total * 0.0 + 1.0, total + tl.exp2(sink * _LOG2_E - highest))
     return tl.where(total == 0.0, 0.0, inverse)
 
@@ -251,12 +253,12 @@ def _attend_kernel(
     cols = tl.arange(0, COLS)
 
     ids = tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
-    q = ()
+    q = ()  # MATRICES of [HEADS, COLS]
     for matrix in tl.static_range(MATRICES):
         q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
         q_ptrs = q_rows + matrix * COLS + cols[None, :]
         q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
-    highest, total, out = _empty(MATRICES, HEADS, COLS)
+    highest, total, out = _empty(MATRICES, HEADS, COLS)  # [HEADS], [HEADS], MATRICES of [HEADS, COLS]
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
@@ -265,7 +267,7 @@ def _attend_kernel(
         first, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
         ALIGNED,
     )
-    ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
+    ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)  # of [KEYS, 16] each
     if CUT != _BY_TILE:
         # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
         tile = first + 1
@@ -286,7 +288,7 @@ def _attend_kernel(
             slot = tl.load(tokens.slots + token, volatile=True).to(tl.int32)
             chunk_start = tl.load(tokens.chunk_starts + token, volatile=True).to(tl.int32)
         words = ahead + load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
-        keys = ()
+        keys = ()  # MATRICES of [KEYS, COLS]
         for matrix in tl.static_range(MATRICES):
             some = words[matrix * WIDE :]
             scales = scales_of(scale_word, matrix * WIDE, WIDE)
@@ -311,10 +313,11 @@ def _attend_kernel(
             )
         if work > 0:
             # logit = (q @ k.T) * scale
-            logits = tl.zeros([HEADS, _KEYS], tl.float32)
+            logits = tl.zeros([HEADS, _KEYS], tl.float32)  # [HEADS, KEYS]
             for matrix in tl.static_range(MATRICES):
                 if work > -1 - matrix:
                     logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
+            # weight = exp2(logit - logit.amax(-1)); total = weight.sum(-1)
             tile_highest, wide_weight, tile_total = _probabilities(logits * scale, is_now)
             new_highest = tl.maximum(highest, tile_highest)
             shrink = tl.exp2(highest - new_highest)
@@ -322,6 +325,7 @@ def _attend_kernel(
             highest = new_highest
             total = total * shrink + tile_total * share
             weight = wide_weight.to(tl.bfloat16)
+        # part = weight @ v; out = out * shrink + part * share
         folded = ()
         for matrix in tl.static_range(MATRICES):
             folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]

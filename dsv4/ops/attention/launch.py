@@ -34,7 +34,7 @@ from dsv4.ops.attention.kernel_attend import (
     _attend_kernel,
     _combine_kernel,
 )
-from dsv4.ops.attention.kernel_columns import TileArguments, _values_kernel, _weights_kernel
+from dsv4.ops.attention.kernel_columns import TileArguments, _pv_accumulate_kernel, _qk_softmax_kernel
 from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
 from dsv4.ops.attention.kernel_pairs_rows import DIM as PAIRS_DIM
 from dsv4.ops.attention.kernel_pairs_rows import HEADS as PAIRS_HEADS
@@ -179,7 +179,7 @@ def _launch_tiles(plan: AttentionPlan, step: _Step, states: StateArguments, cut:
 
 
 def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
-    """Weights of tiles, then columns of values (kernel_columns.py)."""
+    """Probabilities of tiles, then columns of P V (kernel_columns.py)."""
     columns = plan.columns
     assert columns is not None
     num_programs, num_tiles, heads = step.num_programs, step.num_parts, plan.heads
@@ -191,14 +191,14 @@ def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
         weights, highest, total, torch.empty((num_places, KEYS), dtype=torch.int64, device=device),
         torch.empty((num_places, KEYS, 2), dtype=torch.int64, device=device),
     )
-    _weights_kernel[(num_programs, -(-num_tiles // share))](
+    _qk_softmax_kernel[(num_programs, -(-num_tiles // share))](
         *step.queries, step.tokens, *step.sources, tiles, num_tiles, share,
         **step.shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(columns.wide, step.num_groups),
         AHEAD=min(columns.ahead, step.num_groups + 1), num_warps=columns.num_warps, num_stages=1,
         enable_fp_fusion=False,
     )
     slice_groups = min(columns.slice, step.num_groups)
-    _values_kernel[(step.num_groups // slice_groups, num_programs)](
+    _pv_accumulate_kernel[(step.num_groups // slice_groups, num_programs)](
         tiles, num_tiles, step.out, step.q.shape[1], step.tables, step.tokens.positions, step.tokens.slots,
         **step.shape, INVERSE_ROPE=step.has_rope, ALIGNED=step.is_aligned, SLICE=slice_groups,
         num_warps=columns.num_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),

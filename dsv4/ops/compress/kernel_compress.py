@@ -106,7 +106,7 @@ def _pool_overlapping(
     starts = tl.load(batch.chunk_starts + tokens, mask=mask, other=0).to(tl.int32)
     tokens = tokens.to(tl.int64)
     cols = tl.arange(0, DIM)[None, :]
-    scores = ()
+    scores = ()  # 2 * RATIO of [ROWS, Dc]
     highest = tl.full([ROWS, DIM], float("-inf"), tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
@@ -130,10 +130,11 @@ def _pool_overlapping(
         )
         source = tl.where(is_fresh, job.kv + row, tail.kv + place)
         kv = tl.load(source + cols, mask=mask & (wanted >= 0) & (cols >= 0), other=0.0)
+        # weight = softmax over slots, channel by channel; pooled = (weight * kv).sum(slots)
         weight = exp_fp32(scores[index] - highest)
         total = total + weight
         pooled = pooled + weight * kv
-    entry = tl.div_rn(pooled, total)
+    entry = tl.div_rn(pooled, total)  # [ROWS, Dc]
     tl.store(job.pooled + tokens * DIM + cols, entry.to(job.pooled.dtype.element_ty), mask=mask & (cols >= 0))
 
 
@@ -176,7 +177,7 @@ def _pool_plain(
     start = tl.load(batch.chunk_starts + token).to(tl.int32)
     token = token.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
-    kvs = ()
+    kvs = ()  # RATIO / POOL_RUNS of [POOL_RUNS, COLS]
     scores = ()
     highest = tl.full([_POOL_RUNS, COLS], float("-inf"), tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
@@ -188,10 +189,11 @@ def _pool_plain(
     total = tl.zeros([_POOL_RUNS, COLS], tl.float32)
     pooled = tl.zeros([_POOL_RUNS, COLS], tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
+        # weight = softmax over slots, channel by channel; pooled = (weight * kv).sum(slots)
         weight = exp_fp32(scores[step] - highest)
         total = total + weight
         pooled = pooled + weight * kvs[step]
-    entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))
+    entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))  # [COLS]
     tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
 
 
@@ -292,7 +294,7 @@ def _compress_group(
     # the group's tokens, and those behind them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
-    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)
+    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)  # [CANDIDATES]
     slots = tl.load(batch.slots + base + lanes, mask=mask, other=-1)
     is_real = slots >= 0
     # since the chunk's first token

@@ -57,6 +57,7 @@ def encode_queries(
     heads = first_head + tl.arange(0, HEADS)
     cols = tl.arange(0, DIM)
     mask = (heads < num_heads)[:, None]
+    # x [HEADS, Di]
     x = tl.load(q_ptr + token * stride_qt + heads[:, None] * stride_qh + cols[None, :], mask=mask, other=0.0)
     # rope over the whole head, at frequency 0 where there is none: the Hadamard rotation mixes both parts
     pair = tl.arange(0, DIM // 2) - (DIM // 2 - ROPE_DIM // 2)
@@ -258,7 +259,7 @@ def _store_scores(scores_ptr, key_tile, scales, q, weights, start, limit, KIND: 
     # ordered_sum(weights * dots.relu(), heads), in an order of its own
     dots = tl.dot(key_tile, tl.trans(q))  # [TILE, HEADS]
     dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    scores = tl.sum(dots * weights[None, :], axis=1)
+    scores = tl.sum(dots * weights[None, :], axis=1)  # [TILE]
     if KIND == _INDEX_FP4:
         # a code of 192 or more, both upper bits set: 255 is NaN, the others overflow
         scores = tl.where((scales & (scales << 1) & _UPPER_BITS) != 0, float("nan"), scores)
@@ -304,11 +305,11 @@ def token_scores_kernel(
         table_ptr += slot * stride_ts
         q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
         q = tl.load(q_ptr + token * stride_qt + q_tile, mask=heads[:, None] < NUM_HEADS, other=0.0)
-        q = _in_planes(q, KIND)
-        weights = _load_weights(weights_ptr + token * stride_wt, scale, heads, NUM_HEADS, KIND)
+        q = _in_planes(q, KIND)  # [HEADS, Di]
+        weights = _load_weights(weights_ptr + token * stride_wt, scale, heads, NUM_HEADS, KIND)  # [HEADS]
         blocks = _load_blocks(table_ptr, start, end, TILE, PER_BLOCK)
         for tile in tl.range(start, end, TILE, num_stages=STAGES):
-            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)  # [TILE, WORDS], [TILE]
             blocks = _load_blocks(table_ptr, tile + TILE, end, TILE, PER_BLOCK)
             _store_scores(
                 scores_ptr + token * stride_st, decode_keys(words, scales, KIND), scales, q, weights, tile, limit,
@@ -343,7 +344,7 @@ def group_scores_kernel(
     first = tl.program_id(1) * group
     stop = tl.minimum(first + group, num_tokens)
     tokens = first + tl.arange(0, _MAX_GROUP)
-    slots = tl.load(slots_ptr + tokens, mask=tokens < stop, other=-1)
+    slots = tl.load(slots_ptr + tokens, mask=tokens < stop, other=-1)  # [MAX_GROUP]
     limits = (tl.load(positions_ptr + tokens, mask=tokens < stop, other=0) + 1) // RATIO
     limits = tl.where(slots >= 0, tl.minimum(limits, capacity), 0).to(tl.int32)
     if tl.program_id(0) == 0:
@@ -361,8 +362,8 @@ def group_scores_kernel(
         start, end = _own_tiles(run_limit, TILE)
         for tile in range(start, end, TILE):
             blocks = _load_blocks(run_table_ptr, tile, end, TILE, PER_BLOCK)
-            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
-            key_tile = decode_keys(words, scales, KIND)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)  # [TILE, WORDS], [TILE]
+            key_tile = decode_keys(words, scales, KIND)  # [TILE, Di]
             # positions ascend: the tokens that see nothing of this tile, or are not scored, come first
             num_blind = tl.sum((is_run & (limits <= tl.maximum(tile, TOP_K))).to(tl.int32), 0)
             # one token before the others: the compiler then has the keys decoded in the registers that feed the product

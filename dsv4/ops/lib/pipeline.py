@@ -32,10 +32,12 @@ if hopper is not None:
 
 
 class Ring(NamedTuple):
-    """Barriers of S stages, [S, 1] each."""
+    """Barriers of S stages: `full` from number `first_full` on, `free` from number `first_free` on."""
 
     full: Any
     free: Any
+    first_full: Any
+    first_free: Any
 
 
 @gluon_jit
@@ -49,19 +51,24 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon_jit
 def new_ring(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, FREE_ARRIVALS: gl.constexpr):
-    return Ring(new_barriers(STAGES, FULL_ARRIVALS), new_barriers(STAGES, FREE_ARRIVALS))
+    return Ring(new_barriers(STAGES, FULL_ARRIVALS), new_barriers(STAGES, FREE_ARRIVALS), 0, 0)
 
 
 @gluon_jit
-def ring_within(
+def ring_at(barriers, FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """A ring of barriers FIRST .. FIRST + 2 * STAGES - 1 of others: all of `full`, then all of `free`. Made where it is
+    used, since every partition of warps is given a copy of what it captures, in shared memory.
+    """
+    return Ring(barriers, barriers, FIRST, FIRST + STAGES)
+
+
+@gluon_jit
+def init_ring_at(
     barriers, FIRST: gl.constexpr, STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, FREE_ARRIVALS: gl.constexpr
 ):
-    """A ring of barriers FIRST .. FIRST + 2 * STAGES - 1 of memory that is there: all of `full`, then all of `free`."""
-    ring = Ring(barriers.slice(FIRST, STAGES), barriers.slice(FIRST + STAGES, STAGES))
     for i in gl.static_range(STAGES):
-        _barrier.init(ring.full.index(i), count=FULL_ARRIVALS)
-        _barrier.init(ring.free.index(i), count=FREE_ARRIVALS)
-    return ring
+        _barrier.init(barriers.index(FIRST + i), count=FULL_ARRIVALS)
+        _barrier.init(barriers.index(FIRST + STAGES + i), count=FREE_ARRIVALS)
 
 
 @gluon_jit
@@ -82,28 +89,28 @@ def later_stage(stage, phase, STEPS: gl.constexpr, STAGES: gl.constexpr):
 @gluon_jit
 def producer_acquire(ring, stage, phase):
     """Until the stage may be written."""
-    _barrier.wait(ring.free.index(stage), phase)
+    _barrier.wait(ring.free.index(ring.first_free + stage), phase)
 
 
 @gluon_jit
 def producer_commit(ring, stage):
     """The stage is written."""
-    _barrier.arrive(ring.full.index(stage))
+    _barrier.arrive(ring.full.index(ring.first_full + stage))
 
 
 @gluon_jit
 def producer_commit_copies(ring, stage):
     """Every thread arrives when the asynchronous copies that it has issued have ended."""
-    _async.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+    _async.mbarrier_arrive(ring.full.index(ring.first_full + stage), increment_count=False)
 
 
 @gluon_jit
 def consumer_wait(ring, stage, phase):
     """Until the stage is written."""
-    _barrier.wait(ring.full.index(stage), phase)
+    _barrier.wait(ring.full.index(ring.first_full + stage), phase)
 
 
 @gluon_jit
 def consumer_release(ring, stage, pred=True):
     """The stage is read."""
-    _barrier.arrive(ring.free.index(stage), pred=pred)
+    _barrier.arrive(ring.free.index(ring.first_free + stage), pred=pred)

@@ -41,12 +41,12 @@ from dsv4.ops.lib.fp4 import fp8_plane
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
     BARRIER_BYTES,
-    Ring,
+    init_ring_at,
     later_stage,
     next_stage,
     producer_acquire,
     producer_commit_copies,
-    ring_within,
+    ring_at,
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait, wgmma_issue, wgmma_wait
 from dsv4.ops.moe.kernel_rows import with_item
@@ -82,15 +82,13 @@ if hopper is not None:
 
 class Memory(NamedTuple):
     """Shared memory: stages of token rows (halves of 64 columns) and of words (quarters: 128 rows of one part), sums of
-    a tile, barriers, and the rings of rows and of words."""
+    a tile, and barriers."""
 
     x: Any
     words: Any
     sums: Any
     rest: Any
     barriers: Any
-    row_ring: Ring
-    word_ring: Ring
 
 
 @gluon_jit
@@ -110,12 +108,12 @@ def _allocate():
         trap()
     gl.thread_barrier()
     barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
-    row_ring = ring_within(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
-    word_ring = ring_within(barriers, _WORDS, _WORD_STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
+    init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
+    init_ring_at(barriers, _WORDS, _WORD_STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
     _barrier.init(barriers.index(_TAKEN), count=1)
     gl.thread_barrier()
-    return Memory(x, words, sums, rest, barriers, row_ring, word_ring)
+    return Memory(x, words, sums, rest, barriers)
 
 
 @gluon_jit
@@ -161,6 +159,7 @@ def _producer(
 ):
     """Waits on `free` of both rings; arrives at `full` of both, once a step: 64 threads as their copies end. Words have
     fewer stages and their own phase, which follows from the step: a tile has a multiple of 2 * WORD_STAGES steps."""
+    row_ring, word_ring = ring_at(memory.barriers, 0, _STAGES), ring_at(memory.barriers, _WORDS, _WORD_STAGES)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for index in range(gl.program_id(0), gl.cdiv(num_tokens, _TOKENS) * BLOCKS, gl.num_programs(0)):
         first_token, block = index // BLOCKS * _TOKENS, index % BLOCKS
@@ -168,13 +167,13 @@ def _producer(
         other_tile = row_tile if GATE_UP else row_tile + 2
         for step in range(K // 128):
             place = step % _WORD_STAGES
-            producer_acquire(memory.word_ring, place, step // _WORD_STAGES % 2 ^ 1)
+            producer_acquire(word_ring, place, step // _WORD_STAGES % 2 ^ 1)
             _copy_words(memory, place, 0, first.data, row_tile * (K // 128) + step, K)
             _copy_words(memory, place, 1, second.data, other_tile * (K // 128) + step, K)
-            producer_commit_copies(memory.word_ring, place)
-            producer_acquire(memory.row_ring, stage, phase)
+            producer_commit_copies(word_ring, place)
+            producer_acquire(row_ring, stage, phase)
             _copy_rows(memory, stage, x_ptr + step * 128, first_token, num_tokens, K)
-            producer_commit_copies(memory.row_ring, stage)
+            producer_commit_copies(row_ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
 
 

@@ -191,12 +191,12 @@ def _few_down_kernel(
     N_TILES: tl.constexpr = D // _BLOCK
     SHARED_UNROLL: tl.constexpr = (UNROLL + 1) // 2
     program = tl.program_id(0)
-    num_pairs = num_tokens * TOP_K
     num_shared_programs = num_shared_tiles * N_TILES * SHARED_RANGES
     if RANKS == 0 and program < num_shared_programs:
         work, part = program // SHARED_RANGES, program % SHARED_RANGES
         tile, first_out = work // N_TILES, work % N_TILES * _BLOCK
         token, is_row = shared_rows(tile, num_tokens, 0, SUB, SUB)
+        num_pairs = num_tokens * TOP_K
         shared_scale = tl.load(shared.out_scale)
         sums = product(
             hidden_ptr, (token + num_pairs,), (is_row,), shared.data, shared.scale, first_out, part,
@@ -217,6 +217,7 @@ def _few_down_kernel(
         program -= num_shared_programs
         work, part = program // RANGES, program % RANGES
         tile, n_tile = work // N_TILES, work % N_TILES
+        num_pairs = num_tokens * TOP_K
         if SPARSE:
             tile = direct_tile(tile, experts_ptr, num_pairs, E)
         expert = direct_expert(tile, experts_ptr, num_pairs, E)

@@ -134,21 +134,22 @@ def _gate_up_kernel(
     program = tl.program_id(0)
     num_shared_work = num_shared_tiles * SHARED_TILES
     if program < num_shared_work:
-        tile = program // SHARED_TILES
+        first_out = (program % SHARED_TILES) * (128 if ROUNDS_SHARED else _BLOCK)
         shared_hidden_ptr = hidden_ptr + num_tokens * TOP_K * I
+        tile = program // SHARED_TILES
         gate, up = matrices.shared_gate, matrices.shared_up
         if ROUNDS_SHARED:
             _rounded_gate_up(
                 quantised_ptr, tile, num_tokens, gate.data, gate.scale, gate.out_scale,
-                up.data, up.scale, up.out_scale, (program % SHARED_TILES) * 128, shared_hidden_ptr, limit,
+                up.data, up.scale, up.out_scale, first_out, shared_hidden_ptr, limit,
                 D, I, SHARED_FORMAT, SHARED_ROWS, SHARED_UNROLL, SHARED_RANGES,
             )
         else:
             tokens, is_row = shared_sub_rows(tile, num_tokens, SHARED_ROWS)  # of [8] each
             _gate_up_rows(
                 quantised_ptr, tokens, tokens, is_row, gate.data, gate.scale, gate.out_scale,
-                up.data, up.scale, up.out_scale, (program % SHARED_TILES) * _BLOCK, weights_ptr, shared_hidden_ptr,
-                limit, D, I, SHARED_FORMAT, SHARED_UNROLL, SHARED_RANGES, False, IN_NATURAL,
+                up.data, up.scale, up.out_scale, first_out, weights_ptr, shared_hidden_ptr, limit,
+                D, I, SHARED_FORMAT, SHARED_UNROLL, SHARED_RANGES, False, IN_NATURAL,
             )
     else:
         program -= num_shared_work

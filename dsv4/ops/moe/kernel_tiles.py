@@ -48,12 +48,12 @@ from dsv4.ops.lib.fp4 import fp4_planes, fp4_scales
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
     BARRIER_BYTES,
-    Ring,
+    init_ring_at,
     later_stage,
     next_stage,
     producer_acquire,
     producer_commit_copies,
-    ring_within,
+    ring_at,
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait, wgmma_issue, wgmma_wait
 from dsv4.ops.moe.kernel_hidden import activate
@@ -85,7 +85,7 @@ if hopper is not None:
 
 class Memory(NamedTuple):
     """Shared memory: stages of token rows (halves of 64 columns), of words and of scales; sums of a tile; where rows of
-    x begin, which pairs they are of, and those pairs' weights; descriptions of two tiles; barriers, and their ring."""
+    x begin, which pairs they are of, and those pairs' weights; descriptions of two tiles; barriers."""
 
     x: Any
     words: Any
@@ -96,7 +96,6 @@ class Memory(NamedTuple):
     weights: Any
     tiles: Any
     barriers: Any
-    ring: Ring
 
 
 class Tile(NamedTuple):
@@ -125,13 +124,13 @@ def _allocate(FORMAT: gl.constexpr):
     x._reinterpret(gl.int32, [4], FLAT).store(mark)
     tiles.index(0).store(mark)
     barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
-    ring = ring_within(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
+    init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
     _barrier.init(barriers.index(_TAKEN), count=1)
     _barrier.init(barriers.index(_DESCRIBED), count=1)
     _barrier.init(barriers.index(_DESCRIBED + 1), count=1)
     gl.thread_barrier()
-    return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers, ring)
+    return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers)
 
 
 @gluon_jit
@@ -203,6 +202,7 @@ def _producer(
 ):
     """Waits on the ring's `free`; arrives at its `full`, 64 threads as their copies end, and at `described`, once a
     tile. Weight rows of the tile, of gate and up or two halves of down's, and its token rows, step by step."""
+    ring = ring_at(memory.barriers, 0, _STAGES)
     num_pairs = gl.load(order.offsets + E)
     place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_PRODUCER_WARPS], [0]))
     index, described = gl.program_id(0), gl.to_tensor(0)
@@ -223,12 +223,12 @@ def _producer(
         row_tile = tile.block * (2 if GATE_UP else 4)
         other_tile = row_tile if GATE_UP else row_tile + 2
         for step in range(K // 128):
-            producer_acquire(memory.ring, stage, phase)
+            producer_acquire(ring, stage, phase)
             _copy_weights(memory, 2 * stage, data_ptr, scale_ptr, row_tile * (K // 128) + step, K, FORMAT)
             other = other_tile * (K // 128) + step
             _copy_weights(memory, 2 * stage + 1, other_data_ptr, other_scale_ptr, other, K, FORMAT)
             _copy_rows(memory, stage, x_ptr + step * 128, (num_rows + 7) // 8 * 8)
-            producer_commit_copies(memory.ring, stage)
+            producer_commit_copies(ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
     _describe(memory, described, gl.to_tensor(0), gl.to_tensor(0.0), gl.to_tensor(0.0))

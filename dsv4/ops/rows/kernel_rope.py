@@ -53,12 +53,12 @@ def rope_heads(
     cols = tl.arange(0, BLOCK)[None, :]
     x_rows = x_ptr + token * stride_xt + heads[:, None] * stride_xh
     out_rows = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
-    x = tl.load(x_rows + cols * stride_xk, mask=head_mask & (cols < HEAD_DIM), other=0.0)
+    x = tl.load(x_rows + cols * stride_xk, mask=head_mask & (cols < HEAD_DIM), other=0.0)  # [HEADS, BLOCK]
     NOPE_DIM: tl.constexpr = HEAD_DIM - ROPE_DIM
     rope_cols = NOPE_DIM + tl.arange(0, ROPE_DIM)[None, :]
-    pairs = tl.load(x_rows + rope_cols * stride_xk, mask=head_mask, other=0.0)
+    pairs = tl.load(x_rows + rope_cols * stride_xk, mask=head_mask, other=0.0)  # [HEADS, ROPE_DIM]
 
-    cos, sin = rope_cos_sin(tl.load(positions_ptr + token), freqs_ptr, ROPE_DIM // 2)
+    cos, sin = rope_cos_sin(tl.load(positions_ptr + token), freqs_ptr, ROPE_DIM // 2)  # [P] each
     if INVERSE:
         sin = sin * -1.0  # `-sin` is 0 - sin in Triton, which loses the sign of a zero
     if HAS_NORM:

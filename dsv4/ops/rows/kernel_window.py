@@ -75,7 +75,7 @@ def _append_swa_kernel(
     # window.rows[slots, ring_rows] = rows[writers]. Asked for before it is known who writes: one wait, not two
     cols, scale_cols = tl.arange(0, DATA_BLOCK)[None, :], tl.arange(0, SCALE_BLOCK)[None, :]
     is_data, is_scale = cols < DATA_BYTES, scale_cols < SCALE_BYTES
-    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=mask[:, None] & is_data)
+    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=mask[:, None] & is_data)  # [ROWS, bytes]
     scales = tl.load(scales_ptr + tokens[:, None] * stride_st + scale_cols, mask=mask[:, None] & is_scale)
     tl.store(ring.data + offsets[0][:, None] + cols, data, mask=is_writer[:, None] & is_data)
     tl.store(ring.scales + offsets[2][:, None] + scale_cols, scales, mask=is_writer[:, None] & is_scale)
