@@ -154,8 +154,8 @@ def _send_parts_kernel(
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(experts_ptr + row * TOP_K + place) >= 0:
         target = (row % num_tokens) * TOP_K + place
-        home_ptr = tl.load(peer_buffers_ptr + row // num_tokens).to(tl.pointer_type(tl.bfloat16))
-        target_ptr = tl.multiple_of(home_ptr, 16)
+        peer_ptr = tl.load(peer_buffers_ptr + row // num_tokens).to(tl.pointer_type(tl.bfloat16))
+        target_ptr = tl.multiple_of(peer_ptr, 16)
         for start in range(0, D, COLS):
             cols = start + tl.arange(0, COLS)
             part = tl.load(parts_ptr + (row * TOP_K + place) * D + cols, mask=cols < D)

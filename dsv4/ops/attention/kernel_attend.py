@@ -107,7 +107,7 @@ def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, I
 
 @jit
 def _one_over_total(highest, total, heads, head_mask, sink_ptr):
-    """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them weighs more than 1/2."""
+    """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them has a weight above 1/2."""
     sink = tl.load(sink_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
     # inverse = 1 / (total + exp(sink - highest))
     inverse = tl.div_rn(total * 0.0 + 1.0, total + tl.exp2(sink * _LOG2_E - highest))
@@ -155,7 +155,7 @@ def _fold_state(state, other, is_first):
 
 @jit
 def _where(exists, state, otherwise):
-    """What is behind the last part changes nothing: not even the sign of a zero."""
+    """What comes after the last part changes nothing: not even the sign of a zero."""
     return (
         tl.where(exists, state[0], otherwise[0]),
         tl.where(exists, state[1], otherwise[1]),

@@ -84,9 +84,9 @@ def _store_places(
 
 
 @jit
-def _load_behind(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, COUNT: tl.constexpr,
+def _load_across(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, COUNT: tl.constexpr,
                  NUM_GROUPS: tl.constexpr):
-    """COUNT parts of a tile's rows from FIRST on, as `load_groups` counts them; behind the last those of the next."""
+    """COUNT parts of a tile's rows from FIRST on, as `load_groups` counts them; after the last those of the next."""
     LAST: tl.constexpr = FIRST + COUNT
     PARTS: tl.constexpr = NUM_GROUPS + 2
     words = load_groups(words_ptr, exists, min(FIRST, PARTS), min(LAST, PARTS), NUM_GROUPS)
@@ -147,7 +147,7 @@ def _qk_softmax_kernel(
         # logit = (q @ k.T) * scale
         logits = tl.zeros([HEADS, _KEYS], tl.float32)  # [HEADS, KEYS]
         for matrix in tl.static_range(MATRICES):
-            words += _load_behind(
+            words += _load_across(
                 words_ptr, exists, next_ptr, next_exists, matrix * WIDE + AHEAD, WIDE + (matrix == MATRICES - 1),
                 NUM_GROUPS,
             )
@@ -201,7 +201,7 @@ def _pv_accumulate(
         place = first_place + tile
         # part = weight @ v; out = out * shrink + part * share
         part = tl.dot(weight, decode_groups(words, scales, FIRST, SLICE, ROPE))  # [HEADS, SLICE * 64]
-        # behind the product: a fence in front of it would wait for these
+        # after the product: a fence in front of it would wait for these
         after = tl.minimum(place + 1, last_place)
         words = load_groups(words_ptr + shift, exists, FIRST, LAST, ROPE)
         scales = _load_scales(tiles, after, first_group, SLICE)

@@ -7,8 +7,8 @@ tile of 64 keys x 512 columns has four quarters of 128 columns:
     warp group                 waits on                               arrives at (1 arrival a group)
     producer, gathers rows     places.free, query.free                places.full (a pair), query.full (a query)
     producer, decodes rows     places.full, keys.free[8 quarters]     keys.full[8 quarters], places.free
-    MMA 0 and 1                query.full, keys.full (own tile),      weighed[own tile], keys.free (own columns of both
-                               weighed[both tiles]                    tiles), query.free (2 arrivals, both groups)
+    MMA 0 and 1                query.full, keys.full (own tile),      probs[own tile], keys.free (own columns of both
+                               probs[both tiles]                      tiles), query.free (2 arrivals, both groups)
 
 * `producer_gather` looks up where the rows of a pair lie, and their scales, two pairs ahead; and it copies queries.
 * `producer_decode` makes bf16 of the rows.
@@ -20,7 +20,7 @@ The probabilities of one group reach the other through shared memory. A quarter 
 next when its values are summed, because its keys were multiplied before. The warps that read what others wrote to
 shared memory fence it for the tensor cores: the writer's fence would wait for the rows that it has asked for.
 
-Shared memory, 224 KB (S = RING pairs looked up ahead; the compiler places it):
+Shared memory, 226 KB in all (S = RING pairs looked up ahead; the compiler places it):
 
     q        4 quarters x 64 heads x 128 bf16              65,536
     keys     2 tiles x 4 quarters x 64 keys x 128 bf16    131,072
@@ -29,7 +29,7 @@ Shared memory, 224 KB (S = RING pairs looked up ahead; the compiler places it):
     exists, highest, total, turn, barriers                  about 3,200
 
 Four groups share 512 registers a thread. The accumulator of an MMA group takes 128 for its 256 columns, and 32 for the
-products of a tile. Next to nothing may be spilled inside the loops: beside 225 KB of shared memory the L1 cache has no
+products of a tile. Next to nothing may be spilled inside the loops: beside 226 KB of shared memory the L1 cache has no
 room for it. So:
 
 * The descriptors of products' operands must not be made before the loop, which the compiler would do: their places are
@@ -84,7 +84,7 @@ class Barriers(NamedTuple):
     probabilities of either tile are there [2]."""
 
     keys: Ring
-    weighed: Any
+    probs: Any
     query: Ring
     places: Ring
 
@@ -125,7 +125,7 @@ def _existing(memory, TILE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon_jit
 def _qk_softmax(memory, barriers, scale, phase, none, GROUP: gl.constexpr):
-    """Waits on `keys.full`, quarter by quarter; arrives at `weighed`. Probabilities, highest logit and sum of the
+    """Waits on `keys.full`, quarter by quarter; arrives at `probs`. Probabilities, highest logit and sum of the
     group's own tile, for both groups."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     # logit = (q @ k.T) * scale
@@ -142,17 +142,17 @@ def _qk_softmax(memory, barriers, scale, phase, none, GROUP: gl.constexpr):
     memory.highest.index(GROUP).store(highest)
     memory.total.index(GROUP).store(total)
     _fence()
-    _barrier.arrive(barriers.weighed.index(GROUP))
+    _barrier.arrive(barriers.probs.index(GROUP))
 
 
 @gluon_jit
 def _pv_accumulate(
     memory, barriers, state, phase, none, TILE: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr
 ):
-    """Waits on `weighed`; releases its quarters of the tile. The group's columns of P V of a tile, folded into a state:
+    """Waits on `probs`; releases its quarters of the tile. The group's columns of P V of a tile, folded into a state:
     highest [H], total [H], accumulators [H, 64]."""
     highest, total, out = state
-    _barrier.wait(barriers.weighed.index(TILE), phase)
+    _barrier.wait(barriers.probs.index(TILE), phase)
     tile_highest = memory.highest.index(TILE).load(gl.SliceLayout(1, MMA))
     new_highest = gl.maximum(highest, tile_highest)
     shrink = gl.exp2(highest - new_highest)
@@ -209,7 +209,7 @@ def _store_state(states, state, GROUP: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon_jit
-def _behind_stored(states, state, GROUP: gl.constexpr, MMA: gl.constexpr):
+def _after_stored(states, state, GROUP: gl.constexpr, MMA: gl.constexpr):
     """The fold of the stored state, of the runs before, and the one of this run."""
     run_highest, run_total, run_out = state
     rows = _state_rows(GROUP, MMA)
@@ -304,12 +304,12 @@ def _attend(
             if HAS_RUNS:  # noqa: SIM102
                 if ((pair + 1) % RUN_PAIRS == 0) & (pair + 1 < num_pairs):
                     if pair + 1 > RUN_PAIRS:
-                        state = _behind_stored(states, state, GROUP, MMA)
+                        state = _after_stored(states, state, GROUP, MMA)
                     _store_state(states, state, GROUP, MMA)
                     state = _empty(MMA)
         if HAS_RUNS:  # noqa: SIM102
             if num_pairs > RUN_PAIRS:
-                state = _behind_stored(states, state, GROUP, MMA)
+                state = _after_stored(states, state, GROUP, MMA)
         # asked for while the result is stored
         following = gl.minimum(index + gl.num_programs(0), num_programs - 1) // HEAD_BLOCKS
         next_position, slot = gl.load(tokens.positions + following), gl.load(tokens.slots + following)

@@ -18,7 +18,7 @@ _TWO_120 = tl.constexpr(2.0**120)
 
 @jit
 def _num_entries(position, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr):
-    """Keys behind the window: as many as there are picks, or every entry the position may see."""
+    """Keys after the window: as many as there are picks, or every entry the position may see."""
     count = (position + 1) // RATIO
     if NUM_PICKS > 0:
         count = count * 0 + NUM_PICKS
@@ -37,18 +37,18 @@ def count_tiles(position, slot, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constex
 @jit
 def tile_ids(tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES: tl.constexpr,
               NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr):
-    """What a tile's keys are, [KEYS]: positions in a tile of the window, entries behind it; -1 where there is none."""
+    """What a tile's keys are, [KEYS]: positions in a tile of the window, entries after it; -1 where there is none."""
     WINDOW_TILES: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS
     key = tile * _KEYS + tl.arange(0, _KEYS)
     age = WINDOW_TILES * _KEYS - 1 - key
     ids = tl.where((tile < num_tiles) & (age < WINDOW), tl.maximum(position - age, -1), -1)
     if HAS_ENTRIES:
         entry = key - WINDOW_TILES * _KEYS
-        is_behind = (tile >= WINDOW_TILES) & (tile < num_tiles)
+        is_after = (tile >= WINDOW_TILES) & (tile < num_tiles)
         if NUM_PICKS > 0:
-            mask = is_behind & (entry < NUM_PICKS)
+            mask = is_after & (entry < NUM_PICKS)
             entry = tl.load(picks_ptr + token.to(tl.int64) * stride_pt + entry, mask=mask, other=-1).to(tl.int32)
-        is_seen = is_behind & (entry >= 0) & (entry < (position + 1) // RATIO)
+        is_seen = is_after & (entry >= 0) & (entry < (position + 1) // RATIO)
         ids = tl.where(tile < WINDOW_TILES, ids, tl.where(is_seen, entry, -1))
     return ids
 

@@ -80,15 +80,15 @@ class AttentionPlan(NamedTuple):
             WHOLE: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
             IN_PAIRS: 12 + 3.6 * num_tiles * -(-num_programs // self.multiprocessors),
             BY_COLUMNS: 7
-            + self._weights_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
+            + self._softmax_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
             + num_tiles * max(1.0, 0.9 * -(-4 * num_programs // self.multiprocessors)),
         }
 
     def share(self, num_programs: int, num_tiles: int) -> int:
-        """Tiles of a program that weighs them."""
-        return min(range(1, num_tiles + 1), key=lambda share: self._weights_us(num_programs, num_tiles, share))
+        """Tiles of a CTA that computes their probabilities."""
+        return min(range(1, num_tiles + 1), key=lambda share: self._softmax_us(num_programs, num_tiles, share))
 
-    def _weights_us(self, num_programs: int, num_tiles: int, share: int) -> float:
+    def _softmax_us(self, num_programs: int, num_tiles: int, share: int) -> float:
         """Two programs at once take 6 us for a tile each, one alone 5; to begin takes as long as 0.8 tiles."""
         all_programs = num_programs * -(-num_tiles // share)
         tile_us = 5.0 if all_programs <= self.multiprocessors else 6.0

@@ -2,7 +2,7 @@
 
 A program owns a group of neighbouring tokens and makes the entries they close. The rings are read and written in one
 launch, and programs run in any order, so everything that touches a request's rings belongs to one program, that of the
-first token of its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a
+first token of its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, after a
 barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
 An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
@@ -291,7 +291,7 @@ def _compress_group(
     base = tl.program_id(0) * group
     if PREFETCH_ROWS > 0:
         _prefetch(job, batch, base, num_tokens, 2 * DIM, DIM, PREFETCH_ROWS)
-    # the group's tokens, and those behind them whose entries may belong to this program
+    # the group's tokens, and those after them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
     positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)  # [CANDIDATES]

@@ -83,7 +83,7 @@ def encode_queries(
 # ---- keys ----
 
 # A word of FP4 has 8 codes: code i of word j is dimension 8 j + i of the key. Plane i, the i-th codes of the words, is
-# decoded from pairs of words, and the planes are joined one behind the other: the words of a row in the layout of an
+# decoded from pairs of words, and the planes are joined one after the other: the words of a row in the layout of an
 # MMA operand with K = 16 are then, plane by plane, the operand with K = 128, and nothing moves between threads. The
 # words stand in such an order that a thread has one of every four that share a scale. Queries come in the same order of
 # dimensions (`_in_planes`). FP8 has 4 codes a word.
@@ -153,7 +153,7 @@ def _join4(p0, p1, p2, p3):
 
 @jit
 def decode_keys(words, scales, KIND: tl.constexpr):
-    """Words int32 [N, W] of N keys, and what `_load_keys` gives as scales [N] -> bf16 [N, DIM], planes one behind the
+    """Words int32 [N, W] of N keys, and what `_load_keys` gives as scales [N] -> bf16 [N, DIM], planes one after the
     other. FP4: times 2^-63. FP8: not scaled yet.
     """
     N: tl.constexpr = words.shape[0]
@@ -221,7 +221,7 @@ def _load_blocks(table_ptr, start, end, TILE: tl.constexpr, PER_BLOCK: tl.conste
 @jit
 def _load_keys(keys, blocks, start, TILE: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
     """Stored words [TILE, WORDS] and scales [TILE] (FP4: 4 codes in a word; FP8: fp32) of the entries from `start` on,
-    in `blocks`. Those behind the last come from the same blocks and mean nothing.
+    in `blocks`. Those after the last come from the same blocks and mean nothing.
     """
     lanes = tl.arange(0, TILE)
     block0, block1, block2, block3 = blocks
@@ -278,7 +278,7 @@ def _load_weights(weights_ptr, scale, heads, NUM_HEADS: tl.constexpr, KIND: tl.c
 
 @jit
 def _own_tiles(limit, TILE: tl.constexpr):
-    """First entry of this program's tiles, and the one behind the last: an even share of `limit` entries."""
+    """First entry of this program's tiles, and the one after the last: an even share of `limit` entries."""
     num_tiles = (limit + TILE - 1) // TILE
     share = (num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0) * TILE
     start = tl.program_id(0) * share
@@ -354,8 +354,8 @@ def group_scores_kernel(
         # a run: neighbouring tokens of one request
         slot = tl.load(slots_ptr + begin)
         is_later = (tokens >= begin) & (tokens < stop) & (slots != slot)
-        behind = tl.min(tl.where(is_later, tokens, stop), 0)
-        is_run = (tokens >= begin) & (tokens < behind)
+        run_stop = tl.min(tl.where(is_later, tokens, stop), 0)
+        is_run = (tokens >= begin) & (tokens < run_stop)
         run_limit = tl.max(tl.where(is_run, limits, 0), 0)
         run_limit = tl.where(run_limit > TOP_K, run_limit, 0)
         run_table_ptr = table_ptr + slot * stride_ts
@@ -367,16 +367,16 @@ def group_scores_kernel(
             # positions ascend: the tokens that see nothing of this tile, or are not scored, come first
             num_blind = tl.sum((is_run & (limits <= tl.maximum(tile, TOP_K))).to(tl.int32), 0)
             # one token before the others: the compiler then has the keys decoded in the registers that feed the product
-            visible = tl.minimum(begin + num_blind, behind - 1)
+            visible = tl.minimum(begin + num_blind, run_stop - 1)
             _score_token(
                 q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, visible, tile,
                 capacity, stride_qt, stride_qh, stride_wt, stride_st,
                 KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
             )
-            for token in tl.range(visible + 1, behind, num_stages=STAGES):
+            for token in tl.range(visible + 1, run_stop, num_stages=STAGES):
                 _score_token(
                     q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, token, tile,
                     capacity, stride_qt, stride_qh, stride_wt, stride_st,
                     KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
                 )
-        begin = behind
+        begin = run_stop

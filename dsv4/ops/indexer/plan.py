@@ -35,7 +35,7 @@ class ScoreConfig:
     max_group: int = MAX_GROUP
     group_registers: int | None = None  # at most, of a thread
     shares: int = 32
-    start_tiles: int = 3  # the beginning of a program takes as long as so many tiles
+    start_tiles: int = 3  # a program takes as long to begin as for this many tiles
     max_waves: int = 4
     registers: int | None = None  # at most, of a thread that has one token
     is_fused: bool = True  # relu times weight and the sum over heads are one rounding (the same bits in both kernels)
@@ -49,8 +49,8 @@ class ScoreConfig:
     def grid(self, num_tokens: int, capacity: int) -> tuple[int, int]:
         """Programs of a token or group, and how many of these there are.
 
-        Of one token: as many as make waves (so many run at once) times tiles of each the least: a few more than a wave
-        holds would double the time. Groups differ in what they see: several waves even that out.
+        Of one token: as many as make waves (`programs` on every multiprocessor) times tiles of each the least: a few
+        more than a wave holds would double the time. Groups differ in what they see: several waves even that out.
         """
         group = self.group(num_tokens)
         if group:

@@ -73,7 +73,7 @@ _FREE, _WORDS = gl.constexpr(STAGES), gl.constexpr(2 * STAGES)
 _WORDS_FREE, _SUMMED = gl.constexpr(2 * STAGES + WORD_STAGES), gl.constexpr(2 * STAGES + 2 * WORD_STAGES)
 _TAKEN, _NUM_BARRIERS = (gl.constexpr(2 * STAGES + 2 * WORD_STAGES + i) for i in (1, 2))
 _X_BYTES = gl.constexpr(TILE_TOKENS * 256)  # of a stage
-# where the barriers lie: behind rows, words and sums
+# where the barriers lie: after rows, words and sums
 _BARRIERS = gl.constexpr(TILE_TOKENS * 256 * STAGES + TILE_OUTPUTS * 128 * WORD_STAGES + TILE_SUMS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
 if hopper is not None:

@@ -205,8 +205,8 @@ def _few_down_kernel(
         pdl_trigger()
         outs = first_out + tl.arange(0, _BLOCK)
         if SHARED_RANGES > 1:
-            behind = num_pairs * D * RANGES if RANGES > 1 else 0  # the routed experts' partials come first
-            store_parts(sums, 1.0, (token,), (is_row,), outs, results.sums + behind + part * num_tokens * D, 0, D)
+            first_sum = num_pairs * D * RANGES if RANGES > 1 else 0  # the routed experts' partials come first
+            store_parts(sums, 1.0, (token,), (is_row,), outs, results.sums + first_sum + part * num_tokens * D, 0, D)
         else:
             store_parts(sums, shared_scale, (token + num_pairs,), (is_row,), outs, results.parts, 0, D)
         combine(

@@ -68,7 +68,7 @@ def _rounded_gate_up(
     RANGES: tl.constexpr,
 ):
     """128 columns of hidden, rounded: what a CTA of many tokens has of the shared expert. One matrix after the other,
-    64 rows after 64, rounded at the end, and where rows lie found again for each: of so many tokens registers hold no
+    64 rows after 64, rounded at the end, and where rows lie found again for each: of 32 tokens registers hold no
     more. Hidden has rows for the whole of the last tile, where those of its last token are repeated.
     """
     for half in tl.range(0, 2, num_stages=1):

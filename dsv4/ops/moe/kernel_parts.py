@@ -72,10 +72,10 @@ def sum_parts(
         total += _load_part(tokens * TOP_K + place, is_part, scale, cols, parts_ptr, sums_ptr, num_pairs, D, RANGES)
     shared_scale = tl.load(shared_scale_ptr)
     if SHARED_RANGES > 1:
-        # their sums lie behind the pairs'
-        behind = num_pairs * D * RANGES if RANGES > 1 else 0
+        # their sums lie after the pairs'
+        first_sum = num_pairs * D * RANGES if RANGES > 1 else 0
         total += _load_part(
-            tokens, is_last, shared_scale, cols, parts_ptr, sums_ptr + behind, num_tokens, D, SHARED_RANGES
+            tokens, is_last, shared_scale, cols, parts_ptr, sums_ptr + first_sum, num_tokens, D, SHARED_RANGES
         )
     else:
         total += _load_part(num_pairs + tokens, is_last, 1.0, cols, parts_ptr, sums_ptr, num_tokens, D, 1)

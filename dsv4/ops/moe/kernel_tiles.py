@@ -73,7 +73,7 @@ _REGISTERS = gl.constexpr(32)  # of producer and epilogue warps; MMA warps then 
 _FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
 _NUM_BARRIERS = gl.constexpr(2 * STAGES + 4)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS = gl.constexpr(128)  # bytes behind the first barrier
+_DESCRIPTIONS = gl.constexpr(128)  # bytes after the first barrier
 _X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
 _SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
@@ -99,7 +99,7 @@ class Memory(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Of an expert, -1 behind the last: where its pairs begin and end, and which of the blocks of weight rows."""
+    """Of an expert, -1 after the last: where its pairs begin and end, and which of the blocks of weight rows."""
 
     expert: Any
     start: Any
@@ -326,7 +326,7 @@ def leave_sums(memory, sums, scale, other_scale, MMA: gl.constexpr, GATE_UP: gl.
     row = gl.arange(0, _OUTPUTS, gl.SliceLayout(1, MMA))
     factor = gl.where(row // 8 % 2 == 0, scale, other_scale).expand_dims(1) if GATE_UP else scale
     parts = ()
-    for part in gl.static_range(_TOKENS // 16):  # behind the last: anything
+    for part in gl.static_range(_TOKENS // 16):  # after the last: anything
         parts = with_item(parts, (sums[min(part, len(sums) - 1)] * factor).to(gl.bfloat16))
     joined = _joined(parts)
     if GATE_UP:

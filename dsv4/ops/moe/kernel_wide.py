@@ -31,7 +31,7 @@ def _settled(number):
 
     Left alone, the compiler lets products whose first operand is in registers run on into the next step, where those
     registers are written again: wrong results, at some tiles. Waiting at the end of a step, and nowhere in it, lets the
-    decode of a plane run beside the products of those before. (A use of the sums would make the compiler wait behind
+    decode of a plane run beside the products of those before. (A use of the sums would make the compiler wait after
     every product.) What reads sums inside the loop must hang on the result.
     """
     if not INTERPRET:
@@ -44,7 +44,7 @@ def _settled(number):
 @jit
 def _never(number):
     """Nothing: `number` is not negative, which the compiler does not know. It puts what a branch hangs on, and so the
-    wait, behind the copies for the steps to come, which then run beside the last products.
+    wait, after the copies for the steps to come, which then run beside the last products.
     """
     if not INTERPRET:  # noqa: SIM102
         if number < 0:

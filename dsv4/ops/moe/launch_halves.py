@@ -39,26 +39,26 @@ def moe_shared(
         moe_shared_ref(x, routed, shared, out, top_k=top_k, limit=limit)
         return
     num_tokens = x.shape[0]
-    kept = _kept_nobody(top_k, x.device) if num_tokens <= _KEPT_TOKENS else _nobody(num_tokens, top_k, x.device)
+    kept = _kept_no_choices(top_k, x.device) if num_tokens <= _KEPT_TOKENS else _no_choices(num_tokens, top_k, x.device)
     experts, weights = (choice[:num_tokens] for choice in kept)
     config, matrices = config_for(x, experts, routed), (cast(_Shuffled, routed), cast(_Shuffled, shared))
     launch_moe(x, experts, weights, *matrices, limit, config, has_routed=False, out=out)
 
 
 @cache
-def _kept_nobody(top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _kept_no_choices(top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For decode steps: their graphs would fill them anew in every layer."""
-    return _nobody(_KEPT_TOKENS, top_k, device)
+    return _no_choices(_KEPT_TOKENS, top_k, device)
 
 
-def _nobody(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _no_choices(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The choices of tokens that choose no expert, and their weights, [T, k]."""
     shape = num_tokens, top_k
     return torch.full(shape, -1, dtype=torch.int32, device=device), torch.zeros(shape, device=device)
 
 
 def moe_fold(parts: Tensor, shared_out: Tensor) -> Tensor:
-    """See `moe_fold_ref`; summed in fp32, first to last, the shared expert behind."""
+    """See `moe_fold_ref`; summed in fp32, first to last, the shared expert last."""
     check_launch(parts, shared_out)
     (num_tokens, dim), top_k = shared_out.shape, parts.shape[1]
     if parts.dtype != torch.bfloat16 or parts.shape != (num_tokens, top_k, dim):

@@ -55,7 +55,7 @@ def moe_ref(
 
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
     expert id outside 0 .. E - 1 (-1 by convention) is left out. `rounded`: x as FP8 layers see it (`HyperInput`), if
-    somebody has it already; here nobody asks for it.
+    it is there already; not used here.
     """
     pairs, num_tokens = _Pairs.of(experts, routed), x.shape[0]
     everyone = torch.arange(num_tokens, device=x.device)

@@ -25,9 +25,9 @@ class ExpertOrder:
 
     counts        [E]      pairs of each expert
     offsets       [E + 1]  where each expert's pairs start in `pairs`; the last is the number of pairs in use
-    pairs         [N]      token * k + choice, ascending inside an expert; -1 behind the last
-    tile_experts  [M]      expert of each tile of up to tile_rows pairs, ascending; -1 behind the last tile
-    tile_starts   [M]      where it starts in `pairs`; it ends with the expert or tile_rows later; -1 behind the last
+    pairs         [N]      token * k + choice, ascending inside an expert; -1 after the last
+    tile_experts  [M]      expert of each tile of up to tile_rows pairs, ascending; -1 after the last tile
+    tile_starts   [M]      where it starts in `pairs`; it ends with the expert or tile_rows later; -1 after the last
     """
 
     counts: Tensor
