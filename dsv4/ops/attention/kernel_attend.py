@@ -213,6 +213,37 @@ def _empty(MATRICES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr):
     return tl.full([HEADS], _NONE, tl.float32), tl.zeros([HEADS], tl.float32), out
 
 
+@jit
+def load_query(queries, token, heads, head_mask, cols, MATRICES: tl.constexpr):
+    """q[token, heads], in MATRICES of [HEADS, COLS], whose columns are `cols` of each."""
+    q = ()
+    for matrix in tl.static_range(MATRICES):
+        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
+        q_ptrs = q_rows + matrix * cols.shape[0] + cols[None, :]
+        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    return q
+
+
+@jit
+def _decode_keys(words, scale_word, MATRICES: tl.constexpr, WIDE: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Rows of a tile as bf16, in MATRICES of [KEYS, COLS]."""
+    keys = ()
+    for matrix in tl.static_range(MATRICES):
+        some = words[matrix * WIDE :]
+        scales = scales_of(scale_word, matrix * WIDE, WIDE)
+        keys += (decode_groups(some, scales, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+    return keys
+
+
+@jit
+def _pv_accumulate(out, weight, keys, shrink, share):
+    """out = out * shrink + (weight @ v) * share, matrix by matrix."""
+    folded = ()
+    for matrix in tl.static_range(len(out)):
+        folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
+    return folded
+
+
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
 def _attend_kernel(
     queries, out_ptr, num_heads, scale, tables, tokens, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
@@ -222,6 +253,9 @@ def _attend_kernel(
     INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    """A query's, a run's or a tile's keys (CUT), for HEADS heads. queries: `QueryArguments`; tables: `TableArguments`;
+    tokens: `TokenArguments`; rows, ring, pages: `RowTarget`; states: `StateArguments`, where parts go.
+    """
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -253,11 +287,7 @@ def _attend_kernel(
     cols = tl.arange(0, COLS)
 
     ids = tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
-    q = ()  # MATRICES of [HEADS, COLS]
-    for matrix in tl.static_range(MATRICES):
-        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
-        q_ptrs = q_rows + matrix * COLS + cols[None, :]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    q = load_query(queries, token, heads, head_mask, cols, MATRICES)  # MATRICES of [HEADS, COLS]
     highest, total, out = _empty(MATRICES, HEADS, COLS)  # [HEADS], [HEADS], MATRICES of [HEADS, COLS]
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
@@ -288,11 +318,7 @@ def _attend_kernel(
             slot = tl.load(tokens.slots + token, volatile=True).to(tl.int32)
             chunk_start = tl.load(tokens.chunk_starts + token, volatile=True).to(tl.int32)
         words = ahead + load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
-        keys = ()  # MATRICES of [KEYS, COLS]
-        for matrix in tl.static_range(MATRICES):
-            some = words[matrix * WIDE :]
-            scales = scales_of(scale_word, matrix * WIDE, WIDE)
-            keys += (decode_groups(some, scales, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+        keys = _decode_keys(words, scale_word, MATRICES, WIDE, NUM_GROUPS)  # MATRICES of [KEYS, COLS]
         weight = tl.zeros([HEADS, _KEYS], tl.bfloat16)
         shrink = tl.zeros([HEADS], tl.float32)
         share = shrink
@@ -326,10 +352,7 @@ def _attend_kernel(
             total = total * shrink + tile_total * share
             weight = wide_weight.to(tl.bfloat16)
         # part = weight @ v; out = out * shrink + part * share
-        folded = ()
-        for matrix in tl.static_range(MATRICES):
-            folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
-        out = folded
+        out = _pv_accumulate(out, weight, keys, shrink, share)
 
     part = (tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)) * HEADS
     first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * HEADS) * DIM

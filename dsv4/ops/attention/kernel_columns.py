@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dsv4.ops.attention.kernel_attend import _empty, _fold, _probabilities, _store_result
+from dsv4.ops.attention.kernel_attend import _empty, _fold, _probabilities, _store_result, load_query
 from dsv4.ops.attention.kernel_rows import (
     KEYS,
     count_tiles,
@@ -101,7 +101,9 @@ def _qk_softmax_kernel(
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):
-    """`share` tiles of a query and HEADS heads."""
+    """`share` tiles of a query and HEADS heads. queries: `QueryArguments`; tokens: `TokenArguments`; rows, ring, pages:
+    `RowTarget`; tiles: `TileArguments`.
+    """
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -119,12 +121,7 @@ def _qk_softmax_kernel(
     COLS: tl.constexpr = WIDE * _GROUP
     first_place = tl.program_id(0).to(tl.int64) * num_slices
 
-    q = ()
-    for matrix in tl.static_range(MATRICES):
-        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
-        q_ptrs = q_rows + matrix * COLS + tl.arange(0, COLS)[None, :]
-        # q[token, heads], MATRICES of [HEADS, COLS]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    q = load_query(queries, token, heads, head_mask, tl.arange(0, COLS), MATRICES)  # MATRICES of [HEADS, COLS]
     _store_places(
         tiles, first_place, first, stop, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
         stride_rps, pages, picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW,
