@@ -52,7 +52,7 @@ def _gate_up_rows(
     # gate, up = x @ w1.T, x @ w3.T
     gates, ups = two_products(
         x_ptr, x_rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
-        _BLOCK, D, FORMAT, False, UNROLL, RANGES, True,
+        _BLOCK, D, FORMAT, UNROLL, RANGES,
     )  # of [64, 8] each
     # hidden = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight
     store_hidden(

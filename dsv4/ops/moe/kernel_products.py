@@ -118,11 +118,11 @@ def product(
     for first in range(first_tile, first_tile + num_tiles, STEP):
         for step in tl.static_range(STEP):
             words, low, high = load_words(data_ptr, scale_ptr, first_out, first + step, K_TILES, BLOCK, FORMAT)
-            weight = decode_tile(words, low, high, FORMAT)
+            weight = decode_tile(words, low, high, FORMAT)  # [BLOCK, 128]
             k_tile = (first + step) % K_TILES if TWICE else first + step
             sums = ()
             for sub in tl.static_range(NUM):
-                x = _load_rows(x_ptr, rows[sub], is_row[sub], k_tile * 128, K, QUANTISE, ORDERED, MASKED)
+                x = _load_rows(x_ptr, rows[sub], is_row[sub], k_tile * 128, K, QUANTISE, ORDERED, MASKED)  # [128, 8]
                 sums = with_item(sums, tl.dot(weight, x, accs[sub]))
             accs = sums
         if IS_SUMMED:  # noqa: SIM102
@@ -144,10 +144,9 @@ def product(
 @jit
 def two_products(
     x_ptr, rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
-    BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
-    RANGES: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, UNROLL: tl.constexpr, RANGES: tl.constexpr,
 ):
-    """`product` with two matrices of one shape and format, x read once."""
+    """`product` with two matrices of one shape and format, x in operand order and read once."""
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES
     STEP: tl.constexpr = UNROLL if PER_RANGE % UNROLL == 0 else 1
@@ -161,7 +160,7 @@ def two_products(
             weight1 = decode_tile(words1, low1, high1, FORMAT)
             tiles, new_gates, new_ups = (), (), ()
             for sub in tl.static_range(NUM):
-                x = _load_rows(x_ptr, rows[sub], is_row[sub], (first + step) * 128, K, QUANTISE, ORDERED, True)
+                x = _load_ordered_rows(x_ptr, rows[sub], is_row[sub], (first + step) * 128, K, True)  # [128, 8]
                 tiles = with_item(tiles, x)
                 new_gates = with_item(new_gates, tl.dot(weight1, x, gates[sub]))
             weight3 = decode_tile(words3, low3, high3, FORMAT)  # after the first products: registers
