@@ -28,14 +28,14 @@ class Rows(NamedTuple):
     experts  int64 [N T, k]: places in this rank's stacks, -1 where an expert is not its own
     weights  [N T, k]
     routing  int64 [T, k]: the expert ids this rank's own tokens chose
-    homes    int64 [N] or None: where ranks keep the parts of their own tokens, if they can be stored there
+    peer_buffers    int64 [N] or None: where ranks keep the parts of their own tokens, if they can be stored there
     """
 
     x: Tensor
     experts: Tensor
     weights: Tensor
     routing: Tensor
-    homes: Tensor | None = None
+    peer_buffers: Tensor | None = None
 
 
 class Exchange(Protocol):
@@ -53,7 +53,7 @@ class Exchange(Protocol):
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks. None:
-        they have been stored at `rows.homes`.
+        they have been stored at `rows.peer_buffers`.
 
         What belongs to no expert holds anything."""
 
@@ -87,7 +87,7 @@ class CollectiveExchange:
         return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, wanted)
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
-        assert parts is not None  # there are no homes to store them
+        assert parts is not None  # there are no peers' buffers to store them
         size = self._group.size
         num_rows, top_k, dim = parts.shape
         num_tokens = num_rows // size
@@ -110,8 +110,8 @@ class StandInExchange:
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
         of_all = [part.new_empty((self.size * len(part), part.shape[1])) for part in (x, experts.long(), weights)]
-        homes = experts.new_empty(self.size, dtype=torch.int64) if self.can_capture else None
-        return Rows(of_all[0], of_all[1], of_all[2], experts, homes)
+        peer_buffers = experts.new_empty(self.size, dtype=torch.int64) if self.can_capture else None
+        return Rows(of_all[0], of_all[1], of_all[2], experts, peer_buffers)
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         return rows.x.new_empty((*rows.routing.shape, rows.x.shape[1]))

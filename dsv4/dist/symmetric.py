@@ -2,9 +2,9 @@
 
 Every rank has one buffer of the same layout, mapped by all (torch's symmetric memory). A kernel stores a rank's rows
 into the buffers of the owners of their experts, then a barrier; the kernels that make parts store them into the buffers
-of the tokens' ranks (`Rows.homes`), then another. Two barriers a layer are enough for one buffer: nobody writes inputs
-before all have read the last ones (they have since sent parts), nor parts before all have folded the last ones (they
-have since sent inputs).
+of the tokens' ranks (`Rows.peer_buffers`), then another. Two barriers a layer are enough for one buffer: nobody writes
+inputs before all have read the last ones (they have since sent parts), nor parts before all have folded the last ones
+(they have since sent inputs).
 
     experts  int64 [N T, k]   |  weights  fp32 [N T, k]  |  x  bf16 [N T, D]  |  parts  bf16 [T, k, D]
 
@@ -63,7 +63,7 @@ class SymmetricExchange:
     ) -> None:  # fmt: skip
         self._buffer, self._pointers, self._barrier = buffer, pointers, barrier
         self._rank, self.size = rank, pointers.shape[0]
-        self._layout, self._homes = layout, pointers + layout.parts
+        self._layout, self._peer_buffers = layout, pointers + layout.parts
         self._max_rows, self._num_experts, self._top_k, self._dim = max_rows, num_experts, top_k, dim
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
@@ -85,14 +85,14 @@ class SymmetricExchange:
             self._view(layout.experts, (num_rows, self._top_k), torch.int64),
             self._view(layout.weights, (num_rows, self._top_k), torch.float32),
             experts,
-            self._homes,
+            self._peer_buffers,
         )
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         (num_rows, dim), (num_tokens, top_k) = rows.x.shape, rows.routing.shape
         if parts is not None:  # experts that no kernel runs
             _send_parts_kernel[(num_rows, top_k)](
-                parts.contiguous(), rows.experts, self._homes, num_tokens, D=dim, TOP_K=top_k, COLS=_COLS
+                parts.contiguous(), rows.experts, self._peer_buffers, num_tokens, D=dim, TOP_K=top_k, COLS=_COLS
             )
         self._barrier()
         return self._view(self._layout.parts, (num_tokens, top_k, dim), torch.bfloat16)
@@ -148,14 +148,14 @@ def _send_rows_kernel(
 
 @jit(do_not_specialize=("num_tokens",))
 def _send_parts_kernel(
-    parts_ptr, experts_ptr, homes_ptr, num_tokens, D: tl.constexpr, TOP_K: tl.constexpr, COLS: tl.constexpr
+    parts_ptr, experts_ptr, peer_buffers_ptr, num_tokens, D: tl.constexpr, TOP_K: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Program (row, choice): the part to the row's own rank, if it was made here."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(experts_ptr + row * TOP_K + place) >= 0:
         target = (row % num_tokens) * TOP_K + place
-        home_ptr = tl.load(homes_ptr + row // num_tokens).to(tl.pointer_type(tl.bfloat16))
-        target_ptr = tl.multiple_of(home_ptr, 16)
+        peer_ptr = tl.load(peer_buffers_ptr + row // num_tokens).to(tl.pointer_type(tl.bfloat16))
+        target_ptr = tl.multiple_of(peer_ptr, 16)
         for start in range(0, D, COLS):
             cols = start + tl.arange(0, COLS)
             part = tl.load(parts_ptr + (row * TOP_K + place) * D + cols, mask=cols < D)

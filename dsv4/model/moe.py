@@ -37,7 +37,7 @@ def moe(start: HyperInput, params: MoeParams, batch: TokenBatch, context: ModelC
     with context.branches.beside(run_shared, can_fork=not context.backend.cuts_calls):
         rows = exchange.dispatch(x, experts, weights, batch.slots)
         parts = context.ops.moe_parts(
-            rows.x, rows.experts, rows.weights, routed, shared, limit=limit, homes=rows.homes
+            rows.x, rows.experts, rows.weights, routed, shared, limit=limit, peer_buffers=rows.peer_buffers
         )  # fmt: skip
         parts = exchange.collect(parts, rows)
     return context.ops.moe_fold(parts, shared_out), experts

@@ -107,7 +107,7 @@ class Moe(Protocol):
 class MoeParts(Protocol):
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
-        homes: Tensor | None = None,
+        peer_buffers: Tensor | None = None,
     ) -> Tensor | None: ...  # fmt: skip
 
 

@@ -31,7 +31,9 @@ def _case(num_tokens: int) -> BenchCase:
 
         def call() -> None:
             rows = exchange.dispatch(x, experts, weights, slots)
-            stored = moe_parts(rows.x, rows.experts, rows.weights, *matrices, limit=LIMIT, homes=rows.homes)
+            stored = moe_parts(
+                rows.x, rows.experts, rows.weights, *matrices, limit=LIMIT, peer_buffers=rows.peer_buffers
+            )
             exchange.collect(stored, rows)
             exchange.collect(parts, rows)
 

@@ -329,10 +329,10 @@ class ExpertPool:
 
     def moe_parts(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,
-        homes: Tensor | None = None,
+        peer_buffers: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """As `OpSet.moe_parts`, likewise."""
-        op = partial(self.inner.ops.moe_parts, homes=homes)
+        op = partial(self.inner.ops.moe_parts, peer_buffers=peer_buffers)
         return self._over(op, x, experts, weights, routed, shared, limit)
 
     def moe_shared(

@@ -9,4 +9,4 @@ __all__ = [
     "PAIRS_PLAN", "PLAN", "AttentionPlan", "attend_ref", "attention_inputs", "attention_inputs_ref",
     "launch_attention", "pick_plan",
     "sparse_attention", "sparse_attention_ref",
-]  # fmt: skip
+]

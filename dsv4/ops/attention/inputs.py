@@ -35,7 +35,7 @@ RING_TILE_ROWS = 2
 def attention_inputs_ref(
     q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
     keys: PagedView | None, batch: TokenBatch, *, appends: bool,
-) -> tuple[Tensor, RowStore, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, RowStore, Tensor | None]:
     """Projections q [T, H, d], kv [T, d] and, with index keys, index_q [T, Hi, Di] -> queries [T, H, d], rows [T], and
     index queries [T, Hi, Di] or None.
 
@@ -69,7 +69,7 @@ def _attention_inputs_kernel(
     ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr, RING_LEN: tl.constexpr, NUM_HEADS: tl.constexpr,
     INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_LOG2_DIM: tl.constexpr, NUM_INDEX_HEADS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """Programs: tiles of WINDOW_ROWS rows first, since they take longest; then ROWS heads of a token each; then
     INDEX_HEADS index heads of a token each. `q`, `index_q`: `HeadArguments`.
     """
@@ -82,14 +82,14 @@ def _attention_inputs_kernel(
             program, kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
             ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
             KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, WINDOW_ROWS, RING_LEN,
-        )  # fmt: skip
+        )
     elif program < num_row_tiles + num_tokens * HEAD_TILES:
         program -= num_row_tiles
         rope_heads(
             q.data, q.out, positions_ptr, freqs_ptr, (program // HEAD_TILES).to(tl.int64),
             program % HEAD_TILES * ROWS, NUM_HEADS, q.token_stride, q.head_stride, 1, eps,
             DIM, ROPE_DIM, DIM, ROWS, True, False,
-        )  # fmt: skip
+        )
     elif NUM_INDEX_HEADS > 0:
         INDEX_TILES: tl.constexpr = (NUM_INDEX_HEADS + INDEX_HEADS - 1) // INDEX_HEADS
         program -= num_row_tiles + num_tokens * HEAD_TILES
@@ -97,13 +97,13 @@ def _attention_inputs_kernel(
             index_q.data, index_q.out, positions_ptr, freqs_ptr, (program // INDEX_TILES).to(tl.int64),
             program % INDEX_TILES * INDEX_HEADS, NUM_INDEX_HEADS, index_q.token_stride, index_q.head_stride,
             INDEX_KIND, INDEX_DIM, ROPE_DIM, INDEX_LOG2_DIM, INDEX_HEADS,
-        )  # fmt: skip
+        )
 
 
 def attention_inputs(
     q: Tensor, kv: Tensor, index_q: Tensor | None, kv_norm: Tensor, freqs: Tensor, eps: float, window: WindowView,
     keys: PagedView | None, batch: TokenBatch, *, appends: bool,
-) -> tuple[Tensor, RowStore, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, RowStore, Tensor | None]:
     """See `attention_inputs_ref`. Projections in one of bf16, fp16 and fp32; quantised rows and keys; the results are
     contiguous. One launch.
     """
@@ -139,7 +139,7 @@ def attention_inputs(
         *launch.arguments, num_row_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
         **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
         WINDOW_ROWS=window_rows, **rows_per_tile(rows_format.dim)[1], **overlapping(),
-    )  # fmt: skip
+    )
     return q_out, launch.rows, index_out
 
 

@@ -2,9 +2,8 @@
 
 A tile has its own highest logit, its own sum and its own product P V, which begins at zero. A run of RUN tiles has the
 left fold of its tiles (`_fold`), and a query that of its runs. So it does not matter to the bits what a program takes:
-a query, which stores the state of every run that ends and folds them when all have (a second set of accumulators would
-not fit the registers); or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at
-a time. The order of tiles is that of the keys: window, oldest first, then entries.
+a query of one run; or a run, or a tile, and `_combine_kernel` folds what they stored. P V is folded some columns at a
+time. The order of tiles is that of the keys: window, oldest first, then entries.
 
 Four things are written for the compiler (Triton 3.6). The products q K^T stand in branches that are always taken:
 where the result of a product visibly reaches another product, both warpgroups are given all rows, and every product is
@@ -34,11 +33,11 @@ from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 from dsv4.ops.rows.kernel_rope import rotate_pairs
 
 RUN = 18  # tiles folded before runs are: a window of 128 and 1,024 entries, so that no query with picks has two runs
-# a program takes a query of one run, of any number, a run, a tile; or (kernel_columns.py) columns of a query of one
-# run; or (kernel_pairs.py) query after query, two tiles at a time
-WHOLE, IN_TURN, BY_RUN, BY_TILE, BY_COLUMNS, IN_PAIRS = 0, 1, 2, 3, 4, 5
+# a program takes a query of one run, a run, a tile; or (kernel_columns.py) columns of a query of one run; or
+# (kernel_pairs.py) query after query, two tiles at a time
+WHOLE, BY_RUN, BY_TILE, BY_COLUMNS, IN_PAIRS = range(5)
 _KEYS = tl.constexpr(KEYS)
-_IN_TURN, _BY_RUN, _BY_TILE = tl.constexpr(IN_TURN), tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
+_BY_RUN, _BY_TILE = tl.constexpr(BY_RUN), tl.constexpr(BY_TILE)
 _GROUP = tl.constexpr(64)
 _NONE = tl.constexpr(-1.0e30)  # the highest logit of no keys: finite, so that differences are never NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -95,6 +94,7 @@ def _fold(out, shrink, part, share):
 def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, INVERSE_ROPE: tl.constexpr):
     """out / total in bf16, its last 64 columns rotated back if asked for, stored."""
     cols = tl.arange(0, out.shape[1])
+    # out = (summed / total).to(bf16)
     out = (out * total[:, None]).to(tl.bfloat16)
     if INVERSE_ROPE:
         # rope_ref(out, positions, freqs, inverse=True)
@@ -107,8 +107,9 @@ def _finish(out, column_ptr, stride_oh, total, head_mask, position, freqs_ptr, I
 
 @jit
 def _one_over_total(highest, total, heads, head_mask, sink_ptr):
-    """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them weighs more than 1/2."""
+    """1 / (sum + e^(sink - highest)), or 0 without keys: the highest of them has a weight above 1/2."""
     sink = tl.load(sink_ptr + heads, mask=head_mask, other=0.0).to(tl.float32)
+    # inverse = 1 / (total + exp(sink - highest))
     inverse = tl.div_rn(total * 0.0 + 1.0, total + tl.exp2(sink * _LOG2_E - highest))
     return tl.where(total == 0.0, 0.0, inverse)
 
@@ -127,14 +128,14 @@ def _store_part(states, first_row, highest, total, out):
 
 @jit
 def _store_result(first_out, stride_oh, highest, total, out, heads, head_mask, sink_ptr, position, freqs_ptr,
-                  INVERSE_ROPE: tl.constexpr):  # fmt: skip
+                  INVERSE_ROPE: tl.constexpr):
     COLS: tl.constexpr = out[0].shape[1]
     inverse = _one_over_total(highest, total, heads, head_mask, sink_ptr)
     for matrix in tl.static_range(len(out)):
         _finish(
             out[matrix], first_out + matrix * COLS, stride_oh, inverse, head_mask, position, freqs_ptr,
             INVERSE_ROPE and matrix == len(out) - 1,
-        )  # fmt: skip
+        )
 
 
 @jit
@@ -154,7 +155,7 @@ def _fold_state(state, other, is_first):
 
 @jit
 def _where(exists, state, otherwise):
-    """What is behind the last part changes nothing: not even the sign of a zero."""
+    """What comes after the last part changes nothing: not even the sign of a zero."""
     return (
         tl.where(exists, state[0], otherwise[0]),
         tl.where(exists, state[1], otherwise[1]),
@@ -169,7 +170,7 @@ def _no_part(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.constexpr, HEADS: tl.constexpr,
-                AT_ONCE: tl.constexpr):  # fmt: skip
+                AT_ONCE: tl.constexpr):
     """Some heads and columns of the stored states start .. start + AT_ONCE - 1, and which of them there are."""
     parts = ()
     for step in tl.static_range(AT_ONCE):
@@ -190,25 +191,17 @@ def _load_parts(states, first_part, rows, cols, start, num_parts, DIM: tl.conste
 
 @jit
 def _fold_runs(states, first_part, rows, cols, num_runs, DIM: tl.constexpr, HEADS: tl.constexpr,
-               AT_ONCE: tl.constexpr):  # fmt: skip
+               AT_ONCE: tl.constexpr):
     """The left fold of stored runs, for some heads and columns."""
     state = _no_part(rows.shape[0], cols.shape[0])
     for start in range(0, num_runs, AT_ONCE):
         parts = _load_parts(
             states, first_part, rows, cols, start, num_runs, DIM, HEADS, AT_ONCE
-        )  # fmt: skip
+        )
         for step in tl.static_range(AT_ONCE):
             exists, part = parts[step]  # type: ignore[var-annotated]
             state = _where(exists, _fold_state(state, part, start + step == 0), state)
     return state
-
-
-@jit
-def _same(values):
-    """A maximum of equal values: without it the compiler changes their layout at every tile, for the sake of a store
-    at the last of a run.
-    """
-    return tl.max(tl.broadcast_to(values[:, None], [values.shape[0], _KEYS]), axis=1)
 
 
 @jit
@@ -220,6 +213,37 @@ def _empty(MATRICES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr):
     return tl.full([HEADS], _NONE, tl.float32), tl.zeros([HEADS], tl.float32), out
 
 
+@jit
+def load_query(queries, token, heads, head_mask, cols, MATRICES: tl.constexpr):
+    """q[token, heads], in MATRICES of [HEADS, COLS], whose columns are `cols` of each."""
+    q = ()
+    for matrix in tl.static_range(MATRICES):
+        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
+        q_ptrs = q_rows + matrix * cols.shape[0] + cols[None, :]
+        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    return q
+
+
+@jit
+def _decode_keys(words, scale_word, MATRICES: tl.constexpr, WIDE: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Rows of a tile as bf16, in MATRICES of [KEYS, COLS]."""
+    keys = ()
+    for matrix in tl.static_range(MATRICES):
+        some = words[matrix * WIDE :]
+        scales = scales_of(scale_word, matrix * WIDE, WIDE)
+        keys += (decode_groups(some, scales, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+    return keys
+
+
+@jit
+def _pv_accumulate(out, weight, keys, shrink, share):
+    """out = out * shrink + (weight @ v) * share, matrix by matrix."""
+    folded = ()
+    for matrix in tl.static_range(len(out)):
+        folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
+    return folded
+
+
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices"))
 def _attend_kernel(
     queries, out_ptr, num_heads, scale, tables, tokens, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr,
@@ -228,7 +252,10 @@ def _attend_kernel(
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     INVERSE_ROPE: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # fmt: skip
+):
+    """A query's, a run's or a tile's keys (CUT), for HEADS heads. queries: `QueryArguments`; tables: `TableArguments`;
+    tokens: `TokenArguments`; rows, ring, pages: `RowTarget`; states: `StateArguments`, where parts go.
+    """
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -260,21 +287,17 @@ def _attend_kernel(
     cols = tl.arange(0, COLS)
 
     ids = tile_ids(first, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
-    q = ()
-    for matrix in tl.static_range(MATRICES):
-        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
-        q_ptrs = q_rows + matrix * COLS + cols[None, :]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
-    highest, total, out = _empty(MATRICES, HEADS, COLS)
+    q = load_query(queries, token, heads, head_mask, cols, MATRICES)  # MATRICES of [HEADS, COLS]
+    highest, total, out = _empty(MATRICES, HEADS, COLS)  # [HEADS], [HEADS], MATRICES of [HEADS, COLS]
     links = tile_links(
         first, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO,
         WINDOW, RING_LEN,
-    )  # fmt: skip
+    )
     words_ptr, scale_word, exists, is_key = tile_rows(
         first, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
         ALIGNED,
-    )  # fmt: skip
-    ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
+    )
+    ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)  # of [KEYS, 16] each
     if CUT != _BY_TILE:
         # every load is issued a tile before its result is needed: picks three tiles ahead, links two, rows one
         tile = first + 1
@@ -282,7 +305,7 @@ def _attend_kernel(
         links = tile_links(
             tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs, HAS_ENTRIES,
             RATIO, WINDOW, RING_LEN,
-        )  # fmt: skip
+        )
         tile = first + 2
         next_ids = tile_ids(
             tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
@@ -295,11 +318,7 @@ def _attend_kernel(
             slot = tl.load(tokens.slots + token, volatile=True).to(tl.int32)
             chunk_start = tl.load(tokens.chunk_starts + token, volatile=True).to(tl.int32)
         words = ahead + load_groups(words_ptr, exists, AHEAD_GROUPS, NUM_GROUPS + 2, NUM_GROUPS)
-        keys = ()
-        for matrix in tl.static_range(MATRICES):
-            some = words[matrix * WIDE :]
-            scales = scales_of(scale_word, matrix * WIDE, WIDE)
-            keys += (decode_groups(some, scales, matrix * WIDE, WIDE, NUM_GROUPS),)  # type: ignore[assignment]
+        keys = _decode_keys(words, scale_word, MATRICES, WIDE, NUM_GROUPS)  # MATRICES of [KEYS, COLS]
         weight = tl.zeros([HEADS, _KEYS], tl.bfloat16)
         shrink = tl.zeros([HEADS], tl.float32)
         share = shrink
@@ -308,22 +327,23 @@ def _attend_kernel(
             words_ptr, scale_word, exists, is_key = tile_rows(
                 tile + 1, ids, links, token, position, slot, chunk_start, rows, ring, pages, HAS_ENTRIES, RATIO, WINDOW,
                 RING_LEN, ALIGNED,
-            )  # fmt: skip
+            )
             ahead = load_groups(words_ptr, exists, 0, AHEAD_GROUPS, NUM_GROUPS)
             ids = next_ids
             links = tile_links(
                 tile + 2, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs,
                 HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-            )  # fmt: skip
+            )
             next_ids = tile_ids(
                 tile + 3, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW
             )
         if work > 0:
             # logit = (q @ k.T) * scale
-            logits = tl.zeros([HEADS, _KEYS], tl.float32)
+            logits = tl.zeros([HEADS, _KEYS], tl.float32)  # [HEADS, KEYS]
             for matrix in tl.static_range(MATRICES):
                 if work > -1 - matrix:
                     logits = tl.dot(q[matrix], tl.trans(keys[matrix]), logits)
+            # weight = exp2(logit - logit.amax(-1)); total = weight.sum(-1)
             tile_highest, wide_weight, tile_total = _probabilities(logits * scale, is_now)
             new_highest = tl.maximum(highest, tile_highest)
             shrink = tl.exp2(highest - new_highest)
@@ -331,18 +351,10 @@ def _attend_kernel(
             highest = new_highest
             total = total * shrink + tile_total * share
             weight = wide_weight.to(tl.bfloat16)
-        folded = ()
-        for matrix in tl.static_range(MATRICES):
-            folded += (_fold(out[matrix], shrink, tl.dot(weight, keys[matrix]), share),)  # type: ignore[assignment]
-        out = folded
-        if CUT == _IN_TURN:  # noqa: SIM102
-            if ((tile + 1) % RUN == 0) & (tile + 1 < num_tiles):
-                part = (tl.program_id(0).to(tl.int64) * num_slices + tile // RUN) * HEADS
-                _store_part(states, part, _same(highest), _same(total), out)
-                highest, total, out = _empty(MATRICES, HEADS, COLS)
+        # part = weight @ v; out = out * shrink + part * share
+        out = _pv_accumulate(out, weight, keys, shrink, share)
 
-    first_part = tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)
-    part = first_part * HEADS
+    part = (tl.program_id(0).to(tl.int64) * num_slices + tl.program_id(1)) * HEADS
     first_out = out_ptr + (token.to(tl.int64) * num_heads + tl.program_id(0) % HEAD_BLOCKS * HEADS) * DIM
     if CUT == _BY_TILE:
         _store_part(states, part, highest, total, out)
@@ -351,22 +363,6 @@ def _attend_kernel(
         # from the position again, so that the query's number of tiles need not wait in a register
         if count_tiles(position, slot, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW) > RUN:
             _store_part(states, part, highest, total, out)
-            return
-    if CUT == _IN_TURN:  # noqa: SIM102
-        if num_tiles > RUN:
-            last_run = (num_tiles - 1) // RUN
-            _store_part(states, part + last_run * HEADS, highest, total, out)
-            tl.debug_barrier()  # what other threads stored is there
-            for matrix in tl.static_range(MATRICES):
-                highest, total, folded = _fold_runs(
-                    states, first_part,
-                    tl.arange(0, HEADS), cols + matrix * COLS, last_run + 1, DIM, HEADS, 8 // WIDE,
-                )  # fmt: skip
-                inverse = _one_over_total(highest, total, heads, head_mask, tables.sink)
-                _finish(
-                    folded, first_out + matrix * COLS, DIM, inverse, head_mask, position, tables.freqs,
-                    INVERSE_ROPE and matrix == MATRICES - 1,
-                )  # fmt: skip
             return
     _store_result(
         first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE
@@ -379,7 +375,7 @@ def _combine_kernel(
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
     RUN: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Folds what `_attend_kernel` stored, for ROWS heads and one part of the columns: tiles within a run of RUN, which
     is AT_ONCE then, and runs. A query of one run that was not cut into tiles is done already.
     """
@@ -405,7 +401,7 @@ def _combine_kernel(
         for start in range(0, num_parts, AT_ONCE):
             parts = _load_parts(
                 states, block * num_slices, rows, cols, start, num_parts, DIM, HEADS, AT_ONCE
-            )  # fmt: skip
+            )
             run = _no_part(ROWS, _GROUP)
             for step in tl.static_range(AT_ONCE):
                 exists, part = parts[step]  # type: ignore[var-annotated]
@@ -417,6 +413,6 @@ def _combine_kernel(
     if tl.program_id(2) == NUM_GROUPS:
         _finish(
             out, column_ptr + NUM_GROUPS * _GROUP, DIM, inverse, head_mask, position, tables.freqs, INVERSE_ROPE,
-        )  # fmt: skip
+        )
     else:
         _finish(out, column_ptr + tl.program_id(2) * _GROUP, DIM, inverse, head_mask, position, tables.freqs, False)

@@ -1,17 +1,17 @@
-"""Attention by columns, in two launches: what every key of a tile weighs, then the values, some columns a program.
+"""Attention by columns, in two launches: the probabilities of all keys, then P V, some columns of the values a CTA.
 
-A tile's highest logit, sum and weights depend on the tile alone, so a program of `_weights_kernel` takes any tiles of a
-query. `_values_kernel` needs no queries: it sums 128 columns, tile by tile, in the order of kernel_attend.py, and so
-with the same bits. Nothing but weights is stored between, 8 KB a tile where a state of kernel_attend.py has 128. Both
-launches decode the rows they read; for it neither holds all columns of accumulators, and several programs share a
-multiprocessor. Only queries of one run.
+A tile's highest logit, sum and probabilities depend on the tile alone, so a CTA of `_qk_softmax_kernel` takes any tiles
+of a query. `_pv_accumulate_kernel` needs no queries: it sums 128 columns, tile by tile, in the order of
+kernel_attend.py, and so with the same bits. Nothing but probabilities is stored between, 8 KB a tile where a state of
+kernel_attend.py has 128. Both launches decode the rows they read; for it neither holds all columns of the accumulator,
+and several CTAs share a multiprocessor. Only queries of one run.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dsv4.ops.attention.kernel_attend import _empty, _fold, _probabilities, _store_result
+from dsv4.ops.attention.kernel_attend import _empty, _fold, _probabilities, _store_result, load_query
 from dsv4.ops.attention.kernel_rows import (
     KEYS,
     count_tiles,
@@ -67,7 +67,7 @@ def _store_places(
     pages, picks_ptr, stride_pt, block_table_ptr, stride_bs,
     HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
     RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """Where the rows of the tiles first .. stop - 1 begin, and their scales."""
     for start in range(first * _KEYS, stop * _KEYS, _AT_ONCE):
         key = start + tl.arange(0, _AT_ONCE)
@@ -76,7 +76,7 @@ def _store_places(
         address, codes = key_rows(
             key, entry, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps,
             pages, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-        )  # fmt: skip
+        )
         places = first_place * _KEYS + key
         tl.store(tiles.rows + places, address, mask=is_there)
         tl.store(tiles.scales + places * 2, _four_scales(codes), mask=is_there)
@@ -84,9 +84,9 @@ def _store_places(
 
 
 @jit
-def _load_behind(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, COUNT: tl.constexpr,
-                 NUM_GROUPS: tl.constexpr):  # fmt: skip
-    """COUNT parts of a tile's rows from FIRST on, as `load_groups` counts them; behind the last those of the next."""
+def _load_across(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, COUNT: tl.constexpr,
+                 NUM_GROUPS: tl.constexpr):
+    """COUNT parts of a tile's rows from FIRST on, as `load_groups` counts them; after the last those of the next."""
     LAST: tl.constexpr = FIRST + COUNT
     PARTS: tl.constexpr = NUM_GROUPS + 2
     words = load_groups(words_ptr, exists, min(FIRST, PARTS), min(LAST, PARTS), NUM_GROUPS)
@@ -94,14 +94,16 @@ def _load_behind(words_ptr, exists, next_ptr, next_exists, FIRST: tl.constexpr, 
 
 
 @jit(do_not_specialize=("stride_rps", "stride_pt", "stride_bs", "num_heads", "num_slices", "share"))
-def _weights_kernel(
+def _qk_softmax_kernel(
     queries, num_heads, scale, tokens, rows, ring, ring_positions_ptr, stride_rps, pages, picks_ptr, stride_pt,
     block_table_ptr, stride_bs, tiles, num_slices, share,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, RING_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """`share` tiles of a query and HEADS heads."""
+):
+    """`share` tiles of a query and HEADS heads. queries: `QueryArguments`; tokens: `TokenArguments`; rows, ring, pages:
+    `RowTarget`; tiles: `TileArguments`.
+    """
     pdl_wait()
     pdl_trigger()
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -119,19 +121,15 @@ def _weights_kernel(
     COLS: tl.constexpr = WIDE * _GROUP
     first_place = tl.program_id(0).to(tl.int64) * num_slices
 
-    q = ()
-    for matrix in tl.static_range(MATRICES):
-        q_rows = queries.data + token.to(tl.int64) * queries.token_stride + heads[:, None] * queries.head_stride
-        q_ptrs = q_rows + matrix * COLS + tl.arange(0, COLS)[None, :]
-        q += (tl.load(q_ptrs, mask=head_mask[:, None], other=0.0),)  # type: ignore[assignment]
+    q = load_query(queries, token, heads, head_mask, tl.arange(0, COLS), MATRICES)  # MATRICES of [HEADS, COLS]
     _store_places(
         tiles, first_place, first, stop, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
         stride_rps, pages, picks_ptr, stride_pt, block_table_ptr, stride_bs, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW,
         RING_LEN,
-    )  # fmt: skip
+    )
     tl.debug_barrier()  # what other threads stored is there
     words_ptr, exists = _load_rows(tiles, first_place + first, ALIGNED)
-    words = load_groups(words_ptr, exists, 0, AHEAD, NUM_GROUPS)
+    words = load_groups(words_ptr, exists, 0, AHEAD, NUM_GROUPS)  # of [KEYS, 16] each
     for tile in range(first, stop):
         place = first_place + tile
         scale_places = tiles.scales + (place * _KEYS + tl.arange(0, _KEYS)) * 2
@@ -144,16 +142,17 @@ def _weights_kernel(
         # a maximum of equal values: it takes them to the layout of the logits, by one exchange
         is_key = tl.max(tl.broadcast_to(exists.to(tl.int32)[:, None], [_KEYS, _WORDS]), axis=1)
         # logit = (q @ k.T) * scale
-        logits = tl.zeros([HEADS, _KEYS], tl.float32)
+        logits = tl.zeros([HEADS, _KEYS], tl.float32)  # [HEADS, KEYS]
         for matrix in tl.static_range(MATRICES):
-            words += _load_behind(
+            words += _load_across(
                 words_ptr, exists, next_ptr, next_exists, matrix * WIDE + AHEAD, WIDE + (matrix == MATRICES - 1),
                 NUM_GROUPS,
-            )  # fmt: skip
-            keys = decode_groups(words, scales[matrix * WIDE :], matrix * WIDE, WIDE, NUM_GROUPS)
+            )
+            keys = decode_groups(words, scales[matrix * WIDE :], matrix * WIDE, WIDE, NUM_GROUPS)  # [KEYS, COLS]
             words = words[WIDE + (matrix == MATRICES - 1) :]
             logits = tl.dot(q[matrix], tl.trans(keys), logits)
         words_ptr, exists = next_ptr, next_exists
+        # weight = exp2(logit - logit.amax(-1)); total = weight.sum(-1)
         highest, weight, total = _probabilities(logits * scale, is_key)
         places = place * HEADS + tl.arange(0, HEADS)
         tl.store(tiles.highest + places, highest)
@@ -173,10 +172,10 @@ def _load_scales(tiles, place, first_group, COUNT: tl.constexpr):
 
 
 @jit
-def _sum_values(
+def _pv_accumulate(
     tiles, first_place, num_tiles, first_group, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
     SLICE: tl.constexpr, HAS_ROPE: tl.constexpr,
-):  # fmt: skip
+):
     """SLICE groups of columns from `first_group` on, the left fold of all tiles: highest, total, out."""
     # groups as the functions of rows count them: from the pointer on, and where among them the rope group is
     ROPE: tl.constexpr = NUM_GROUPS if HAS_ROPE else SLICE
@@ -197,8 +196,9 @@ def _sum_values(
     tile_total = tl.load(tiles.total + first_place * HEADS + rows)
     for tile in range(0, num_tiles):
         place = first_place + tile
-        part = tl.dot(weight, decode_groups(words, scales, FIRST, SLICE, ROPE))
-        # behind the product: a fence in front of it would wait for these
+        # part = weight @ v; out = out * shrink + part * share
+        part = tl.dot(weight, decode_groups(words, scales, FIRST, SLICE, ROPE))  # [HEADS, SLICE * 64]
+        # after the product: a fence in front of it would wait for these
         after = tl.minimum(place + 1, last_place)
         words = load_groups(words_ptr + shift, exists, FIRST, LAST, ROPE)
         scales = _load_scales(tiles, after, first_group, SLICE)
@@ -216,12 +216,12 @@ def _sum_values(
 
 
 @jit(do_not_specialize=("num_heads", "num_slices"))
-def _values_kernel(
+def _pv_accumulate_kernel(
     tiles, num_slices, out_ptr, num_heads, tables, positions_ptr, slots_ptr,
     NUM_GROUPS: tl.constexpr, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, INVERSE_ROPE: tl.constexpr,
     ALIGNED: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+):
     """SLICE groups of columns of a query and HEADS heads. Programs that read the same rows are neighbours."""
     block = tl.program_id(1).to(tl.int64)
     token = block // HEAD_BLOCKS
@@ -234,14 +234,14 @@ def _values_kernel(
     first_out = out_ptr + (token * num_heads + block % HEAD_BLOCKS * HEADS) * DIM + first_group * _GROUP
     pdl_wait()
     if first_group == NUM_GROUPS + 1 - SLICE:
-        highest, total, out = _sum_values(
+        highest, total, out = _pv_accumulate(
             tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, True
         )
         _store_result(
             first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, INVERSE_ROPE
         )
     else:
-        highest, total, out = _sum_values(
+        highest, total, out = _pv_accumulate(
             tiles, block * num_slices, num_tiles, first_group, NUM_GROUPS, HEADS, ALIGNED, SLICE, False
         )
         _store_result(first_out, DIM, highest, total, out, heads, head_mask, tables.sink, position, tables.freqs, False)

@@ -1,9 +1,10 @@
-"""Rows and queries of attention in pairs of tiles (kernel_pairs.py): the groups of warps that look up, and decode."""
+"""The producer warp groups of attention in pairs of tiles (kernel_pairs.py): one gathers rows, one decodes them."""
 
 from __future__ import annotations
 
 from dsv4.ops.attention.kernel_rows import KEYS, count_tiles, decode_groups, key_entries, key_rows, scale_bits
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
+from dsv4.ops.lib.pipeline import consumer_release, consumer_wait, next_stage, producer_acquire, producer_commit
 
 HEADS = 64  # of a program
 DIM = 512
@@ -12,19 +13,12 @@ _HEADS, _KEYS, _PAIR, _RING = gl.constexpr(HEADS), gl.constexpr(KEYS), gl.conste
 _GROUP, _GROUPS, _WORDS = gl.constexpr(64), gl.constexpr(DIM // 64), gl.constexpr(16)
 _QUARTERS = gl.constexpr(4)
 if hopper is not None:
-    _barrier, _copies = hopper.mbarrier, hopper.async_copy
-
-
-@gluon_jit
-def _next(slot, phase):
-    """The place behind this one in the ring, and whether it is in an odd round."""
-    is_end = slot + 1 == _RING
-    return gl.where(is_end, 0, slot + 1), gl.where(is_end, phase ^ 1, phase)
+    _copies = hopper.async_copy
 
 
 @gluon_jit
 def _tiles_of(tokens, token, HAS_ENTRIES: gl.constexpr, NUM_PICKS: gl.constexpr, RATIO: gl.constexpr,
-              WINDOW: gl.constexpr):  # fmt: skip
+              WINDOW: gl.constexpr):
     """A token's position, its slot, and how many tiles it has."""
     position = gl.load(tokens.positions + token).to(gl.int32)
     slot = gl.load(tokens.slots + token).to(gl.int32)
@@ -54,16 +48,17 @@ def _bits_of_warp(flags):
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "=r,r", [flags],
         dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit
-def find(
+def producer_gather(
     memory, barriers, queries, num_heads, tokens, num_programs, rows, ring, ring_positions_ptr, stride_rps, pages,
     picks_ptr, stride_pt, block_table_ptr, stride_bs, HEAD_BLOCKS: gl.constexpr, HAS_ENTRIES: gl.constexpr,
     NUM_PICKS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr, RING_LEN: gl.constexpr,
-):  # fmt: skip
-    """A thread takes a key of a pair of tiles. Behind a query's first pair, the query."""
+):
+    """Waits on `places.free`, once a pair, and `query.free`, once a query; arrives at `places.full` and `query.full`.
+    A thread takes a key of a pair of tiles. After a query's first pair comes the query."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     places = memory.places._reinterpret(gl.int64, [_RING, _PAIR], VECTOR)
@@ -86,20 +81,20 @@ def find(
             address, codes = key_rows(
                 key, entry, key < num_keys, token, position, slot, chunk_start, rows, ring, ring_positions_ptr,
                 stride_rps, pages, block_table_ptr, stride_bs, HAS_ENTRIES, RATIO, WINDOW, RING_LEN,
-            )  # fmt: skip
+            )
             key, entry = next_key, next_entry
-            _barrier.wait(barriers.taken.index(place), phase)
+            producer_acquire(barriers.places, place, phase)
             places.index(place).store(address)
             bits.index(place).store(_bits_of_warp((address != 0).to(gl.int32)))
             for group in gl.static_range(_GROUPS - 1):
                 factor = scale_bits(((codes >> (8 * group)) & 0xFF).to(gl.int32))
                 scales.index(place * _GROUPS + group).store(factor)
-            _barrier.arrive(barriers.found.index(place))
-            place, phase = _next(place, phase)
+            producer_commit(barriers.places, place)
+            place, phase = next_stage(place, phase, _RING)
             if pair == 0:
-                _barrier.wait(barriers.q_free.index(0), q_phase)
+                producer_acquire(barriers.query, 0, q_phase)
                 _copy_query(memory, queries, token, index % HEAD_BLOCKS * _HEADS, num_heads)
-                _barrier.arrive(barriers.q_full.index(0))
+                producer_commit(barriers.query, 0)
                 q_phase ^= 1
 
 
@@ -120,8 +115,9 @@ def _load_quarter(address, QUARTER: gl.constexpr, ROWS: gl.constexpr):
 @gluon_jit
 def _decode_tile(
     memory, barriers, address, words, following, place, phase, TILE: gl.constexpr, ROWS: gl.constexpr
-):  # fmt: skip
-    """Rows at `address`, of which `words` are the first quarter's; gives those of the tile that follows."""
+):
+    """Rows at `address` [KEYS], of which `words` [KEYS, 16] are the first quarter's; returns those of the tile that
+    follows. Waits on `keys.free` and arrives at `keys.full`, quarter by quarter."""
     keys = memory.keys._reinterpret(gl.bfloat16, [2 * _GROUPS, _KEYS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
     for quarter in gl.static_range(_QUARTERS):
@@ -131,22 +127,24 @@ def _decode_tile(
             next_words = _load_quarter(following, 0, ROWS)
         first_scale = (place * _GROUPS + quarter * 2) * 2 + TILE
         scales = (memory.scales.index(first_scale).load(ROW), memory.scales.index(first_scale + 2).load(ROW))
-        _barrier.wait(barriers.free.index(TILE * _QUARTERS + quarter), phase)
+        producer_acquire(barriers.keys, TILE * _QUARTERS + quarter, phase)
         if quarter == 0:
             memory.exists.index(TILE).store(memory.bits.index(place * 2 + TILE).load(ROW))
         for half in gl.static_range(2):
             values = decode_groups(words[half:], scales[half:], quarter * 2 + half, 1, _GROUPS - 1)
             keys.index(TILE * _GROUPS + quarter * 2 + half).store(values)
-        _barrier.arrive(barriers.full.index(TILE * _QUARTERS + quarter))
+        producer_commit(barriers.keys, TILE * _QUARTERS + quarter)
         words = next_words
     return words
 
 
 @gluon_jit
-def decode(
+def producer_decode(
     memory, barriers, tokens, num_programs, HEAD_BLOCKS: gl.constexpr, HAS_ENTRIES: gl.constexpr,
     NUM_PICKS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+):
+    """Consumer of `places`, once a pair; producer of `keys`, tile by tile. Rows of the tile that follows are asked for
+    before this one is decoded."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
     place, place_phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -156,7 +154,7 @@ def decode(
         _, _, num_tiles = _tiles_of(tokens, token, HAS_ENTRIES, NUM_PICKS, RATIO, WINDOW)
         num_pairs = (num_tiles + 1) // 2
         if num_tiles > 0:
-            _barrier.wait(barriers.found.index(place), place_phase)
+            consumer_wait(barriers.places, place, place_phase)
             address = memory.places.index(place * 2).load(ROW)
             words = _load_quarter(address, 0, ROWS)
             for pair in range(num_pairs):
@@ -164,14 +162,14 @@ def decode(
                 words = _decode_tile(memory, barriers, address, words, following, place, phase, 0, ROWS)
                 phase ^= 1
                 address = following
-                next_place, next_phase = _next(place, place_phase)
+                next_place, next_phase = next_stage(place, place_phase, _RING)
                 if pair + 1 < num_pairs:
-                    _barrier.wait(barriers.found.index(next_place), next_phase)
-                # behind the last tile of a query there is nothing to ask for
+                    consumer_wait(barriers.places, next_place, next_phase)
+                # after the last tile of a query there is nothing to ask for
                 following = gl.where(pair + 1 < num_pairs, memory.places.index(next_place * 2).load(ROW), 0)
                 if pair * 2 + 1 < num_tiles:
                     words = _decode_tile(memory, barriers, address, words, following, place, second_phase, 1, ROWS)
                     second_phase ^= 1
                 address = following
-                _barrier.arrive(barriers.taken.index(place))
+                consumer_release(barriers.places, place)
                 place, place_phase = next_place, next_phase

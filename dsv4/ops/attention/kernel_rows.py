@@ -18,7 +18,7 @@ _TWO_120 = tl.constexpr(2.0**120)
 
 @jit
 def _num_entries(position, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr):
-    """Keys behind the window: as many as there are picks, or every entry the position may see."""
+    """Keys after the window: as many as there are picks, or every entry the position may see."""
     count = (position + 1) // RATIO
     if NUM_PICKS > 0:
         count = count * 0 + NUM_PICKS
@@ -27,7 +27,7 @@ def _num_entries(position, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr):
 
 @jit
 def count_tiles(position, slot, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr, RATIO: tl.constexpr,
-               WINDOW: tl.constexpr):  # fmt: skip
+               WINDOW: tl.constexpr):
     count = (WINDOW + _KEYS - 1) // _KEYS + slot.to(tl.int32) * 0
     if HAS_ENTRIES:
         count += (_num_entries(position, NUM_PICKS, RATIO) + _KEYS - 1) // _KEYS
@@ -36,19 +36,19 @@ def count_tiles(position, slot, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constex
 
 @jit
 def tile_ids(tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES: tl.constexpr,
-              NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """What a tile's keys are, [KEYS]: positions in a tile of the window, entries behind it; -1 where there is none."""
+              NUM_PICKS: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr):
+    """What a tile's keys are, [KEYS]: positions in a tile of the window, entries after it; -1 where there is none."""
     WINDOW_TILES: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS
     key = tile * _KEYS + tl.arange(0, _KEYS)
     age = WINDOW_TILES * _KEYS - 1 - key
     ids = tl.where((tile < num_tiles) & (age < WINDOW), tl.maximum(position - age, -1), -1)
     if HAS_ENTRIES:
         entry = key - WINDOW_TILES * _KEYS
-        is_behind = (tile >= WINDOW_TILES) & (tile < num_tiles)
+        is_after = (tile >= WINDOW_TILES) & (tile < num_tiles)
         if NUM_PICKS > 0:
-            mask = is_behind & (entry < NUM_PICKS)
+            mask = is_after & (entry < NUM_PICKS)
             entry = tl.load(picks_ptr + token.to(tl.int64) * stride_pt + entry, mask=mask, other=-1).to(tl.int32)
-        is_seen = is_behind & (entry >= 0) & (entry < (position + 1) // RATIO)
+        is_seen = is_after & (entry >= 0) & (entry < (position + 1) // RATIO)
         ids = tl.where(tile < WINDOW_TILES, ids, tl.where(is_seen, entry, -1))
     return ids
 
@@ -56,7 +56,7 @@ def tile_ids(tile, num_tiles, token, position, picks_ptr, stride_pt, HAS_ENTRIES
 @jit
 def tile_links(tile, ids, slot, chunk_start, ring_positions_ptr, stride_rps, block_table_ptr, stride_bs,
                 HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
-                RING_LEN: tl.constexpr):  # fmt: skip
+                RING_LEN: tl.constexpr):
     """The position the ring holds where a key should be, or the block of an entry."""
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
     id_ = tl.maximum(ids, 0)
@@ -93,7 +93,7 @@ def tile_rows(
     tile, ids, links, token, position, slot, chunk_start, rows, ring, pages,
     HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr, RING_LEN: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """Where a tile's rows begin, in words; the scales of a row in one word; and which keys exist, twice: for loads and,
     in int32, for logits.
     """
@@ -119,7 +119,7 @@ def tile_rows(
 
 @jit
 def key_entries(key, is_there, token, picks_ptr, stride_pt, HAS_ENTRIES: tl.constexpr, NUM_PICKS: tl.constexpr,
-                WINDOW: tl.constexpr):  # fmt: skip
+                WINDOW: tl.constexpr):
     """What `key_rows` asks for: the entries of keys, as picked or as they come."""
     entry = key - (WINDOW + _KEYS - 1) // _KEYS * _KEYS
     if HAS_ENTRIES and NUM_PICKS > 0:
@@ -134,7 +134,7 @@ def key_rows(
     key, entry, is_there, token, position, slot, chunk_start, rows, ring, ring_positions_ptr, stride_rps, pages,
     block_table_ptr, stride_bs, HAS_ENTRIES: tl.constexpr, RATIO: tl.constexpr, WINDOW: tl.constexpr,
     RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """The addresses of rows, by the numbers of their keys in a query's tiles, 0 where there is none; their scales."""
     PER_BLOCK: tl.constexpr = _BLOCK_TOKENS // RATIO
     WINDOW_KEYS: tl.constexpr = (WINDOW + _KEYS - 1) // _KEYS * _KEYS
@@ -202,7 +202,7 @@ def _e4m3_word(word, scale):
         half = scale & 0xFFFF
         return (
             _e4m3_byte(word, half, 0), _e4m3_byte(word, half, 1), _e4m3_byte(word, half, 2), _e4m3_byte(word, half, 3),
-        )  # fmt: skip
+        )
     else:
         return tl.inline_asm_elementwise(
             """{

@@ -1,10 +1,10 @@
 """Launchers of attention.
 
-Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. Many queries: a program takes all runs
-of a query and 64 heads. Fewer: a run. Few: a tile; and a second launch folds what runs or tiles stored
-(kernel_attend.py). Between few and many, where a query is one run: one launch weighs the keys of tiles, a second sums
-columns of the values (kernel_columns.py). Many, on Hopper: kernel_pairs.py. All give the same bits, so the choice may
-depend on the batch.
+Kernels: tiles of 64 keys, folded in order within runs of 18, and runs in order. A program takes a query and 64 heads,
+where that is one run; or a run, or where queries are few a tile, and a second launch folds what runs or tiles stored
+(kernel_attend.py). Between few and many, where a query is one run: one launch computes the probabilities of tiles, a
+second sums columns of the values (kernel_columns.py). Many, on Hopper: kernel_pairs.py. All give the same bits, so the
+choice may depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dsv4.ops.attention.kernel_attend import (
     BY_RUN,
     BY_TILE,
     IN_PAIRS,
-    IN_TURN,
     RUN,
     WHOLE,
     QueryArguments,
@@ -35,7 +34,7 @@ from dsv4.ops.attention.kernel_attend import (
     _attend_kernel,
     _combine_kernel,
 )
-from dsv4.ops.attention.kernel_columns import TileArguments, _values_kernel, _weights_kernel
+from dsv4.ops.attention.kernel_columns import TileArguments, _pv_accumulate_kernel, _qk_softmax_kernel
 from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
 from dsv4.ops.attention.kernel_pairs_rows import DIM as PAIRS_DIM
 from dsv4.ops.attention.kernel_pairs_rows import HEADS as PAIRS_HEADS
@@ -51,17 +50,18 @@ LOG2_E = 1.4426950408889634
 def sparse_attention(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
     batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See `sparse_attention_ref`. q in bf16 with contiguous columns; rows and cache in ENTRY_FP8 with whole words of
     scales; the result is contiguous.
     """
-    return launch_attention(pick_plan(architecture()), q, rows, window, entries, picks, sink, batch, window_len, freqs)
+    plan = pick_plan(architecture(), num_multiprocessors(q.device))
+    return launch_attention(plan, q, rows, window, entries, picks, sink, batch, window_len, freqs)
 
 
 def launch_attention(
     plan: AttentionPlan, q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None,
     picks: Tensor | None, sink: Tensor, batch: TokenBatch, window_len: int, freqs: Tensor | None, run_tiles: int = RUN,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`sparse_attention` cut as `plan` says. `run_tiles` changes the order of sums, and so the bits."""
     check_launch(q, rows.data, window.rows.data, sink, batch.positions, picks, freqs)
     _check(q, rows, window, entries, picks, sink, batch, freqs)
@@ -92,14 +92,15 @@ def launch_attention(
         plan = plan._replace(pairs=False)
     cut = plan.cut(num_tokens * head_blocks, num_tiles, run_tiles)
     num_runs = -(-num_tiles // run_tiles)
-    num_parts = {WHOLE: 1, IN_TURN: num_runs, BY_RUN: num_runs, IN_PAIRS: num_runs}.get(cut, num_tiles)
-    is_in_ranges = cut == IN_TURN or plan.has_tiles_only  # so that not too many states are stored
-    most_tokens = min(plan.range_tokens(head_blocks * num_parts), num_tokens) if is_in_ranges else num_tokens
+    num_parts = {WHOLE: 1, BY_RUN: num_runs, IN_PAIRS: num_runs}.get(cut, num_tiles)
+    most_tokens = num_tokens
+    if cut in (BY_RUN, BY_TILE) and num_tokens * head_blocks * num_parts > plan.max_states:
+        most_tokens = plan.range_tokens(head_blocks * num_parts)
     shape: dict[str, Any] = {
         "NUM_GROUPS": dim // ENTRY_GROUP - 1, "HAS_ENTRIES": has_entries,
         "NUM_PICKS": 0 if picks is None else picks.shape[1], "RATIO": ratio, "WINDOW": window_len,
         "HEADS": plan.heads, "HEAD_BLOCKS": head_blocks,
-    }  # fmt: skip
+    }
     chunk_starts = batch.chunk_starts.contiguous()
     states: StateArguments | None = None
     for start in range(0, num_tokens, most_tokens):
@@ -114,7 +115,7 @@ def launch_attention(
                 table, table.stride(0),
             ),
             shape, window.ring_len, is_aligned, freqs is not None,
-        )  # fmt: skip
+        )
         if cut == BY_COLUMNS:
             _launch_columns(plan, step)
             continue
@@ -158,15 +159,14 @@ class _Step(NamedTuple):
 
 def _launch_tiles(plan: AttentionPlan, step: _Step, states: StateArguments, cut: int, run_tiles: int) -> None:
     """A program takes a query, a run or a tile (kernel_attend.py)."""
-    wide = plan.run_wide if cut in (BY_RUN, IN_TURN) else plan.wide
+    wide = plan.run_wide if cut == BY_RUN else plan.wide
     shape = step.shape | {"INVERSE_ROPE": step.has_rope, "RUN": run_tiles, "CUT": cut}
     queries, num_heads, scale = step.queries
-    _attend_kernel[(step.num_programs, 1 if cut == IN_TURN else step.num_parts)](
+    _attend_kernel[(step.num_programs, step.num_parts)](
         queries, step.out, num_heads, scale, step.tables, step.tokens, *step.sources, states, step.num_parts,
         **shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(wide, step.num_groups),
         AHEAD=min(plan.ahead, step.num_groups + 1), num_warps=plan.num_warps, num_stages=1, enable_fp_fusion=False,
-        **overlapping(plan.overlap and cut == IN_TURN),
-    )  # fmt: skip
+    )
     if cut in (BY_RUN, BY_TILE):
         rows_at_once, parts_at_once = (
             (plan.combine_rows, run_tiles) if cut == BY_TILE else (plan.combine_run_rows, plan.combine_runs)
@@ -175,11 +175,11 @@ def _launch_tiles(plan: AttentionPlan, step: _Step, states: StateArguments, cut:
             states, step.num_parts, step.out, num_heads, step.tables, step.tokens.positions, step.tokens.slots,
             **shape, ROWS=rows_at_once, AT_ONCE=parts_at_once,
             num_warps=plan.combine_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
-        )  # fmt: skip
+        )
 
 
 def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
-    """Weights of tiles, then columns of values (kernel_columns.py)."""
+    """Probabilities of tiles, then columns of P V (kernel_columns.py)."""
     columns = plan.columns
     assert columns is not None
     num_programs, num_tiles, heads = step.num_programs, step.num_parts, plan.heads
@@ -190,19 +190,19 @@ def _launch_columns(plan: AttentionPlan, step: _Step) -> None:
     tiles = TileArguments(
         weights, highest, total, torch.empty((num_places, KEYS), dtype=torch.int64, device=device),
         torch.empty((num_places, KEYS, 2), dtype=torch.int64, device=device),
-    )  # fmt: skip
-    _weights_kernel[(num_programs, -(-num_tiles // share))](
+    )
+    _qk_softmax_kernel[(num_programs, -(-num_tiles // share))](
         *step.queries, step.tokens, *step.sources, tiles, num_tiles, share,
         **step.shape, RING_LEN=step.ring_len, ALIGNED=step.is_aligned, WIDE=min(columns.wide, step.num_groups),
         AHEAD=min(columns.ahead, step.num_groups + 1), num_warps=columns.num_warps, num_stages=1,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     slice_groups = min(columns.slice, step.num_groups)
-    _values_kernel[(step.num_groups // slice_groups, num_programs)](
+    _pv_accumulate_kernel[(step.num_groups // slice_groups, num_programs)](
         tiles, num_tiles, step.out, step.q.shape[1], step.tables, step.tokens.positions, step.tokens.slots,
         **step.shape, INVERSE_ROPE=step.has_rope, ALIGNED=step.is_aligned, SLICE=slice_groups,
         num_warps=columns.num_warps, num_stages=1, enable_fp_fusion=False, **overlapping(plan.overlap),
-    )  # fmt: skip
+    )
 
 
 def takes_pairs(q: Tensor, window_len: int, run_tiles: int) -> bool:
@@ -225,13 +225,13 @@ def _launch_pairs(step: _Step, run_tiles: int) -> None:
         queries, step.out, num_heads, scale, step.tables, step.tokens, step.num_programs, *step.sources, states, 0,
         **shape, RING_LEN=step.ring_len, INVERSE_ROPE=step.has_rope, RUN=run_tiles, HAS_RUNS=has_runs,
         num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
 
 
 def _check(
     q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
     batch: TokenBatch, freqs: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     fmt = window.rows.format
     num_tokens = batch.num_tokens
     if (
@@ -281,7 +281,7 @@ def _target(rows: RowStore) -> RowTarget:
     return target._replace(
         scales=words, scales_stride=words.stride(0), scales_row=words.stride(1),
         factor=words, factor_stride=0, factor_row=0,
-    )  # fmt: skip
+    )
 
 
 def _fresh(rows: RowStore, start: int) -> RowTarget:

@@ -26,9 +26,17 @@ from dsv4.ops.rows.history import request_tiles
 
 @waits_for_device
 def sparse_attention_ref(
-    q: Tensor, rows: RowStore, window: WindowView, entries: PagedView | None, picks: Tensor | None, sink: Tensor,
-    batch: TokenBatch, *, window_len: int, freqs: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    rows: RowStore,
+    window: WindowView,
+    entries: PagedView | None,
+    picks: Tensor | None,
+    sink: Tensor,
+    batch: TokenBatch,
+    *,
+    window_len: int,
+    freqs: Tensor | None = None,
+) -> Tensor:
     """q [T, H, d], this batch's rows [T], the cache, picks [T, k] (-1: none) or None for all visible -> [T, H, d].
 
     `rows` are not in the ring yet (see append_swa). Probabilities are rounded to q's dtype before they meet the values,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_PAIRS, IN_TURN, WHOLE
-from dsv4.ops.lib.arch import Architecture
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_PAIRS, WHOLE
+from dsv4.ops.lib.arch import H200_MULTIPROCESSORS, Architecture
 
 
 class ColumnsPlan(NamedTuple):
@@ -23,7 +23,7 @@ class AttentionPlan(NamedTuple):
     """How the work is cut; no choice here changes a bit.
 
     `heads`: of a program. `has_tiles_only`: programs take a tile each, however many there are. `max_states`: no more
-    states than this are stored, of 128 KB each with 64 heads; four waves of queries with eight runs. `wide`: 64-wide
+    states than this are stored at a time, of 128 KB each with 64 heads. `multiprocessors`: of the GPU. `wide`: 64-wide
     groups of a row in one matrix, `run_wide` where a query has several runs; `ahead`: groups fetched a tile ahead.
     `combine_rows`: heads a program folds of tiles, `combine_run_rows` of runs, `combine_runs` at a time. `overlap`: a
     launch may begin before the one before it has ended. `columns`: how it is done by columns, if it is; `pairs`:
@@ -33,7 +33,7 @@ class AttentionPlan(NamedTuple):
     heads: int = 64
     has_tiles_only: bool = False
     max_states: int = 4224
-    multiprocessors: int = 132
+    multiprocessors: int = H200_MULTIPROCESSORS
     num_warps: int = 8
     wide: int = 2
     run_wide: int = 2
@@ -52,16 +52,17 @@ class AttentionPlan(NamedTuple):
             return BY_TILE
         num_runs = -(-num_tiles // run_tiles)
         times = self.predicted_us(num_programs, num_tiles, run_tiles)
-        if num_programs * num_runs > self.max_states:
-            del times[BY_RUN]
         if num_programs * num_tiles > self.max_states:
             del times[BY_TILE]
+        if num_runs > 1:
+            del times[WHOLE]
+        else:
+            del times[BY_RUN]
         if num_runs > 1 or self.columns is None:
             del times[BY_COLUMNS]
         if not self.pairs:
             del times[IN_PAIRS]
-        cut = min(times, key=times.__getitem__)
-        return WHOLE if num_runs <= 1 and cut in (BY_RUN, IN_TURN) else cut
+        return min(times, key=times.__getitem__)
 
     def predicted_us(self, num_programs: int, num_tiles: int, run_tiles: int) -> dict[int, float]:
         """Times on an H200, within 12 % of what was measured: few programs are worth a state stored for every tile or
@@ -76,18 +77,18 @@ class AttentionPlan(NamedTuple):
             BY_RUN: 15
             + tile_us * run_tiles * -(-all_tiles // runs_at_once)
             + 0.06 * num_programs * -(-num_tiles // run_tiles),
-            IN_TURN: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
+            WHOLE: 6 + tile_us * num_tiles * -(-num_programs // self.multiprocessors),
             IN_PAIRS: 12 + 3.6 * num_tiles * -(-num_programs // self.multiprocessors),
             BY_COLUMNS: 7
-            + self._weights_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
+            + self._softmax_us(num_programs, num_tiles, self.share(num_programs, num_tiles))
             + num_tiles * max(1.0, 0.9 * -(-4 * num_programs // self.multiprocessors)),
         }
 
     def share(self, num_programs: int, num_tiles: int) -> int:
-        """Tiles of a program that weighs them."""
-        return min(range(1, num_tiles + 1), key=lambda share: self._weights_us(num_programs, num_tiles, share))
+        """Tiles of a CTA that computes their probabilities."""
+        return min(range(1, num_tiles + 1), key=lambda share: self._softmax_us(num_programs, num_tiles, share))
 
-    def _weights_us(self, num_programs: int, num_tiles: int, share: int) -> float:
+    def _softmax_us(self, num_programs: int, num_tiles: int, share: int) -> float:
         """Two programs at once take 6 us for a tile each, one alone 5; to begin takes as long as 0.8 tiles."""
         all_programs = num_programs * -(-num_tiles // share)
         tile_us = 5.0 if all_programs <= self.multiprocessors else 6.0
@@ -112,7 +113,9 @@ HALVES_PLAN = AttentionPlan(heads=32, ahead=1, run_wide=4, columns=None)
 TILES_PLAN = AttentionPlan(heads=16, num_warps=4, has_tiles_only=True, columns=None)
 
 
-def pick_plan(architecture: Architecture) -> AttentionPlan:
+def pick_plan(architecture: Architecture, num_multiprocessors: int = H200_MULTIPROCESSORS) -> AttentionPlan:
     if architecture.has_warp_groups:
-        return PAIRS_PLAN if architecture.has_wide_kernels else PLAN
-    return HALVES_PLAN if architecture.shared_bytes > 128 * 1024 else TILES_PLAN
+        plan = PAIRS_PLAN if architecture.has_wide_kernels else PLAN
+    else:
+        plan = HALVES_PLAN if architecture.shared_bytes > 128 * 1024 else TILES_PLAN
+    return plan._replace(multiprocessors=num_multiprocessors)

@@ -7,4 +7,4 @@ from dsv4.ops.compress.plan import CSA_FEW, CSA_MANY, HCA_FEW, HCA_MANY, Compres
 __all__ = [
     "CSA_FEW", "CSA_MANY", "HCA_FEW", "HCA_MANY", "CompressPlan", "Compression", "CompressorSpec", "compress",
     "compress_pair", "compress_pair_ref", "compress_ref", "launch_compress", "launch_compress_pair",
-]  # fmt: skip
+]

@@ -2,7 +2,7 @@
 
 A program owns a group of neighbouring tokens and makes the entries they close. The rings are read and written in one
 launch, and programs run in any order, so everything that touches a request's rings belongs to one program, that of the
-first token of its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, behind a
+first token of its chunk: the entries that reach back before the chunk (CSA: two at most, HCA: one), then, after a
 barrier, the tails. All other entries are made of this batch's rows alone. Nothing else is shared between programs.
 
 An entry is pooled channel by channel in the oracle's order, rounded into a scratch row, and read back by `store_rows`,
@@ -82,7 +82,7 @@ def _prefetch(job, batch, base, num_tokens, WIDTH: tl.constexpr, DIM: tl.constex
 def _overlapping_rows(
     tokens, slots, positions, starts, stride, tail, SLOT: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
     OWN_LEN: tl.constexpr, FOLLOWING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """Of one of the 2 * RATIO slots of CSA entries [P], oldest first: its position, is it fresh, its place in the
     batch, its place in the ring.
     """
@@ -97,7 +97,7 @@ def _overlapping_rows(
 def _pool_overlapping(
     job, batch, tokens, mask, ROWS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """Pool the CSA entries that `tokens` [ROWS, 1] close, where `mask`, into their scratch rows, slot after slot, as
     `ordered_sum`. Absent slots are 0 and -inf. One token may be a number: what is loaded for it then needs no other
     layout."""
@@ -106,7 +106,7 @@ def _pool_overlapping(
     starts = tl.load(batch.chunk_starts + tokens, mask=mask, other=0).to(tl.int32)
     tokens = tokens.to(tl.int64)
     cols = tl.arange(0, DIM)[None, :]
-    scores = ()
+    scores = ()  # 2 * RATIO of [ROWS, Dc]
     highest = tl.full([ROWS, DIM], float("-inf"), tl.float32)
     for index in tl.static_range(2 * RATIO):
         tail = job.following if index < RATIO else job.own
@@ -130,10 +130,11 @@ def _pool_overlapping(
         )
         source = tl.where(is_fresh, job.kv + row, tail.kv + place)
         kv = tl.load(source + cols, mask=mask & (wanted >= 0) & (cols >= 0), other=0.0)
+        # weight = softmax over slots, channel by channel; pooled = (weight * kv).sum(slots)
         weight = exp_fp32(scores[index] - highest)
         total = total + weight
         pooled = pooled + weight * kv
-    entry = tl.div_rn(pooled, total)
+    entry = tl.div_rn(pooled, total)  # [ROWS, Dc]
     tl.store(job.pooled + tokens * DIM + cols, entry.to(job.pooled.dtype.element_ty), mask=mask & (cols >= 0))
 
 
@@ -150,7 +151,7 @@ def _sum_of_runs(x):
 
 @jit
 def _plain_slots(job, token, slot, position, start, cols, STEP: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr,
-                 LEN: tl.constexpr):  # fmt: skip
+                 LEN: tl.constexpr):
     """kv and score [POOL_RUNS, C] of the slots at place STEP of every run of an HCA entry."""
     slots = tl.arange(0, _POOL_RUNS) * (RATIO // _POOL_RUNS) + STEP
     ages = RATIO - 1 - slots
@@ -168,7 +169,7 @@ def _plain_slots(job, token, slot, position, start, cols, STEP: tl.constexpr, RA
 @jit
 def _pool_plain(
     job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Pool COLS columns, from first_col on, of the HCA entry that `token` closes into its scratch row: POOL_RUNS runs
     of slots side by side, then their sum."""
     position = tl.load(batch.positions + token).to(tl.int32)
@@ -176,7 +177,7 @@ def _pool_plain(
     start = tl.load(batch.chunk_starts + token).to(tl.int32)
     token = token.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
-    kvs = ()
+    kvs = ()  # RATIO / POOL_RUNS of [POOL_RUNS, COLS]
     scores = ()
     highest = tl.full([_POOL_RUNS, COLS], float("-inf"), tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
@@ -188,10 +189,11 @@ def _pool_plain(
     total = tl.zeros([_POOL_RUNS, COLS], tl.float32)
     pooled = tl.zeros([_POOL_RUNS, COLS], tl.float32)
     for step in tl.static_range(RATIO // _POOL_RUNS):
+        # weight = softmax over slots, channel by channel; pooled = (weight * kv).sum(slots)
         weight = exp_fp32(scores[step] - highest)
         total = total + weight
         pooled = pooled + weight * kvs[step]
-    entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))
+    entry = tl.div_rn(_sum_of_runs(pooled), _sum_of_runs(total))  # [COLS]
     tl.store(job.pooled + token * DIM + cols, entry.to(job.pooled.dtype.element_ty))
 
 
@@ -202,7 +204,7 @@ def _pool_plain(
 def _finish_entries(
     job, target, tokens, entries, blocks, RATIO: tl.constexpr, PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
     DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """Norm, rope, encode the pooled `entries` [R] that `tokens` close, and write them into `blocks` (-1: none)."""
     mask = blocks >= 0
     blocks, entries = blocks.to(tl.int64), entries.to(tl.int64)
@@ -211,14 +213,14 @@ def _finish_entries(
         job.pooled, tokens.to(tl.int64) * DIM, mask, job.norm_weight, entries * RATIO, job.freqs, job.eps,
         target, offsets, target, offsets, mask,
         KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, False,
-    )  # fmt: skip
+    )
 
 
 @jit
 def _write_tail(
     job, tail, token, slot, start, end, first_col, HALF: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
     LEN: tl.constexpr, TAIL_ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """The last LEN rows of the chunk whose first token is `token` into one ring: kv and score = gate + ape."""
     cols = first_col + tl.arange(0, COLS)[None, :]
     for first in range(tl.maximum(start, end - LEN), end, TAIL_ROWS):
@@ -237,7 +239,7 @@ def _write_tail(
 def _write_tails(
     job, batch, token, first_col, RATIO: tl.constexpr, DIM: tl.constexpr, OWN_LEN: tl.constexpr,
     FOLLOWING_LEN: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_COLS: tl.constexpr,
-):  # fmt: skip
+):
     slot = tl.load(batch.slots + token)
     start = tl.load(batch.chunk_starts + token).to(tl.int32)
     end = tl.load(batch.chunk_ends + token).to(tl.int32)
@@ -281,7 +283,7 @@ def _compress_group(
     CANDIDATES: tl.constexpr, COLS: tl.constexpr, FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     PREFETCH_ROWS: tl.constexpr, POOL_COLS: tl.constexpr,
-):  # fmt: skip
+):
     """COLS columns of `group` neighbouring tokens: their entries, FINISH_ROWS at a time, and the tails."""
     REACH: tl.constexpr = 2 * RATIO if FOLLOWING_LEN > 0 else RATIO
     IS_WHOLE: tl.constexpr = FOLLOWING_LEN > 0
@@ -289,10 +291,10 @@ def _compress_group(
     base = tl.program_id(0) * group
     if PREFETCH_ROWS > 0:
         _prefetch(job, batch, base, num_tokens, 2 * DIM, DIM, PREFETCH_ROWS)
-    # the group's tokens, and those behind them whose entries may belong to this program
+    # the group's tokens, and those after them whose entries may belong to this program
     lanes = tl.arange(0, CANDIDATES)
     mask = base + lanes < num_tokens
-    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)
+    positions = tl.load(batch.positions + base + lanes, mask=mask, other=0).to(tl.int32)  # [CANDIDATES]
     slots = tl.load(batch.slots + base + lanes, mask=mask, other=-1)
     is_real = slots >= 0
     # since the chunk's first token
@@ -331,7 +333,7 @@ def _compress_group(
             if IS_WHOLE and POOL_ROWS == 1:
                 _pool_overlapping(
                     job, batch, base + following, following >= 0, 1, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
-                )  # fmt: skip
+                )
             is_row = finish_lanes == count
             rows = tl.where(is_row, following, rows)
             row_entries = tl.where(is_row, _value_at(entries, lanes, following), row_entries)
@@ -348,12 +350,12 @@ def _compress_group(
                     is_row = (lanes_of_rows < count)[:, None]
                     _pool_overlapping(
                         job, batch, tokens[:, None], is_row, POOL_ROWS, RATIO, DIM, OWN_LEN, FOLLOWING_LEN
-                    )  # fmt: skip
+                    )
             tl.debug_barrier()  # the scratch rows are read back by other threads
         _finish_entries(
             job, target, base + rows, row_entries, row_blocks, RATIO, PER_BLOCK, KIND, DIM, ROPE_DIM, LOG2_DIM,
             SCALE_BYTES,
-        )  # fmt: skip
+        )
 
     tl.debug_barrier()  # every row of a ring that an entry needs has been read
     leader = tl.min(leaders, axis=0)
@@ -369,13 +371,13 @@ def _compress_kernel(
     FOLLOWING_LEN: tl.constexpr, PER_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, COLS: tl.constexpr,
     FINISH_ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr, POOL_COLS: tl.constexpr,
-):  # fmt: skip
+):
     pdl_trigger()
     _compress_group(
         job, target, batch, counter_ptr, num_tokens, group, tl.program_id(1) * COLS, RATIO, OWN_LEN, FOLLOWING_LEN,
         PER_BLOCK, CANDIDATES, COLS, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
         POOL_COLS,
-    )  # fmt: skip
+    )
 
 
 @jit(do_not_specialize=("num_tokens", "group"))
@@ -387,7 +389,7 @@ def _compress_pair_kernel(
     INDEX_FINISH_ROWS: tl.constexpr, INDEX_KIND: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_LOG2_DIM: tl.constexpr, INDEX_SCALE_BYTES: tl.constexpr, PREFETCH_ROWS: tl.constexpr,
     POOL_COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Two CSA compressors with the same rings' lengths; program_id(1) chooses. Columns are whole: nothing counts."""
     pdl_trigger()
     if tl.program_id(1) == 0:
@@ -395,10 +397,10 @@ def _compress_pair_kernel(
             job, target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN, PER_BLOCK,
             CANDIDATES, DIM, FINISH_ROWS, TAIL_ROWS, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, PREFETCH_ROWS,
             POOL_COLS,
-        )  # fmt: skip
+        )
     else:
         _compress_group(
             index_job, index_target, batch, batch.positions, num_tokens, group, 0, RATIO, OWN_LEN, FOLLOWING_LEN,
             PER_BLOCK, CANDIDATES, INDEX_DIM, INDEX_FINISH_ROWS, TAIL_ROWS, INDEX_KIND, INDEX_DIM, INDEX_ROPE_DIM,
             INDEX_LOG2_DIM, INDEX_SCALE_BYTES, PREFETCH_ROWS, POOL_COLS,
-        )  # fmt: skip
+        )

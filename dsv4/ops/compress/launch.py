@@ -53,7 +53,7 @@ def launch_compress(job: Compression, batch: TokenBatch, plan: CompressPlan) -> 
     _compress_kernel[(num_groups, dim // cols)](
         arguments, target, _batch_arguments(batch), arrival_counters("compress", job.kv.device), num_tokens, rows,
         **_cuts(job, plan), **shape, COLS=cols, FINISH_ROWS=plan.finish_rows(dim), **plan.options,
-    )  # fmt: skip
+    )
 
 
 def launch_compress_pair(attention: Compression, index: Compression, batch: TokenBatch, plan: CompressPlan) -> None:
@@ -70,7 +70,7 @@ def launch_compress_pair(attention: Compression, index: Compression, batch: Toke
         **cuts, **shape, FINISH_ROWS=plan.finish_rows(shape["DIM"]),
         **{f"INDEX_{name}": value for name, value in index_shape.items()},
         INDEX_FINISH_ROWS=plan.finish_rows(index_shape["DIM"]), **plan.options,
-    )  # fmt: skip
+    )
 
 
 def _cuts(job: Compression, plan: CompressPlan) -> dict[str, int]:

@@ -7,4 +7,4 @@ from dsv4.ops.drafting.plan import ACCEPT_ROWS
 __all__ = [
     "ACCEPT_ROWS", "Acceptance", "accept", "accept_ref", "confidence", "confidence_ref", "tap_streams",
     "tap_streams_ref",
-]  # fmt: skip
+]

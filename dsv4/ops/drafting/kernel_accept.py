@@ -9,7 +9,7 @@ from dsv4.ops.lib.guard import jit, tl
 def _accept_kernel(
     drafts_ptr, num_drafts_ptr, drawn_ptr, positions_ptr, num_accepted_ptr, next_ptr, newest_ptr, num_requests,
     stride_dr, stride_wr, MOST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_requests
     num_drafts = tl.load(num_drafts_ptr + rows, mask=mask, other=-1)

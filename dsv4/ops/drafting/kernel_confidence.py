@@ -9,7 +9,7 @@ from dsv4.ops.lib.guard import jit, tl
 def _confidence_kernel(
     hidden_ptr, embedded_ptr, weight_ptr, out_ptr, stride_ht, stride_et,
     D: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([COLS], tl.float32)
     # rows_matmul(cat((hidden, embedded), -1), weight)

@@ -9,7 +9,7 @@ from dsv4.ops.lib.guard import jit, tl
 def _tap_streams_kernel(
     streams_ptr, out_ptr, num_tokens, stride_st, stride_sn, stride_ot,
     NUM_STREAMS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (tokens < num_tokens) & (cols < D)

@@ -30,7 +30,7 @@ def accept(drafts: Tensor, num_drafts: Tensor, drawn: Tensor, positions: Tensor)
         _accept_kernel[(-(-num_requests // ACCEPT_ROWS),)](
             drafts, num_drafts.contiguous(), drawn, positions.contiguous(), *found.unbind(0), num_requests,
             drafts.stride(0), drawn.stride(0), MOST=most, ROWS=ACCEPT_ROWS, num_warps=4,
-        )  # fmt: skip
+        )
     return Acceptance(*found.unbind(0))
 
 
@@ -48,7 +48,7 @@ def tap_streams(streams: Tensor, out: Tensor) -> None:
         _tap_streams_kernel[(-(-num_tokens // TAP_ROWS), -(-hidden_size // TAP_COLS))](
             streams, out, num_tokens, *streams.stride()[:2], out.stride(0),
             NUM_STREAMS=num_streams, D=hidden_size, ROWS=TAP_ROWS, COLS=TAP_COLS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
 
 
 def confidence(hidden: Tensor, embedded: Tensor, weight: Tensor) -> Tensor:
@@ -69,5 +69,5 @@ def confidence(hidden: Tensor, embedded: Tensor, weight: Tensor) -> Tensor:
         _confidence_kernel[(num_rows,)](
             hidden, embedded, weight.contiguous(), out, hidden.stride(0), embedded.stride(0),
             D=hidden_size, RANK=rank, COLS=CONFIDENCE_COLS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return out

@@ -41,22 +41,23 @@ _UPPER_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 def index_queries_kernel(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_qt, stride_qh,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+):
     encode_queries(
         q_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
         stride_qt, stride_qh, KIND, DIM, ROPE_DIM, LOG2_DIM, HEADS,
-    )  # fmt: skip
+    )
 
 
 @jit
 def encode_queries(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_qt, stride_qh,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """HEADS heads of a token from `first_head` on: roped, rotated, quantised and decoded again."""
     heads = first_head + tl.arange(0, HEADS)
     cols = tl.arange(0, DIM)
     mask = (heads < num_heads)[:, None]
+    # x [HEADS, Di]
     x = tl.load(q_ptr + token * stride_qt + heads[:, None] * stride_qh + cols[None, :], mask=mask, other=0.0)
     # rope over the whole head, at frequency 0 where there is none: the Hadamard rotation mixes both parts
     pair = tl.arange(0, DIM // 2) - (DIM // 2 - ROPE_DIM // 2)
@@ -82,7 +83,7 @@ def encode_queries(
 # ---- keys ----
 
 # A word of FP4 has 8 codes: code i of word j is dimension 8 j + i of the key. Plane i, the i-th codes of the words, is
-# decoded from pairs of words, and the planes are joined one behind the other: the words of a row in the layout of an
+# decoded from pairs of words, and the planes are joined one after the other: the words of a row in the layout of an
 # MMA operand with K = 16 are then, plane by plane, the operand with K = 128, and nothing moves between threads. The
 # words stand in such an order that a thread has one of every four that share a scale. Queries come in the same order of
 # dimensions (`_in_planes`). FP8 has 4 codes a word.
@@ -152,7 +153,7 @@ def _join4(p0, p1, p2, p3):
 
 @jit
 def decode_keys(words, scales, KIND: tl.constexpr):
-    """Words int32 [N, W] of N keys, and what `_load_keys` gives as scales [N] -> bf16 [N, DIM], planes one behind the
+    """Words int32 [N, W] of N keys, and what `_load_keys` gives as scales [N] -> bf16 [N, DIM], planes one after the
     other. FP4: times 2^-63. FP8: not scaled yet.
     """
     N: tl.constexpr = words.shape[0]
@@ -220,7 +221,7 @@ def _load_blocks(table_ptr, start, end, TILE: tl.constexpr, PER_BLOCK: tl.conste
 @jit
 def _load_keys(keys, blocks, start, TILE: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
     """Stored words [TILE, WORDS] and scales [TILE] (FP4: 4 codes in a word; FP8: fp32) of the entries from `start` on,
-    in `blocks`. Those behind the last come from the same blocks and mean nothing.
+    in `blocks`. Those after the last come from the same blocks and mean nothing.
     """
     lanes = tl.arange(0, TILE)
     block0, block1, block2, block3 = blocks
@@ -258,7 +259,7 @@ def _store_scores(scores_ptr, key_tile, scales, q, weights, start, limit, KIND: 
     # ordered_sum(weights * dots.relu(), heads), in an order of its own
     dots = tl.dot(key_tile, tl.trans(q))  # [TILE, HEADS]
     dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    scores = tl.sum(dots * weights[None, :], axis=1)
+    scores = tl.sum(dots * weights[None, :], axis=1)  # [TILE]
     if KIND == _INDEX_FP4:
         # a code of 192 or more, both upper bits set: 255 is NaN, the others overflow
         scores = tl.where((scales & (scales << 1) & _UPPER_BITS) != 0, float("nan"), scores)
@@ -277,7 +278,7 @@ def _load_weights(weights_ptr, scale, heads, NUM_HEADS: tl.constexpr, KIND: tl.c
 
 @jit
 def _own_tiles(limit, TILE: tl.constexpr):
-    """First entry of this program's tiles, and the one behind the last: an even share of `limit` entries."""
+    """First entry of this program's tiles, and the one after the last: an even share of `limit` entries."""
     num_tiles = (limit + TILE - 1) // TILE
     share = (num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0) * TILE
     start = tl.program_id(0) * share
@@ -290,7 +291,7 @@ def token_scores_kernel(
     capacity, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     # num_visible(positions, ratio).masked_fill(slots < 0, 0)
@@ -304,16 +305,16 @@ def token_scores_kernel(
         table_ptr += slot * stride_ts
         q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
         q = tl.load(q_ptr + token * stride_qt + q_tile, mask=heads[:, None] < NUM_HEADS, other=0.0)
-        q = _in_planes(q, KIND)
-        weights = _load_weights(weights_ptr + token * stride_wt, scale, heads, NUM_HEADS, KIND)
+        q = _in_planes(q, KIND)  # [HEADS, Di]
+        weights = _load_weights(weights_ptr + token * stride_wt, scale, heads, NUM_HEADS, KIND)  # [HEADS]
         blocks = _load_blocks(table_ptr, start, end, TILE, PER_BLOCK)
         for tile in tl.range(start, end, TILE, num_stages=STAGES):
-            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)  # [TILE, WORDS], [TILE]
             blocks = _load_blocks(table_ptr, tile + TILE, end, TILE, PER_BLOCK)
             _store_scores(
                 scores_ptr + token * stride_st, decode_keys(words, scales, KIND), scales, q, weights, tile, limit,
                 KIND, TILE,
-            )  # fmt: skip
+            )
 
 
 @jit
@@ -322,7 +323,7 @@ def _score_token(
     stride_qt, stride_qh, stride_wt, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     heads = tl.arange(0, HEADS)
     q_tile = heads[:, None] * stride_qh + tl.arange(0, DIM)[None, :]
     wide = tl.full([], 0, tl.int64) + token
@@ -338,12 +339,12 @@ def group_scores_kernel(
     num_tokens, capacity, group, stride_qt, stride_qh, stride_wt, stride_ts, stride_st,
     KIND: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Queries in planes."""
     first = tl.program_id(1) * group
     stop = tl.minimum(first + group, num_tokens)
     tokens = first + tl.arange(0, _MAX_GROUP)
-    slots = tl.load(slots_ptr + tokens, mask=tokens < stop, other=-1)
+    slots = tl.load(slots_ptr + tokens, mask=tokens < stop, other=-1)  # [MAX_GROUP]
     limits = (tl.load(positions_ptr + tokens, mask=tokens < stop, other=0) + 1) // RATIO
     limits = tl.where(slots >= 0, tl.minimum(limits, capacity), 0).to(tl.int32)
     if tl.program_id(0) == 0:
@@ -353,29 +354,29 @@ def group_scores_kernel(
         # a run: neighbouring tokens of one request
         slot = tl.load(slots_ptr + begin)
         is_later = (tokens >= begin) & (tokens < stop) & (slots != slot)
-        behind = tl.min(tl.where(is_later, tokens, stop), 0)
-        is_run = (tokens >= begin) & (tokens < behind)
+        run_stop = tl.min(tl.where(is_later, tokens, stop), 0)
+        is_run = (tokens >= begin) & (tokens < run_stop)
         run_limit = tl.max(tl.where(is_run, limits, 0), 0)
         run_limit = tl.where(run_limit > TOP_K, run_limit, 0)
         run_table_ptr = table_ptr + slot * stride_ts
         start, end = _own_tiles(run_limit, TILE)
         for tile in range(start, end, TILE):
             blocks = _load_blocks(run_table_ptr, tile, end, TILE, PER_BLOCK)
-            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)
-            key_tile = decode_keys(words, scales, KIND)
+            words, scales = _load_keys(keys, blocks, tile, TILE, WORDS, PER_BLOCK)  # [TILE, WORDS], [TILE]
+            key_tile = decode_keys(words, scales, KIND)  # [TILE, Di]
             # positions ascend: the tokens that see nothing of this tile, or are not scored, come first
             num_blind = tl.sum((is_run & (limits <= tl.maximum(tile, TOP_K))).to(tl.int32), 0)
             # one token before the others: the compiler then has the keys decoded in the registers that feed the product
-            visible = tl.minimum(begin + num_blind, behind - 1)
+            visible = tl.minimum(begin + num_blind, run_stop - 1)
             _score_token(
                 q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, visible, tile,
                 capacity, stride_qt, stride_qh, stride_wt, stride_st,
                 KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
-            )  # fmt: skip
-            for token in tl.range(visible + 1, behind, num_stages=STAGES):
+            )
+            for token in tl.range(visible + 1, run_stop, num_stages=STAGES):
                 _score_token(
                     q_ptr, weights_ptr, scale, positions_ptr, scores_ptr, key_tile, scales, token, tile,
                     capacity, stride_qt, stride_qh, stride_wt, stride_st,
                     KIND, NUM_HEADS, HEADS, DIM, RATIO, TILE,
-                )  # fmt: skip
-        begin = behind
+                )
+        begin = run_stop

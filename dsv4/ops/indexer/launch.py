@@ -22,7 +22,7 @@ from dsv4.ops.indexer.kernel_index import (
     plane_queries_kernel,
     token_scores_kernel,
 )
-from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, SCORE_CONFIG, WORKSPACE_BYTES, ScoreConfig
+from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, WORKSPACE_BYTES, ScoreConfig, score_config
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
 from dsv4.ops.norm import KERNEL_DTYPES
@@ -63,7 +63,7 @@ def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFo
     index_queries_kernel[(num_tokens, -(-num_heads // config.rows))](
         q, out, positions.contiguous(), freqs.contiguous(), num_heads, q.stride(0), q.stride(1),
         HEADS=config.rows, **shape, **config.options,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -73,7 +73,8 @@ def index_topk(
     """See `index_topk_ref`. bf16 queries as `index_queries` gives them, weights in bf16, fp16 or fp32, quantised keys;
     top_k up to 1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
     """
-    return launch_index_topk(q, weights, keys, batch, ratio, top_k, SCORE_CONFIG, TOPK_CONFIG, scale=scale)
+    config = score_config(q.device)
+    return launch_index_topk(q, weights, keys, batch, ratio, top_k, config, TOPK_CONFIG, scale=scale)
 
 
 def row_bytes(capacity: int) -> int:
@@ -84,7 +85,7 @@ def row_bytes(capacity: int) -> int:
 def launch_index_topk(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, ratio: int, top_k: int,
     score_config: ScoreConfig, topk_config: TopkConfig, workspace_bytes: int = WORKSPACE_BYTES, scale: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`index_topk` with the work divided as the configurations say."""
     _check(q, weights, keys, batch, top_k)
     capacity = batch.block_table.shape[1] * keys.entries_per_block
@@ -104,7 +105,7 @@ def launch_index_topk(
 def index_scores(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, part: slice, ratio: int, top_k: int,
     config: ScoreConfig, scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Scores fp32 [Q, capacity] of the tokens `part` of the batch, and how many entries each sees.
 
     Written are the visible entries of tokens that see more than top_k.
@@ -119,13 +120,13 @@ def index_scores(
     pointers = (
         q, weights.contiguous(), _key_words(keys.rows), batch.block_table, batch.positions[part].contiguous(),
         batch.slots[part].contiguous(), scores, lengths, scale,
-    )  # fmt: skip
+    )
     strides = q.stride(0), q.stride(1), num_heads, batch.block_table.stride(0), capacity
     options: dict[str, Any] = {
         "KIND": row_kind(keys.rows.format), "NUM_HEADS": num_heads, "HEADS": max(next_power_of_2(num_heads), 16),
         "DIM": dim, "WORDS": keys.rows.format.data_bytes // 4, "PER_BLOCK": keys.entries_per_block,
         "RATIO": ratio, "TOP_K": top_k, **config.options(group > 0),
-    }  # fmt: skip
+    }
     grid = config.grid(num_tokens, capacity)
     if group:
         group_scores_kernel[grid](*pointers, num_tokens, capacity, group, *strides, TILE=config.group_tile, **options)
@@ -141,7 +142,7 @@ def _in_planes(q: Tensor, key_format: RowFormat) -> Tensor:
     plane_queries_kernel[(num_tokens,)](
         q, out, num_heads, q.stride(0), q.stride(1),
         KIND=row_kind(key_format), DIM=dim, HEADS=next_power_of_2(num_heads), num_warps=4, num_stages=1,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -152,7 +153,7 @@ def _key_words(rows: RowStore) -> KeyWords:
         part.dim() == 3 and part.stride(2) == 1 and part.storage_offset() % 4 == 0
         and part.stride(0) % 4 == 0 and part.stride(1) % 4 == 0
         for part in (data, scales)
-    )  # fmt: skip
+    )
     if not is_aligned:
         raise KernelInputError(
             f"expected keys [blocks, entries] of contiguous bytes, aligned to 4, found strides {data.stride()} and "

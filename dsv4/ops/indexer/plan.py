@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import torch
+
 from dsv4.ops.indexer.kernel_index import MAX_GROUP
+from dsv4.ops.lib.arch import H200_MULTIPROCESSORS, num_multiprocessors
 
 WORKSPACE_BYTES = 256 << 20  # scores and lists of the tokens handled at once
 INDEX_FLAGS = {"ASCENDING": True, "DROP": False, "HAS_LENGTHS": True}
@@ -21,16 +25,17 @@ class ScoreConfig:
     tile: int = 64
     num_warps: int = 4
     stages: int = 4
-    programs: int = 528  # that run at once
+    multiprocessors: int = H200_MULTIPROCESSORS
+    programs: int = 4  # of one token, that share a multiprocessor
     few_tokens: int = 256
     group_tile: int = 128
     group_warps: int = 4
     group_stages: int = 3
-    group_programs: int = 1056  # about so many, where there is work for them
+    group_programs: int = 8  # for each multiprocessor, where there is work for them
     max_group: int = MAX_GROUP
     group_registers: int | None = None  # at most, of a thread
     shares: int = 32
-    start_tiles: int = 3  # the beginning of a program takes as long as so many tiles
+    start_tiles: int = 3  # a program takes as long to begin as for this many tiles
     max_waves: int = 4
     registers: int | None = None  # at most, of a thread that has one token
     is_fused: bool = True  # relu times weight and the sum over heads are one rounding (the same bits in both kernels)
@@ -44,29 +49,39 @@ class ScoreConfig:
     def grid(self, num_tokens: int, capacity: int) -> tuple[int, int]:
         """Programs of a token or group, and how many of these there are.
 
-        Of one token: as many as make waves (`programs` run at once) times tiles of each the least: a few more than a
-        wave holds would double the time. Groups differ in what they see: several waves even that out.
+        Of one token: as many as make waves (`programs` on every multiprocessor) times tiles of each the least: a few
+        more than a wave holds would double the time. Groups differ in what they see: several waves even that out.
         """
         group = self.group(num_tokens)
         if group:
             num_groups = -(-num_tokens // group)
-            return min(-(-capacity // self.group_tile), max(-(-self.group_programs // num_groups), 1)), num_groups
-        num_tiles = -(-capacity // self.tile)
+            num_programs = self.multiprocessors * self.group_programs
+            return min(-(-capacity // self.group_tile), max(-(-num_programs // num_groups), 1)), num_groups
+        num_tiles, at_once = -(-capacity // self.tile), self.multiprocessors * self.programs
 
         def cost(share: int) -> int:
-            return -(-share * num_tokens // self.programs) * (-(-num_tiles // share) + self.start_tiles)
+            return -(-share * num_tokens // at_once) * (-(-num_tiles // share) + self.start_tiles)
 
-        most = max(min(num_tiles, self.max_waves * self.programs // num_tokens), 1)
+        most = max(min(num_tiles, self.max_waves * at_once // num_tokens), 1)
         return min(range(1, most + 1), key=cost), num_tokens
 
     def options(self, is_group: bool) -> dict[str, Any]:
         num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, self.stages)
         options = {
-            "num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": self.is_fused,
-        }  # fmt: skip
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "STAGES": num_stages,
+            "enable_fp_fusion": self.is_fused,
+        }
         registers = self.group_registers if is_group else self.registers
         return options if registers is None else options | {"maxnreg": registers}
 
 
 SCORE_CONFIG = ScoreConfig()
 FEW_QUERIES = 256  # up to here a token's heads are shared by several programs
+
+
+@cache
+def score_config(device: torch.device) -> ScoreConfig:
+    """For the GPU at hand."""
+    return replace(SCORE_CONFIG, multiprocessors=num_multiprocessors(device))

@@ -28,6 +28,7 @@ from dsv4.ops.lib.guard import HAS_TRITON, IS_INTERPRETED
 
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
 INTERPRETED = 0  # the architecture that the interpreter stands for; 0: none
+H200_MULTIPROCESSORS = 132  # what launch tables were timed on, and what a machine without a GPU stands for
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ setattr(architecture, "__triton_builtin__", True)  # noqa: B010
 def num_multiprocessors(device: torch.device) -> int:
     """Of the GPU at hand; of an H200 where there is none."""
     if device.type == "cpu" or not torch.cuda.is_available():
-        return 132
+        return H200_MULTIPROCESSORS
     gpu = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(gpu).multi_processor_count
 

@@ -3,7 +3,7 @@
 Either the finishing program sets its counter back to 0, or a counter only grows, by the same number in every launch: no
 launch needs another one to clear it, and a CUDA graph can be replayed. `purpose` keeps counters apart that are counted
 differently. Launches that share counters must not overlap in time: one stream, or ordered ones. Results never depend
-on who arrives last.
+on which program arrives last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEVER = -(1 << 62)  # counters that start here are complete in no lifetime
 
 @cache
 def arrival_counters(purpose: str, device: torch.device, start: int = 0) -> Tensor:
-    """int64 [NUM_COUNTERS], `start` at first; `NEVER` where nobody is to be the last."""
+    """int64 [NUM_COUNTERS], `start` at first; `NEVER` where none is to be the last."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise KernelInputError(f"expected one launch ({purpose}) before the capture of a graph, found none")
     return torch.full((NUM_COUNTERS,), start, dtype=torch.int64, device=device)

@@ -57,7 +57,7 @@ _SOME_PLANES = {
     (number_format, first, count): _decode_ptx(planes[first : first + count], 2, first)
     for number_format, planes in enumerate((("s0l", "s1l", "s0h", "s1h") * 2, _MX_PLANES))
     for count in (2, 4) for first in range(0, 8, count)
-}  # fmt: skip
+}
 
 
 @known_at_compile_time
@@ -133,7 +133,7 @@ def nvfp4_tile(words, low, high):
             _plain_plane(words, s0 >> 16, 2), _plain_plane(words, s1 >> 16, 3),
             _plain_plane(words, s2, 4), _plain_plane(words, s3, 5),
             _plain_plane(words, s2 >> 16, 6), _plain_plane(words, s3 >> 16, 7),
-        )  # fmt: skip
+        )
     else:
         p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
             _NV_PTX, _NV_CONSTRAINTS, [words, s0, s1, s2, s3], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
@@ -163,7 +163,7 @@ def mxfp4_tile(words, codes):
             _plain_plane(words, s1, 2), _plain_plane(words, s1, 3),
             _plain_plane(words, s0 >> 16, 4), _plain_plane(words, s0 >> 16, 5),
             _plain_plane(words, s1 >> 16, 6), _plain_plane(words, s1 >> 16, 7),
-        )  # fmt: skip
+        )
     else:
         p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
             _MX_PTX, _MX_CONSTRAINTS, [words, s0, s1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
@@ -215,7 +215,7 @@ def fp8_tile(words, multipliers):
         return _join4(
             _plain_fp8_plane(words, factor, 0), _plain_fp8_plane(words, factor, 1),
             _plain_fp8_plane(words, factor, 2), _plain_fp8_plane(words, factor, 3),
-        )  # fmt: skip
+        )
     else:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             _FP8_PTX, _FP8_CONSTRAINTS, [words, scales], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2

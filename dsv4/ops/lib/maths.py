@@ -169,7 +169,7 @@ def to_bf16(x):
         return x.to(tl.bfloat16)
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-    )  # fmt: skip
+    )
 
 
 # ---- order ----

@@ -7,7 +7,7 @@ from dsv4.ops.lib.guard import jit, tl
 
 @jit
 def in_product_order(x):
-    """[R, C] -> the same columns, of which 16 neighbours are what mma.sync takes at once from an operand behind a join:
+    """[R, C] -> the same columns, of which 16 neighbours are what mma.sync takes at once from an operand after a join:
     of a column's number inside 32, bit 1 moves to the top.
 
     The compiler gives a thread four neighbours of such an operand where it gives two of others, and an MMA then takes

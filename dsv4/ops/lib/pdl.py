@@ -5,7 +5,7 @@ A launch with `launch_pdl` begins as soon as every program of the launch before 
 waits, and before its wait it writes nothing and reads only what no launch of a step writes: weights, and the batch's
 positions and slots. So the end of a launch is the end of all launches before it, and it does not matter whether a
 kernel calls `pdl_trigger` before or after its own wait. A kernel that is launched without `launch_pdl` needs no wait;
-its `pdl_trigger` is for the launch behind it. In the interpreter, and on GPUs that cannot, all of this is nothing.
+its `pdl_trigger` is for the launch after it. In the interpreter, and on GPUs that cannot, all of this is nothing.
 """
 
 from __future__ import annotations

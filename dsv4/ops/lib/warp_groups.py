@@ -1,9 +1,9 @@
-"""Products of warp groups (wgmma) as Gluon does not have them: with any multiple of 8 columns, of which sums are in
+"""Products of warp groups (wgmma) as Gluon does not have them: with any multiple of 8 columns, whose accumulators are
 tensors of 16. And barriers in shared memory that warps wait for and arrive at one by one, where Gluon's operations
 first wait for all warps of a partition.
 
-Addresses are offsets in a program's shared memory: Triton lays allocations out in the order in which they are made, if
-all live as long and none is larger than one before. A kernel that counts on it looks first whether it is so.
+Addresses are offsets in a CTA's shared memory: Triton lays allocations out in the order in which they are made, if
+all live as long and none is larger than one before. Kernels that rely on this check it at start and trap.
 All of it is PTX, for Hopper.
 """
 
@@ -37,8 +37,8 @@ def _products_ptx(num_cols: int, num_planes: int) -> tuple[str, str]:
 
 
 @gluon_jit
-def begin_products(sums, planes, address, N: gl.constexpr):
-    """sums += weights [64, 16 p] x the N rows at `address`, transposed, in each warp group; not before `end_products`.
+def wgmma_issue(sums, planes, address, N: gl.constexpr):
+    """sums += weights [64, 16 p] x the N rows at `address`, transposed, in each warp group; not before `wgmma_wait`.
 
     sums: fp32 [R, 16] for each 16 of the N rows, in the layout of an MMA with 16 columns; planes: p bf16 [R, 16] in the
     same layout, of words of which bit 1 of the column is the highest. A product takes 8 columns of each of two planes.
@@ -56,32 +56,32 @@ def _end_constraints(num_sums: int, num_planes: int) -> str:
 
 
 @gluon_jit
-def end_products(sums, planes):
+def wgmma_wait(sums, planes):
     """Sums once all products have ended, whose `planes` are in registers until then."""
     return gl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 0;", _end_constraints(len(sums), len(planes)), sums + planes,
         dtype=(gl.float32,) * len(sums), is_pure=False, pack=8,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit
-def wait_barrier(address, phase):
+def warp_wait(address, phase):
     """Until the barrier at `address` has completed its phase."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1;\n"
         "again: mbarrier.try_wait.parity.shared::cta.b64 p, [at], $2;\n@!p bra again;\nmov.b32 $0, $1; }",
         "=r,r,r", [address, phase], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit
-def arrive_warp(address):
+def warp_arrive(address):
     """A warp's arrival at the barrier at `address`."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 at; mov.u32 at, %laneid; setp.eq.u32 p, at, 0; bar.warp.sync 0xffffffff;\n"
         "mov.u32 at, global_smem; add.u32 at, at, $1; @p mbarrier.arrive.shared::cta.b64 _, [at]; mov.b32 $0, $1; }",
         "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit
@@ -89,7 +89,7 @@ def load_word(address):
     return gl.inline_asm_elementwise(
         "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; ld.shared.b32 $0, [at]; }",
         "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon_jit

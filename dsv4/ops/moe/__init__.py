@@ -1,13 +1,16 @@
 """Experts: routed and shared in one op or in pieces, the sort of (token, choice) pairs, and one FP4 linear."""
 
-from dsv4.ops.moe.launch import fp4_linear, launch_fp4_linear, launch_moe, moe, prepare_experts, takes_rounded
+from dsv4.ops.moe.launch import launch_moe, moe, prepare_experts, takes_rounded
 from dsv4.ops.moe.launch_halves import moe_fold, moe_parts, moe_shared
+from dsv4.ops.moe.launch_linear import fp4_linear, launch_fp4_linear
 from dsv4.ops.moe.op import Matrices, experts_ref, moe_fold_ref, moe_parts_ref, moe_ref, moe_shared_ref
 from dsv4.ops.moe.plan import (
+    FEW_CONFIG,
     FEW_TOKENS,
     NARROW_ROWS,
     TILES_CONFIG,
-    WIDE_CONFIGS,
+    WIDE_CONFIG,
+    Form,
     GemmConfig,
     MoeConfig,
     Ranges,
@@ -16,8 +19,9 @@ from dsv4.ops.moe.plan import (
 from dsv4.ops.moe.sort import SORT_CONFIG, SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 
 __all__ = [
-    "FEW_TOKENS", "NARROW_ROWS", "SORT_CONFIG", "TILES_CONFIG", "WIDE_CONFIGS", "GemmConfig", "Matrices", "MoeConfig",
-    "Ranges", "SortConfig", "expert_sort", "expert_sort_ref", "experts_ref", "fp4_linear", "launch_expert_sort",
-    "launch_fp4_linear", "launch_moe", "max_tiles", "moe", "moe_fold", "moe_fold_ref", "moe_parts", "moe_parts_ref",
-    "moe_ref", "moe_shared", "moe_shared_ref", "pick_moe_config", "prepare_experts", "takes_rounded",
-]  # fmt: skip
+    "FEW_CONFIG", "FEW_TOKENS", "NARROW_ROWS", "SORT_CONFIG", "TILES_CONFIG", "WIDE_CONFIG", "Form", "GemmConfig",
+    "Matrices", "MoeConfig", "Ranges", "SortConfig", "expert_sort", "expert_sort_ref", "experts_ref", "fp4_linear",
+    "launch_expert_sort", "launch_fp4_linear", "launch_moe", "max_tiles", "moe", "moe_fold", "moe_fold_ref",
+    "moe_parts", "moe_parts_ref", "moe_ref", "moe_shared", "moe_shared_ref", "pick_moe_config", "prepare_experts",
+    "takes_rounded",
+]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.ops.moe.kernel_down import sum_parts
+from dsv4.ops.moe.kernel_parts import sum_parts
 
 
 @jit(do_not_specialize=("num_tokens",))
 def _sum_parts_kernel(
     parts_ptr, experts_ptr, out_ptr, num_tokens,
     D: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """out [T, D] of parts by pair, then by token, of the shared expert. Parts of pairs without an expert are not
     read."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sum_parts(
         tokens, tokens < num_tokens, tl.program_id(1) * COLS, parts_ptr, parts_ptr, experts_ptr, out_ptr, parts_ptr,
         parts_ptr, num_tokens, COLS, D, E, TOP_K, 1, 1,
-    )  # fmt: skip
+    )
 
 
 @jit

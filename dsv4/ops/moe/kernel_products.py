@@ -1,4 +1,4 @@
-"""Products of weight rows with a tile's token rows: the narrow form, for up to 16 rows. How products are formed, and
+"""Products of weight rows with a tile's token rows: in sub-tiles of 8, by mma.sync. How products are formed, and
 why, is said in kernel_gate_up.py.
 """
 
@@ -30,7 +30,7 @@ def in_order(x, ORDER: tl.constexpr):
 
 @jit
 def _in_operand_order(x):
-    """[R, C] -> the same columns, of which 8 neighbours are what a thread needs for two MMAs of an operand behind a
+    """[R, C] -> the same columns, of which 8 neighbours are what a thread needs for two MMAs of an operand after a
     join (`in_product_order`), in the order of its registers: of a column's number inside 32, bit 4 comes second.
     """
     split = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 2, 4, 2, 2])
@@ -47,7 +47,7 @@ def _load_ordered_rows(x_ptr, rows, is_row, first_col, K: tl.constexpr, MASKED: 
     """
     R: tl.constexpr = rows.shape[0]
     row = tl.reshape(tl.broadcast_to(rows[None, :], [4, R]), [4 * R])
-    places = row * K + tl.arange(0, 4 * R) // R * 32  # products behind the reshape, which hides what divides them
+    places = row * K + tl.arange(0, 4 * R) // R * 32  # products after the reshape, which hides what divides them
     source = x_ptr + (places[:, None] + (first_col + tl.arange(0, 32))[None, :])
     if MASKED:
         has_row = tl.reshape(tl.broadcast_to(is_row[None, :], [4, R]), [4 * R])
@@ -62,7 +62,7 @@ def _load_ordered_rows(x_ptr, rows, is_row, first_col, K: tl.constexpr, MASKED: 
 @jit
 def _load_rows(
     x_ptr, rows, is_row, first_col, K: tl.constexpr, QUANTISE: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+):
     """Columns first_col .. first_col + 127 of rows [8] -> bf16 [128, 8], zeros where there is no row."""
     if ORDERED:
         return _load_ordered_rows(x_ptr, rows, is_row, first_col, K, MASKED)
@@ -100,12 +100,12 @@ def product(
     BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
     RANGES: tl.constexpr, SPLIT: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr = True,
     TWICE: tl.constexpr = False,
-):  # fmt: skip
+):
     """BLOCK rows of one matrix from `first_out` on times each [8] of the tuple `rows` of x -> tuple of fp32 [BLOCK, 8].
 
     K is cut into RANGES, each with a sum of its own; their sums are added first range first. SPLIT: of range `part`
     alone, not added to anything. ORDERED: x is in operand order. TWICE (whole tiles of rows, not SPLIT): in the same
-    loop, of the BLOCK rows behind them too, whose words lie behind theirs -> two such tuples.
+    loop, of the BLOCK rows after them too, whose words lie after theirs -> two such tuples.
     """
     K_TILES: tl.constexpr = (K + 127) // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES
@@ -118,11 +118,11 @@ def product(
     for first in range(first_tile, first_tile + num_tiles, STEP):
         for step in tl.static_range(STEP):
             words, low, high = load_words(data_ptr, scale_ptr, first_out, first + step, K_TILES, BLOCK, FORMAT)
-            weight = decode_tile(words, low, high, FORMAT)
+            weight = decode_tile(words, low, high, FORMAT)  # [BLOCK, 128]
             k_tile = (first + step) % K_TILES if TWICE else first + step
             sums = ()
             for sub in tl.static_range(NUM):
-                x = _load_rows(x_ptr, rows[sub], is_row[sub], k_tile * 128, K, QUANTISE, ORDERED, MASKED)
+                x = _load_rows(x_ptr, rows[sub], is_row[sub], k_tile * 128, K, QUANTISE, ORDERED, MASKED)  # [128, 8]
                 sums = with_item(sums, tl.dot(weight, x, accs[sub]))
             accs = sums
         if IS_SUMMED:  # noqa: SIM102
@@ -144,10 +144,9 @@ def product(
 @jit
 def two_products(
     x_ptr, rows, is_row, data1_ptr, scale1_ptr, data3_ptr, scale3_ptr, first_out,
-    BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, QUANTISE: tl.constexpr, UNROLL: tl.constexpr,
-    RANGES: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
-    """`product` with two matrices of one shape and format, x read once."""
+    BLOCK: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, UNROLL: tl.constexpr, RANGES: tl.constexpr,
+):
+    """`product` with two matrices of one shape and format, x in operand order and read once."""
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES
     STEP: tl.constexpr = UNROLL if PER_RANGE % UNROLL == 0 else 1
@@ -161,10 +160,10 @@ def two_products(
             weight1 = decode_tile(words1, low1, high1, FORMAT)
             tiles, new_gates, new_ups = (), (), ()
             for sub in tl.static_range(NUM):
-                x = _load_rows(x_ptr, rows[sub], is_row[sub], (first + step) * 128, K, QUANTISE, ORDERED, True)
+                x = _load_ordered_rows(x_ptr, rows[sub], is_row[sub], (first + step) * 128, K, True)  # [128, 8]
                 tiles = with_item(tiles, x)
                 new_gates = with_item(new_gates, tl.dot(weight1, x, gates[sub]))
-            weight3 = decode_tile(words3, low3, high3, FORMAT)  # behind the first products: registers
+            weight3 = decode_tile(words3, low3, high3, FORMAT)  # after the first products: registers
             for sub in tl.static_range(NUM):
                 new_ups = with_item(new_ups, tl.dot(weight3, tiles[sub], ups[sub]))
             gates, ups = new_gates, new_ups

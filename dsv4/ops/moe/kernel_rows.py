@@ -1,5 +1,7 @@
-"""Which token rows a program of ops/moe has. A tile is a tuple of row numbers, each with a product of its own: [8]
-in the narrow form, powers of two in the wide one.
+"""Which token rows a CTA of ops/moe has. Row numbers of a tile are a tuple of [8] for mma.sync, of which each has a
+product of its own, or one tensor [R] for wgmma.
+
+A row of `hidden` and of `parts` is a pair: token * k + choice. A pair's row of x is that of its token.
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ from typing import Any, NamedTuple
 
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 
-DIRECT_PAIRS = 128  # up to this many (token, choice) pairs programs find their rows without a sort
-SUB = tl.constexpr(8)  # token rows of one product of the narrow form
+DIRECT_PAIRS = 128  # up to this many (token, choice) pairs CTAs find their rows without a sort
+SUB = tl.constexpr(8)  # token rows of one product by mma.sync
 _DIRECT_PAIRS = tl.constexpr(DIRECT_PAIRS)
 
 
@@ -53,10 +55,13 @@ def another(number):
     return number
 
 
+# ---- the shared expert: tokens that follow one another ----
+
+
 @jit
 def shared_rows(
     tile, num_tokens, FIRST: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr = False
-):  # fmt: skip
+):
     """Tokens of a tile of the shared expert from its row FIRST on, and which exist: [SIZE]. Where there is none, the
     last. PADDED: there are rows for whole tiles.
     """
@@ -69,7 +74,7 @@ def shared_rows(
 
 @jit
 def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr, PADDED: tl.constexpr = False):
-    """The same for every sub-tile of the narrow form: tuples of [8]."""
+    """The same in sub-tiles: tuples of [8]."""
     tokens, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
         token, has_row = shared_rows(tile, num_tokens, sub * SUB, SUB, ROWS, PADDED)
@@ -77,10 +82,13 @@ def shared_sub_rows(tile, num_tokens, ROWS: tl.constexpr, PADDED: tl.constexpr =
     return tokens, is_row
 
 
+# ---- routed experts, few tokens: every CTA reads all ids ----
+
+
 @jit
 def direct_tile(place, experts_ptr, num_pairs, E: tl.constexpr):
-    """The tile of the routed program at `place` where most pairs have no expert here: first the pairs that have one,
-    so that none of their programs begins behind programs with nothing to do.
+    """The tile of the routed CTA at `place` where most pairs have no expert here: first the pairs that have one, so
+    that none of their CTAs begins after CTAs with nothing to do.
     """
     others = tl.arange(0, _DIRECT_PAIRS)
     ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1, cache_modifier=".cg").to(tl.int32)
@@ -92,28 +100,42 @@ def direct_tile(place, experts_ptr, num_pairs, E: tl.constexpr):
 
 
 @jit
-def routed_expert(
-    tile, experts_ptr, order, num_pairs, E: tl.constexpr, ROWS: tl.constexpr, DIRECT: tl.constexpr
-):  # fmt: skip
-    """Expert of a tile, -1 where the tile is not used.
-
-    DIRECT: tile t belongs to pair t, and is used if among the pairs of its expert the pair is the first, or the first
-    of another ROWS.
+def direct_expert(tile, experts_ptr, num_pairs, E: tl.constexpr):
+    """Expert of a tile, -1 where the tile is not used. Tile t belongs to pair t, and is used if among the pairs of its
+    expert the pair is the first, or the first of another 8.
     """
-    if DIRECT:
-        expert = tl.load(experts_ptr + tile, cache_modifier=".cg").to(tl.int32)
-        others = tl.arange(0, _DIRECT_PAIRS)
-        ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1, cache_modifier=".cg").to(tl.int32)
-        before = tl.sum(((ids == expert) & (others < tile)).to(tl.int32), 0)
-        return tl.where((expert < E) & (before % ROWS == 0), expert, -1)
-    else:
-        return tl.load(order.tile_experts + tile, cache_modifier=".cg")
+    expert = tl.load(experts_ptr + tile, cache_modifier=".cg").to(tl.int32)
+    others = tl.arange(0, _DIRECT_PAIRS)
+    ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1, cache_modifier=".cg").to(tl.int32)
+    before = tl.sum(((ids == expert) & (others < tile)).to(tl.int32), 0)
+    return tl.where((expert < E) & (before % SUB == 0), expert, -1)
 
 
 @jit
-def sorted_rows(tile, expert, order, FIRST: tl.constexpr, SIZE: tl.constexpr, AGAIN: tl.constexpr):
-    """`routed_rows` where a launch has sorted the pairs. AGAIN: loads that the compiler takes for others than the first
-    ones, which it would keep in registers.
+def direct_rows(tile, expert, experts_ptr, num_pairs):
+    """Pairs of a tile, and which exist: [8]. Where there is none, a pair of the same tile."""
+    others = tl.arange(0, _DIRECT_PAIRS)
+    ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1).to(tl.int32)
+    is_equal = (ids == expert) & (others >= tile)
+    place = tl.where(is_equal, tl.cumsum(is_equal.to(tl.int32), 0) - 1, -1)
+    is_own = place[None, :] == (tl.arange(0, SUB) + 0)[:, None]
+    pair = tl.max(tl.where(is_own, others[None, :], -1), 1)
+    return tl.where(pair >= 0, pair, tile), pair >= 0
+
+
+# ---- routed experts, pairs sorted by a launch before ----
+
+
+@jit
+def sorted_expert(tile, order):
+    """Expert of a tile, -1 where the tile is not used."""
+    return tl.load(order.tile_experts + tile, cache_modifier=".cg")
+
+
+@jit
+def sorted_rows(tile, expert, order, FIRST: tl.constexpr, SIZE: tl.constexpr, AGAIN: tl.constexpr = False):
+    """Pairs of a tile from its row FIRST on, and which exist: [SIZE]. Where there is none, a pair of the same tile.
+    AGAIN: loads that the compiler takes for others than the first ones, which it would keep in registers.
     """
     CACHE: tl.constexpr = ".cg" if AGAIN else ".ca"
     end = tl.load(order.offsets + expert + 1, cache_modifier=CACHE)
@@ -122,28 +144,11 @@ def sorted_rows(tile, expert, order, FIRST: tl.constexpr, SIZE: tl.constexpr, AG
 
 
 @jit
-def routed_rows(
-    tile, expert, experts_ptr, order, num_pairs, FIRST: tl.constexpr, SIZE: tl.constexpr, DIRECT: tl.constexpr
-):
-    """Pairs of a tile from its row FIRST on, and which exist: [SIZE]. Where there is none, a pair of the same tile."""
-    if DIRECT:
-        others = tl.arange(0, _DIRECT_PAIRS)
-        ids = tl.load(experts_ptr + others, mask=others < num_pairs, other=-1).to(tl.int32)
-        is_equal = (ids == expert) & (others >= tile)
-        place = tl.where(is_equal, tl.cumsum(is_equal.to(tl.int32), 0) - 1, -1)
-        is_own = place[None, :] == (tl.arange(0, SIZE) + FIRST)[:, None]
-        pair = tl.max(tl.where(is_own, others[None, :], -1), 1)
-        return tl.where(pair >= 0, pair, tile), pair >= 0
-    else:
-        return sorted_rows(tile, expert, order, FIRST, SIZE, False)
-
-
-@jit
-def routed_sub_rows(tile, expert, experts_ptr, order, num_pairs, ROWS: tl.constexpr, DIRECT: tl.constexpr):
-    """The same for every sub-tile of the narrow form: tuples of [8]."""
+def sorted_sub_rows(tile, expert, order, ROWS: tl.constexpr):
+    """The same in sub-tiles: tuples of [8]."""
     pairs, is_row = (), ()
     for sub in tl.static_range(ROWS // SUB):
-        pair, has_row = routed_rows(tile, expert, experts_ptr, order, num_pairs, sub * SUB, SUB, DIRECT)
+        pair, has_row = sorted_rows(tile, expert, order, sub * SUB, SUB)
         pairs, is_row = with_item(pairs, pair), with_item(is_row, has_row)
     return pairs, is_row
 
@@ -155,14 +160,15 @@ def sorted_num_rows(tile, expert, order):
 
 
 @jit
-def num_rows_of(tile, expert, order, ROWS: tl.constexpr, DIRECT: tl.constexpr):
-    """The same, not asked for where all tiles are small."""
+def rows_in_tile(tile, expert, order, ROWS: tl.constexpr):
+    """The same, not asked for where all tiles are as small as can be."""
     if ROWS == SUB:
         return 0
-    elif DIRECT:
-        return ROWS
     else:
         return sorted_num_rows(tile, expert, order)
+
+
+# ---- tuples of rows ----
 
 
 @jit
@@ -179,31 +185,3 @@ def plus(rows, first):
     for index in tl.static_range(len(rows)):
         moved = with_item(moved, rows[index] + first)
     return moved
-
-
-# ---- the wide form ----
-
-
-@jit
-def wide_shared_rows(tile, num_tokens, ROWS: tl.constexpr):
-    """Tokens of a tile of the shared expert. ROWS is a power of two, or three times one: then two thirds and one."""
-    FIRST: tl.constexpr = ROWS // 3 * 2 if ROWS % 3 == 0 else ROWS
-    tokens, is_row = shared_rows(tile, num_tokens, 0, FIRST, ROWS)
-    if FIRST == ROWS:
-        return (tokens,), (is_row,)
-    else:
-        more, is_more = shared_rows(tile, num_tokens, FIRST, ROWS - FIRST, ROWS)
-        return (tokens, more), (is_row, is_more)
-
-
-@jit
-def wide_routed_rows(tile, expert, order, ROWS: tl.constexpr, AGAIN: tl.constexpr = False):
-    """Pairs of a tile of a routed expert, in the same parts. AGAIN: in parts of at most 64."""
-    THIRDS: tl.constexpr = ROWS // 3 * 2 if ROWS % 3 == 0 else ROWS
-    FIRST: tl.constexpr = min(THIRDS, 64) if AGAIN else THIRDS
-    pairs, is_row = sorted_rows(tile, expert, order, 0, FIRST, AGAIN)
-    if FIRST == ROWS:
-        return (pairs,), (is_row,)
-    else:
-        more, is_more = sorted_rows(tile, expert, order, FIRST, ROWS - FIRST, AGAIN)
-        return (pairs, more), (is_row, is_more)

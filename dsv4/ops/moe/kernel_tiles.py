@@ -1,15 +1,41 @@
 """Routed experts of many tokens on Hopper, in Gluon: the products of kernel_wide.py in the same order, so its bits.
 
-A multiprocessor has one program, which takes tile after tile: up to 128 token rows of an expert, and 256 weight rows,
-128 of gate and of up or 256 of down. Its warps have three tasks:
+A persistent CTA on every multiprocessor takes tile after tile: up to 128 token rows of an expert, and 256 weight rows,
+128 of gate and of up or 256 of down. Its 20 warps have three roles, and meet at barriers in shared memory (S = STAGES):
 
-* Two copy, steps of 128 columns, as far ahead as shared memory holds: words, scales and token rows.
-* Sixteen decode and multiply, each four of them 64 weight rows. They do not wait for one another: the tensor cores
-  work for some while others decode. What a product computes is as wide as the tile has token rows, in eights.
-* Two end tiles: the others leave them sums in shared memory, scaled and rounded, and go on with the next tile.
+    role            warps  waits on                arrives at
+    producer            2  free[stage]             full[stage] (64 threads, as their copies end), described[tile % 2]
+    MMA                16  described, full, taken  free[stage] (16, warp by warp), summed (16)
+    epilogue            2  summed                  taken (1)
 
-Barriers in shared memory say which stages are full and which are free, when sums of a tile are there and when they are
-taken, and that a tile is described: its number of rows and the factors of its sums.
+* Producer warps copy steps of 128 columns, as far ahead as the ring of stages holds: words, scales and token rows.
+  They also describe each tile: its number of token rows and the factors of its sums.
+* MMA warps, mainloop over K: each four of them decode and multiply 64 weight rows. They do not wait for one another:
+  the tensor cores work for some while others decode. A product is as wide as the tile has token rows, in eights. Then
+  they leave the accumulator in shared memory, scaled and rounded, and go on with the next tile.
+* Epilogue warps: activation, routing weight, rounding, stores.
+
+Shared memory, by hand: MMA warps find rows, barriers and descriptions by their offsets, in bytes (NVFP4; MXFP4's
+scales have half the size, 4 bytes a weight row):
+
+         0  +------------------------------------------------+
+            | x          S x 2 halves x 128 rows x 64 bf16   |   98,304   halves of 64 columns, swizzled
+    98,304  +------------------------------------------------+
+            | sums       128 rows x 256 bf16                 |   65,536
+   163,840  +------------------------------------------------+
+            | words      S x 256 weight rows x 16 int32      |   49,152
+   212,992  +------------------------------------------------+
+            | scales     S x 256 weight rows x 8 bytes       |    6,144
+   219,136  +------------------------------------------------+
+            | barriers   full[S] free[S] summed taken        |   + 0     8 bytes each
+            |            described[2]                        |
+            | tiles      2 x (num_rows, scale, scale, -)     |   + 128   int32
+            +------------------------------------------------+   the last of the scales' allocations
+            | sources, pairs, weights   128 x 4 bytes each   |
+            +------------------------------------------------+
+
+Triton lays allocations out in the order in which they are made, if none is larger than one before: marks are stored at
+both ends, and looked for at their offsets before anything else happens.
 """
 
 from __future__ import annotations
@@ -20,23 +46,34 @@ from dsv4.ops.lib.arch import known_at_compile_time
 from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import fp4_planes, fp4_scales
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
-from dsv4.ops.lib.warp_groups import arrive_warp, begin_products, end_products, load_word, trap, wait_barrier
-from dsv4.ops.moe.kernel_down import part_rows
-from dsv4.ops.moe.kernel_gate_up import activate
+from dsv4.ops.lib.pipeline import (
+    BARRIER_BYTES,
+    init_ring_at,
+    later_stage,
+    next_stage,
+    producer_acquire,
+    producer_commit_copies,
+    ring_at,
+)
+from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait, wgmma_issue, wgmma_wait
+from dsv4.ops.moe.kernel_hidden import activate
+from dsv4.ops.moe.kernel_parts import part_rows
 from dsv4.ops.moe.kernel_rows import with_item
+from dsv4.ops.moe.plan import TILES_OUTPUTS, TILES_ROWS
 
-TILE_TOKENS = 128
-TILE_OUTPUTS = 256  # weight rows of a tile
+TILE_TOKENS = TILES_ROWS
+TILE_OUTPUTS = TILES_OUTPUTS  # weight rows of a tile
 STAGES = 3
-NUM_WARPS = 16  # that multiply
+NUM_WARPS = 16  # MMA warps
 
 _TOKENS, _OUTPUTS, _STAGES = gl.constexpr(TILE_TOKENS), gl.constexpr(TILE_OUTPUTS), gl.constexpr(STAGES)
-_MULTIPLYING, _COPYING, _ENDING = gl.constexpr(NUM_WARPS), gl.constexpr(2), gl.constexpr(2)
-_REGISTERS = gl.constexpr(32)  # of warps that do not multiply; those that do then have 112
-# barriers: of full and of free stages, of sums that are there and that are taken, of a description in either place
+_MMA_WARPS, _PRODUCER_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2), gl.constexpr(2)
+_REGISTERS = gl.constexpr(32)  # of producer and epilogue warps; MMA warps then have 112
+# barriers: the ring's `full` from 0 on and `free`; the accumulator is there, and taken; a description in either place
 _FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
 _NUM_BARRIERS = gl.constexpr(2 * STAGES + 4)
-_DESCRIPTIONS = gl.constexpr(128)  # bytes behind the first barrier
+_BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
+_DESCRIPTIONS = gl.constexpr(128)  # bytes after the first barrier
 _X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
 _SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
@@ -62,7 +99,7 @@ class Memory(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Of an expert, -1 behind the last: where its pairs begin and end, and which of the blocks of weight rows."""
+    """Of an expert, -1 after the last: where its pairs begin and end, and which of the blocks of weight rows."""
 
     expert: Any
     start: Any
@@ -83,14 +120,12 @@ def _allocate(FORMAT: gl.constexpr):
     weights = gl.allocate_shared_memory(gl.float32, [_TOKENS], FLAT)
     rest = scales.index(2 * _STAGES)
     tiles = rest.slice(_DESCRIPTIONS // 4, 8)._reinterpret(gl.int32, [2, 4], FLAT)
-    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MULTIPLYING], [0]))
+    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
     x._reinterpret(gl.int32, [4], FLAT).store(mark)
     tiles.index(0).store(mark)
     barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
-    for i in gl.static_range(_STAGES):
-        _barrier.init(barriers.index(i), count=32 * _COPYING)
-        _barrier.init(barriers.index(_FREE + i), count=_MULTIPLYING)
-    _barrier.init(barriers.index(_SUMMED), count=_MULTIPLYING)
+    init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
+    _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
     _barrier.init(barriers.index(_TAKEN), count=1)
     _barrier.init(barriers.index(_DESCRIBED), count=1)
     _barrier.init(barriers.index(_DESCRIBED + 1), count=1)
@@ -117,22 +152,14 @@ def _tile_at(order, index, num_tiles, num_pairs, BLOCKS: gl.constexpr):
     return Tile(expert, start, gl.where(end < 0, num_pairs, end), index % BLOCKS)
 
 
-@gluon_jit
-def next_stage(stage, phase):
-    """The stage behind this one, and whether it is in an odd round."""
-    following = stage + 1
-    is_end = following == _STAGES
-    return gl.where(is_end, 0, following), gl.where(is_end, phase ^ 1, phase)
-
-
-# ---- the warps that copy ----
+# ---- producer warps ----
 
 
 @gluon_jit
 def _describe(memory, place, rows, scale, other_scale):
-    """A tile for the warps that multiply: 0 rows behind the last. The other place is still read: a tile has more steps
-    than there are stages, so who copies is never two tiles ahead."""
-    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_COPYING], [0]))
+    """A tile for the MMA warps: 0 rows after the last. The other place is still read: a tile has more steps than there
+    are stages, so the producer is never two tiles ahead."""
+    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_PRODUCER_WARPS], [0]))
     factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
     memory.tiles.index(place).store(gl.where(word == 0, rows, factor))
     _barrier.arrive(memory.barriers.index(_DESCRIBED + place))
@@ -141,13 +168,13 @@ def _describe(memory, place, rows, scale, other_scale):
 @gluon_jit
 def _copy_weights(memory, half, data_ptr, scale_ptr, tile, K: gl.constexpr, FORMAT: gl.constexpr):
     """128 rows of a matrix, of two tiles of which the first is `tile`, into half a stage."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_COPYING, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_PRODUCER_WARPS, 1], [1, 0])
     SIZE: gl.constexpr = 128 if FORMAT == 0 else 64  # words of scales
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
     inside = (row // 64 * (K * 8) + row % 64 * 16)[:, None] + word[None, :]
     _async.async_copy_global_to_shared(memory.words.index(half), data_ptr + tile * 1024 + inside)
-    scale = gl.arange(0, 2 * SIZE, gl.BlockedLayout([4], [32], [_COPYING], [0]))
+    scale = gl.arange(0, 2 * SIZE, gl.BlockedLayout([4], [32], [_PRODUCER_WARPS], [0]))
     inside = scale // SIZE * (K // 128 * SIZE) + scale % SIZE
     _async.async_copy_global_to_shared(memory.scales.index(half), scale_ptr + tile * SIZE + inside)
 
@@ -155,7 +182,7 @@ def _copy_weights(memory, half, data_ptr, scale_ptr, tile, K: gl.constexpr, FORM
 @gluon_jit
 def _copy_rows(memory, stage, source_ptr, num_rows):
     """128 columns of token rows, 32 rows at a time, which is what there are registers for."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [_COPYING, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [_PRODUCER_WARPS, 1], [1, 0])
     row = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     col = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     for first in gl.static_range(0, _TOKENS, 32):
@@ -168,14 +195,16 @@ def _copy_rows(memory, stage, source_ptr, num_rows):
 
 
 @gluon_jit
-def _copy_tiles(
+def _producer(
     x_ptr, order, first, second, memory, num_tiles,
     K: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
     GATE_UP: gl.constexpr, DATA_WORDS: gl.constexpr, SCALE_WORDS: gl.constexpr,
-):  # fmt: skip
-    """What the warps that copy do."""
+):
+    """Waits on the ring's `free`; arrives at its `full`, 64 threads as their copies end, and at `described`, once a
+    tile. Weight rows of the tile, of gate and up or two halves of down's, and its token rows, step by step."""
+    ring = ring_at(memory.barriers, 0, _STAGES)
     num_pairs = gl.load(order.offsets + E)
-    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_COPYING], [0]))
+    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_PRODUCER_WARPS], [0]))
     index, described = gl.program_id(0), gl.to_tensor(0)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
@@ -194,18 +223,18 @@ def _copy_tiles(
         row_tile = tile.block * (2 if GATE_UP else 4)
         other_tile = row_tile if GATE_UP else row_tile + 2
         for step in range(K // 128):
-            _barrier.wait(memory.barriers.index(_FREE + stage), phase)
+            producer_acquire(ring, stage, phase)
             _copy_weights(memory, 2 * stage, data_ptr, scale_ptr, row_tile * (K // 128) + step, K, FORMAT)
             other = other_tile * (K // 128) + step
             _copy_weights(memory, 2 * stage + 1, other_data_ptr, other_scale_ptr, other, K, FORMAT)
             _copy_rows(memory, stage, x_ptr + step * 128, (num_rows + 7) // 8 * 8)
-            _async.mbarrier_arrive(memory.barriers.index(stage), increment_count=False)
-            stage, phase = next_stage(stage, phase)
+            producer_commit_copies(ring, stage)
+            stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
     _describe(memory, described, gl.to_tensor(0), gl.to_tensor(0.0), gl.to_tensor(0.0))
 
 
-# ---- the warps that multiply ----
+# ---- MMA warps ----
 
 
 @known_at_compile_time
@@ -238,7 +267,7 @@ def _scales(codes, MMA: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexp
 @gluon_jit
 def _load_weights(
     memory, stage, WORDS: gl.constexpr, MMA: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr
-):  # fmt: skip
+):
     """Words of a stage, as operands, and the codes of scales of its rows: in NVFP4 eight each, in MXFP4 four."""
     CODES: gl.constexpr = gl.int64 if FORMAT == 0 else gl.int32
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -249,35 +278,36 @@ def _load_weights(
 
 
 @gluon_jit
-def _sums_of_tile(
+def _mainloop(
     memory, sums, stage, phase,
     N: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, MMA: gl.constexpr,
     BARRIERS: gl.constexpr,
-):  # fmt: skip
-    """The products of a tile of up to N rows: `sums` are zeros [256, 16] for each 16 of them. Weights of the next step
-    are loaded beside the last products of a step."""
+):
+    """The products of a tile of up to N rows, over all of K: `sums` are zeros [256, 16] for each 16 of them. Weights of
+    the next step are loaded beside the last products of a step."""
     WORDS: gl.constexpr = words_layout(GATE_UP)
     PLANES: gl.constexpr = 4 if N <= _HALF_ROWS else 2  # decoded at a time
-    wait_barrier(BARRIERS + stage * 8, phase)
-    words, codes = _load_weights(memory, stage, WORDS, MMA, FORMAT, GATE_UP)
+    warp_wait(BARRIERS + stage * _BARRIER_BYTES, phase)
+    words, codes = _load_weights(memory, stage, WORDS, MMA, FORMAT, GATE_UP)  # [256, 16], [256]
     for step in range(K // 128):
-        following, next_phase = next_stage(stage, phase)
+        following, next_phase = next_stage(stage, phase, _STAGES)
         under_way = ()
         for plane in gl.static_range(0, 8, PLANES):
             some = (codes >> 32 if FORMAT == 0 and plane >= 4 else codes).to(gl.int32)
             even, odd = _scales(some, MMA, FORMAT, GATE_UP)
             planes = fp4_planes(words, even, odd, FORMAT, plane, PLANES)
             address = stage * _X_BYTES + (plane // 4 * (_X_BYTES // 2) + plane % 4 * 32)
-            sums = begin_products(sums, planes, address, N)
+            # sums += weight @ x.T, 64 columns
+            sums = wgmma_issue(sums, planes, address, N)
             under_way = under_way + planes
             if plane + PLANES == 8:  # noqa: SIM102
                 if step + 1 < K // 128:
-                    wait_barrier(BARRIERS + following * 8, next_phase)
+                    warp_wait(BARRIERS + following * _BARRIER_BYTES, next_phase)
                     words, codes = _load_weights(memory, following, WORDS, MMA, FORMAT, GATE_UP)
             if N > _SPLIT_ROWS or plane + PLANES == 8:
-                sums = end_products(sums, under_way)
+                sums = wgmma_wait(sums, under_way)
                 under_way = ()
-        arrive_warp(BARRIERS + (_FREE + stage) * 8)
+        warp_arrive(BARRIERS + (_FREE + stage) * _BARRIER_BYTES)
         stage, phase = following, next_phase
     return sums
 
@@ -292,11 +322,11 @@ def _joined(parts):
 
 @gluon_jit
 def leave_sums(memory, sums, scale, other_scale, MMA: gl.constexpr, GATE_UP: gl.constexpr):
-    """Sums, scaled, for the warps that end the tile: [128, 256], the columns of gate before those of up."""
+    """The accumulator, scaled, for the epilogue: [128, 256], the columns of gate before those of up."""
     row = gl.arange(0, _OUTPUTS, gl.SliceLayout(1, MMA))
     factor = gl.where(row // 8 % 2 == 0, scale, other_scale).expand_dims(1) if GATE_UP else scale
     parts = ()
-    for part in gl.static_range(_TOKENS // 16):  # behind the last: anything
+    for part in gl.static_range(_TOKENS // 16):  # after the last: anything
         parts = with_item(parts, (sums[min(part, len(sums) - 1)] * factor).to(gl.bfloat16))
     joined = _joined(parts)
     if GATE_UP:
@@ -307,35 +337,33 @@ def leave_sums(memory, sums, scale, other_scale, MMA: gl.constexpr, GATE_UP: gl.
 
 
 @gluon_jit
-def _multiply_tiles(
-    memory, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, BARRIERS: gl.constexpr
-):  # fmt: skip
-    """What the warps that multiply do."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MULTIPLYING, 1], [16, 16, 16])
+def _mma(memory, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, BARRIERS: gl.constexpr):
+    """Waits on `described`, the ring's `full`, and `taken` before it leaves an accumulator; arrives at the ring's
+    `free`, once a step, and at `summed`, once a tile: 16 warps one by one."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MMA_WARPS, 1], [16, 16, 16])
     zeros = gl.zeros([_OUTPUTS, 16], gl.float32, MMA)
     stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    wait_barrier(BARRIERS + _DESCRIBED * 8, 0)
+    warp_wait(BARRIERS + _DESCRIBED * _BARRIER_BYTES, 0)
     num_rows = load_word(BARRIERS + _DESCRIPTIONS)
     while num_rows > 0:
         for eight in gl.static_range(1, _TOKENS // 8 + 1):
             if (num_rows + 7) // 8 == eight:
-                sums = _sums_of_tile(
+                sums = _mainloop(
                     memory, (zeros,) * ((eight + 1) // 2), stage, phase, 8 * eight, K, FORMAT, GATE_UP, MMA, BARRIERS
                 )
-                wait_barrier(BARRIERS + _TAKEN * 8, number % 2 ^ 1)
+                warp_wait(BARRIERS + _TAKEN * _BARRIER_BYTES, number % 2 ^ 1)
                 factors = BARRIERS + _DESCRIPTIONS + number % 2 * 16
                 scale = load_word(factors + 4).to(gl.float32, bitcast=True)
                 other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
                 leave_sums(memory, sums, scale, other_scale, MMA, GATE_UP)
-        arrive_warp(BARRIERS + _SUMMED * 8)
-        steps = stage + K // 128
-        stage, phase = steps % _STAGES, phase ^ steps // _STAGES % 2
+        warp_arrive(BARRIERS + _SUMMED * _BARRIER_BYTES)
+        stage, phase = later_stage(stage, phase, K // 128, _STAGES)
         number += 1
-        wait_barrier(BARRIERS + (_DESCRIBED + number % 2) * 8, number // 2 % 2)
+        warp_wait(BARRIERS + (_DESCRIBED + number % 2) * _BARRIER_BYTES, number // 2 % 2)
         num_rows = load_word(BARRIERS + _DESCRIPTIONS + number % 2 * 16)
 
 
-# ---- the warps that end tiles ----
+# ---- epilogue warps ----
 
 
 @gluon_jit
@@ -348,22 +376,23 @@ def activated(sums, limit, LAYOUT: gl.constexpr):
 
 
 @gluon_jit
-def _end_tiles(
+def _epilogue(
     out_ptr, weights_ptr, order, memory, limit, num_tiles, num_choices,
     OUTS: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr,
     RANKS: gl.constexpr,
-):  # fmt: skip
-    """What those warps do: rows of hidden, four at a time, or of parts, of which `part_rows` says where they go."""
+):
+    """Waits on `summed`; arrives at `taken`, once a tile. Rows of hidden, four at a time, or of parts, of which
+    `part_rows` says where they go."""
     COLS: gl.constexpr = _OUTPUTS // 2 if GATE_UP else _OUTPUTS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_ENDING, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_EPILOGUE_WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     all_pairs = memory.pairs._reinterpret(gl.int32, [_TOKENS // 4, 4], FLAT)
     all_weights = memory.weights._reinterpret(gl.float32, [_TOKENS // 4, 4], FLAT)
     all_sums = memory.sums._reinterpret(
         gl.bfloat16, [_TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    )  # fmt: skip
+    )
     row, col = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
-    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_ENDING], [0]))
+    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_EPILOGUE_WARPS], [0]))
     num_pairs = gl.load(order.offsets + E)
     index, phase = gl.program_id(0), gl.to_tensor(0)
     tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
@@ -379,7 +408,8 @@ def _end_tiles(
         for four in range((num_rows + 3) // 4):
             sums = all_sums.index(four)
             if GATE_UP:
-                hidden = activated(sums, limit, LAYOUT)
+                # hidden = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight
+                hidden = activated(sums, limit, LAYOUT)  # [4, 128]
                 weight = all_weights.index(four).load(gl.SliceLayout(1, LAYOUT))
                 values = (hidden * weight.expand_dims(1)).to(gl.bfloat16)
                 if FORMAT != 0:
@@ -399,29 +429,29 @@ def expert_tiles_kernel(
     x_ptr, out_ptr, weights_ptr, order, first, second, limit, num_tiles, num_choices,
     K: gl.constexpr, OUTS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
     GATE_UP: gl.constexpr, DATA_WORDS: gl.constexpr, SCALE_WORDS: gl.constexpr, RANKS: gl.constexpr,
-):  # fmt: skip
+):
     """GATE_UP: hidden of x, by `first` and `second`, in product order as x; else parts of hidden, by the matrix that is
     both. RANKS > 0: the parts of `num_choices` pairs go to the ranks of their tokens (`part_rows`)."""
     BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
     BARRIERS: gl.constexpr = (
         _STAGES * (_X_BYTES + _WORD_BYTES + _OUTPUTS * (8 if FORMAT == 0 else 4)) + _SUM_BYTES
-    )  # fmt: skip
+    )
     memory = _allocate(FORMAT)
     if (load_word(0) != _MARK) | (load_word(BARRIERS + _DESCRIPTIONS) != _MARK):
         trap()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_multiply_tiles, (memory, K, FORMAT, GATE_UP, BARRIERS)),
-            (_copy_tiles, (
+            (_mma, (memory, K, FORMAT, GATE_UP, BARRIERS)),
+            (_producer, (
                 x_ptr, order, first, second, memory, num_tiles,
                 K, BLOCKS, E, TOP_K, FORMAT, GATE_UP, DATA_WORDS, SCALE_WORDS,
             )),
-            (_end_tiles, (
+            (_epilogue, (
                 out_ptr, weights_ptr, order, memory, limit, num_tiles, num_choices,
                 OUTS, BLOCKS, E, FORMAT, GATE_UP, RANKS,
             )),
         ],
-        [_COPYING, _ENDING], [_REGISTERS, _REGISTERS],
-    )  # fmt: skip
+        [_PRODUCER_WARPS, _EPILOGUE_WARPS], [_REGISTERS, _REGISTERS],
+    )
     _keep(memory)

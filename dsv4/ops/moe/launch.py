@@ -1,16 +1,15 @@
 """Launchers of the experts.
 
-Kernels (kernel_gate_up.py, kernel_down.py): gate, up and activation; down and combination. Up to 5 tokens that is all:
-two launches. Beyond, a launch before them sorts the (token, choice) pairs by expert and brings x into the form the
-products take; beyond COUNT_FIRST pairs a first one counts for the sort. Beyond NARROW_ROWS tokens the two products are
-those of kernel_wide.py: other instructions, the same bits. On Hopper those of kernel_tiles.py and kernel_dense.py take
-their place, and a launch behind them sums the parts. How work is divided is said in config.py.
+FEW tokens: two launches (kernel_few.py), one for each product. More: a launch before them sorts the (token, choice)
+pairs by expert and brings x into the form the products take (kernel_prepare.py); beyond COUNT_FIRST pairs a first one
+counts for the sort. The products are those of the NARROW form (kernel_gate_up.py, kernel_down.py), of the WIDE one
+(kernel_wide.py), or TILES (kernel_tiles.py, kernel_dense.py), and then a last launch sums the parts. All forms give the
+same bits; plan.py picks one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,29 +19,32 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.moe.kernel_down import DownResults, _down_kernel
+from dsv4.ops.moe.kernel_down import _down_kernel
+from dsv4.ops.moe.kernel_few import Partials, _few_down_kernel, _few_gate_up_kernel
 from dsv4.ops.moe.kernel_fold import _sum_parts_kernel
-from dsv4.ops.moe.kernel_gate_up import SplitSums, _fp4_linear_kernel, _gate_up_kernel, _moe_prepare_kernel
+from dsv4.ops.moe.kernel_gate_up import _gate_up_kernel
+from dsv4.ops.moe.kernel_parts import DownResults
+from dsv4.ops.moe.kernel_prepare import _moe_prepare_kernel
 from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
-from dsv4.ops.moe.kernel_wide import _prepare_rows_kernel, _wide_down_kernel, _wide_gate_up_kernel, _wide_linear_kernel
+from dsv4.ops.moe.kernel_wide import _wide_down_kernel, _wide_gate_up_kernel
 from dsv4.ops.moe.launch_dense import launch_dense, new_partials
 from dsv4.ops.moe.launch_tiles import launch_tiles, takes_tiles
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
 from dsv4.ops.moe.plan import (
+    BLOCK,
+    FEW_ROWS,
     FEW_TOKENS,
-    NATURAL,
     OPERAND,
+    PAIR_BLOCK,
     PRODUCT,
-    TILES_CONFIG,
-    WIDE_CONFIGS,
-    GemmConfig,
+    TILES_OUTPUTS,
+    Form,
     MoeConfig,
-    pick_linear_config,
     pick_moe_config,
 )
 from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
 
-_FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
+FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 SUM_BLOCK = 2, 1024  # tokens and columns of a program that sums parts
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -51,7 +53,7 @@ QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first lau
 def moe(
     x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
     rounded: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
     `rounded` is read for few tokens, of which otherwise every program rounds what it reads (`takes_rounded`). Weights
     of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
@@ -79,9 +81,8 @@ def takes_rounded(num_tokens: int, routed: Any) -> bool:
 def config_for(x: Tensor, experts: Tensor, routed: Matrices, num_ranks: int = 1) -> MoeConfig:
     """How the work of this call is divided. `num_ranks`: among which the experts are divided that x's tokens chose."""
     num_experts, *sizes = routed[0].shape
-    config = pick_moe_config(x.shape[0], experts.shape[1], num_ranks * num_experts, min(sizes))
-    in_tiles = config is WIDE_CONFIGS[-1] and takes_tiles(cast(ShuffledTensor, routed[0]))
-    return TILES_CONFIG if in_tiles else config
+    has_tiles = takes_tiles(cast(ShuffledTensor, routed[0]))
+    return pick_moe_config(x.shape[0], experts.shape[1], num_ranks * num_experts, min(sizes), has_tiles=has_tiles)
 
 
 def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
@@ -89,161 +90,208 @@ def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tu
     return tuple(shuffle(weight) for weight in weights)
 
 
+class _Call(NamedTuple):
+    """What a form launches: contiguous x [T, D], T > 0, choices and weights [T, k]; which experts run; where results
+    go. Hidden [rows, I] and parts [rows, D] have a row for each pair, then one for each token.
+    """
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    routed: _Shuffled
+    shared: _Shuffled
+    limit: float
+    config: MoeConfig
+    has_routed: bool
+    has_shared: bool
+    out: Tensor
+    hidden: Tensor
+    parts: Tensor
+    peer_buffers: Tensor | None
+
+    @property
+    def purpose(self) -> str:
+        """Of counters: the shared expert may run beside routed ones."""
+        return "moe" if self.has_routed else "shared expert"
+
+    @property
+    def num_shared_tiles(self) -> int:
+        return -(-self.x.shape[0] // self.config.shared_rows) if self.has_shared else 0
+
+    @property
+    def gate_up_matrices(self) -> GateUpMatrices:
+        return GateUpMatrices(
+            *(matrix_of(weight) for weight in (self.routed[0], self.routed[2], self.shared[0], self.shared[2]))
+        )
+
+    @property
+    def down_matrices(self) -> tuple[Matrix, Matrix]:
+        return matrix_of(self.routed[1]), matrix_of(self.shared[1])
+
+    def results(self, sums: Tensor, arrivals: Tensor) -> DownResults:
+        return DownResults(self.parts if self.peer_buffers is None else self.peer_buffers, sums, arrivals, self.out)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Constants of all kernels but TILES."""
+        return {
+            "D": self.x.shape[1], "I": self.hidden.shape[1], "TOP_K": self.experts.shape[1],
+            "FORMAT": FORMATS[self.routed[0].format], "SHARED_FORMAT": FORMATS[self.shared[0].format],
+        }
+
+    @property
+    def num_experts(self) -> int:
+        return self.routed[0].shape[0]
+
+    @property
+    def num_ranks(self) -> int:
+        return 0 if self.peer_buffers is None else len(self.peer_buffers)
+
+    def gate_up_ranges(self) -> dict[str, int]:
+        ranges, dim = self.config.ranges, self.x.shape[1]
+        return {"RANGES": ranges.of(ranges.gate_up, dim), "SHARED_RANGES": ranges.of(ranges.shared_gate_up, dim)}
+
+    def down_ranges(self) -> dict[str, int]:
+        ranges, width = self.config.ranges, self.hidden.shape[1]
+        return {"RANGES": ranges.of(ranges.down, width), "SHARED_RANGES": ranges.of(ranges.shared_down, width)}
+
+
 def launch_moe(
     x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
     *, has_routed: bool = True, has_shared: bool = True, rounded: Tensor | None = None, out: Tensor | None = None,
-    homes: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    peer_buffers: Tensor | None = None,
+) -> Tensor:
     """`moe` with the work divided as `config` says, into `out` where given. Without the shared expert: `moe_parts`. No
-    token is complete then, so nobody sums; with `homes` (see there) nothing is left here. Without routed experts, of
-    which nobody is chosen: `moe_shared`; it has counters of its own, since it may run beside `moe_parts`.
+    token is complete then, so nothing is summed; with `peer_buffers` (see there) nothing is left here. Without routed
+    experts: `moe_shared`, whose tokens choose none; it has counters of its own, since it may run beside `moe_parts`.
     """
     _check(x, experts, weights, routed, shared)
-    w1, w2, _ = routed
-    num_tokens, dim = x.shape
-    top_k, (num_experts, width) = experts.shape[1], w1.shape[:2]
+    (num_tokens, dim), top_k, width = x.shape, experts.shape[1], routed[0].shape[1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else _checked(out, x)
     if num_tokens == 0:
         return out if has_shared else x.new_empty((0, top_k, dim))
-    _check_size(num_tokens, top_k, dim, width, config, has_shared, homes)
-    x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
-    if config.wide:
-        parts = _launch_wide(x, experts, weights, routed, shared, limit, config, out, has_routed, has_shared, homes)
-        return out if has_shared or homes is not None else parts[: experts.numel()].view(num_tokens, top_k, dim)
-    gate_up, down, ranges = config.gate_up, config.down, config.ranges
-    num_pairs, num_arrivals = experts.numel(), num_tokens * (dim // down.block)
-    purpose = "moe" if has_routed else "shared expert"
-    is_direct = config.direct and num_pairs <= DIRECT_PAIRS and num_arrivals <= NUM_COUNTERS
-    if is_direct:
-        # what the programs do not read stands for what is not there
-        order, ordered, num_tiles = ExpertOrder(*(experts for _ in range(5))), x, num_pairs
-        quantised = x if rounded is None else _checked(rounded.contiguous(), x)
-        # counters are set back by whoever sums
-        arrivals = arrival_counters(purpose, x.device) if has_shared else arrival_counters("parts", x.device, NEVER)
+    _check_size(num_tokens, top_k, dim, width, config, has_shared, peer_buffers)
+    num_rows = num_tokens * top_k
+    if has_shared:
+        is_padded = config.form in (Form.FEW, Form.NARROW)  # rows for whole tiles
+        num_rows += -(-num_tokens // config.shared_rows) * config.shared_rows if is_padded else num_tokens
+    call = _Call(
+        x.contiguous(), experts.contiguous(), weights.float().contiguous(), routed, shared, limit, config,
+        has_routed, has_shared, out,
+        torch.empty(num_rows, width, dtype=x.dtype, device=x.device),
+        torch.empty(num_rows if peer_buffers is None else 0, dim, dtype=x.dtype, device=x.device), peer_buffers,
+    )
+    if config.form is Form.FEW:
+        _launch_few(call, rounded)
+    elif config.form is Form.NARROW:
+        _launch_narrow(call)
+    elif config.form is Form.WIDE:
+        _launch_wide(call)
     else:
-        order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config, has_routed)
-        num_tiles = len(order.tile_experts)
-    num_tiles *= has_routed
-    num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
-    num_rows = num_tokens * top_k + num_shared_tiles * config.shared_rows
-    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(num_rows if homes is None else 0, dim, dtype=x.dtype, device=x.device)
-    common = {
-        "D": dim, "I": width, "E": num_experts, "TOP_K": top_k, "FORMAT": _FORMATS[w1.format],
-        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "SHARED_ROWS": config.shared_rows,
-        "DIRECT": is_direct, "SPARSE": is_direct and not has_shared,
-    }  # fmt: skip
-    routed_ranges, shared_ranges = ranges.of(ranges.gate_up, dim), ranges.of(ranges.shared_gate_up, dim)
-    shared_block = gate_up.block if is_direct or config.shared_block is None else config.shared_block
-    num_work, num_shared_work = num_tiles * (width // gate_up.block), num_shared_tiles * (width // shared_block)
-    is_split = gate_up.split and shared_block == gate_up.block and num_work + num_shared_work <= NUM_COUNTERS
-    partials, counters = hidden, arrivals
-    if is_split:
-        num_sums = num_shared_work * shared_ranges * config.shared_rows + num_work * routed_ranges * config.rows
-        partials = torch.empty(2 * num_sums * gate_up.block, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(f"{purpose} gate and up", x.device)
-        num_work, num_shared_work = num_work * 2 * routed_ranges, num_shared_work * 2 * shared_ranges
-    # whether gate and up round what they leave: groups of 128 columns, of one block or, in natural order, of two
-    is_rounded = gate_up.block == 128 or (is_split and gate_up.block == 64 and not config.ordered)
-    _gate_up_kernel[(num_work + num_shared_work,)](
-        ordered, quantised, hidden, experts, weights, _pair_order(order), _gate_up_matrices(routed, shared),
-        SplitSums(partials, counters), limit, num_tokens, num_shared_tiles, **common, **_strides(w1),
-        BLOCK=gate_up.block, UNROLL=gate_up.unroll, RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=is_split,
-        SHARED_BLOCK=shared_block, ORDERED_X=config.ordered and not is_direct,
-        ORDER=OPERAND if config.ordered else NATURAL, ROUND_X=is_direct and rounded is None, **gate_up.options,
-    )  # fmt: skip
-
-    routed_ranges, shared_ranges = ranges.of(ranges.down, width), ranges.of(ranges.shared_down, width)
-    num_work, num_shared_work = num_tiles * (dim // down.block), num_shared_tiles * (dim // down.at_once)
-    sums = parts
-    if down.split:
-        num_sums = num_pairs * routed_ranges * (routed_ranges > 1) + num_tokens * shared_ranges
-        sums = torch.empty(num_sums, dim, dtype=torch.float32, device=x.device)
-        num_work, num_shared_work = num_work * routed_ranges, num_shared_work * shared_ranges
-    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
-    _down_kernel[(num_work + num_shared_work,)](
-        hidden, DownResults(targets, sums, arrivals, out), experts, _pair_order(order), _matrix(w2), _matrix(shared[1]),
-        num_tokens, num_shared_tiles, **common, **_strides(w2), BLOCK=down.block, UNROLL=down.unroll,
-        RANGES=routed_ranges, SHARED_RANGES=shared_ranges, SPLIT=down.split, QUANTISE=not is_rounded,
-        SHARED_QUANTISE=not is_rounded and shared_block != 128, ORDERED=config.ordered, PAIR=down.pair,
-        RANKS=num_ranks, **down.options,
-    )  # fmt: skip
-    return out if has_shared or homes is not None else parts.view(num_tokens, top_k, dim)
+        _launch_tiles(call)
+    is_kept = has_shared or peer_buffers is not None
+    return out if is_kept else call.parts[: num_tokens * top_k].view(num_tokens, top_k, dim)
 
 
-def _launch_wide(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: _Shuffled, shared: _Shuffled, limit: float, config: MoeConfig,
-    out: Tensor, has_routed: bool, has_shared: bool, homes: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The wide form: out [T, D] of T > 0 tokens, if the shared expert runs; returns the parts, pair by pair."""
-    (w1, w2, _), (num_tokens, dim), top_k = routed, x.shape, experts.shape[1]
-    num_experts, width = w1.shape[:2]
-    gate_up, down, ranges = config.gate_up, config.down, config.ranges
-    if dim % down.block:
-        down = replace(down, block=128, pair=False)
-    order, ordered, quantised, arrivals = _prepare(x, experts, w1, dim // down.block, config, has_routed)
-    num_rows = num_tokens * (top_k + 1)
-    hidden = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(num_rows if homes is None else 0, dim, dtype=x.dtype, device=x.device)
-    targets, num_ranks = (parts, 0) if homes is None else (homes, len(homes))
-    number_format = _FORMATS[w1.format]
-    if config.tiles:
-        if has_routed:
-            source = quantised if w1.format is QuantFormat.MXFP4 else ordered
-            launch_tiles(source, hidden, weights, order, (w1, routed[2]), limit, number_format)
-            launch_tiles(hidden, targets, weights, order, (w2,), limit, number_format, num_ranks)
-        if has_shared:
-            _launch_dense_shared(quantised, hidden, parts, experts, shared, limit, config, num_experts, out)
-        return parts
-    num_shared_tiles = -(-num_tokens // config.shared_rows) if has_shared else 0
-    num_tiles = len(order.tile_experts) * has_routed + num_shared_tiles
-    common = {
-        "D": dim, "I": width, "TOP_K": top_k, "FORMAT": number_format,
-        "SHARED_FORMAT": _FORMATS[shared[0].format], "ROWS": config.rows, "MIDDLE": config.sizes[0],
-        "SMALL": config.sizes[1], "SHARED_ROWS": config.shared_rows,
-    }  # fmt: skip
-    _wide_gate_up_kernel[(num_tiles * (width // gate_up.block),)](
-        ordered, quantised, hidden, weights, _pair_order(order), _gate_up_matrices(routed, shared), limit, num_tokens,
-        num_shared_tiles, **common, **_strides(w1), BLOCK=gate_up.block,
-        RANGES=ranges.of(ranges.gate_up, dim), SHARED_RANGES=ranges.of(ranges.shared_gate_up, dim), **gate_up.options,
-    )  # fmt: skip
-    _wide_down_kernel[(num_tiles * (dim // down.block),)](
-        hidden, targets, arrivals, out, experts, _pair_order(order), _matrix(w2), _matrix(shared[1]), num_tokens,
-        num_shared_tiles, **common, **_strides(w2), E=num_experts,
-        BLOCK=down.block, RANGES=ranges.of(ranges.down, width), SHARED_RANGES=ranges.of(ranges.shared_down, width),
-        QUANTISE=gate_up.block != 128, PAIR=down.pair, RANKS=num_ranks, **down.options,
-    )  # fmt: skip
-    return parts
+def _launch_few(call: _Call, rounded: Tensor | None) -> None:
+    (num_tokens, dim), config, num_pairs = call.x.shape, call.config, call.experts.numel()
+    (w1, w2, _), width, device = call.routed, call.hidden.shape[1], call.x.device
+    num_tiles, num_shared_tiles = num_pairs * call.has_routed, call.num_shared_tiles
+    shape = call.sizes | {"E": call.num_experts, "SPARSE": not call.has_shared}
+    ranges = call.gate_up_ranges()
+    parts, shared_parts = 2 * ranges["RANGES"], 2 * ranges["SHARED_RANGES"]
+    num_work, num_shared_work = num_tiles * (width // BLOCK), num_shared_tiles * (width // BLOCK)
+    if num_pairs > DIRECT_PAIRS or max(num_work + num_shared_work, num_tokens * (dim // BLOCK)) > NUM_COUNTERS:
+        raise KernelInputError(f"expected few tokens, found {num_tokens} with {num_pairs} choices")
+    num_sums = num_shared_work * shared_parts + num_work * parts
+    sums = torch.empty(num_sums * FEW_ROWS * BLOCK, dtype=torch.float32, device=device)
+    _few_gate_up_kernel[(num_work * parts + num_shared_work * shared_parts,)](
+        call.x, call.x if rounded is None else _checked(rounded.contiguous(), call.x), call.hidden, call.experts,
+        call.weights, call.gate_up_matrices, Partials(sums, arrival_counters(f"{call.purpose} gate and up", device)),
+        call.limit, num_tokens, num_shared_tiles, **shape, **_strides(w1), UNROLL=config.gate_up.unroll, **ranges,
+        ROUND_X=rounded is None, **config.gate_up.options,
+    )
+    ranges = call.down_ranges()
+    num_sums = num_pairs * ranges["RANGES"] * (ranges["RANGES"] > 1) + num_tokens * ranges["SHARED_RANGES"]
+    sums = torch.empty(num_sums, dim, dtype=torch.float32, device=device)
+    # counters are set back by the CTA that sums; of parts alone, none does
+    counters = arrival_counters(call.purpose, device) if call.has_shared else arrival_counters("parts", device, NEVER)
+    num_work, num_shared_work = num_tiles * ranges["RANGES"], num_shared_tiles * ranges["SHARED_RANGES"]
+    _few_down_kernel[((num_work + num_shared_work) * (dim // BLOCK),)](
+        call.hidden, call.results(sums, counters), call.experts, *call.down_matrices, num_tokens, num_shared_tiles,
+        **shape, **_strides(w2), UNROLL=config.down.unroll, **ranges, RANKS=call.num_ranks, **config.down.options,
+    )
 
 
-def _launch_dense_shared(
-    x: Tensor, hidden: Tensor, parts: Tensor, experts: Tensor, shared: _Shuffled, limit: float, config: MoeConfig,
-    num_experts: int, out: Tensor,
-) -> None:  # fmt: skip
-    """The shared expert in tiles, behind the pairs in `hidden` and `parts`; then the sum of all parts."""
-    (w1, w2, w3), ranges, (num_tokens, dim) = shared, config.ranges, x.shape
-    hidden, own_parts, partials = hidden[experts.numel() :], parts[experts.numel() :], new_partials(x)
-    launch_dense(x, hidden, partials, (w1, w3), limit, ranges.of(ranges.shared_gate_up, dim))
-    launch_dense(hidden, own_parts, partials, (w2,), limit, ranges.of(ranges.shared_down, w2.shape[1]))
+def _launch_narrow(call: _Call) -> None:
+    (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
+    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, OPERAND)
+    num_tiles, num_shared_tiles = len(order.tile_experts) * call.has_routed, call.num_shared_tiles
+    shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
+    num_work = num_tiles * (width // BLOCK) + num_shared_tiles * (width // (128 if config.rounds_shared else BLOCK))
+    _gate_up_kernel[(num_work,)](
+        ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
+        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), UNROLL=config.gate_up.unroll,
+        **call.gate_up_ranges(), ROUNDS_SHARED=config.rounds_shared, **config.gate_up.options,
+    )
+    _down_kernel[(num_tiles * (dim // PAIR_BLOCK) + num_shared_tiles * (dim // BLOCK),)](
+        call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
+        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]),
+        UNROLL=config.down.unroll, **call.down_ranges(), SHARED_QUANTISE=not config.rounds_shared,
+        RANKS=call.num_ranks, **config.down.options,
+    )
+
+
+def _launch_wide(call: _Call) -> None:
+    (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
+    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, PRODUCT)
+    num_shared_tiles = call.num_shared_tiles
+    num_tiles = len(order.tile_experts) * call.has_routed + num_shared_tiles
+    shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
+    _wide_gate_up_kernel[(num_tiles * (width // BLOCK),)](
+        ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
+        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), **call.gate_up_ranges(),
+        **config.gate_up.options,
+    )
+    _wide_down_kernel[(num_tiles * (dim // PAIR_BLOCK),)](
+        call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
+        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]), **call.down_ranges(),
+        RANKS=call.num_ranks, **config.down.options,
+    )
+
+
+def _launch_tiles(call: _Call) -> None:
+    """Routed experts, then the shared one, whose rows lie after the pairs', and the sum of all parts."""
+    (num_tokens, dim), (w1, w2, w3), ranges = call.x.shape, call.routed, call.config.ranges
+    order, ordered, quantised, _ = _prepare(call, dim // TILES_OUTPUTS, PRODUCT)
+    number_format, num_pairs = FORMATS[w1.format], call.experts.numel()
+    if call.has_routed:
+        source = quantised if w1.format is QuantFormat.MXFP4 else ordered
+        target = call.parts if call.peer_buffers is None else call.peer_buffers
+        launch_tiles(source, call.hidden, call.weights, order, (w1, w3), call.limit, number_format)
+        launch_tiles(call.hidden, target, call.weights, order, (w2,), call.limit, number_format, call.num_ranks)
+    if not call.has_shared:
+        return
+    (w1, w2, w3), partials = call.shared, new_partials(call.x)
+    hidden, parts = call.hidden[num_pairs:], call.parts[num_pairs:]
+    launch_dense(quantised, hidden, partials, (w1, w3), call.limit, ranges.of(ranges.shared_gate_up, dim))
+    launch_dense(hidden, parts, partials, (w2,), call.limit, ranges.of(ranges.shared_down, w2.shape[1]))
     rows, cols = SUM_BLOCK
     cols = min(cols, dim & -dim)
     _sum_parts_kernel[(-(-num_tokens // rows), dim // cols)](
-        parts, experts, out, num_tokens, D=dim, E=num_experts, TOP_K=experts.shape[1], ROWS=rows, COLS=cols, num_warps=8
-    )  # fmt: skip
+        call.parts, call.experts, call.out, num_tokens, D=dim, E=call.num_experts, TOP_K=call.experts.shape[1],
+        ROWS=rows, COLS=cols, num_warps=8,
+    )
 
 
-def _prepare(
-    x: Tensor, experts: Tensor, w1: ShuffledTensor, num_arrivals: int, config: MoeConfig, has_routed: bool
-) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
-    """The sort (if routed experts run), x as it is and rounded to E4M3 groups [T, D], and a zeroed counter for each
-    token and block of the output. In an order of the columns that is not x's own, x as it is too, where routed experts
-    take it.
+def _prepare(call: _Call, num_arrivals: int, column_order: int) -> tuple[ExpertOrder, Tensor, Tensor, Tensor]:
+    """The sort (if routed experts run), x as it is and rounded to E4M3 groups [T, D], and `num_arrivals` zeroed
+    counters for each token. Columns are in `column_order`; x as it is only where routed experts take it.
     """
-    (num_tokens, top_k), device, sort = experts.shape, x.device, SORT_CONFIG
-    num_pairs, num_experts = experts.numel(), w1.shape[0]
-    column_order = PRODUCT if config.wide else OPERAND if config.ordered else NATURAL
-    has_plain = column_order != NATURAL and w1.format is QuantFormat.NVFP4
-    bound = max_tiles(num_pairs, num_experts, config.rows)
+    x, experts, sort = call.x, call.experts, SORT_CONFIG
+    (num_tokens, top_k), num_pairs, num_experts, device = experts.shape, experts.numel(), call.num_experts, x.device
+    has_plain = call.routed[0].format is QuantFormat.NVFP4
+    bound = max_tiles(num_pairs, num_experts, call.config.rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
     order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
     quantised = torch.empty_like(x)
@@ -252,23 +300,23 @@ def _prepare(
     num_chunks = -(-num_pairs // sort.chunk)
     flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
     chunk_counts, is_counted = order.counts, num_pairs > COUNT_FIRST
-    if is_counted and has_routed:
+    if is_counted and call.has_routed:
         chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
         _count_experts_kernel[(num_chunks,)](
             experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
         )
-    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK) if has_routed else 0
+    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK) if call.has_routed else 0
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
         experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
         num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
-        TILE_ROWS=config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
+        TILE_ROWS=call.config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
         ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
         PLAIN=has_plain, ORDER=column_order, **sort.options,
-    )  # fmt: skip
+    )
     return order, ordered, quantised, arrivals
 
 
-def _matrix(weight: ShuffledTensor) -> Matrix:
+def matrix_of(weight: ShuffledTensor) -> Matrix:
     return Matrix(weight.data, weight.scale, weight.out_scale)
 
 
@@ -276,71 +324,20 @@ def _pair_order(order: ExpertOrder) -> PairOrder:
     return PairOrder(order.pairs, order.offsets, order.tile_experts, order.tile_starts)
 
 
-def _gate_up_matrices(routed: _Shuffled, shared: _Shuffled) -> GateUpMatrices:
-    return GateUpMatrices(*(_matrix(weight) for weight in (routed[0], routed[2], shared[0], shared[2])))
-
-
 def _strides(weight: ShuffledTensor) -> dict[str, int]:
     """Words of one matrix of a stack."""
     return {"DATA_WORDS": weight.data[0].numel(), "SCALE_WORDS": weight.scale[0].numel()}
 
 
-def fp4_linear(x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`linear_ref` for a shuffled NVFP4 or MXFP4 weight [N, K]: x bf16 [T, K] -> [T, N]."""
-    tile_rows, config, wide = pick_linear_config(x.shape[0], x.shape[-1])
-    return launch_fp4_linear(x, weight, out_dtype, tile_rows, config, wide)
-
-
-def launch_fp4_linear(
-    x: Tensor, weight: ShuffledTensor, out_dtype: torch.dtype | None, tile_rows: int, config: GemmConfig,
-    wide: bool = False,
-) -> Tensor:  # fmt: skip
-    """`fp4_linear` with tiles of `tile_rows` tokens and the product divided as `config` says."""
-    check_launch(x, weight.data)
-    if weight.format is QuantFormat.FP8_BLOCK or len(weight.shape) != 2 or x.dtype != torch.bfloat16:
-        raise KernelInputError(
-            f"expected bf16 rows and an NVFP4 or MXFP4 weight [N, K], found {x.dtype}, {weight.format} {weight.shape}"
-        )
-    (num_rows, cols), num_outs = x.shape, weight.shape[0]
-    if cols != weight.shape[1] or (weight.format is QuantFormat.MXFP4 and cols % 128):
-        raise KernelInputError(f"expected x [T, {weight.shape[1]}], a multiple of 128 for MXFP4, found {cols} columns")
-    padded_cols = -(-cols // 128) * 128
-    if num_rows * max(padded_cols, num_outs) >= 2**31:
-        raise KernelInputError(f"expected fewer than 2^31 values, found {num_rows} rows of {cols} and {num_outs}")
-    out = torch.empty(num_rows, num_outs, dtype=out_dtype or x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
-    if wide:
-        if not config.is_wide or config.pair:
-            raise KernelInputError(f"expected whole warp groups and 64 weight rows, found {config}")
-        if -(-num_outs // 64) * 64 % config.block:  # rows are stored in tiles of 64
-            config = replace(config, block=64, num_warps=4)
-        is_quantised = weight.format is QuantFormat.MXFP4
-        prepared = torch.empty(num_rows, padded_cols, dtype=x.dtype, device=x.device)
-        _prepare_rows_kernel[(num_rows,)](
-            x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
-        )
-        _wide_linear_kernel[(-(-num_rows // tile_rows) * -(-num_outs // config.block),)](
-            prepared, *_matrix(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=_FORMATS[weight.format],
-            ROWS=tile_rows, BLOCK=config.block, **config.options,
-        )  # fmt: skip
-        return out
-    _fp4_linear_kernel[(-(-num_rows // tile_rows) * -(-num_outs // config.block),)](
-        x.contiguous(), *_matrix(weight), out, num_rows, N=num_outs, K=cols, FORMAT=_FORMATS[weight.format],
-        ROWS=tile_rows, BLOCK=config.block, UNROLL=config.unroll, **config.options,
-    )  # fmt: skip
-    return out
-
-
 def _check_size(
-    num_tokens: int, top_k: int, dim: int, width: int, config: MoeConfig, has_shared: bool, homes: Tensor | None
+    num_tokens: int, top_k: int, dim: int, width: int, config: MoeConfig, has_shared: bool, peer_buffers: Tensor | None
 ) -> None:
     if (num_tokens * (top_k + 1) + config.shared_rows) * max(dim, width) >= 2**31:
         raise KernelInputError(f"expected fewer than 2^31 hidden or partial values, found {num_tokens} tokens")
-    if not has_shared and config.down.split and config.ranges.of(config.ranges.down, width) > 1:
+    if not has_shared and config.form is Form.FEW and config.ranges.of(config.ranges.down, width) > 1:
         raise KernelInputError(f"expected parts made by one program each, found {config.ranges}")
-    if homes is not None and (has_shared or homes.dtype != torch.int64 or num_tokens % len(homes)):
-        found = f"{homes.dtype} {tuple(homes.shape)}"
+    if peer_buffers is not None and (has_shared or peer_buffers.dtype != torch.int64 or num_tokens % len(peer_buffers)):
+        found = f"{peer_buffers.dtype} {tuple(peer_buffers.shape)}"
         raise KernelInputError(f"expected addresses for equal shares of {num_tokens} tokens, found {found}")
 
 

@@ -34,4 +34,4 @@ def launch_dense(
         *(Matrix(weight.data, weight.scale, weight.out_scale) for weight in (first, others[0] if others else first)),
         limit, num_tokens, K=width, OUTS=num_outs, RANGES=num_ranges, GATE_UP=bool(others), num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )

@@ -23,7 +23,7 @@ def takes_tiles(first: ShuffledTensor) -> bool:
 def launch_tiles(
     x: Tensor, out: Tensor, weights: Tensor, order: ExpertOrder, matrices: tuple[ShuffledTensor, ...], limit: float,
     number_format: int, num_ranks: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Gate and up, for two matrices: rows of x, in product order, into those of `out` that their pairs have; down, for
     one: rows of hidden into parts, or into those of ranks, whose addresses `out` then holds. `order` in tiles of
     TILE_TOKENS."""
@@ -40,4 +40,4 @@ def launch_tiles(
         K=width, OUTS=num_outs, E=first.shape[0], TOP_K=weights.shape[1],
         FORMAT=number_format, GATE_UP=bool(others), DATA_WORDS=first.data[0].numel(),
         SCALE_WORDS=first.scale[0].numel(), RANKS=num_ranks, num_warps=NUM_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    )

@@ -44,14 +44,20 @@ def _as_loaded(matrices: Matrices) -> Expert:
 
 @waits_for_device
 def moe_ref(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    routed: Matrices,
+    shared: Matrices,
+    *,
+    limit: float,
     rounded: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x [T, D], experts and weights [T, k], (w1, w2, w3) stacked [E, ...] and of the shared expert -> [T, D].
 
     Outputs are summed in at least fp32 in ascending expert order (`route` returns them so), the shared expert last. An
     expert id outside 0 .. E - 1 (-1 by convention) is left out. `rounded`: x as FP8 layers see it (`HyperInput`), if
-    somebody has it already; here nobody asks for it.
+    it is there already; not used here.
     """
     pairs, num_tokens = _Pairs.of(experts, routed), x.shape[0]
     everyone = torch.arange(num_tokens, device=x.device)
@@ -65,15 +71,21 @@ def moe_ref(
 
 @waits_for_device
 def moe_parts_ref(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Matrices, shared: Matrices, *, limit: float,
-    homes: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    routed: Matrices,
+    shared: Matrices,
+    *,
+    limit: float,
+    peer_buffers: Tensor | None = None,
+) -> Tensor | None:
     """The first half of `moe_ref`, where experts live on several ranks: what each chosen expert adds, [T, k, D] in x's
     dtype. Parts of ids outside 0 .. E - 1 are not computed and hold anything. `shared` is not run: kernels take it
     because they are compiled for its format too.
 
-    homes int64 [N]: addresses of bf16 [T / N, k, D] on each of N ranks, of whose tokens x consists. Kernels may store
-    the parts there, and return None.
+    peer_buffers int64 [N]: addresses of bf16 [T / N, k, D] on each of N ranks, of whose tokens x consists. Kernels may
+    store the parts there, and return None.
     """
     pairs = _Pairs.of(experts, routed)
     if not pairs.counts:
@@ -82,9 +94,7 @@ def moe_parts_ref(
     return pairs.in_place(experts_ref(x[pairs.rows], pairs.matrices, pairs.counts, limit, scales), experts)
 
 
-def moe_shared_ref(
-    x: Tensor, routed: Matrices, shared: Matrices, out: Tensor, *, top_k: int, limit: float
-) -> None:  # fmt: skip
+def moe_shared_ref(x: Tensor, routed: Matrices, shared: Matrices, out: Tensor, *, top_k: int, limit: float) -> None:
     """The shared expert alone, on x [T, D], into out [T, D]. It needs no other rank, so it may run beside the exchange.
     `routed` is not run, nor is anyone chosen: kernels take it and `top_k` because they are compiled for them too.
     """

@@ -1,4 +1,4 @@
-"""How the kernels of ops/moe divide their work, and which division serves how many tokens. No division changes a
+"""How the kernels of ops/moe divide their work, and which form serves how many tokens. No form and no tile changes a
 bit; `Ranges` does, and is the same for every number of tokens.
 """
 
@@ -6,41 +6,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, cast
 
 from dsv4.ops.lib.arch import architecture, blackwell_registers
 from dsv4.ops.lib.guard import KernelInputError
+from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS
 
 # orders in which the columns of x and hidden may lie in memory: `in_order` in kernel_products.py
 NATURAL, PRODUCT, OPERAND = 0, 1, 2
+BLOCK = 64  # weight rows of one matrix product, in all forms but TILES
+PAIR_BLOCK = 128  # of a CTA of down, except in FEW: two products
+FEW_ROWS = 8  # token rows of a tile in FEW
+TILES_ROWS, TILES_OUTPUTS = 128, 256  # token rows and weight rows of a tile in TILES
+
+
+class Form(Enum):
+    """Which kernels a call launches.
+
+    FEW (kernel_few.py): CTAs find their rows themselves, and each has one range of the columns of one matrix.
+    NARROW (kernel_gate_up.py, kernel_down.py): a launch before sorts the pairs; tiles of 8 to 32 token rows, mma.sync.
+    WIDE (kernel_wide.py): sorted too; tiles of 32 token rows, wgmma. Hopper.
+    TILES (kernel_tiles.py, kernel_dense.py): sorted too; persistent CTAs, tiles of 128 token rows. Hopper.
+    """
+
+    FEW, NARROW, WIDE, TILES = range(4)
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One of the two products: weight rows a program has, column tiles a step takes, warps, stages. `split`: programs
-    have one range of columns (and one of the two matrices of gate and up), and the last to arrive adds up.
-    `max_registers`: a thread's. `pair` (down): the rows are two halves, each a product of its own: side by side in the
-    wide form, one after the other in the narrow one (halves of 64, not with `split`). Bits depend on none of it.
-    """
+    """One of the two products: column tiles that a step takes, warps, stages; registers of a thread at most."""
 
-    block: int = 64
     unroll: int = 2
     num_warps: int = 4
     num_stages: int = 3
-    split: bool = False
     max_registers: int | None = None
-    pair: bool = False
-
-    @property
-    def at_once(self) -> int:
-        """Rows of one product."""
-        return self.block // (1 + self.pair)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the wide form can have it: a column tile a step, and what the compiler takes wgmma for."""
-        has_groups = self.num_warps % 4 == 0 and self.at_once % 64 == 0
-        return has_groups and self.unroll == 1 and not self.split
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Ranges:
     """Into how many ranges the columns of a matrix are cut at most, each with a sum of its own: routed experts' and the
     shared one's, gate and up's and down's. Bits depend on it: it is the same for every number of tokens.
 
-    A shared program reads twice the bytes of a routed one, hence twice the ranges.
+    A shared CTA reads twice the bytes of a routed one, hence twice the ranges.
     """
 
     gate_up: int = 1
@@ -75,71 +75,48 @@ RANGES = Ranges()
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """How the work is divided: token rows of a tile of a routed expert and of the shared one (multiples of 8 in the
-    narrow form; in the wide one 16 to 128, powers of two or three times one), and the two products. `smaller` (wide):
-    one or two sizes as which a tile is computed that has no more rows than that; half of `rows` if none. `tiles`: the
-    products are those of kernel_tiles.py and, of the shared expert, kernel_dense.py.
+    """The form, token rows of a tile of a routed expert and of the shared one (multiples of 8; in WIDE powers of two
+    from 16 on), and the two products.
 
-    Narrow: `ordered`: x and hidden lie in operand order (kernel_products.py), where a launch before wrote them so.
-    `shared_block`: weight rows of a program of the shared expert in gate and up; 128 of them are rounded there.
-    `direct`: where pairs are few, no launch sorts them: programs look for their rows themselves, and each waits for
-    that. Bits depend on none of it, but on `ranges`.
+    `rounds_shared` (NARROW): a CTA of gate and up of the shared expert has 128 weight rows, and rounds hidden. Without
+    it the reader does. Bits depend on `ranges` alone.
     """
 
+    form: Form
     rows: int
     shared_rows: int
     gate_up: GemmConfig = GemmConfig()
     down: GemmConfig = GemmConfig()
     ranges: Ranges = RANGES
-    wide: bool = False
-    tiles: bool = False
-    smaller: tuple[int, ...] = ()
-    ordered: bool = False
-    shared_block: int | None = None
-    direct: bool = False
+    rounds_shared: bool = False
 
     def __post_init__(self) -> None:
-        if self.wide and not (self.gate_up.is_wide and self.down.is_wide and min(*self.sizes, self.shared_rows) >= 16):
-            raise KernelInputError(f"expected whole warp groups, 64 weight rows and 16 token rows, found {self}")
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Rows of the middle and the small form of a tile of the wide form."""
-        smaller = self.smaller or (max(self.rows // 2, 16),)
-        return (smaller[0] if len(smaller) > 1 else self.rows), smaller[-1]
+        if self.form is Form.FEW and (self.rows, self.shared_rows) != (FEW_ROWS, FEW_ROWS):
+            raise KernelInputError(f"expected tiles of {FEW_ROWS} token rows for few tokens, found {self}")
+        has_groups = all(one.num_warps % 4 == 0 and one.unroll == 1 for one in (self.gate_up, self.down))
+        if self.form is Form.WIDE and not (has_groups and min(self.rows, self.shared_rows) >= 16):
+            raise KernelInputError(f"expected whole warp groups, a column tile a step and 16 token rows, found {self}")
 
 
 NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
 WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: fewer leave it nothing to overlap
+WIDE_PAIRS = 32  # for each expert: up to here the wide form, beyond tiles where they can be
 # token rows of a tile, by pairs for each expert (a tile at most half full costs half); of a tile of a linear, by rows
 _ROWS = {3: 8, 1 << 30: 16}
 _LINEAR_ROWS = {8: 8, 1 << 30: 16}
-# the narrow form, by tokens. One or a few: programs enough to fill the chip. Some: with 128 registers four programs of
-# gate and up live on a multiprocessor; down's are short, so each has two blocks of rows. More: the shared expert's
-# weights are decoded for many tokens at once
-_FEW = MoeConfig(8, 8, GemmConfig(split=True), GemmConfig(split=True), direct=True)
-_SOME = MoeConfig(8, 8, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True, max_registers=80), ordered=True)
-_MORE = MoeConfig(
-    16, 32, GemmConfig(max_registers=128), GemmConfig(block=128, pair=True), ordered=True, shared_block=128
-)
 FEW_TOKENS = 5
-_NARROW = {FEW_TOKENS: _FEW, 11: _SOME, 1 << 30: _MORE}
-# the wide form, by pairs for each expert: with 168 registers three programs of one warp group live on a multiprocessor;
-# with many rows two warp groups share a tile of tokens
-_WIDE_FEW = MoeConfig(
-    32, 32, GemmConfig(unroll=1, max_registers=168), GemmConfig(block=128, unroll=1, max_registers=168, pair=True),
-    wide=True,
-)  # fmt: skip
-_WIDE_MANY = MoeConfig(
-    128, 64, GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4),
-    GemmConfig(block=256, unroll=1, num_warps=8, num_stages=4, pair=True), wide=True, smaller=(96, 64),
-)  # fmt: skip
-_WIDE = {32: _WIDE_FEW, 1 << 30: _WIDE_MANY}
-WIDE_CONFIGS = tuple(_WIDE.values())
-# in place of the last, where kernel_tiles.py is used (launch_tiles.py)
-TILES_CONFIG = replace(_WIDE_MANY, tiles=True)
+FEW_CONFIG = MoeConfig(Form.FEW, FEW_ROWS, FEW_ROWS)
+# with 128 registers four CTAs of gate and up live on a multiprocessor
+_SOME = MoeConfig(Form.NARROW, 8, 8, GemmConfig(max_registers=128), GemmConfig(max_registers=80))
+# the shared expert's weights are decoded for many tokens at once
+_MORE = MoeConfig(Form.NARROW, 16, 32, GemmConfig(max_registers=128), GemmConfig(), rounds_shared=True)
+_NARROW = {11: _SOME, 1 << 30: _MORE}  # by tokens
+# with 168 registers three CTAs of one warp group live on a multiprocessor
+_WIDE_GEMM = GemmConfig(unroll=1, max_registers=168)
+WIDE_CONFIG = MoeConfig(Form.WIDE, 32, 32, _WIDE_GEMM, _WIDE_GEMM)
+TILES_CONFIG = MoeConfig(Form.TILES, TILES_ROWS, TILES_ROWS)
 # one linear
-_LINEAR, _WIDE_LINEAR = GemmConfig(), GemmConfig(block=128, unroll=1, num_warps=8, num_stages=4)
+_LINEAR, _WIDE_LINEAR = GemmConfig(), GemmConfig(unroll=1, num_warps=8, num_stages=4)
 _WIDE_LINEAR_ROWS = 128
 
 
@@ -154,12 +131,18 @@ def _is_wide(num_rows: int, num_columns: int) -> bool:
     return num_rows > NARROW_ROWS and num_columns >= WIDE_COLUMNS and architecture().has_warp_groups
 
 
-def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, num_columns: int) -> MoeConfig:
-    """`num_experts`: among which the tokens choose; `num_columns`: the fewest of any matrix."""
+def pick_moe_config(
+    num_tokens: int, top_k: int, num_experts: int, num_columns: int, *, has_tiles: bool = False
+) -> MoeConfig:
+    """`num_experts`: among which the tokens choose; `num_columns`: the fewest of any matrix; `has_tiles`: whether
+    TILES can be used (`takes_tiles`).
+    """
     per_expert = -(-num_tokens * top_k // num_experts)
     if _is_wide(num_tokens, num_columns):
-        return cast(MoeConfig, _at_most(_WIDE, per_expert))
-    return replace(_at_most(_NARROW, num_tokens), rows=_at_most(_ROWS, per_expert))
+        return TILES_CONFIG if has_tiles and per_expert > WIDE_PAIRS else WIDE_CONFIG
+    if num_tokens <= FEW_TOKENS and num_tokens * top_k <= DIRECT_PAIRS:
+        return FEW_CONFIG
+    return replace(cast(MoeConfig, _at_most(_NARROW, num_tokens)), rows=_at_most(_ROWS, per_expert))
 
 
 def pick_linear_config(num_rows: int, num_columns: int) -> tuple[int, GemmConfig, bool]:

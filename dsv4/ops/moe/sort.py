@@ -25,9 +25,9 @@ class ExpertOrder:
 
     counts        [E]      pairs of each expert
     offsets       [E + 1]  where each expert's pairs start in `pairs`; the last is the number of pairs in use
-    pairs         [N]      token * k + choice, ascending inside an expert; -1 behind the last
-    tile_experts  [M]      expert of each tile of up to tile_rows pairs, ascending; -1 behind the last tile
-    tile_starts   [M]      where it starts in `pairs`; it ends with the expert or tile_rows later; -1 behind the last
+    pairs         [N]      token * k + choice, ascending inside an expert; -1 after the last
+    tile_experts  [M]      expert of each tile of up to tile_rows pairs, ascending; -1 after the last tile
+    tile_starts   [M]      where it starts in `pairs`; it ends with the expert or tile_rows later; -1 after the last
     """
 
     counts: Tensor
@@ -102,7 +102,7 @@ def _load_experts(
 def _count_experts_kernel(
     experts_ptr, slots_ptr, chunk_counts_ptr, num_pairs,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     chunk = tl.program_id(0)
     expert = _load_experts(experts_ptr, slots_ptr, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, TOP_K, E, HAS_SLOTS)
     tl.store(chunk_counts_ptr + chunk * E_BLOCK + tl.arange(0, E_BLOCK), tl.histogram(expert, E_BLOCK, mask=expert < E))
@@ -114,7 +114,7 @@ def _expert_sort_kernel(
     num_pairs, num_chunks, num_tiles,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ONE_CHUNK: tl.constexpr, COUNT_HERE: tl.constexpr = False,
-):  # fmt: skip
+):
     """Programs below num_chunks place the pairs of a chunk; those from there on write TILES entries of the tile map.
 
     COUNT_HERE: no launch has counted; every program goes through all pairs.
@@ -173,7 +173,7 @@ def _sum_counts(chunk_counts_ptr, chunk, num_chunks, E_BLOCK: tl.constexpr):
 def _count_all(
     experts_ptr, slots_ptr, own, num_pairs,
     TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     """Counts [E_BLOCK] over all pairs, and over those before the pair `own`."""
     STEP: tl.constexpr = 1024
     counts, before = tl.zeros([E_BLOCK], dtype=tl.int32), tl.zeros([E_BLOCK], dtype=tl.int32)
@@ -189,7 +189,7 @@ def _count_all(
 def _equal_before(
     experts_ptr, slots_ptr, expert, pairs, chunk, num_pairs,
     TOP_K: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     """How many earlier pairs of the chunk have the same expert. The chunk is read again: from cache, as the other
     side.
     """
@@ -236,7 +236,7 @@ def launch_expert_sort(
         experts, given, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
         num_pairs, num_chunks, bound, TILE_ROWS=tile_rows, TILES=TILE_BLOCK, HAS_ONE_CHUNK=has_one_chunk,
         **flags, **config.options,
-    )  # fmt: skip
+    )
     return order
 
 

@@ -17,4 +17,4 @@ __all__ = [
     "RowLaunch", "Turn", "append_swa", "append_swa_ref", "head_norm_rope", "head_norm_rope_ref", "rope",
     "rope_frequencies", "rope_ref", "rope_tables", "rotate", "store_window", "store_window_ref", "window_rows",
     "window_rows_ref",
-]  # fmt: skip
+]

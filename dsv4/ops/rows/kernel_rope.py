@@ -33,12 +33,12 @@ def _rope_kernel(
     x_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_xt, stride_xh, stride_xk, eps,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+):
     pdl_trigger()
     rope_heads(
         x_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
         stride_xt, stride_xh, stride_xk, eps, HEAD_DIM, ROPE_DIM, BLOCK, HEADS, HAS_NORM, INVERSE,
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -46,19 +46,19 @@ def rope_heads(
     x_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_xt, stride_xh, stride_xk, eps,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+):
     """HEADS heads of a token from `first_head` on, normed or not, and roped."""
     heads = first_head + tl.arange(0, HEADS)
     head_mask = (heads < num_heads)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     x_rows = x_ptr + token * stride_xt + heads[:, None] * stride_xh
     out_rows = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
-    x = tl.load(x_rows + cols * stride_xk, mask=head_mask & (cols < HEAD_DIM), other=0.0)
+    x = tl.load(x_rows + cols * stride_xk, mask=head_mask & (cols < HEAD_DIM), other=0.0)  # [HEADS, BLOCK]
     NOPE_DIM: tl.constexpr = HEAD_DIM - ROPE_DIM
     rope_cols = NOPE_DIM + tl.arange(0, ROPE_DIM)[None, :]
-    pairs = tl.load(x_rows + rope_cols * stride_xk, mask=head_mask, other=0.0)
+    pairs = tl.load(x_rows + rope_cols * stride_xk, mask=head_mask, other=0.0)  # [HEADS, ROPE_DIM]
 
-    cos, sin = rope_cos_sin(tl.load(positions_ptr + token), freqs_ptr, ROPE_DIM // 2)
+    cos, sin = rope_cos_sin(tl.load(positions_ptr + token), freqs_ptr, ROPE_DIM // 2)  # [P] each
     if INVERSE:
         sin = sin * -1.0  # `-sin` is 0 - sin in Triton, which loses the sign of a zero
     if HAS_NORM:

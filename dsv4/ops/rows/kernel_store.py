@@ -73,16 +73,12 @@ def _store_groups(target, offsets, row_mask, codes, scales, NUM: tl.constexpr, N
 
 @jit
 def _store_entries(
-    target,
-    offsets,
-    row_mask,
-    codes,
-    scales,
-    roped,
-    DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
+    target, offsets, row_mask, codes, scales, roped, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
+    """Codes [R * NUM, 64] and scales [R * NUM] of all groups, of which the rope group's are not stored; roped
+    [R, ROPE_DIM].
+    """
     NUM: tl.constexpr = DIM // _ENTRY_GROUP
     NUM_STORED: tl.constexpr = (DIM - ROPE_DIM) // _ENTRY_GROUP
     _store_groups(target, offsets, row_mask, codes, scales, NUM, NUM_STORED)
@@ -99,7 +95,7 @@ def store_rows(
     x_ptr, x_offsets, row_mask, weight_ptr, positions, freqs_ptr, eps, target, offsets, ring, ring_offsets, ring_mask,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     HAS_RING: tl.constexpr,
-):  # fmt: skip
+):
     """encode_rows(hadamard(rope(rms_norm(x)))) of the rows [R] at x_offsets, into `target` and, where `ring_mask`,
     `ring`.
 
@@ -109,7 +105,7 @@ def store_rows(
     R: tl.constexpr = x_offsets.shape[0]
     PAIRS: tl.constexpr = ROPE_DIM // 2
     cols = tl.arange(0, DIM)
-    x = tl.load(x_ptr + x_offsets[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0)
+    x = tl.load(x_ptr + x_offsets[:, None] + cols[None, :], mask=row_mask[:, None], other=0.0)  # [R, DIM]
     # rms_norm_ref(x, weight, eps): rounded before it is rotated
     wide = x.to(tl.float32)
     inverse = inverse_rms(wide, DIM, eps)[:, None]
@@ -118,11 +114,13 @@ def store_rows(
     if KIND == _ENTRY_FP8:
         # the rope half is read again, from the nearest cache: registers cannot be sliced
         rope_cols = DIM - ROPE_DIM + tl.arange(0, ROPE_DIM)
+        # pairs [R, ROPE_DIM]
         pairs = tl.load(x_ptr + x_offsets[:, None] + rope_cols[None, :], mask=row_mask[:, None], other=0.0)
         rope_weight = tl.load(weight_ptr + rope_cols).to(tl.float32)[None, :]
         pairs = (pairs.to(tl.float32) * inverse * rope_weight).to(x.dtype)
         cos, sin = cos_sin(angle * tl.load(freqs_ptr + tl.arange(0, PAIRS))[None, :])
-        roped = _rotate(pairs.to(tl.float32), cos, sin).to(x.dtype).to(tl.bfloat16)
+        roped = _rotate(pairs.to(tl.float32), cos, sin).to(x.dtype).to(tl.bfloat16)  # [R, ROPE_DIM]
+        # encode_rows(rows, ENTRY_FP8): a scale for 64 columns, the last 64 in bf16
         codes, scales = quantize_e4m3(tl.reshape(normed.to(tl.float32), [R * (DIM // _ENTRY_GROUP), _ENTRY_GROUP]))
         codes = codes.to(tl.uint8, bitcast=True)
         _store_entries(target, offsets, row_mask, codes, scales, roped, DIM, ROPE_DIM, SCALE_BYTES)
@@ -132,7 +130,8 @@ def store_rows(
         # rope over the whole row, at frequency 0 where there is none: the Hadamard rotation mixes both parts
         pair = tl.arange(0, DIM // 2) - (DIM // 2 - PAIRS)
         cos, sin = cos_sin(angle * tl.load(freqs_ptr + pair, mask=pair >= 0, other=0.0)[None, :])
-        rotated = _rotate(normed.to(tl.float32), cos, sin).to(x.dtype)
+        # hadamard_ref(rope_ref(normed))
+        rotated = _rotate(normed.to(tl.float32), cos, sin).to(x.dtype)  # [R, DIM]
         values = tl.where((cols >= DIM - ROPE_DIM)[None, :], rotated, normed)
         values = hadamard_rows(values.to(tl.float32), LOG2_DIM).to(x.dtype).to(tl.float32)
         if KIND == _INDEX_FP4:

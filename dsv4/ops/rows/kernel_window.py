@@ -25,13 +25,13 @@ def _window_rows_kernel(
     ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     pdl_trigger()
     window_tile(
         tl.program_id(0), kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
         ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
         KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, RING_LEN,
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -40,7 +40,7 @@ def window_tile(
     ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     """The rows of tile `tile` of ROWS tokens, into the ring as well where RING_LEN is not 0."""
     tokens = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = tokens < num_tokens
@@ -57,7 +57,7 @@ def window_tile(
         kv_ptr, tokens * stride_kvt, mask, weight_ptr, positions, freqs_ptr, eps,
         target, offsets, ring, ring_offsets, is_writer,
         KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, HAS_RING,
-    )  # fmt: skip
+    )
 
 
 @jit(do_not_specialize=("num_tokens",))
@@ -65,7 +65,7 @@ def _append_swa_kernel(
     data_ptr, scales_ptr, ring, ring_positions_ptr, stride_rps, positions_ptr, slots_ptr, chunk_ends_ptr, num_tokens,
     stride_dt, stride_st, DATA_BYTES: tl.constexpr, DATA_BLOCK: tl.constexpr, SCALE_BYTES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, ROWS: tl.constexpr, RING_LEN: tl.constexpr,
-):  # fmt: skip
+):
     pdl_trigger()
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = tokens < num_tokens
@@ -75,7 +75,7 @@ def _append_swa_kernel(
     # window.rows[slots, ring_rows] = rows[writers]. Asked for before it is known who writes: one wait, not two
     cols, scale_cols = tl.arange(0, DATA_BLOCK)[None, :], tl.arange(0, SCALE_BLOCK)[None, :]
     is_data, is_scale = cols < DATA_BYTES, scale_cols < SCALE_BYTES
-    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=mask[:, None] & is_data)
+    data = tl.load(data_ptr + tokens[:, None] * stride_dt + cols, mask=mask[:, None] & is_data)  # [ROWS, bytes]
     scales = tl.load(scales_ptr + tokens[:, None] * stride_st + scale_cols, mask=mask[:, None] & is_scale)
     tl.store(ring.data + offsets[0][:, None] + cols, data, mask=is_writer[:, None] & is_data)
     tl.store(ring.scales + offsets[2][:, None] + scale_cols, scales, mask=is_writer[:, None] & is_scale)

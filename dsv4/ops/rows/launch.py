@@ -54,7 +54,7 @@ def _launch(x: Tensor, positions: Tensor, freqs: Tensor, eps: float | None, inve
         heads, out, positions.contiguous(), freqs.contiguous(), num_heads, *heads.stride(), eps or 0.0,
         HEAD_DIM=head_dim, ROPE_DIM=rope_dim, BLOCK=block, HEADS=config.rows,
         HAS_NORM=eps is not None, INVERSE=inverse, **config.options,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -96,7 +96,7 @@ def launch_append(rows: RowStore, window: WindowView, batch: TokenBatch, config:
         batch.chunk_ends.contiguous(), num_tokens, data.stride(0), scales.stride(0),
         DATA_BYTES=fmt.data_bytes, DATA_BLOCK=next_power_of_2(fmt.data_bytes), SCALE_BYTES=fmt.scale_bytes,
         SCALE_BLOCK=next_power_of_2(fmt.scale_bytes), ROWS=config.rows, RING_LEN=window.ring_len, **config.options,
-    )  # fmt: skip
+    )
 
 
 def store_window(
@@ -119,7 +119,7 @@ def _ring_arguments(window: WindowView) -> tuple[Tensor, int]:
 def _launch_rows(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat,
     window: WindowView | None, batch: TokenBatch | None,
-) -> RowStore:  # fmt: skip
+) -> RowStore:
     launch = RowLaunch.build(kv, norm_weight, positions, freqs, eps, row_format, window, batch)
     if launch.num_tiles:
         _window_rows_kernel[(launch.num_tiles,)](*launch.arguments, **launch.shape, **rows_per_tile(row_format.dim)[1])
@@ -138,7 +138,7 @@ class RowLaunch(NamedTuple):
     def build(
         cls, kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat,
         window: WindowView | None, batch: TokenBatch | None,
-    ) -> RowLaunch:  # fmt: skip
+    ) -> RowLaunch:
         """With a window and a batch the rows go into the ring as well."""
         check_launch(kv, norm_weight, positions, freqs, None if window is None else window.rows.data)
         num_tokens, dim = positions.shape[0], row_format.dim
@@ -163,7 +163,7 @@ class RowLaunch(NamedTuple):
         arguments = (
             kv, check_norm_weight(norm_weight, dim), positions, freqs.contiguous(), eps, num_tokens, kv.stride(0),
             fresh, ring, *ring_positions, slots, ends,
-        )  # fmt: skip
+        )
         return cls(rows, arguments, shape, -(-num_tokens // tile_rows))
 
 

@@ -12,7 +12,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
-from dsv4.ops.indexer import SCORE_CONFIG, index_scores
+from dsv4.ops.indexer import index_scores, score_config
 from dsv4.testing.bench import BenchCase, Work, nbytes
 from dsv4.testing.op_call import op_call
 
@@ -59,9 +59,7 @@ def make_work(
         return Work(call, read, requests * tokens * top_k * 8, flops)
 
     def score() -> torch.Tensor:
-        return index_scores(
-            q, weights, keys, batch, slice(None), RATIO, top_k, SCORE_CONFIG
-        )[0]  # fmt: skip
+        return index_scores(q, weights, keys, batch, slice(None), RATIO, top_k, score_config(q.device))[0]
 
     return Work(score, read, 4 * pairs, flops)
 

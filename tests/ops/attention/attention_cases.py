@@ -11,7 +11,7 @@ from dsv4.cache.handle import PagedView, WindowView
 from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.attention import AttentionPlan, launch_attention, sparse_attention_ref
-from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_TURN, RUN
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, RUN
 from dsv4.ops.attention.kernel_attend import WHOLE as ONE_RUN
 from dsv4.ops.rows import rope_frequencies
 from dsv4.testing.inputs import generator, kernel_device, normal, poison
@@ -26,17 +26,17 @@ def always(cut):
     return type("Always", (AttentionPlan,), {"cut": lambda self, *counts: cut})()
 
 
-SPLIT, RUNS, TURNS, COLUMNS = always(BY_TILE), always(BY_RUN), always(IN_TURN), always(BY_COLUMNS)
+SPLIT, RUNS, COLUMNS = always(BY_TILE), always(BY_RUN), always(BY_COLUMNS)
 
 
-class WithoutParts(AttentionPlan):
-    """A program takes a query, of however many runs."""
+class FewestParts(AttentionPlan):
+    """A program takes a query, or a run where a query has several."""
 
     def cut(self, num_programs, num_tiles, run_tiles):
-        return IN_TURN if num_tiles > run_tiles else ONE_RUN
+        return BY_RUN if num_tiles > run_tiles else ONE_RUN
 
 
-WHOLE = WithoutParts()
+WHOLE = FewestParts()
 
 
 def poisoned(leading, fmt):

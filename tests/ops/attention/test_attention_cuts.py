@@ -12,7 +12,6 @@ from attention_cases import (
     RUNS,
     SHORT_RUN,
     SPLIT,
-    TURNS,
     WHOLE,
     assert_follows_oracle,
     case_of,
@@ -21,7 +20,7 @@ from attention_cases import (
 )
 
 from dsv4.ops.attention import PLAN, launch
-from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_TURN, RUN
+from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, RUN
 from dsv4.ops.attention.kernel_attend import WHOLE as ONE_RUN
 from dsv4.testing.inputs import kernel_device, poison
 from dsv4.testing.numeric import assert_bitwise
@@ -55,8 +54,8 @@ def test_runs_of_tiles():
     assert_bitwise(run(case, RUNS, SHORT_RUN), found, "a program a run")
     for max_states in (18, 7, 1):
         # the second token of a request finds the row of the first in the range before
-        in_turn = run(case, TURNS._replace(max_states=max_states), SHORT_RUN)
-        assert_bitwise(in_turn, found, f"a program a query, {max_states // 3 or 1} at a time")
+        in_ranges = run(case, RUNS._replace(max_states=max_states), SHORT_RUN)
+        assert_bitwise(in_ranges, found, f"{max_states // 3 or 1} queries at a time")
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -74,7 +73,7 @@ def test_runs_of_picks_and_two_blocks_of_heads():
     case = case_of([(1, 2000, 1), (0, 7, 1)], k=150, heads=65, padding=1)
     found = assert_follows_oracle(case, RUNS, SHORT_RUN)
     assert_bitwise(run(case, SPLIT, SHORT_RUN), found)
-    assert_bitwise(run(case, TURNS._replace(max_states=8), SHORT_RUN), found)
+    assert_bitwise(run(case, RUNS._replace(max_states=8), SHORT_RUN), found)
 
 
 def only_rounding():
@@ -124,7 +123,7 @@ def test_columns_agree_where_only_rounding_is_left(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(launch, "_values_kernel", Swapped(launch._values_kernel))
+    monkeypatch.setattr(launch, "_pv_accumulate_kernel", Swapped(launch._pv_accumulate_kernel))
     assert not torch.equal(run(case, COLUMNS)[..., 64:], found[..., 64:]), "another order is other bits"
 
 
@@ -147,7 +146,6 @@ def test_cuts_agree_where_only_rounding_is_left(monkeypatch):
     case = only_rounding()
     found = run(case, SPLIT, SHORT_RUN)
     assert_bitwise(run(case, RUNS, SHORT_RUN), found)
-    assert_bitwise(run(case, TURNS, SHORT_RUN), found)
     assert not torch.equal(run(case, SPLIT, 4)[..., 64:], found[..., 64:]), "other runs are other bits"
 
     def swap_runs(state):
@@ -175,13 +173,18 @@ def test_what_a_program_takes():
     """
     cuts = {num: PLAN.cut(num, 130, RUN) for num in (1, 4, 5, 8, 16, 32, 64, 110, 130, 200, 264, 8192)}
     assert [num for num, cut in cuts.items() if cut == BY_TILE] == [1, 4, 5]
-    assert [num for num, cut in cuts.items() if cut == BY_RUN] == [8, 16, 32, 64, 200]
-    assert [num for num, cut in cuts.items() if cut == IN_TURN] == [110, 130, 264, 8192]
+    assert [num for num, cut in cuts.items() if cut == BY_RUN] == [8, 16, 32, 64, 110, 130, 200, 264, 8192]
     assert [PLAN.cut(num, 34, RUN) for num in (16, 64)] == [BY_TILE, BY_RUN]
     assert [PLAN.cut(num, 10, RUN) for num in (1, 8, 13)] == [BY_TILE] * 3
     assert [PLAN.cut(num, 10, RUN) for num in (16, 24, 32, 48, 64, 80, 160)] == [BY_COLUMNS] * 7
     assert [PLAN.cut(num, 10, RUN) for num in (96, 112, 128, 200, 256, 8192)] == [ONE_RUN] * 6
     assert [PLAN.cut(num, 18, RUN) for num in (2, 8, 16, 64, 128)] == [BY_TILE] * 2 + [BY_COLUMNS] * 2 + [ONE_RUN]
     assert [PLAN.share(num, 10) for num in (16, 32, 64, 80)] == [1, 2, 3, 4]
-    assert PLAN._replace(max_states=127).cut(16, 130, RUN) == IN_TURN
+    assert PLAN._replace(max_states=127).cut(4, 34, RUN) == BY_RUN, "136 tiles are too many states"
     assert [PLAN.range_tokens(num) for num in (8, 16, 24, 4096, 9999)] == [528, 264, 176, 1, 1]
+
+
+def test_more_multiprocessors_take_more_queries_in_smaller_parts():
+    """48 queries of ten tiles: 240 programs of two tiles fill 132 multiprocessors, 480 of one tile need 264."""
+    assert [PLAN._replace(multiprocessors=num).share(48, 10) for num in (132, 264)] == [2, 1]
+    assert [PLAN._replace(multiprocessors=num).cut(112, 10, RUN) for num in (132, 264)] == [ONE_RUN, BY_COLUMNS]

@@ -16,7 +16,6 @@ from attention_cases import (
     HCA,
     RUNS,
     SPLIT,
-    TURNS,
     WHOLE,
     assert_follows_oracle,
     case_of,
@@ -40,7 +39,7 @@ from dsv4.testing.numeric import assert_bitwise
 def test_follows_the_oracle_in_all_forms(chunks, ratio):
     case = case_of(chunks, ratio=ratio, padding=1)
     found = assert_follows_oracle(case)
-    assert_bitwise(run(case, WHOLE), found, "all tiles in one program")
+    assert_bitwise(run(case, WHOLE), found, "all tiles of a run in one program")
     assert_bitwise(run(case, COLUMNS), found, "by columns")
 
 
@@ -239,7 +238,7 @@ def test_real_sizes(heads, ratio):
     found = assert_follows_oracle(case, WHOLE)
     assert_bitwise(run(case, SPLIT), found, "split")
     assert_bitwise(run(case, RUNS), found, "a program a run")
-    assert_bitwise(run(case, TURNS._replace(max_states=256)), found, "a program a query")
+    assert_bitwise(run(case, RUNS._replace(max_states=256)), found, "in ranges of tokens")
     if ratio == CSA:
         assert_bitwise(run(case, COLUMNS), found, "by columns")
     assert_bitwise(sparse_attention(**case), found, "as launched")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CSA, HCA, TURNS, WHOLE, always, case_of, of_tokens, run
+from attention_cases import CSA, HCA, RUNS, WHOLE, always, case_of, of_tokens, run
 
 from dsv4.ops.attention import PAIRS_PLAN, PLAN, launch
 from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_PAIRS, RUN
@@ -71,7 +71,7 @@ def test_bits_of_runs(run_tiles):
     """One run, one that is just full, two with one tile in the second, many; and several queries for every program."""
     chunks = [(0, 1048500, 40), (1, 128 * 1024 - 3, 140), (2, 128 * 128 - 2, 4), (3, 0, 200)]
     case = case_of(chunks, ratio=HCA, fmt=ENTRY, heads=64, padding=3)
-    assert_bitwise(run(case, PAIRS, run_tiles), run(case, TURNS._replace(max_states=4096), run_tiles))
+    assert_bitwise(run(case, PAIRS, run_tiles), run(case, RUNS._replace(max_states=4096), run_tiles))
 
 
 @pytest.mark.gpu

@@ -166,10 +166,10 @@ def test_how_the_work_is_divided_does_not_matter(topk_config):
     expected = index_topk_ref(q, weights, keys, batch, ratio=CSA, top_k=20)
     for config, workspace in [
         (SCORE_CONFIG, 1),
-        (replace(GROUPS, group_programs=2), 1 << 20),
+        (replace(GROUPS, multiprocessors=1, group_programs=2), 1 << 20),
         (replace(GROUPS, max_group=1), 3 * row_bytes(BLOCKS_PER_SLOT * PER_BLOCK)),
         (replace(GROUPS, max_group=2, group_tile=64), 5 * row_bytes(BLOCKS_PER_SLOT * PER_BLOCK)),
-        (ScoreConfig(tile=64, programs=2), 1 << 20),
+        (ScoreConfig(tile=64, multiprocessors=2, programs=1), 1 << 20),
     ]:
         found = launch_index_topk(q, weights, keys, batch, CSA, 20, config, topk_config, workspace)
         assert_bitwise(found, expected)
@@ -346,3 +346,11 @@ def test_real_sizes(fmt, num_tokens, context):
         one = torch.tensor([token], device=device)
         alone = scores_of(q[one], weights[one], keys, part_of(batch, one), top_k=512)
         assert_bitwise(alone, scores[one])
+
+
+def test_programs_follow_the_number_of_multiprocessors():
+    """One token of 262,144 entries, and 32 groups of tokens: as many programs as the GPU at hand runs at once."""
+    for multiprocessors in (66, 132, 264):
+        config = replace(SCORE_CONFIG, multiprocessors=multiprocessors)
+        assert 0.9 < config.grid(1, 1 << 18)[0] / (4 * multiprocessors) <= 1.0, "a wave that is nearly full"
+        assert config.grid(2048, 1 << 18) == (-(-8 * multiprocessors // 32), 32)

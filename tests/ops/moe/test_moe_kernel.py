@@ -16,9 +16,11 @@ from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.linear import linear_ref
 from dsv4.ops.moe import (
+    FEW_CONFIG,
     FEW_TOKENS,
     NARROW_ROWS,
-    WIDE_CONFIGS,
+    WIDE_CONFIG,
+    Form,
     GemmConfig,
     MoeConfig,
     Ranges,
@@ -36,13 +38,12 @@ from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 LIMIT = 10.0
 DIM, WIDTH, EXPERTS, TOP_K = 256, 128, 5, 2
-# interpreted steps cost the same whatever their size: large blocks, few sub-tiles
-SMALL, LARGE = GemmConfig(block=64, unroll=1), GemmConfig(block=128, unroll=1)
-NARROW, WIDE = MoeConfig(8, 8, SMALL, LARGE, direct=True), MoeConfig(32, 32, LARGE, LARGE, wide=True)
-WIDEST = MoeConfig(128, 64, LARGE, GemmConfig(block=256, unroll=1, pair=True), wide=True, smaller=(96, 64))
-SPLIT = MoeConfig(8, 8, replace(SMALL, split=True), replace(LARGE, split=True), direct=True)
-# operand order, the shared expert's hidden rounded by its writer
-ORDERED = MoeConfig(16, 32, SMALL, LARGE, ordered=True, shared_block=128)
+ONE = GemmConfig(unroll=1)  # a column tile a step
+FEW = MoeConfig(Form.FEW, 8, 8, ONE, ONE)
+NARROW = MoeConfig(Form.NARROW, 8, 8, ONE, ONE)
+WIDE = MoeConfig(Form.WIDE, 32, 32, ONE, ONE)
+# two sub-tiles of rows, the shared expert's hidden rounded by its writer
+ROUNDED = MoeConfig(Form.NARROW, 16, 32, ONE, ONE, rounds_shared=True)
 
 
 def nvfp4(weight):
@@ -183,7 +184,7 @@ def test_every_column_meets_its_weight(make):
     values = 2.0 ** (torch.arange(256) % 3)
     weight = make(torch.diag(values).unsqueeze(0))[0].to(kernel_device())
     x = (torch.arange(3 * 256, device=weight.device).reshape(3, 256) % 127 + 1).bfloat16()
-    out = launch_fp4_linear(x, shuffle(weight), torch.float32, 16, LARGE, wide=True)
+    out = launch_fp4_linear(x, shuffle(weight), torch.float32, 16, ONE, wide=True)
     assert_bitwise(out, linear_ref(x, weight, torch.float32))
 
 
@@ -194,38 +195,23 @@ def test_every_column_meets_its_weight(make):
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_follows_the_oracle(name, tokens):
     given = inputs(tokens, seed=tokens)
-    out = launch_moe(*given, *READY[name], LIMIT, NARROW)
+    out = launch_moe(*given, *READY[name], LIMIT, FEW)
     assert_follows_oracle(out, *given, LAYERS[name])
     if tokens == 1:
         assert_bitwise(moe(*given, *READY[name], limit=LIMIT), out, "as divided by default")
     else:
-        other = WIDE if name == "nvfp4" else replace(WIDEST, gate_up=SMALL)
-        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, other), out, "wide")
-        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, ORDERED), out, "in operand order")
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, WIDE), out, "wide")
+        assert_bitwise(launch_moe(*given, *READY[name], LIMIT, ROUNDED), out, "narrow")
 
 
 def test_any_division_gives_the_same_bits(monkeypatch):
     """Hidden rounded by its writer or its reader, tiles of 8 or 16 rows, pairs sorted by a launch, or two, or none."""
     given, layer = inputs(3, seed=40), READY["mxfp4"]
-    expected = launch_moe(*given, *layer, LIMIT, NARROW)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, gate_up=LARGE)), expected, "rounded by the writer")
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, SPLIT), expected, "ranges apart")
-    found = launch_moe(*inputs(3, seed=40), *READY["nvfp4"], LIMIT, replace(NARROW, ordered=True))
-    assert_bitwise(found, launch_moe(*given, *READY["nvfp4"], LIMIT, NARROW), "hidden alone in operand order")
-    monkeypatch.setattr("dsv4.ops.moe.launch.NUM_COUNTERS", 0)
-    assert_bitwise(launch_moe(*given, *layer, LIMIT, replace(NARROW, rows=16)), expected, "sorted")
+    expected = launch_moe(*given, *layer, LIMIT, FEW)
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, NARROW), expected, "rounded by the reader")
+    assert_bitwise(launch_moe(*given, *layer, LIMIT, ROUNDED), expected, "rounded by the writer")
     monkeypatch.setattr("dsv4.ops.moe.launch.COUNT_FIRST", 0)
     assert_bitwise(launch_moe(*given, *layer, LIMIT, WIDE), expected, "counted and sorted")
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), ("mxfp4", 9)])
-def test_halves_of_down_one_after_the_other(name, tokens):
-    given = inputs(tokens, seed=44)
-    pair = replace(ORDERED, down=GemmConfig(block=128, unroll=1, pair=True))
-    expected = launch_moe(*given, *READY[name], LIMIT, NARROW)
-    assert_bitwise(launch_moe(*given, *READY[name], LIMIT, pair), expected)
-    alike = replace(pair, shared_rows=8, shared_block=None)
-    assert_bitwise(launch_moe(*given, *READY[name], LIMIT, alike), expected, "the shared expert as the others")
 
 
 def test_halves_of_several_column_tiles():
@@ -234,68 +220,59 @@ def test_halves_of_several_column_tiles():
     x, _, weights = inputs(2, 128, seed=45)
     experts = torch.tensor([[0, 1], [1, -1]], device=x.device)
     for ranges in (Ranges(1, 2, 2, 2), Ranges(1, 2, 1, 4)):
-        config = MoeConfig(8, 8, LARGE, LARGE, ranges)
-        expected = launch_moe(x, experts, weights, *layer, LIMIT, config)
-        pair = replace(config, down=GemmConfig(block=128, unroll=1, pair=True))
-        assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, pair), expected, str(ranges))
+        expected = launch_moe(x, experts, weights, *layer, LIMIT, replace(FEW, ranges=ranges))
+        found = launch_moe(x, experts, weights, *layer, LIMIT, replace(NARROW, ranges=ranges))
+        assert_bitwise(found, expected, str(ranges))
 
 
 def test_the_form_follows_the_number_of_tokens():
-    assert not pick_moe_config(NARROW_ROWS, 6, 8, 2048).wide
+    assert pick_moe_config(FEW_TOKENS, 6, 256, 2048) == FEW_CONFIG
+    assert pick_moe_config(FEW_TOKENS, 32, 256, 2048).form is Form.NARROW, "more choices than a CTA looks through"
+    assert pick_moe_config(NARROW_ROWS, 6, 8, 2048).form is Form.NARROW
     assert pick_moe_config(NARROW_ROWS, 6, 8, 2048).rows == 16
-    assert pick_moe_config(NARROW_ROWS + 1, 6, 256, 2048).wide
-    assert not pick_moe_config(NARROW_ROWS + 1, 6, 256, 128).wide
+    assert pick_moe_config(NARROW_ROWS + 1, 6, 256, 2048) == WIDE_CONFIG
+    assert pick_moe_config(NARROW_ROWS + 1, 6, 256, 128).form is Form.NARROW
+    assert pick_moe_config(4096, 6, 256, 2048) == WIDE_CONFIG, "other sizes than those that tiles were timed with"
+    assert pick_moe_config(4096, 6, 256, 2048, has_tiles=True).form is Form.TILES
 
 
-@pytest.mark.parametrize("counts", [(1, 65, 0, 33, 129), (64, 96, 32, 97, 128)])
+@pytest.mark.parametrize("counts", [(1, 17, 0, 9, 33), (16, 24, 8, 25, 32)])
 def test_wide_tiles_of_every_fullness(counts):
-    """Rows of each expert, computed as tiles of 64, 96 or 128: last rows as the narrow form has them."""
+    """Rows of each expert, computed as tiles of 16 or 32: last rows as few tokens have them."""
     experts = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(counts)).unsqueeze(1).to(kernel_device())
     x, weights = normal((len(experts), DIM), seed=51), torch.ones(experts.shape, device=experts.device)
-    out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, WIDEST)
+    out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, WIDE)
     last = torch.tensor([sum(counts[: index + 1]) - 1 for index in range(EXPERTS)], device=x.device)
-    narrow = replace(NARROW, gate_up=LARGE)
-    expected = launch_moe(x[last], experts[last], weights[last], *READY["nvfp4"], LIMIT, narrow)
+    expected = launch_moe(x[last], experts[last], weights[last], *READY["nvfp4"], LIMIT, FEW)
     assert_bitwise(out[last], expected)
-
-
-def test_a_block_that_does_not_divide_the_width():
-    layer = tuple(prepare_experts(experts_of(make, count, 128, 128)) for make, count in ((nvfp4, 2), (fp8, None)))
-    x, _, weights = inputs(2, 128, seed=52)
-    experts = torch.tensor([[0, 1], [1, -1]], device=x.device)
-    expected = launch_moe(x, experts, weights, *layer, LIMIT, NARROW)
-    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, WIDEST), expected)
 
 
 @pytest.mark.parametrize("ranges", [Ranges(1, 2, 1, 2), Ranges(2, 1, 2, 1), Ranges(2, 4, 2, 3)])
 def test_ranges_by_programs_or_in_one(ranges):
-    """Sums of ranges, added by the last program to arrive or inside one. Three of two column tiles are two."""
+    """Sums of ranges, added by the last CTA to arrive or inside one. Three of two column tiles are two."""
     layer = tuple(prepare_experts(experts_of(make, count, 256, 256)) for make, count in ((nvfp4, 2), (fp8, None)))
     x, _, weights = inputs(1, seed=42)
     experts = torch.tensor([[0, 1]], device=x.device)
-    block = GemmConfig(block=128, unroll=1)
-    whole = launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges))
-    block = replace(block, split=True)
-    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, MoeConfig(8, 8, block, block, ranges)), whole)
-    wide = replace(WIDE, ranges=ranges)
-    assert_bitwise(launch_moe(x, experts, weights, *layer, LIMIT, wide), whole, "wide")
+    whole, *others = (
+        launch_moe(x, experts, weights, *layer, LIMIT, replace(config, ranges=ranges)) for config in (NARROW, FEW, WIDE)
+    )
+    for config, found in zip((FEW, WIDE), others, strict=True):
+        assert_bitwise(found, whole, str(config.form))
 
 
-def test_a_tile_that_is_at_most_half_full_is_a_smaller_one(monkeypatch):
-    """Sorted: of 11 rows of one expert and 2 of another, tiles of 16 rows, with ranges in one program or apart."""
+def test_a_tile_that_is_at_most_half_full_is_a_smaller_one():
+    """Sorted: of 11 rows of one expert and 2 of another, tiles of 16 rows; where CTAs look for rows, of 8."""
     x, _, weights = inputs(11, seed=43)
     experts = torch.tensor([[1, -1]], device=x.device).repeat(11, 1)
     experts[3:5, 1] = 3
     expected = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, NARROW)
-    # enough for the blocks of tiles, not for those of tokens
-    monkeypatch.setattr("dsv4.ops.moe.launch.NUM_COUNTERS", 20)
-    for config in (replace(NARROW, rows=16), replace(SPLIT, rows=16)):
+    for config in (replace(NARROW, rows=16), FEW):
         assert_bitwise(launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, config), expected, str(config))
 
 
 def test_counters_are_set_back():
     given = inputs(3, seed=41)
-    launch_moe(*given, *READY["nvfp4"], LIMIT, SPLIT)
+    launch_moe(*given, *READY["nvfp4"], LIMIT, FEW)
     assert not arrival_counters("moe", given[0].device).any()
     assert not arrival_counters("moe gate and up", given[0].device).any()
 
@@ -316,7 +293,7 @@ def test_all_tokens_on_two_experts():
     assert_follows_oracle(out, x, experts, weights, LAYERS["nvfp4"])
 
 
-@pytest.mark.parametrize("config", [ORDERED, WIDE])
+@pytest.mark.parametrize("config", [ROUNDED, WIDE])
 def test_a_row_does_not_depend_on_the_batch(config):
     x, experts, weights = inputs(10, seed=5)
     layer = READY["nvfp4"]
@@ -352,7 +329,7 @@ def test_many_tokens_are_rounded_by_a_launch_of_their_own():
     assert_bitwise(found, moe(x, experts, weights, *READY["nvfp4"], limit=LIMIT))
 
 
-@pytest.mark.parametrize("config", [NARROW, WIDE])
+@pytest.mark.parametrize("config", [FEW, WIDE])
 def test_a_choice_left_out_is_a_choice_of_weight_zero(config):
     x, experts, weights = inputs(3, seed=7)
     fewer, zeros = experts.clone(), weights.clone()
@@ -405,11 +382,16 @@ def test_rejects():
     flat = tuple(replace(weight, shape=weight.shape[1:]) for weight in routed)
     with pytest.raises(KernelInputError, match="expected a shared expert in FP8"):
         moe(x, experts, weights, routed, flat, limit=LIMIT)
-    for other in ({"num_warps": 2}, {"block": 32}, {"unroll": 2}, {"split": True}, {"block": 64, "pair": True}):
+    for other in ({"num_warps": 2}, {"unroll": 2}):
         with pytest.raises(KernelInputError, match="expected whole warp groups"):
-            replace(WIDE, down=replace(LARGE, **other))
+            replace(WIDE, down=replace(ONE, **other))
     with pytest.raises(KernelInputError, match="16 token rows"):
-        replace(WIDE, smaller=(8,))
+        replace(WIDE, rows=8)
+    with pytest.raises(KernelInputError, match="tiles of 8 token rows"):
+        replace(FEW, rows=16)
+    many = inputs(65)
+    with pytest.raises(KernelInputError, match="expected few tokens, found 65 with 130 choices"):
+        launch_moe(*many, routed, shared, LIMIT, FEW)
 
 
 # ---- one linear ----
@@ -420,10 +402,10 @@ def test_rejects():
 def test_linear(make, rows, out_dtype):
     weight = make(normal((1, 96, 256), torch.float32, seed=1).cpu())[0].to(kernel_device())
     x = normal((rows, 256), seed=2)
-    out = launch_fp4_linear(x, shuffle(weight), out_dtype, 16, SMALL)
+    out = launch_fp4_linear(x, shuffle(weight), out_dtype, 16, ONE)
     assert out.dtype == (out_dtype or torch.bfloat16)
     assert_close_to_oracle(out.bfloat16(), lambda dtype: linear_ref(x.to(dtype), weight))
-    assert_bitwise(launch_fp4_linear(x, shuffle(weight), out_dtype, 48, LARGE, wide=True), out, "wide")
+    assert_bitwise(launch_fp4_linear(x, shuffle(weight), out_dtype, 32, ONE, wide=True), out, "wide")
 
 
 def test_linear_with_columns_beside_the_tile():
@@ -432,7 +414,7 @@ def test_linear_with_columns_beside_the_tile():
     wide[:, :160] = normal((3, 160), seed=4)
     out = fp4_linear(wide[:, :160], shuffle(weight))
     assert_close_to_oracle(out, lambda dtype: linear_ref(wide[:, :160].to(dtype), weight))
-    assert_bitwise(launch_fp4_linear(wide[:, :160], shuffle(weight), None, 32, LARGE, wide=True), out, "wide")
+    assert_bitwise(launch_fp4_linear(wide[:, :160], shuffle(weight), None, 32, ONE, wide=True), out, "wide")
     assert fp4_linear(wide[:0, :160], shuffle(weight)).shape == (0, 40)
 
 
@@ -467,8 +449,7 @@ def test_real_sizes(name, dim, width):
     for tokens in (1, 2, 5, 9, 21, 22, 64, 100, 256, 511, 512, 600, 4096):
         given = x[:tokens], experts[:tokens], weights[:tokens]
         assert_bitwise(moe(*given, *ready, limit=LIMIT), whole[:tokens], f"{tokens} tokens")
-        for index, config in enumerate(WIDE_CONFIGS):
-            assert_bitwise(launch_moe(*given, *ready, LIMIT, config), whole[:tokens], f"{tokens} tokens, wide {index}")
+        assert_bitwise(launch_moe(*given, *ready, LIMIT, WIDE_CONFIG), whole[:tokens], f"{tokens} tokens, wide")
     assert_bitwise(moe(x[500:], experts[500:], weights[500:], *ready, limit=LIMIT), whole[500:], "the last")
     rows = [1, 2, 4, 5, 7, 8]
     assert_follows_oracle(whole[rows], x[rows], experts[rows], weights[rows], layer)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_moe_kernel import (
     EXPERTS,
+    FEW,
     LAYERS,
     LIMIT,
-    ORDERED,
     READY,
-    SPLIT,
+    ROUNDED,
     TOP_K,
     WIDE,
     choices,
@@ -23,7 +25,6 @@ from test_moe_kernel import (
 from dsv4.ops.lib.arrivals import NEVER, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.moe import (
-    MoeConfig,
     Ranges,
     launch_moe,
     moe,
@@ -81,8 +82,8 @@ def test_oracles_of_the_pieces(tokens, dtype):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("nvfp4", SPLIT), ("nvfp4", ORDERED), ("nvfp4", WIDE), ("mxfp4", ORDERED)],
-    ids=["split", "ordered", "wide", "mxfp4 ordered"],
+    [("nvfp4", FEW), ("nvfp4", ROUNDED), ("nvfp4", WIDE), ("mxfp4", ROUNDED)],
+    ids=["few", "narrow", "wide", "mxfp4 narrow"],
 )
 def test_kernels_of_the_pieces(name, config):
     """Whatever the form of the launch: parts by owner, the shared expert and the fold have the bits of one launch."""
@@ -102,7 +103,7 @@ def test_kernels_of_the_pieces(name, config):
     assert (arrival_counters("parts", x.device, NEVER) < NEVER // 2).all(), "no part is anybody's last"
 
 
-@pytest.mark.parametrize("config", [SPLIT, ORDERED, WIDE], ids=["split", "ordered", "wide"])
+@pytest.mark.parametrize("config", [FEW, ROUNDED, WIDE], ids=["few", "narrow", "wide"])
 def test_parts_go_to_the_ranks_of_their_tokens(config):
     """Into the buffers of three ranks with two tokens each: the bits of parts kept here, and nothing else."""
     x, experts, weights = inputs(6, seed=5)
@@ -110,16 +111,16 @@ def test_parts_go_to_the_ranks_of_their_tokens(config):
     here = prepare_experts(slices(LAYERS["nvfp4"][0], OWNERS[-1]))
     shared = READY["nvfp4"][1]
     buffers = [torch.full((2, TOP_K, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device) for _ in range(3)]
-    homes = torch.tensor([buffer.data_ptr() for buffer in buffers], device=x.device)
+    peer_buffers = torch.tensor([buffer.data_ptr() for buffer in buffers], device=x.device)
     kept = launch_moe(x, experts, weights, here, shared, LIMIT, config, has_shared=False)
-    launch_moe(x, experts, weights, here, shared, LIMIT, config, has_shared=False, homes=homes)
+    launch_moe(x, experts, weights, here, shared, LIMIT, config, has_shared=False, peer_buffers=peer_buffers)
     stored, is_own = torch.cat(buffers), (experts >= 0).unsqueeze(-1)
     assert 0 < is_own.sum() < is_own.numel()
     assert_bitwise(stored, kept.masked_fill(~is_own, float("nan")))
-    assert moe_parts(x, experts, weights, here, shared, limit=LIMIT, homes=homes) is None
+    assert moe_parts(x, experts, weights, here, shared, limit=LIMIT, peer_buffers=peer_buffers) is None
     assert_bitwise(torch.cat(buffers), stored)
     with pytest.raises(KernelInputError, match="addresses for equal shares of 6 tokens, found torch.int64 \\(4,\\)"):
-        moe_parts(x, experts, weights, here, shared, limit=LIMIT, homes=homes.new_zeros(4))
+        moe_parts(x, experts, weights, here, shared, limit=LIMIT, peer_buffers=peer_buffers.new_zeros(4))
 
 
 def test_the_set_of_kernels_follows_the_oracle_and_takes_plain_weights():
@@ -160,7 +161,7 @@ def test_no_tokens_and_rejections():
     for out in (x.float(), x[:2], x.new_empty(256, 3).T):
         with pytest.raises(KernelInputError, match="expected contiguous rows like x"):
             moe_shared(x, *ready, out, top_k=TOP_K, limit=LIMIT)
-    several = MoeConfig(8, 8, SPLIT.gate_up, SPLIT.down, Ranges(down=2), direct=True)
+    several = replace(FEW, ranges=Ranges(down=2))
     wider = prepare_experts(experts_of(nvfp4, width=256)), prepare_experts(experts_of(fp8, None, width=256))
     with pytest.raises(KernelInputError, match="parts made by one program"):
         launch_moe(x, experts, weights, *wider, LIMIT, several, has_shared=False)

@@ -10,7 +10,7 @@ import torch
 from dsv4.formats.tensors import QuantFormat
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture, architecture
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.moe import NARROW_ROWS, TILES_CONFIG, WIDE_CONFIGS, launch_dense, launch_moe, launch_tiles
+from dsv4.ops.moe import NARROW_ROWS, TILES_CONFIG, WIDE_CONFIG, Form, launch_dense, launch_moe, launch_tiles
 from dsv4.ops.moe import launch as moe_launch
 from dsv4.testing.cases.moe import LIMIT, MODELS, random_layer, random_weight
 from dsv4.testing.inputs import kernel_device, normal
@@ -33,13 +33,14 @@ def test_hopper_takes_it_and_the_interpreter_never(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "has_tiles"), [(NARROW_ROWS, False), (1365, False), (1366, True), (8192, True)])
 def test_it_is_chosen_for_many_tokens(tokens, has_tiles, monkeypatch):
-    """Where it was faster: in place of the tiles of 128 rows, not of those of 32."""
+    """Where it was faster: not in place of the wide form's tiles of 32 rows."""
     monkeypatch.setattr(launch_tiles, "architecture", lambda: Architecture(90))
     x, experts = torch.empty(tokens, 4096, device="meta"), torch.empty(tokens, 6, device="meta")
     routed = random_layer("flash", QuantFormat.NVFP4, torch.device("meta"))[0]
-    assert moe_launch.config_for(x, experts, routed).tiles is has_tiles
+    assert (moe_launch.config_for(x, experts, routed).form is Form.TILES) is has_tiles
     quarter = random_layer("flash", QuantFormat.NVFP4, torch.device("meta"), 64)[0]
-    assert moe_launch.config_for(x, experts, quarter, 4).tiles is has_tiles, "a rank has a quarter of the pairs"
+    form = moe_launch.config_for(x, experts, quarter, 4).form
+    assert (form is Form.TILES) is has_tiles, "a rank has a quarter of the pairs"
 
 
 @pytest.mark.parametrize("shape", [(2, 320, 1024), (2, 256, 384)], ids=["half a tile", "as many steps as stages"])
@@ -62,7 +63,7 @@ def test_what_the_shared_experts_kernel_cannot_do_is_refused():
 def test_parts_of_both_kernels_are_summed(monkeypatch):
     """Parts in place of both kernels' results, and NaN where there are none: the bits of one launch for all."""
     dim, _, num_experts, top_k = MODELS["small"]
-    config, layer = WIDE_CONFIGS[-1], SMALL_LAYER
+    config, layer = WIDE_CONFIG, SMALL_LAYER
     x, weights = normal((9, dim), seed=1), torch.rand(9, top_k, device=kernel_device())
     experts = torch.stack([torch.randperm(num_experts) for _ in range(9)])[:, :top_k].to(x.device)
     experts[3, 1], experts[5], experts[7, 0] = -1, -1, num_experts
@@ -135,7 +136,7 @@ def taken_layer(model, number_format, num_experts):
     [("flash", QuantFormat.NVFP4, 32), ("flash", QuantFormat.MXFP4, 32), ("pro", QuantFormat.NVFP4, 12)],
 )
 def test_its_bits_are_those_of_the_wide_form(model, number_format, num_experts):
-    layer, config = taken_layer(model, number_format, num_experts), WIDE_CONFIGS[-1]
+    layer, config = taken_layer(model, number_format, num_experts), WIDE_CONFIG
     sizes = ((1, False), (7, True), (129, False), (512, True), (600, False), (1500, True), (2048, False), (4096, False))
     sizes = (*sizes, (4099, True), (8192, False))
     for tokens, is_skewed in sizes:
@@ -163,7 +164,7 @@ def test_the_shared_expert_alone_has_the_bits_of_the_wide_form(tokens, is_skewed
     """Nobody is chosen, so that no part hides another, or routed experts do not run at all."""
     layer = taken_layer("flash", QuantFormat.NVFP4, 8)
     x, experts, weights = hostile_inputs("flash", tokens, 8, is_skewed)
-    nobody, forms = torch.full_like(experts, -1), (WIDE_CONFIGS[-1], TILES_CONFIG)
+    nobody, forms = torch.full_like(experts, -1), (WIDE_CONFIG, TILES_CONFIG)
     found = [launch_moe(x, nobody, weights, *layer, LIMIT, form) for form in forms]
     assert found[0].float().abs().max() > 0
     assert_bitwise(found[1], found[0], "nobody is chosen")
@@ -180,11 +181,11 @@ def test_parts_go_to_the_ranks_of_their_tokens(number_format):
     layer = taken_layer("flash", number_format, 64)
     given = hostile_inputs("flash", 4096, 64, is_skewed=True)
     is_used = given[1] >= 0
-    wanted = launch_moe(*given, *layer, LIMIT, WIDE_CONFIGS[-1], has_shared=False)
+    wanted = launch_moe(*given, *layer, LIMIT, WIDE_CONFIG, has_shared=False)
     for num_ranks in (1, 4):
         shares = [torch.full_like(part, float("nan")) for part in wanted.chunk(num_ranks)]
-        homes = torch.tensor([share.data_ptr() for share in shares], device=wanted.device)
-        launch_moe(*given, *layer, LIMIT, TILES_CONFIG, has_shared=False, homes=homes)
+        peer_buffers = torch.tensor([share.data_ptr() for share in shares], device=wanted.device)
+        launch_moe(*given, *layer, LIMIT, TILES_CONFIG, has_shared=False, peer_buffers=peer_buffers)
         found = torch.cat(shares)
         assert_bitwise(found[is_used], wanted[is_used], f"{num_ranks} ranks")
         assert found[~is_used].isnan().all(), "a pair without an expert has no part"
@@ -194,7 +195,7 @@ def test_parts_go_to_the_ranks_of_their_tokens(number_format):
 def test_few_experts_with_many_rows():
     layer = taken_layer("flash", QuantFormat.NVFP4, 8)
     given = hostile_inputs("flash", 4096, 8, is_skewed=True)
-    found = [launch_moe(*given, *layer, LIMIT, form) for form in (WIDE_CONFIGS[-1], TILES_CONFIG)]
+    found = [launch_moe(*given, *layer, LIMIT, form) for form in (WIDE_CONFIG, TILES_CONFIG)]
     assert_bitwise(found[1], found[0])
 
 
@@ -207,7 +208,7 @@ def test_tiles_of_every_fullness():
     flat = torch.cat((flat, flat.new_full((-len(flat) % 6,), -1)))
     experts = flat[torch.randperm(len(flat))].view(-1, 6).to(kernel_device())
     x, weights = torch.randn(len(experts), 4096, device=experts.device).bfloat16(), torch.rand_like(experts.float())
-    found = [launch_moe(x, experts, weights, *layer, LIMIT, one) for one in (WIDE_CONFIGS[-1], TILES_CONFIG)]
+    found = [launch_moe(x, experts, weights, *layer, LIMIT, one) for one in (WIDE_CONFIG, TILES_CONFIG)]
     assert_bitwise(found[1], found[0])
 
 
@@ -224,4 +225,4 @@ def test_a_graph_of_it_replays():
         for kept, fresh in zip(given, hostile_inputs("flash", 700, 16, seed % 2), strict=True):
             kept.copy_(fresh)
         graph.replay()
-        assert_bitwise(out, launch_moe(*given, *layer, LIMIT, WIDE_CONFIGS[-1]), f"replay {seed}")
+        assert_bitwise(out, launch_moe(*given, *layer, LIMIT, WIDE_CONFIG), f"replay {seed}")
