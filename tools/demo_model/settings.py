@@ -90,8 +90,8 @@ class TrainSettings(RateSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondSettings(TrainSettings):
-    """The second run, from what `refrain.py --learn` left: text, facts and refrains together, selecting and quantised from
-    the start, at rates that fall to nothing."""
+    """The second run, from what `refrain.py --learn` left: text, facts and refrains together, selecting and quantised
+    from the start, at rates that fall to nothing."""
 
     shapes: tuple[tuple[int, int], ...] = ((24, 768), (14, 1280))  # sequences, tokens; one of them at random every step
     refrain_share: float = 0.4

@@ -218,7 +218,7 @@ class _Planner:
         # sums over thousands of tensors, wanted for every candidate of a search
         self.total_bytes = weights.total_bytes
         self.routed_bytes = weights.routed_expert_bytes
-        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
+        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith(".experts.0.w1.weight"))
         self._cache_bytes: dict[EngineConfig, int] = {}
 
     def schema(self, engine: EngineConfig) -> CacheSchema:

@@ -106,9 +106,7 @@ class _Quantizer:
     def weights(self) -> Iterator[StoredWeight]:
         """Everything the output holds, in the source's file order."""
         for source in self.plan.sources:
-            yield StoredWeight(
-                stored_parts(source.tensor, source, self.target, self.config), partial(self._make, source)
-            )
+            yield StoredWeight(stored_parts(source, self.target, self.config), partial(self._make, source))
         for part in copied_tensors(self.checkpoint, self.plan):
             yield StoredWeight((part,), partial(self._copy, part.name))
 
