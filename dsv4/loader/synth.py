@@ -115,9 +115,8 @@ def _stored_data(tensor: LogicalTensor, recipe: Recipe) -> list[Tensor]:
     weight = random_weight(tensor, recipe)
     if not isinstance(weight, QuantTensor):
         return [weight]
-    if weight.global_scale is None:
-        return [weight.data, weight.scale]
-    return [weight.data, weight.scale, weight.global_scale, torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
+    unused = [] if weight.global_scale is None else [torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
+    return [*weight.parts, *unused]
 
 
 def _write_folder(folder: Path, recipe: Recipe, with_mtp: bool, shard_bytes: int, progress: Progress) -> None:

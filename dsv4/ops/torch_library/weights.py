@@ -40,8 +40,7 @@ def weight_tensors(*weights: Weight) -> list[Tensor]:
             continue
         if weight.format is QuantFormat.FP8_BLOCK and weight.block != BLOCK:
             raise ValueError(f"expected FP8 weights in blocks of {BLOCK}, found {weight.block}")
-        tensors += [weight.data, weight.scale]
-        tensors += [] if weight.global_scale is None else [weight.global_scale]
+        tensors += weight.parts
     return tensors
 
 

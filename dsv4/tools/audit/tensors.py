@@ -96,9 +96,7 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def digest(weight: Weight) -> str:
-    parts = [weight] if isinstance(weight, Tensor) else [weight.data, weight.scale]
-    if isinstance(weight, QuantTensor) and weight.global_scale is not None:
-        parts.append(weight.global_scale)
+    parts = (weight,) if isinstance(weight, Tensor) else weight.parts
     state = hashlib.sha256()
     for part in parts:
         state.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
