@@ -61,10 +61,10 @@ def look_at(source: Source, weight: Weight, token_ids: frozenset[int] = frozense
     scales = None
     if log_scales is not None and len(log_scales):
         scales = (float(log_scales.min()), float(log_scales.median()), float(log_scales.max()))
+    whole, codes = digests(weight)
     record = TensorRecord(
         source.tensor.name, str(source.format.quant or source.format.dtype.lower()), source.tensor.shape, source.nbytes,
-        digest(weight), rms, largest, is_constant, _is_sound(findings), scales,
-        digest(weight.data) if isinstance(weight, QuantTensor) else "",
+        whole, rms, largest, is_constant, _is_sound(findings), scales, codes,
     )  # fmt: skip
     return Look(record, findings, log_scales)
 
@@ -95,12 +95,13 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.view(torch.uint8)[rows].view(tensor.dtype) if is_byte else tensor[rows]
 
 
-def digest(weight: Weight) -> str:
-    parts = (weight,) if isinstance(weight, Tensor) else weight.parts
-    state = hashlib.sha256()
-    for part in parts:
+def digests(weight: Weight) -> tuple[str, str]:
+    """Of all its bytes, and of the data alone: a copy may have other scales. The second is empty for plain weights."""
+    state, codes = hashlib.sha256(), ""
+    for part in (weight,) if isinstance(weight, Tensor) else weight.parts:
         state.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
+        codes = codes or state.copy().hexdigest()
+    return state.hexdigest(), codes if isinstance(weight, QuantTensor) else ""
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
