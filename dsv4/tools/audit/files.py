@@ -14,6 +14,7 @@ from dsv4.config import ConfigError, ModelConfig
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo, read_header
 from dsv4.loader.resolve import LoadPlan, Source, resolve_tensors
+from dsv4.text.protocol import PROTOCOL
 from dsv4.tools.audit.report import Finding, fault, note
 
 _NAMED = re.compile(r"tensor '([^']+)'")
@@ -23,7 +24,7 @@ REST = "embedding and head"
 @dataclass
 class Opened:
     """A checkpoint as far as it can be read; `config` and `plan` are None where nothing can be matched. `token_ids` are
-    those that the tokenizer can write."""
+    the tokenizer's, without names it reserves."""
 
     checkpoint: Checkpoint
     config: ModelConfig | None
@@ -103,9 +104,11 @@ def _check_tokenizer(folder: Path, config: ModelConfig, findings: list[Finding])
         return frozenset()
     try:
         raw = json.loads(file.read_bytes())
-        ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", []))]
-        token_ids = frozenset(map(int, ids))
-        largest = max(token_ids)
+        vocab = raw["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
+        largest = max(map(int, [*vocab.values(), *added.values()]))
+        spare = added.keys() - set(PROTOCOL.markers)  # reserved names, which nothing writes
+        token_ids = frozenset(int(vocab.get(name, added.get(name))) for name in {**vocab, **added} if name not in spare)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         findings.append(fault("tokenizer", file.name, f"cannot be read: {type(error).__name__} {error}"[:200]))
         return frozenset()

@@ -160,7 +160,9 @@ def _report_dead_tokens(name: str, dead: list[int], token_ids: frozenset[int], f
         listed = ", ".join(map(str, written[:5])) + (", ..." if len(written) > 5 else "")
         findings.append(fault("dead rows", name, f"tokens {listed} of the tokenizer have a row of zeros"))
     if len(dead) > len(written):
-        findings.append(note("dead rows", name, f"{len(dead) - len(written)} tokens beyond the tokenizer are zero"))
+        findings.append(
+            note("dead rows", name, f"{len(dead) - len(written)} tokens that the tokenizer does not write are zero")
+        )
 
 
 def _must_act(tensor: LogicalTensor) -> bool:
