@@ -26,8 +26,9 @@ from dsv4.engine.offload.placement import (
     graph_bytes,
     workspace_bytes,
 )
+from dsv4.loader.config_write import ExpertFormat
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
-from dsv4.tools.plan.sizes import ExpertFormat, WeightSizes, count_weights
+from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
 # measured on an H200 (docs/kernels): what a layer's launches take beyond the bytes they read, at one token, and how
 # long a layer with offloaded experts waits while the host reads its routing and orders copies

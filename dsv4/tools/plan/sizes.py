@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, get_args
+from typing import get_args
 
 from dsv4.config import ConfigError, ModelConfig
+from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 
-ExpertFormat = Literal["mxfp4", "nvfp4", "fp8", "bf16"]
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
 
 # of the main model, as they are listed
