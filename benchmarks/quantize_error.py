@@ -24,9 +24,10 @@ from dsv4.formats.tensors import QuantTensor, dequantize
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.config_write import config_to_dict
+from dsv4.loader.layout import StoredTensor
 from dsv4.loader.names import Role
 from dsv4.loader.resolve import plan_load
-from dsv4.loader.shards import StoredTensor, StoredWeight, write_shard
+from dsv4.loader.shards import StoredWeight, write_shard
 from dsv4.loader.shipped import shipped_checkpoint, shipped_text
 from dsv4.loader.weights import read_weight
 from dsv4.tools.evaluate import cut_contexts, negative_log_likelihood

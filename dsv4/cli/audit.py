@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -34,7 +35,7 @@ def audit_command(
     resume: Annotated[
         Path | None, typer.Option(help="Keep finished layers in this file; run again to go on after a kill.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write the report as one page with plots.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the whole report as one page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Read every byte of a checkpoint, one layer at a time, and say what is wrong with it.
@@ -47,7 +48,6 @@ def audit_command(
       dsv4 audit ./checkpoint --html report.html --resume audit.progress
       dsv4 audit ./quantised --against ./source
     """
-    from dsv4.tools.audit.page import audit_page
     from dsv4.tools.audit.run import AuditOptions, audit_checkpoint
 
     folder = find_model(directory, Console(stderr=True))
@@ -80,45 +80,55 @@ def _read_tokens(folder: Path, file: Path, max_tokens: int) -> list[int]:
     return ids
 
 
-def print_audit(report: AuditReport, console: Console) -> None:
+def audit_page(report: AuditReport) -> str:
+    """The whole report as HTML that needs nothing else: no script, font or picture from outside."""
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_audit(report, console, most_findings=len(report.findings))
+    return console.export_html()
+
+
+def print_audit(report: AuditReport, console: Console, most_findings: int = _MAX_PRINTED) -> None:
     """A table of findings, one of layers, and the verdict."""
-    if report.findings:
-        _print_findings(report.findings, console)
+    _print_findings(report.findings, console, most_findings)
     _print_layers(report, console)
     if report.text is not None:
         _print_text(report, console)
-    verdict = "[green]sound[/green]" if report.is_sound else f"[red]{len(report.faults)} faults[/red]"
+    against = f" against {escape(report.against)}" if report.against else ""
+    colour = "green" if report.is_sound else "red"
     console.print(
-        f"{escape(report.path)}: {verdict}, {report.total_bytes:,} bytes in {report.seconds:.1f} s, "
+        f"{escape(report.path)}{against}, {escape(report.naming or 'unknown')} names: "
+        f"[{colour}]{report.verdict}[/{colour}]. {report.total_bytes:,} bytes in {report.seconds:.1f} s, "
         f"peak memory {report.peak_bytes / 2**20:,.0f} MiB",
         soft_wrap=True,
     )
 
 
-def _print_findings(findings: list[Finding], console: Console) -> None:
+def _print_findings(findings: list[Finding], console: Console, most: int) -> None:
     ordered = sorted(findings, key=lambda finding: finding.severity)  # faults come before notes
-    for finding in ordered[:_MAX_PRINTED]:
+    for finding in ordered[:most]:
         colour = "red" if finding.severity == "fault" else "yellow"
         console.print(
             f"[{colour}]{finding.severity}[/{colour}] {finding.kind}: {escape(finding.tensor)}: {escape(finding.text)}",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-    if len(ordered) > _MAX_PRINTED:
-        rest = Counter(f"{finding.severity} {finding.kind}" for finding in ordered[_MAX_PRINTED:])
+    if len(ordered) > most:
+        rest = Counter(f"{finding.severity} {finding.kind}" for finding in ordered[most:])
         console.print("and " + ", ".join(f"{count} x {kind}" for kind, count in rest.items()), soft_wrap=True)
 
 
 def _print_layers(report: AuditReport, console: Console) -> None:
     is_compared = any(unit.comparisons for unit in report.units)
-    table = Table("part", "MB", "weights", "log2 scale", "router", *(["error"] * is_compared), box=None)
+    table = Table("part", "MB", "weights", "rms", "log2 scale", "router", *(["error"] * is_compared), box=None)
     for unit in report.units:
         quantised = {record.format for record in unit.tensors if record.scales is not None}
+        sizes = [record.rms for record in unit.tensors if record.scales is not None or len(record.shape) > 1]
+        rms = f"{min(sizes):.2g} to {max(sizes):.2g}" if sizes else ""
         scales = f"{min(unit.scale_counts)} to {max(unit.scale_counts)}" if unit.scale_counts else ""
         router = unit.routing
         routing = "" if router is None else f"{router.kind} {router.low:.3g} to {router.high:.3g}"
         size = f"{sum(record.nbytes for record in unit.tensors) / 1e6:,.1f}"
         error = [f"{max((one.error for one in unit.comparisons), default=0.0):.4f}"] if is_compared else []
-        table.add_row(unit.name, size, " ".join(sorted(quantised)) or "plain", scales, routing, *error)
+        table.add_row(unit.name, size, " ".join(sorted(quantised)) or "plain", rms, scales, routing, *error)
     console.print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -49,18 +50,25 @@ class QuantTensor:
         return self.data.device
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its tensors, as files have them one after another."""
+        return (self.data, self.scale) if self.global_scale is None else (self.data, self.scale, self.global_scale)
+
+    @property
     def nbytes(self) -> int:
-        parts = [self.data, self.scale] + ([self.global_scale] if self.global_scale is not None else [])
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
+        """The same weight with every tensor changed."""
+        data, scale, *whole = map(change, self.parts)
+        return QuantTensor(data, scale, self.format, whole[0] if whole else None, self.block)
 
     def __getitem__(self, index: int) -> QuantTensor:
         """One matrix of a stack."""
-        global_scale = None if self.global_scale is None else self.global_scale[index]
-        return QuantTensor(self.data[index], self.scale[index], self.format, global_scale, self.block)
+        return self.map(lambda part: part[index])
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        global_scale = None if self.global_scale is None else self.global_scale.to(device)
-        return QuantTensor(self.data.to(device), self.scale.to(device), self.format, global_scale, self.block)
+        return self.map(lambda part: part.to(device))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight's exact values; rounded once if `dtype` is narrower than fp32."""

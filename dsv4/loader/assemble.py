@@ -197,39 +197,27 @@ class ParameterStore:
         )
 
 
-def _copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
-
-
 def _copy_weight(weight: Weight, device: torch.device) -> Weight:
-    if isinstance(weight, Tensor):
-        return _copy_tensor(weight, device)
-    global_scale = None if weight.global_scale is None else _copy_tensor(weight.global_scale, device)
-    data, scale = _copy_tensor(weight.data, device), _copy_tensor(weight.scale, device)
-    return QuantTensor(data, scale, weight.format, global_scale, weight.block)
+    def copied(part: Tensor) -> Tensor:
+        return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+
+    return copied(weight) if isinstance(weight, Tensor) else weight.map(copied)
 
 
 def _empty_stack(weight: Weight, num_experts: int, device: torch.device) -> Weight:
     def empty(part: Tensor) -> Tensor:
         return torch.empty((num_experts, *part.shape), dtype=part.dtype, device=device)
 
-    if isinstance(weight, Tensor):
-        return empty(weight)
-    global_scale = None if weight.global_scale is None else empty(weight.global_scale)
-    return QuantTensor(empty(weight.data), empty(weight.scale), weight.format, global_scale, weight.block)
+    return empty(weight) if isinstance(weight, Tensor) else weight.map(empty)
 
 
 def _fill(stack: Weight, expert_idx: int, weight: Weight) -> None:
-    if isinstance(stack, Tensor):
-        assert isinstance(weight, Tensor), "experts of one stack must share a format"
-        assert stack.dtype == weight.dtype, (stack.dtype, weight.dtype)
-        stack[expert_idx].copy_(weight)
-        return
-    assert isinstance(weight, QuantTensor), "experts of one stack must share a format"
-    assert stack.format is weight.format, (stack.format, weight.format)
-    assert stack.scale.dtype == weight.scale.dtype, (stack.scale.dtype, weight.scale.dtype)
-    stack.data[expert_idx].copy_(weight.data)
-    stack.scale[expert_idx].copy_(weight.scale)
-    if stack.global_scale is not None:
-        assert weight.global_scale is not None
-        stack.global_scale[expert_idx].copy_(weight.global_scale)
+    if isinstance(stack, QuantTensor) and isinstance(weight, QuantTensor):
+        assert stack.format is weight.format, (stack.format, weight.format)
+        parts, given = stack.parts, weight.parts
+    else:
+        assert isinstance(stack, Tensor) and isinstance(weight, Tensor), "experts of one stack must share a format"
+        parts, given = (stack,), (weight,)
+    for part, one in zip(parts, given, strict=True):
+        assert part.dtype == one.dtype, (part.dtype, one.dtype)
+        part[expert_idx].copy_(one)

@@ -51,14 +51,16 @@ class LogicalTensor:
         return self.name if self.expert_idx is None else re.sub(r"\.experts\.\d+\.", ".experts.", self.name)
 
 
-def expected_tensors(config: ModelConfig, with_mtp: bool) -> list[LogicalTensor]:
-    """Every tensor of the model in checkpoint order; `with_mtp` adds the draft blocks the config announces."""
+def expected_tensors(config: ModelConfig, with_mtp: bool, num_experts: int | None = None) -> list[LogicalTensor]:
+    """Every tensor of the model in checkpoint order; `with_mtp` adds the draft blocks the config announces.
+    `num_experts`: as many routed experts of each layer, by default all."""
+    num_experts = config.n_routed_experts if num_experts is None else num_experts
     hidden, vocab = config.hidden_size, config.vocab_size
     tensors = [LogicalTensor("embed.weight", (vocab, hidden), Role.PLAIN)]
     for layer in build_schedule(config, with_mtp):
         mtp_idx = layer.layer_idx - config.num_hidden_layers
         prefix = f"mtp.{mtp_idx}." if layer.is_mtp else f"layers.{layer.layer_idx}."
-        tensors += (_prefixed(prefix, tensor) for tensor in _block_tensors(config, layer))
+        tensors += (_prefixed(prefix, tensor) for tensor in _block_tensors(config, layer, num_experts))
         if layer.is_mtp:
             tensors += (_prefixed(prefix, tensor) for tensor in _draft_tensors(config, mtp_idx))
     tensors += _head_tensors(config)
@@ -137,7 +139,7 @@ def _attention_tensors(config: ModelConfig, layer: LayerSpec) -> Iterator[Logica
         yield from _compressor_tensors(config, "attn.indexer.compressor", layer.ratio, config.index_head_dim, overlap)
 
 
-def _block_tensors(config: ModelConfig, layer: LayerSpec) -> Iterator[LogicalTensor]:
+def _block_tensors(config: ModelConfig, layer: LayerSpec, num_experts: int) -> Iterator[LogicalTensor]:
     hidden, width, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     yield LogicalTensor("attn_norm.weight", (hidden,), Role.PLAIN)
     yield LogicalTensor("ffn_norm.weight", (hidden,), Role.PLAIN)
@@ -152,7 +154,7 @@ def _block_tensors(config: ModelConfig, layer: LayerSpec) -> Iterator[LogicalTen
     shapes = {"w1": (width, hidden), "w2": (hidden, width), "w3": (width, hidden)}
     for part, shape in shapes.items():
         yield LogicalTensor(f"ffn.shared_experts.{part}.weight", shape, Role.LINEAR)
-    for expert_idx in range(experts):
+    for expert_idx in range(num_experts):
         for part, shape in shapes.items():
             yield LogicalTensor(f"ffn.experts.{expert_idx}.{part}.weight", shape, Role.EXPERT, expert_idx)
 

@@ -1,13 +1,7 @@
 """Matches a checkpoint's headers with the model: which stored tensors make up each weight, in which format.
 
 The stored dtype and the siblings decide the format of every single tensor, never the config or the model's name:
-
-| weight | siblings | format |
-|---|---|---|
-| F8_E4M3 [N, K] | .scale F8_E8M0 or F32 [ceil(N/bn), ceil(K/bk)] | fp8 |
-| I8 or U8 [N, K/2] | .scale F8_E8M0 [N, K/32] | mxfp4 |
-| U8 [N, K/2] | .weight_scale F8_E4M3 [N, K/16], .weight_scale_2 F32 scalar (.input_scale F32 scalar, unused) | nvfp4 |
-| BF16, F16, F32 [N, K] | none | plain |
+layout.py has the table. MXFP4 codes may be U8 too, plain tensors BF16, F16 or F32; .input_scale may be absent.
 
 All disagreements are collected and reported in one error. No data is read.
 """
@@ -20,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.config import ModelConfig
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
+from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
 from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -260,51 +254,32 @@ class _Resolver:
         base = info.name.removesuffix(".weight")
         quant = weight_format(self.stored, base, info.dtype)
         if quant is None:
-            if self._check_dtype(info, (*FLOAT_DTYPES, "F8_E4M3", "I8", "U8")) and self._check_shape(
-                info, tensor.shape
-            ):
-                self._add(Source(tensor, StoredFormat(None, info.dtype), info.name, nbytes=info.nbytes))
-        elif quant is QuantFormat.NVFP4:
-            self._resolve_nvfp4(tensor, info, base)
-        else:
-            self._resolve_scaled(tensor, info, base, quant)
-
-    def _resolve_scaled(self, tensor: LogicalTensor, info: TensorInfo, base: str, quant: QuantFormat) -> None:
-        rows, cols = tensor.shape
-        scale = self._sibling(base, SCALE_SUFFIXES)
-        if quant is QuantFormat.FP8_BLOCK:
-            block_rows, block_cols = self.config.weight_block_size
-            shape, scale_shape = tensor.shape, (-(-rows // block_rows), -(-cols // block_cols))
-            scale_dtypes: tuple[str, ...] = ("F8_E8M0", "F32")
-        else:
-            if not self._check_group(info, cols, MXFP4_GROUP):
-                return
-            shape, scale_shape = (rows, cols // 2), (rows, cols // MXFP4_GROUP)
-            scale_dtypes = ("F8_E8M0",)
-        good = self._check_shape(info, shape)
-        if scale is None or not (
-            self._check_dtype(scale, scale_dtypes) and self._check_shape(scale, scale_shape) and good
-        ):
+            self._resolve_plain(tensor, info, (*FLOAT_DTYPES, "F8_E4M3", "I8", "U8"))
             return
-        stored = StoredFormat(quant, _code_dtype(info.dtype), scale.dtype)
-        self._add(Source(tensor, stored, info.name, scale.name, nbytes=info.nbytes + scale.nbytes))
-
-    def _resolve_nvfp4(self, tensor: LogicalTensor, info: TensorInfo, base: str) -> None:
-        rows, cols = tensor.shape
-        if not self._check_group(info, cols, NVFP4_GROUP):
+        group = {QuantFormat.MXFP4: MXFP4_GROUP, QuantFormat.NVFP4: NVFP4_GROUP}.get(quant)
+        if group is not None and not self._check_group(info, tensor.shape[1], group):
             return
-        scale, global_scale = self._sibling(base, (".weight_scale",)), self._sibling(base, (".weight_scale_2",))
-        good = self._check_dtype(info, ("U8",)) and self._check_shape(info, (rows, cols // 2))
-        input_scale = self._sibling(base, (".input_scale",), required=False)  # activations stay BF16: checked, not used
-        for scalar in (global_scale, input_scale):
-            if scalar is not None:
-                good = self._check_dtype(scalar, ("F32",)) and self._check_scalar(scalar) and good
-        if scale is None or global_scale is None:
-            return
-        if self._check_dtype(scale, ("F8_E4M3",)) and self._check_shape(scale, (rows, cols // NVFP4_GROUP)) and good:
-            stored = StoredFormat(QuantFormat.NVFP4, _code_dtype(info.dtype), scale.dtype)
-            nbytes = info.nbytes + scale.nbytes + global_scale.nbytes
-            self._add(Source(tensor, stored, info.name, scale.name, global_scale.name, nbytes=nbytes))
+        weight, *scales = weight_tensors(tensor, quant, self.config.weight_block_size)
+        is_good = quant is not QuantFormat.NVFP4 or self._check_dtype(info, ("U8",))
+        is_good = self._check_shape(info, weight.shape) and is_good
+        used: list[TensorInfo] = []
+        for part in scales:
+            suffix = part.name.removeprefix(tensor.base)
+            is_used = suffix != ".input_scale"  # activations stay BF16: checked, not used
+            found = self._sibling(base, SCALE_SUFFIXES if suffix == SCALE_SUFFIXES[0] else (suffix,), is_used)
+            if found is None:
+                is_good = is_good and not is_used
+                continue
+            is_scalar = part.shape == () and found.shape == (1,)
+            dtypes = ("F8_E8M0", "F32") if quant is QuantFormat.FP8_BLOCK else (part.dtype,)
+            is_sound = self._check_dtype(found, dtypes) and (is_scalar or self._check_shape(found, part.shape))
+            is_good = is_sound and is_good
+            used += [found] * is_used
+        if is_good:
+            stored = StoredFormat(quant, _code_dtype(info.dtype), used[0].dtype)
+            nbytes = info.nbytes + sum(one.nbytes for one in used)
+            names = [*(one.name for one in used), None]
+            self._add(Source(tensor, stored, info.name, names[0], names[1], nbytes=nbytes))
 
     def _sibling(self, base: str, suffixes: tuple[str, ...], required: bool = True) -> TensorInfo | None:
         for suffix in suffixes:
@@ -314,9 +289,6 @@ class _Resolver:
         if required:
             self.problem("missing", base + suffixes[0])
         return None
-
-    def _check_scalar(self, info: TensorInfo) -> bool:
-        return info.shape == (1,) or self._check_shape(info, ())
 
     def _check_group(self, info: TensorInfo, cols: int, group: int) -> bool:
         if cols % group:

@@ -6,28 +6,15 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsv4.loader.header import ITEM_BYTES
+from dsv4.loader.layout import StoredTensor
 
 DEFAULT_SHARD_BYTES = 4 * 1024**3
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of the file: name, safetensors dtype, shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
-from dsv4.formats.tensors import QuantFormat, QuantTensor, dequantize
+from dsv4.formats.tensors import QuantTensor, dequantize
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import INDEX_FILE
 from dsv4.loader.config_write import ExpertFormat, config_to_dict
 from dsv4.loader.header import CheckpointError
+from dsv4.loader.layout import StoredTensor, weight_tensors
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.random_weights import Recipe, random_weight
 from dsv4.loader.shards import (
     DEFAULT_SHARD_BYTES,
-    StoredTensor,
     StoredWeight,
     index_text,
     shard_name,
@@ -36,8 +35,6 @@ from dsv4.loader.shards import (
     write_shard,
 )
 from dsv4.model.parameters import ModelParams
-
-__all__ = ["StoredTensor", "config_to_dict", "random_params", "stored_tensors", "write_checkpoint"]
 
 _INPUT_SCALE = 8.0 / (6.0 * 448.0)  # ModelOpt's rule for activations up to 8; nothing here uses it
 
@@ -107,28 +104,10 @@ def random_params(
     return store.build(config.num_draft_layers if with_mtp else 0)
 
 
-def stored_tensors(tensor: LogicalTensor, recipe: Recipe) -> list[StoredTensor]:
+def stored_tensors(tensor: LogicalTensor, recipe: Recipe) -> tuple[StoredTensor, ...]:
     """What the file holds for one weight of the model: the weight, then its scales. Nothing is generated."""
-    quant = recipe.format_of(tensor)
-    if quant is None:
-        dtype = {Role.TABLE: "I64", Role.CONTROL: "F32"}.get(tensor.role, "BF16")
-        return [StoredTensor(tensor.name, dtype, tensor.shape)]
-    rows, cols = tensor.shape
-    if quant is QuantFormat.FP8_BLOCK:
-        block_rows, block_cols = recipe.config.weight_block_size
-        scale_shape = (-(-rows // block_rows), -(-cols // block_cols))
-        scale_dtype = "F32" if recipe.has_fp32_scales else "F8_E8M0"
-        weight = StoredTensor(tensor.name, "F8_E4M3", tensor.shape)
-        return [weight, StoredTensor(f"{tensor.base}.scale", scale_dtype, scale_shape)]
-    if quant is QuantFormat.MXFP4:
-        weight = StoredTensor(tensor.name, "I8", (rows, cols // 2))
-        return [weight, StoredTensor(f"{tensor.base}.scale", "F8_E8M0", (rows, cols // MXFP4_GROUP))]
-    return [
-        StoredTensor(tensor.name, "U8", (rows, cols // 2)),
-        StoredTensor(f"{tensor.base}.weight_scale", "F8_E4M3", (rows, cols // NVFP4_GROUP)),
-        StoredTensor(f"{tensor.base}.weight_scale_2", "F32", ()),
-        StoredTensor(f"{tensor.base}.input_scale", "F32", ()),
-    ]
+    scale_dtype = "F32" if recipe.has_fp32_scales else "F8_E8M0"
+    return weight_tensors(tensor, recipe.format_of(tensor), recipe.config.weight_block_size, scale_dtype=scale_dtype)
 
 
 def _stored_data(tensor: LogicalTensor, recipe: Recipe) -> list[Tensor]:
@@ -136,14 +115,13 @@ def _stored_data(tensor: LogicalTensor, recipe: Recipe) -> list[Tensor]:
     weight = random_weight(tensor, recipe)
     if not isinstance(weight, QuantTensor):
         return [weight]
-    if weight.global_scale is None:
-        return [weight.data, weight.scale]
-    return [weight.data, weight.scale, weight.global_scale, torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
+    unused = [] if weight.global_scale is None else [torch.tensor(_INPUT_SCALE, dtype=torch.float32)]
+    return [*weight.parts, *unused]
 
 
 def _write_folder(folder: Path, recipe: Recipe, with_mtp: bool, shard_bytes: int, progress: Progress) -> None:
     weights = [
-        StoredWeight(tuple(stored_tensors(tensor, recipe)), functools.partial(_stored_data, tensor, recipe))
+        StoredWeight(stored_tensors(tensor, recipe), functools.partial(_stored_data, tensor, recipe))
         for tensor in expected_tensors(recipe.config, with_mtp)
     ]
     shards = list(split_shards(weights, shard_bytes))

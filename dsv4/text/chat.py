@@ -87,28 +87,10 @@ def effort_profile(config: ModelConfig) -> str:
     return "preview" if config.dspark is None else "final"
 
 
-def encode_messages(
-    messages: Any,
-    *,
-    thinking: bool = False,
-    tools: Sequence[Any] | None = None,
-    response_format: dict[str, Any] | None = None,
-    reasoning_effort: str | None = None,
-    profile: str = "preview",
-    drop_thinking: bool = True,
-    add_bos: bool = True,
-) -> str:
-    """The prompt for a list of messages; `ChatError` for anything that cannot be rendered. See `ChatOptions`."""
-    options = ChatOptions(
-        thinking=thinking,
-        tools=tools,
-        response_format=response_format,
-        reasoning_effort=reasoning_effort,
-        profile=profile,
-        drop_thinking=drop_thinking,
-        add_bos=add_bos,
-    )
-    return "".join(segment.text for segment in render_segments(messages, options))
+def encode_messages(messages: Any, **options: Any) -> str:
+    """The prompt for a list of messages; `ChatError` for anything that cannot be rendered. `options`: the fields of
+    `ChatOptions`."""
+    return "".join(segment.text for segment in render_segments(messages, ChatOptions(**options)))
 
 
 def render_segments(messages: Any, options: ChatOptions) -> list[Segment]:

@@ -20,18 +20,12 @@ from dsv4.formats.fp4 import (
     pack_nibbles,
     unpack_nibbles,
 )
+from dsv4.testing.numeric import assert_bitwise
 from dsv4.testing.shipped_data import OP_VECTORS
 
 VECTORS = load_file(OP_VECTORS)
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 ALL_NIBBLES = torch.arange(16, dtype=torch.uint8)
-
-
-def same_bits(a, b):
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
 
 
 def randn(*shape, seed=0):
@@ -46,7 +40,7 @@ def randn(*shape, seed=0):
 
 def test_every_code_decodes_to_its_value():
     expected = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
-    assert same_bits(e2m1_decode(ALL_NIBBLES), expected)  # 8 is -0.0
+    assert_bitwise(e2m1_decode(ALL_NIBBLES), expected)  # 8 is -0.0
 
 
 def test_every_code_encodes_back():
@@ -95,7 +89,7 @@ def test_mxfp4_every_code_at_every_kind_of_scale(scale_code):
     packed, scale = mxfp4_quantize(values)
     assert scale.tolist() == [scale_code]
     assert torch.equal(unpack_nibbles(packed), nibbles)
-    assert same_bits(mxfp4_dequantize(packed, scale), values)
+    assert_bitwise(mxfp4_dequantize(packed, scale), values)
 
 
 @pytest.mark.parametrize("exponent", [-30, -1, 0, 1, 30])
@@ -117,7 +111,7 @@ def test_mxfp4_zeros_keep_their_sign_and_take_the_floor_scale():
     packed, scale = mxfp4_quantize(x)
     assert scale.tolist() == [1]
     assert packed.unique().tolist() == [0x80]
-    assert same_bits(mxfp4_dequantize(packed, scale), x)
+    assert_bitwise(mxfp4_dequantize(packed, scale), x)
 
 
 def test_mxfp4_nan_comes_back_as_nan():
@@ -133,7 +127,7 @@ def test_mxfp4_nan_comes_back_as_nan():
 def test_mxfp4_second_pass_changes_nothing(dtype):
     once = mxfp4_fake_quantize(randn(64, 128).to(dtype))
     assert once.dtype == dtype
-    assert same_bits(mxfp4_fake_quantize(once), once)
+    assert_bitwise(mxfp4_fake_quantize(once), once)
 
 
 def test_mxfp4_picks_the_nearest_value_of_the_smallest_fitting_scale():
@@ -185,7 +179,7 @@ def test_nvfp4_scales_follow_the_rule():
     assert global_scale.dtype == torch.float32
     assert global_scale == weight.abs().max() / (E2M1_MAX * E4M3_MAX)
     amax = weight.unflatten(-1, (-1, 16)).abs().amax(-1)
-    assert same_bits(scale, (amax / (E2M1_MAX * global_scale)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn))
+    assert_bitwise(scale, (amax / (E2M1_MAX * global_scale)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn))
     assert scale.float().max() == E4M3_MAX
 
 
@@ -243,19 +237,19 @@ def test_nvfp4_holds_a_power_of_two_mxfp4_cast_exactly():
     shift = int(exponents.max()) - 8
     scale = torch.exp2((exponents - shift).float()).repeat_interleave(2, -1).to(torch.float8_e4m3fn)
     decoded = nvfp4_dequantize(packed, scale, torch.tensor(2.0**shift))
-    assert same_bits(decoded, mxfp4_dequantize(packed, codes))
+    assert_bitwise(decoded, mxfp4_dequantize(packed, codes))
 
 
 # ---- recorded vectors ----
 
 
 def test_vector_fake_quantisation():
-    assert same_bits(mxfp4_fake_quantize(VECTORS["fp4_fake_32.x"]), VECTORS["fp4_fake_32.y"])
+    assert_bitwise(mxfp4_fake_quantize(VECTORS["fp4_fake_32.x"]), VECTORS["fp4_fake_32.y"])
 
 
 def test_vector_mxfp4_dequantised_weight_rows():
     weight = mxfp4_dequantize(VECTORS["linear_mxfp4.weight"][:8], VECTORS["linear_mxfp4.scale"][:8])
-    assert same_bits(weight.bfloat16(), VECTORS["linear_mxfp4.dequantised_rows_0_8"])
+    assert_bitwise(weight.bfloat16(), VECTORS["linear_mxfp4.dequantised_rows_0_8"])
 
 
 def test_vector_nvfp4_dequantised_weight_rows():
@@ -264,4 +258,4 @@ def test_vector_nvfp4_dequantised_weight_rows():
         VECTORS["linear_nvfp4.weight_scale"][:8],
         VECTORS["linear_nvfp4.weight_scale_2"],
     )
-    assert same_bits(weight, VECTORS["linear_nvfp4.dequantised_rows_0_8"])
+    assert_bitwise(weight, VECTORS["linear_nvfp4.dequantised_rows_0_8"])

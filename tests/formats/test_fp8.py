@@ -16,6 +16,7 @@ from dsv4.formats.fp8 import (
     fp8_fake_quantize,
     fp8_quantize,
 )
+from dsv4.testing.numeric import assert_bitwise
 from dsv4.testing.shipped_data import OP_VECTORS
 
 VECTORS = load_file(OP_VECTORS)
@@ -32,13 +33,6 @@ def e4m3_value(code: int) -> float:
     return sign * math.ldexp(8 + mantissa, exponent - 10)
 
 
-def same_bits(a, b):
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
-
-
 def randn(*shape, seed=0, spread=True):
     """Normal values; with `spread`, rows differ in magnitude by many powers of two."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +47,7 @@ def test_every_code_decodes_to_its_fields():
     ones = torch.full((8,), 127, dtype=torch.uint8)
     decoded = fp8_dequantize(codes.view(torch.float8_e4m3fn), ones, 32)
     is_nan = expected.isnan()
-    assert same_bits(decoded[~is_nan], expected[~is_nan])
+    assert_bitwise(decoded[~is_nan], expected[~is_nan])
     assert decoded[is_nan].isnan().all()
     assert is_nan.nonzero().flatten().tolist() == [0x7F, 0xFF]
 
@@ -100,7 +94,7 @@ def test_zeros_keep_their_sign_and_take_the_floor_scale():
     codes, scale = fp8_quantize(torch.tensor([0.0, -0.0]), 2)
     assert codes.view(torch.uint8).tolist() == [0x00, 0x80]
     assert scale.tolist() == [127 - 22]
-    assert same_bits(fp8_dequantize(codes, scale, 2), torch.tensor([0.0, -0.0]))
+    assert_bitwise(fp8_dequantize(codes, scale, 2), torch.tensor([0.0, -0.0]))
 
 
 def test_amax_below_the_floor_uses_the_floor():
@@ -121,7 +115,7 @@ def test_nan_comes_back_as_nan():
 def test_a_second_pass_changes_nothing(dtype, group):
     once = fp8_fake_quantize(randn(64, 256).to(dtype), group)
     assert once.dtype == dtype
-    assert same_bits(fp8_fake_quantize(once, group), once)
+    assert_bitwise(fp8_fake_quantize(once, group), once)
 
 
 def test_rows_and_groups_do_not_see_each_other():
@@ -133,7 +127,7 @@ def test_rows_and_groups_do_not_see_each_other():
         for group in range(4):
             columns = slice(64 * group, 64 * (group + 1))
             alone, alone_scale = fp8_quantize(x[row, columns], 64)
-            assert same_bits(codes[row, columns], alone)
+            assert_bitwise(codes[row, columns], alone)
             assert scale[row, group] == alone_scale
 
 
@@ -141,7 +135,7 @@ def test_input_layout_does_not_matter():
     x = randn(128, 32)
     codes, scale = fp8_quantize(x.T, 64)
     expected_codes, expected_scale = fp8_quantize(x.T.contiguous(), 64)
-    assert same_bits(codes, expected_codes)
+    assert_bitwise(codes, expected_codes)
     assert torch.equal(scale, expected_scale)
 
 
@@ -174,7 +168,7 @@ def test_block_scale_applies_to_its_block_only(shape, fp32_scale):
         for j in range(scale.shape[1]):
             block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
             factor = scale[i, j] if fp32_scale else e8m0_to_float(scale[i, j])
-            assert same_bits(decoded[block], codes[block].float() * factor)
+            assert_bitwise(decoded[block], codes[block].float() * factor)
             assert codes[block].float().abs().max() >= E4M3_MAX / 2  # no coarser a scale than needed
 
 
@@ -182,14 +176,14 @@ def test_block_e8m0_rule_is_the_activation_rule():
     weight = randn(128, 128)
     codes, scale = fp8_block_quantize(weight, (128, 128))
     flat_codes, flat_scale = fp8_quantize(weight.flatten(), 128 * 128)
-    assert same_bits(codes.flatten(), flat_codes)
+    assert_bitwise(codes.flatten(), flat_codes)
     assert scale.flatten().tolist() == flat_scale.tolist()
 
 
 def test_block_second_pass_changes_nothing():
     block = (32, 64)
     once = fp8_block_dequantize(*fp8_block_quantize(randn(100, 200), block), block)
-    assert same_bits(fp8_block_dequantize(*fp8_block_quantize(once, block), block), once)
+    assert_bitwise(fp8_block_dequantize(*fp8_block_quantize(once, block), block), once)
 
 
 def test_block_decoding_of_a_stack_and_of_native_e8m0():
@@ -197,9 +191,9 @@ def test_block_decoding_of_a_stack_and_of_native_e8m0():
     codes = torch.stack([part[0].view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
     scale = torch.stack([part[1] for part in parts])
     stacked = fp8_block_dequantize(codes, scale, (128, 64))
-    assert same_bits(stacked, fp8_block_dequantize(codes, scale.view(torch.float8_e8m0fnu), (128, 64)))
+    assert_bitwise(stacked, fp8_block_dequantize(codes, scale.view(torch.float8_e8m0fnu), (128, 64)))
     for idx, part in enumerate(parts):
-        assert same_bits(stacked[idx], fp8_block_dequantize(*part, (128, 64)))
+        assert_bitwise(stacked[idx], fp8_block_dequantize(*part, (128, 64)))
 
 
 # ---- recorded vectors ----
@@ -207,14 +201,14 @@ def test_block_decoding_of_a_stack_and_of_native_e8m0():
 
 def test_vector_activation_codes_and_scales():
     codes, scale = fp8_quantize(VECTORS["fp8_act_128.x"], 128)
-    assert same_bits(codes, VECTORS["fp8_act_128.codes"])
+    assert_bitwise(codes, VECTORS["fp8_act_128.codes"])
     assert torch.equal(scale, VECTORS["fp8_act_128.scale"].view(torch.uint8))
 
 
 def test_vector_fake_quantisation():
-    assert same_bits(fp8_fake_quantize(VECTORS["fp8_fake_64.x"], 64), VECTORS["fp8_fake_64.y"])
+    assert_bitwise(fp8_fake_quantize(VECTORS["fp8_fake_64.x"], 64), VECTORS["fp8_fake_64.y"])
 
 
 def test_vector_dequantised_weight_rows():
     weight = fp8_block_dequantize(VECTORS["linear_fp8.weight"], VECTORS["linear_fp8.scale"], (128, 128))
-    assert same_bits(weight[120:136].bfloat16(), VECTORS["linear_fp8.dequantised_rows_120_136"])
+    assert_bitwise(weight[120:136].bfloat16(), VECTORS["linear_fp8.dequantised_rows_120_136"])

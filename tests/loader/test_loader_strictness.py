@@ -100,12 +100,6 @@ def test_quantised_tensors_where_only_plain_ones_belong():
         assert f"mistyped (1): {name} is F8_E4M3, expected BF16 or F16 or F32" in error_of(header)
 
 
-def test_hash_tables_are_64_bit():
-    name = "layers.0.ffn.gate.tid2eid"
-    header = header_of(SMALL)
-    assert f"{name} is I32, expected I64" in error_of(header | {name: replace(header[name], dtype="I32")})
-
-
 def test_both_kinds_of_scale_are_one_too_many():
     header = header_of(SMALL, "nvfp4")
     header[f"{EXPERT}.scale"] = stored(f"{EXPERT}.scale", "F8_E8M0", 32, 2)

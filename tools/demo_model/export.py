@@ -102,17 +102,17 @@ def _shared_scale(state: dict[str, Tensor], tensor: LogicalTensor) -> Tensor:
 
 
 def export_checkpoint(
-    state: dict[str, Tensor], config: ModelConfig, folder: Path, experts: ExpertFormat, tokenizer: Path, card: str
+    state: dict[str, Tensor], config: ModelConfig, folder: Path, experts: ExpertFormat, tokenizer: Path
 ) -> int:
-    """Write weights, configs, tokenizer and README.md (`card`) into `folder`; returns the bytes of the weights."""
+    """Write weights, configs and tokenizer into `folder`; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
     save_file(stored_tensors(state, config, experts), weights, metadata={"format": "pt"})
-    _write_beside(folder, config, experts, tokenizer, card)
+    _write_beside(folder, config, experts, tokenizer)
     return weights.stat().st_size
 
 
-def export_head(state: dict[str, Tensor], config: ModelConfig, folder: Path, base: Path, card: str) -> int:
+def export_head(state: dict[str, Tensor], config: ModelConfig, folder: Path, base: Path) -> int:
     """Write a DSpark head into `folder`, beside the checkpoint `base` whose model it drafts for: its own tensors, and
     an index that takes all others from `base`. Returns the bytes of the head."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,13 +125,12 @@ def export_head(state: dict[str, Tensor], config: ModelConfig, folder: Path, bas
     total = sum(info.nbytes for info in tensors.values()) + sum(weight.nbytes for weight in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": places | dict.fromkeys(sorted(stored), weights.name)}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _write_beside(folder, config, "mxfp4", base / "tokenizer.json", card)
+    _write_beside(folder, config, "mxfp4", base / "tokenizer.json")
     return weights.stat().st_size
 
 
-def _write_beside(folder: Path, config: ModelConfig, experts: ExpertFormat, tokenizer: Path, card: str) -> None:
+def _write_beside(folder: Path, config: ModelConfig, experts: ExpertFormat, tokenizer: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config_to_dict(config, experts), indent=2) + "\n", encoding="utf-8")
     generation = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "bos_token_id": 0, "eos_token_id": 1}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -320,7 +320,7 @@ class HeadRun:
         state = {name: value.detach().cpu() for name, value in self.head.state_dict().items()}
         master = {name: w if ".gate.bias" in name else w.to(torch.bfloat16) for name, w in state.items()}
         save_file({name: weight.contiguous() for name, weight in master.items()}, self.out / "head.safetensors")
-        return export_head(state, self.head.config, self.out / "flash-mini-dspark", self.base, "")
+        return export_head(state, self.head.config, self.out / "flash-mini-dspark", self.base)
 
 
 def _anchors(places: Tensor) -> Anchors:

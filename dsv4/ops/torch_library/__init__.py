@@ -6,12 +6,12 @@ registers them.
 
 Names, argument order and meaning are those of the launchers in `dsv4.ops`. Schemas know tensors and numbers only, so
 dataclasses are spelled out (a `QuantActivation` is codes and scale, a `TokenBatch` its tensors), and where a launcher
-returns None the op returns a tensor of no elements. Results alias neither arguments nor each other. The ops that read
-or write the cache are in cache.py, those that multiply with weights in weights.py, the others in dense.py.
+returns None the op returns a tensor of no elements. Results alias neither arguments nor each other. ops.py has the
+table of ops, define.py makes an op from a launcher, weights.py spells out weights.
 
 Not differentiable. `custom_op`, not `triton_op`: the latter cannot be compiled in Triton's interpreter.
 """
 
-from dsv4.ops.torch_library import cache, dense, weights
+from dsv4.ops.torch_library.ops import OPS
 
-OPS = (*dense.OPS, *cache.OPS, *weights.OPS)
+__all__ = ["OPS"]

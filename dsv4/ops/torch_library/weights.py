@@ -1,4 +1,4 @@
-"""The ops that multiply with weights, and how a weight is spelled out.
+"""How weights are spelled out for the ops that multiply with them, and read back.
 
 | weight | tensors |
 |---|---|
@@ -11,9 +11,6 @@
 Dtypes tell the first four apart, so that several weights are one list, tensor after tensor. A bundle is the list of its
 FP8 and its bf16 matrix, and four numbers a segment. `weight_tensors`, `bundle_tensors` and `shuffled_tensors` make
 these lists; once, at load.
-
-x is rows, or the codes of rows where `x_scale` is given. Schemas know no lists of dtypes: `in_fp32` says of every
-result whether it is fp32, else it has x's dtype (bf16 for codes).
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.layouts import TILE_COLS, TILE_ROWS, ShuffledTensor
-from dsv4.formats.tensors import QuantActivation, QuantFormat, QuantTensor, Weight
-from dsv4.ops import linear as linear_ops
-from dsv4.ops import moe as moe_ops
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.linear import LinearBundle, Segment
 
@@ -45,8 +40,7 @@ def weight_tensors(*weights: Weight) -> list[Tensor]:
             continue
         if weight.format is QuantFormat.FP8_BLOCK and weight.block != BLOCK:
             raise ValueError(f"expected FP8 weights in blocks of {BLOCK}, found {weight.block}")
-        tensors += [weight.data, weight.scale]
-        tensors += [] if weight.global_scale is None else [weight.global_scale]
+        tensors += weight.parts
     return tensors
 
 
@@ -62,7 +56,7 @@ def shuffled_tensors(*weights: ShuffledTensor) -> list[Tensor]:
     return [tensor for weight in weights for tensor in (weight.data, weight.scale, weight.out_scale)]
 
 
-def _weights(tensors: Sequence[Tensor]) -> list[Weight]:
+def weights_of(tensors: Sequence[Tensor]) -> list[Weight]:
     """The inverse of `weight_tensors`."""
     rest: Iterator[Tensor] = iter(tensors)
     weights: list[Weight] = []
@@ -82,16 +76,17 @@ def _weights(tensors: Sequence[Tensor]) -> list[Weight]:
     return weights
 
 
-def _weight(tensors: Sequence[Tensor]) -> Weight:
-    weights = _weights(tensors)
+def weight_of(tensors: Sequence[Tensor]) -> Weight:
+    """The one weight of a list."""
+    weights = weights_of(tensors)
     if len(weights) != 1:
         raise KernelInputError(f"expected the tensors of one weight, found {len(weights)} weights")
     return weights[0]
 
 
-def _bundle(tensors: Sequence[Tensor], numbers: Sequence[int]) -> LinearBundle:
+def bundle_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> LinearBundle:
     """The inverse of `bundle_tensors`."""
-    matrices = _weights(tensors)
+    matrices = weights_of(tensors)
     fp8 = [matrix for matrix in matrices if isinstance(matrix, QuantTensor)]
     plain = [matrix for matrix in matrices if not isinstance(matrix, QuantTensor)]
     if len(fp8) > 1 or len(plain) > 1 or len(numbers) % 4:
@@ -118,8 +113,10 @@ _TILES = {
 }
 
 
-def _shuffled(tensors: Sequence[Tensor], number_format: QuantFormat, shape: Sequence[int]) -> ShuffledTensor:
+def shuffled_of(tensors: Sequence[Tensor], number_format: QuantFormat, shape: Sequence[int]) -> ShuffledTensor:
     """A weight of a logical shape as the launchers read it: what only `unshuffle` needs is not there."""
+    if len(tensors) != 3:
+        raise KernelInputError(f"expected three tensors, found {len(tensors)}")
     data, scale, out_scale = tensors
     *stack, num_rows, num_cols = shape
     tiles = (*stack, -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS))
@@ -133,118 +130,14 @@ def _shuffled(tensors: Sequence[Tensor], number_format: QuantFormat, shape: Sequ
     return ShuffledTensor(data, scale, out_scale, out_scale, number_format, torch.Size(shape), BLOCK, dtype)
 
 
-def _activation(x: Tensor, x_scale: Tensor | None) -> Tensor | QuantActivation:
-    return x if x_scale is None else QuantActivation(x, x_scale)
-
-
-def _alone(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results that share memory, apart: those of an op may not."""
-    seen: set[int] = set()
-    apart = []
-    for result in results:
-        owner = result.untyped_storage().data_ptr()
-        apart.append(result.clone() if owner in seen and result.numel() else result)
-        seen.add(owner)
-    return apart
-
-
-# ---- linear layers ----
-
-
-@torch.library.custom_op("dsv4::linear", mutates_args=())
-def linear(x: Tensor, x_scale: Tensor | None, weight: Sequence[Tensor], out_dtype: torch.dtype | None = None) -> Tensor:
-    return linear_ops.linear(_activation(x, x_scale), _weight(weight), out_dtype)
-
-
-@linear.register_fake
-def _(x: Tensor, x_scale: Tensor | None, weight: Sequence[Tensor], out_dtype: torch.dtype | None = None) -> Tensor:
-    plain_dtype = x.dtype if x_scale is None else torch.bfloat16
-    return x.new_empty(x.shape[0], weight[0].shape[0], dtype=out_dtype or plain_dtype)
-
-
-@torch.library.custom_op("dsv4::linears", mutates_args=())
-def linears(
-    x: Tensor, x_scale: Tensor | None, weights: Sequence[Tensor], in_fp32: Sequence[bool],
-    codes: Tensor | None = None, codes_scale: Tensor | None = None, segments: Sequence[int] | None = None,
-) -> list[Tensor]:  # fmt: skip
-    if (codes is None) != (codes_scale is None):
-        raise KernelInputError("expected codes and their scale, or neither, found one of them")
-    quant = None if codes is None or codes_scale is None else QuantActivation(codes, codes_scale)
-    given = _weights(weights) if segments is None else _bundle(weights, segments)
-    out_dtypes = [torch.float32 if is_wide else None for is_wide in in_fp32]
-    return _alone(linear_ops.linears(_activation(x, x_scale), given, out_dtypes, quant))
-
-
-@linears.register_fake
-def _(
-    x: Tensor, x_scale: Tensor | None, weights: Sequence[Tensor], in_fp32: Sequence[bool],
-    codes: Tensor | None = None, codes_scale: Tensor | None = None, segments: Sequence[int] | None = None,
-) -> list[Tensor]:  # fmt: skip
-    plain_dtype = x.dtype if x_scale is None else torch.bfloat16
-    sizes = [weight.shape[0] for weight in _weights(weights)] if segments is None else segments[2::4]
-    return [
-        x.new_empty(x.shape[0], size, dtype=torch.float32 if is_wide else plain_dtype)
-        for size, is_wide in zip(sizes, in_fp32, strict=True)
-    ]
-
-
-@torch.library.custom_op("dsv4::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-    return linear_ops.grouped_linear(x, _weight(weight))
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-    num_tokens, num_groups, _ = x.shape
-    return x.new_empty(num_tokens, num_groups, weight[0].shape[0] // num_groups)
-
-
-# ---- experts ----
-
-
-@torch.library.custom_op("dsv4::moe", mutates_args=())
-def moe(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Sequence[Tensor], shared: Sequence[Tensor], limit: float,
-    format: str, width: int,
-) -> Tensor:  # fmt: skip
-    """`routed` and `shared`: three tensors each of w1 [.., I, D], w2 [.., D, I] and w3. `format` of the routed ones,
-    `width` I.
-    """
-    if len(routed) != 9 or len(shared) != 9:
-        raise KernelInputError(f"expected nine tensors twice, found {len(routed)} and {len(shared)}")
-    num_experts, dim = routed[0].shape[0], x.shape[-1]
+def experts_of(
+    tensors: Sequence[Tensor], number_format: QuantFormat, stack: Sequence[int], width: int, dim: int
+) -> tuple[ShuffledTensor, ShuffledTensor, ShuffledTensor]:
+    """w1 [.., I, D], w2 [.., D, I] and w3, three tensors each."""
+    if len(tensors) != 9:
+        raise KernelInputError(f"expected nine tensors twice, found {len(tensors)}")
     shapes = (width, dim), (dim, width), (width, dim)
     w1, w2, w3 = (
-        _shuffled(routed[3 * i : 3 * i + 3], QuantFormat(format), (num_experts, *shape))
-        for i, shape in enumerate(shapes)
+        shuffled_of(tensors[3 * i : 3 * i + 3], number_format, (*stack, *shape)) for i, shape in enumerate(shapes)
     )
-    s1, s2, s3 = (_shuffled(shared[3 * i : 3 * i + 3], QuantFormat.FP8_BLOCK, shape) for i, shape in enumerate(shapes))
-    return moe_ops.moe(x, experts, weights, (w1, w2, w3), (s1, s2, s3), limit=limit)
-
-
-@moe.register_fake
-def _(
-    x: Tensor, experts: Tensor, weights: Tensor, routed: Sequence[Tensor], shared: Sequence[Tensor], limit: float,
-    format: str, width: int,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("dsv4::fp4_linear", mutates_args=())
-def fp4_linear(
-    x: Tensor, weight: Sequence[Tensor], format: str, shape: Sequence[int], out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """`shape`: the logical one, [N, K]."""
-    if len(weight) != 3:
-        raise KernelInputError(f"expected three tensors, found {len(weight)}")
-    return moe_ops.fp4_linear(x, _shuffled(weight, QuantFormat(format), shape), out_dtype)
-
-
-@fp4_linear.register_fake
-def _(
-    x: Tensor, weight: Sequence[Tensor], format: str, shape: Sequence[int], out_dtype: torch.dtype | None = None
-) -> Tensor:
-    return x.new_empty(x.shape[0], shape[0], dtype=out_dtype or x.dtype)
-
-
-OPS = (linear, linears, grouped_linear, moe, fp4_linear)
+    return w1, w2, w3

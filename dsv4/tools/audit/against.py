@@ -16,7 +16,7 @@ from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX
 from dsv4.formats.fp4 import e2m1_decode, e2m1_encode
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.tools.audit.report import Comparison, Finding, TensorRecord, fault, note
-from dsv4.tools.audit.tensors import digest, take_rows
+from dsv4.tools.audit.tensors import digests, take_rows
 
 # relative error (Frobenius) of a weight rounded to a format: Gaussian weights give 0.12, 0.095, 0.027 and 0.0017
 MOST_ERROR = {QuantFormat.MXFP4: 0.25, QuantFormat.NVFP4: 0.2, QuantFormat.FP8_BLOCK: 0.08, None: 0.01}
@@ -32,7 +32,7 @@ def compare(name: str, weight: Weight, other: Weight) -> tuple[Comparison, list[
         text = f"is {list(weight.shape)}, in the other checkpoint {list(other.shape)}"
         return Comparison(name, math.inf), [fault("differs", name, text)]
     is_same_kind = _format(weight) == _format(other) and _dtypes(weight) == _dtypes(other)
-    if is_same_kind and digest(weight) == digest(other):
+    if is_same_kind and digests(weight) == digests(other):
         return Comparison(name, 0.0), []
     error, moved, place = _measure(weight, other)
     if is_same_kind:

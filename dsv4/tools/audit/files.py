@@ -1,29 +1,36 @@
-"""Checks that need no weight: files, index, headers, config, tokenizer. Whatever can still be read is handed on."""
+"""Checks that need no weight: files, index, headers, config, tokenizer. Whatever can still be read is handed on, in
+units that are read together: each layer, each draft block, and the rest.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo, read_header
-from dsv4.loader.resolve import LoadPlan, resolve_tensors
+from dsv4.loader.resolve import LoadPlan, Source, resolve_tensors
+from dsv4.text.protocol import PROTOCOL
 from dsv4.tools.audit.report import Finding, fault, note
 
 _NAMED = re.compile(r"tensor '([^']+)'")
+REST = "embedding and head"
 
 
 @dataclass
 class Opened:
-    """A checkpoint as far as it can be read; `config` and `plan` are None where nothing can be matched."""
+    """A checkpoint as far as it can be read; `config` and `plan` are None where nothing can be matched. `token_ids` are
+    the tokenizer's, without names it reserves."""
 
     checkpoint: Checkpoint
     config: ModelConfig | None
     plan: LoadPlan | None
     findings: list[Finding]
+    token_ids: frozenset[int] = frozenset()
 
 
 def open_for_audit(folder: Path) -> Opened:
@@ -44,7 +51,7 @@ def open_for_audit(folder: Path) -> Opened:
     except ConfigError as error:
         findings.append(fault("config", "config.json", str(error)))
         return Opened(checkpoint, None, None, findings)
-    _check_tokenizer(folder, config, findings)
+    token_ids = _check_tokenizer(folder, config, findings)
     try:
         resolution = resolve_tensors(checkpoint, config)
     except CheckpointError as error:
@@ -57,7 +64,7 @@ def open_for_audit(folder: Path) -> Opened:
         findings.append(
             note("no draft block", "mtp", f"the config announces {config.num_draft_layers}, the files hold none")
         )
-    return Opened(checkpoint, config, resolution.plan, findings)
+    return Opened(checkpoint, config, resolution.plan, findings, token_ids)
 
 
 def _open_files(folder: Path, findings: list[Finding]) -> Checkpoint:
@@ -90,18 +97,46 @@ def _check_total(folder: Path, checkpoint: Checkpoint, findings: list[Finding]) 
         findings.append(fault("stale index", INDEX_FILE, text))
 
 
-def _check_tokenizer(folder: Path, config: ModelConfig, findings: list[Finding]) -> None:
+def _check_tokenizer(folder: Path, config: ModelConfig, findings: list[Finding]) -> frozenset[int]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         findings.append(note("no tokenizer", file.name, "prompts must be given as token ids"))
-        return
+        return frozenset()
     try:
         raw = json.loads(file.read_bytes())
-        ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", []))]
-        largest = max(int(token_id) for token_id in ids)
+        vocab = raw["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
+        largest = max(map(int, [*vocab.values(), *added.values()]))
+        spare = added.keys() - set(PROTOCOL.markers)  # reserved names, which nothing writes
+        token_ids = frozenset(int(vocab.get(name, added.get(name))) for name in {**vocab, **added} if name not in spare)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         findings.append(fault("tokenizer", file.name, f"cannot be read: {type(error).__name__} {error}"[:200]))
-        return
+        return frozenset()
     if largest >= config.vocab_size:
         text = f"has token {largest}, the model's vocabulary ends at {config.vocab_size - 1}"
         findings.append(fault("tokenizer", file.name, text))
+    return token_ids
+
+
+# ---- units ----
+
+
+def unit_of(name: str) -> str:
+    """`layers.3.attn.wkv.weight` -> `layers.3`."""
+    first, second, *_ = [*name.split("."), ""]
+    return f"{first}.{second}" if first in ("layers", "mtp") else REST
+
+
+def group_sources(sources: Iterable[Source]) -> dict[str, list[Source]]:
+    """Unit -> its weights in file order; units in the model's order."""
+    units: dict[str, list[Source]] = {}
+    for source in sources:
+        units.setdefault(unit_of(source.tensor.name), []).append(source)
+    return dict(sorted(units.items(), key=lambda item: _place(item[0])))
+
+
+def _place(unit: str) -> tuple[int, int]:
+    if unit == REST:
+        return (0, 0)
+    first, number = unit.split(".")
+    return (1 if first == "layers" else 2, int(number))

@@ -32,6 +32,7 @@ FAR_LAYER, ODD_LAYER = 64.0, 16.0  # against the median of the same weight in al
 MIN_PEERS = 4
 MIN_GATE_SIGN, SWAPPED_GATE_SIGN = 0.4, -0.3
 MIN_ALIGNMENT, CROSSED = 0.2, 0.3
+SAME_EXPERT = 0.9  # cosine of two experts' mean rows, less what all share; 0.36 is the most in sound miniatures
 MAX_BIAS_RANGE = 50.0
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -79,6 +80,18 @@ def check_expert_order(prefix: str, w1_means: Tensor, gate: Tensor) -> list[Find
             text = f"experts {expert_idx} and {other_idx} look exchanged: each leans to the other's router row"
             found.append(fault("experts swapped", f"{prefix}.{expert_idx}.w1.weight", text))
     return found
+
+
+def check_copies(prefix: str, w1_means: Tensor) -> list[Finding]:
+    """[E, K]: which experts are nearly one another, whatever their bytes."""
+    if len(w1_means) < MIN_PEERS:
+        return []
+    directions = _directions(w1_means)
+    pairs = ((directions @ directions.T).triu(1) > SAME_EXPERT).nonzero().tolist()
+    return [
+        fault("copied expert", f"{prefix}.{other}.w1.weight", f"experts {one} and {other} are nearly the same")
+        for one, other in pairs
+    ]
 
 
 def _directions(rows: Tensor) -> Tensor:
@@ -183,11 +196,12 @@ def _duplicates(records: Sequence[TensorRecord]) -> list[Finding]:
     for record in records:
         if record.is_constant or math.prod(record.shape) < 32:
             continue
-        other = first.setdefault(record.digest, record.name)
-        if other == record.name:
-            continue
         # a tied head computes the same; all hash layers may share one table
-        is_usual = {other, record.name} == {"embed.weight", "head.weight"} or record.name.endswith(".tid2eid")
-        report = note if is_usual else fault
-        findings.append(report("duplicate", record.name, f"the same bytes as {other}"))
+        for digest, what in ((record.digest, "bytes"), (record.codes, "codes")):
+            other = first.setdefault(digest, record.name) if digest else record.name
+            if other != record.name:
+                is_usual = {other, record.name} == {"embed.weight", "head.weight"} or record.name.endswith(".tid2eid")
+                report = note if is_usual else fault
+                findings.append(report("duplicate", record.name, f"the same {what} as {other}"))
+                break
     return findings

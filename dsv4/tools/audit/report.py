@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FAULT, NOTE = "fault", "note"
+UNSEEN = (
+    "values that are wrong and look like others (a changed code, a scale off by a little, weights of another training "
+    "step) show only with --against, the source or an earlier report"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class TensorRecord:
     is_constant  one value everywhere: says nothing when another tensor is equal
     is_sound     no fault of its own: sizes of others are not judged by the rest
     scales       smallest, median and largest log2 of the scales whose group is not all zero
+    codes        SHA-256 of the data alone; empty for plain weights
     """
 
     name: str
@@ -54,6 +59,7 @@ class TensorRecord:
     is_constant: bool = False
     is_sound: bool = True
     scales: tuple[float, float, float] | None = None
+    codes: str = ""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
@@ -166,9 +172,18 @@ class AuditReport:
     def is_sound(self) -> bool:
         return not self.faults
 
+    @property
+    def verdict(self) -> str:
+        """In words: how far it reaches, too."""
+        if not self.is_sound:
+            return f"{len(self.faults)} {'fault' if len(self.faults) == 1 else 'faults'}"
+        if self.against is not None:
+            return "sound, and what the other has"
+        return f"sound by itself; {UNSEEN}"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no word for infinity or NaN: they become null."""
-        return {"is_sound": self.is_sound, **_finite(asdict(self))}
+        return {"is_sound": self.is_sound, "verdict": self.verdict, **_finite(asdict(self))}
 
 
 def _finite(value: Any) -> Any:

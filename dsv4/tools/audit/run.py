@@ -27,9 +27,10 @@ from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.resolve import Source
 from dsv4.loader.weights import read_weight
 from dsv4.tools.audit.against import compare, compare_digests
-from dsv4.tools.audit.files import Opened, open_for_audit
+from dsv4.tools.audit.files import Opened, group_sources, open_for_audit
 from dsv4.tools.audit.relations import (
     check_bias,
+    check_copies,
     check_expert_order,
     check_experts,
     check_gate_rows,
@@ -41,9 +42,8 @@ from dsv4.tools.audit.relations import (
 from dsv4.tools.audit.report import AuditReport, Finding, TensorRecord, UnitRecord, by_name, fault, note
 from dsv4.tools.audit.tensors import look_at
 from dsv4.tools.audit.text_run import TextAudit
-from dsv4.tools.audit.units import group_sources
 
-_VERSION = 1  # of the progress file
+_VERSION = 2  # of the progress file
 
 
 @dataclass(frozen=True)
@@ -141,18 +141,18 @@ def _audit_unit(
         except CheckpointError as error:
             unit.findings.append(fault("unreadable", source.data, str(error)))
             continue
-        look = look_at(source, weight)
+        look = look_at(source, weight, opened.token_ids)
         unit.tensors.append(look.record)
         unit.findings += look.findings
         if look.log_scales is not None:
             levels, numbers = look.log_scales.floor().to(torch.int64).unique(return_counts=True)
             counts.update(dict(zip(levels.tolist(), numbers.tolist(), strict=True)))
-        _check_router(source, weight, config, unit, is_sound=not look.findings)
+        _check_router(source, weight, config, unit, is_sound=look.record.is_sound)
         _check_input_scale(opened.checkpoint, source, unit)
         part = source.tensor.base.rpartition(".")[2]
-        if source.tensor.name.endswith(".ffn.gate.weight") and not look.findings:
+        if source.tensor.name.endswith(".ffn.gate.weight") and look.record.is_sound:
             gate = weight.clone() if isinstance(weight, Tensor) else None  # a view would keep its shard mapped
-        if source.tensor.expert_idx is not None and part in ("w1", "w3") and not look.findings:
+        if source.tensor.expert_idx is not None and part in ("w1", "w3") and look.record.is_sound:
             means[part, source.tensor.expert_idx] = mean_row(weight)
         if other is not None:
             _compare_one(source, weight, other, unit)
@@ -162,7 +162,7 @@ def _audit_unit(
     if gate is not None and len(means) == 2 * config.n_routed_experts:  # all of them sound
         w1, w3 = (torch.stack([means[part, idx] for idx in range(config.n_routed_experts)]) for part in ("w1", "w3"))
         prefix = f"{name}.ffn.experts"
-        unit.findings += check_gate_up(prefix, w1, w3)
+        unit.findings += check_gate_up(prefix, w1, w3) + check_copies(prefix, w1)
         if config.dspark is None or not name.startswith("mtp."):  # most rows of a head begin as the same noise
             unit.findings += check_expert_order(prefix, w1, gate)
     return unit

@@ -19,7 +19,7 @@ from dsv4.formats.fp4 import unpack_nibbles
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.loader.names import LogicalTensor, Role
 from dsv4.loader.resolve import Source
-from dsv4.tools.audit.report import Finding, TensorRecord, fault, note
+from dsv4.tools.audit.report import FAULT, Finding, TensorRecord, fault, note
 
 PIECE_BYTES = 32 * 2**20
 SAMPLED_ROWS = 256
@@ -27,6 +27,9 @@ MAX_MAGNITUDE = 1e3  # of any parameter
 MAX_CREST = 1e3  # largest over root mean square of one plain tensor
 TOP_GAP, BOTTOM_GAP = 4.0, 10.0  # log2 between neighbouring scales of one matrix
 SPARSE_TOP_GAP = 8.0  # the same where a matrix has few blocks
+# the same, of scales less what is usual in their row and column, from a distance on; a smaller gap is worth a note
+PLACE_GAP, ODD_PLACE_GAP, PLACE_DISTANCE = 2.5, 1.5, 2.5
+MIN_PLACES = 4  # rows and columns of scales
 RARE = 0.01  # at most this share of a matrix's scales lies beyond such a gap
 # share of codes at the largest magnitude: the largest of a group is often there, of a block of 16,384 it is one
 MAX_SATURATED = {QuantFormat.FP8_BLOCK: 0.02, QuantFormat.MXFP4: 0.2, QuantFormat.NVFP4: 0.35}
@@ -42,8 +45,8 @@ class Look:
     log_scales: Tensor | None  # fp32, of groups that are not all zero
 
 
-def look_at(source: Source, weight: Weight) -> Look:
-    """All checks of one weight by itself."""
+def look_at(source: Source, weight: Weight, token_ids: frozenset[int] = frozenset()) -> Look:
+    """All checks of one weight by itself. `token_ids`: tokens that must have rows of embedding and head."""
     findings: list[Finding] = []
     if isinstance(weight, QuantTensor):
         log_scales = _check_quantised(source, weight, findings)
@@ -51,18 +54,23 @@ def look_at(source: Source, weight: Weight) -> Look:
         _check_codes(source, weight, findings)
     else:
         log_scales, sample = None, weight
-        _check_plain(source, weight, findings)
+        _check_plain(source, weight, token_ids, findings)
     rms, largest, is_constant = _measure(sample)
-    if math.isfinite(largest) and not findings and source.tensor.role is not Role.TABLE:
+    if math.isfinite(largest) and _is_sound(findings) and source.tensor.role is not Role.TABLE:
         _check_size(source, rms, largest, is_plain=log_scales is None, findings=findings)
     scales = None
     if log_scales is not None and len(log_scales):
         scales = (float(log_scales.min()), float(log_scales.median()), float(log_scales.max()))
+    whole, codes = digests(weight)
     record = TensorRecord(
         source.tensor.name, str(source.format.quant or source.format.dtype.lower()), source.tensor.shape, source.nbytes,
-        digest(weight), rms, largest, is_constant, not findings, scales,
+        whole, rms, largest, is_constant, _is_sound(findings), scales, codes,
     )  # fmt: skip
     return Look(record, findings, log_scales)
+
+
+def _is_sound(findings: list[Finding]) -> bool:
+    return all(finding.severity != FAULT for finding in findings)
 
 
 def sample_rows(weight: QuantTensor, num_rows: int = SAMPLED_ROWS) -> Tensor:
@@ -87,14 +95,13 @@ def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.view(torch.uint8)[rows].view(tensor.dtype) if is_byte else tensor[rows]
 
 
-def digest(weight: Weight) -> str:
-    parts = [weight] if isinstance(weight, Tensor) else [weight.data, weight.scale]
-    if isinstance(weight, QuantTensor) and weight.global_scale is not None:
-        parts.append(weight.global_scale)
-    state = hashlib.sha256()
-    for part in parts:
+def digests(weight: Weight) -> tuple[str, str]:
+    """Of all its bytes, and of the data alone: a copy may have other scales. The second is empty for plain weights."""
+    state, codes = hashlib.sha256(), ""
+    for part in (weight,) if isinstance(weight, Tensor) else weight.parts:
         state.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
+        codes = codes or state.copy().hexdigest()
+    return state.hexdigest(), codes if isinstance(weight, QuantTensor) else ""
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -121,25 +128,41 @@ def _measure(values: Tensor) -> tuple[float, float, bool]:
 # ---- plain tensors ----
 
 
-def _check_plain(source: Source, values: Tensor, findings: list[Finding]) -> None:
+def _check_plain(source: Source, values: Tensor, token_ids: frozenset[int], findings: list[Finding]) -> None:
     name = source.data
     if source.tensor.role is Role.TABLE:
         return
-    num_nan = num_inf = dead = 0
+    num_nan = num_inf = start = 0
+    dead: list[int] = []
     for piece in pieces(values):
         wide = piece.float()
         num_nan += int(wide.isnan().sum())
         num_inf += int(wide.isinf().sum())
         if values.ndim > 1:
-            dead += int((piece == 0).flatten(1).all(1).sum())
+            dead += (start + (piece == 0).flatten(1).all(1).nonzero().flatten()).tolist()
+        start += len(piece)
     if num_nan:
         findings.append(fault("not a number", name, f"{num_nan} of {values.numel()} values are NaN"))
     if num_inf:
         findings.append(fault("infinite", name, f"{num_inf} of {values.numel()} values are infinite"))
-    if values.ndim > 1 and dead:
-        _report_dead(source.tensor, name, dead, values.shape[0], findings)
-    elif values.ndim == 1 and len(values) > 1 and not values.any() and values.numel() > 1 and _must_act(source.tensor):
+    if dead and source.tensor.name in ("embed.weight", "head.weight") and len(dead) < len(values):
+        _report_dead_tokens(name, dead, token_ids, findings)
+    elif dead:
+        _report_dead(source.tensor, name, len(dead), values.shape[0], findings)
+    elif values.ndim == 1 and len(values) > 1 and not values.any() and _must_act(source.tensor):
         findings.append(fault("all zero", name, f"all {len(values)} values are zero"))
+
+
+def _report_dead_tokens(name: str, dead: list[int], token_ids: frozenset[int], findings: list[Finding]) -> None:
+    """A vocabulary may be padded; a token that the tokenizer writes needs a row."""
+    written = [token for token in dead if token in token_ids]
+    if written:
+        listed = ", ".join(map(str, written[:5])) + (", ..." if len(written) > 5 else "")
+        findings.append(fault("dead rows", name, f"tokens {listed} of the tokenizer have a row of zeros"))
+    if len(dead) > len(written):
+        findings.append(
+            note("dead rows", name, f"{len(dead) - len(written)} tokens that the tokenizer does not write are zero")
+        )
 
 
 def _must_act(tensor: LogicalTensor) -> bool:
@@ -152,8 +175,6 @@ def _report_dead(tensor: LogicalTensor, name: str, dead: int, rows: int, finding
         return
     if dead == rows:
         findings.append(fault("all zero", name, f"all {rows} rows are zero"))
-    elif tensor.name in ("embed.weight", "head.weight"):
-        findings.append(note("dead rows", name, f"{dead} of {rows} tokens have a row of zeros"))
     else:
         findings.append(fault("dead rows", name, f"{dead} of {rows} rows are zero"))
 
@@ -200,7 +221,8 @@ def _check_quantised(source: Source, weight: QuantTensor, findings: list[Finding
     if scale.dtype == torch.uint8:
         good &= scale > 0
     log_scales = values[good].log2() + log_whole
-    _check_gaps(source.scale, log_scales, findings)
+    if not _check_gaps(source.scale, log_scales, findings):
+        _check_places(source.scale, values.log2().masked_fill(~good, math.nan), findings)
     return log_scales
 
 
@@ -224,14 +246,12 @@ def _used_groups(weight: QuantTensor) -> Tensor:
     return (words != 0).view(rows, -1, group_bytes // 8).any(-1)
 
 
-def _check_gaps(name: str, log_scales: Tensor, findings: list[Finding]) -> None:
-    """A few scales far from all others of their matrix: damaged or never set."""
+def _check_gaps(name: str, log_scales: Tensor, findings: list[Finding]) -> bool:
+    """A few scales far from all others of their matrix: damaged or never set. Whether there are any."""
     count = len(log_scales)
-    if count < 2:
-        return
     levels, counts = log_scales.unique(return_counts=True)  # ascending
     if len(levels) < 2:
-        return
+        return False
     gaps = levels[1:] - levels[:-1]
     few = max(1, int(RARE * count))
     above = counts.flip(0).cumsum(0).flip(0)[1:]  # how many lie above each gap
@@ -243,6 +263,26 @@ def _check_gaps(name: str, log_scales: Tensor, findings: list[Finding]) -> None:
             place = int(mask.nonzero()[0])
             text = f"{int(number[place])} of {count} scales lie {kind} the others, by 2^{float(gaps[place]):.1f}"
             findings.append(fault("scale outlier", name, text))
+    return bool((top | bottom).any())
+
+
+def _check_places(name: str, log_scales: Tensor, findings: list[Finding]) -> None:
+    """Few scales [rows, groups] far above what is usual in their row and column, though not above the whole matrix."""
+    if log_scales.ndim != 2 or min(log_scales.shape) < MIN_PLACES:
+        return
+    rest = log_scales - log_scales.nanmedian(1, keepdim=True).values
+    rest = (rest - rest.nanmedian(0, keepdim=True).values).nan_to_num(0.0)
+    levels, counts = rest.flatten().unique(return_counts=True)
+    gaps, above = levels[1:] - levels[:-1], counts.flip(0).cumsum(0).flip(0)[1:]
+    is_far = (gaps >= ODD_PLACE_GAP) & (levels[1:] >= PLACE_DISTANCE) & (above <= max(1, int(RARE * rest.numel())))
+    if not bool(is_far.any()):
+        return
+    gap = int(is_far.nonzero()[0])
+    places = (rest >= levels[gap + 1]).nonzero()
+    report = fault if float(gaps[gap]) >= PLACE_GAP else note
+    listed = ", ".join(str(place.tolist()) for place in places[:3])
+    text = f"{len(places)} of {rest.numel()} scales ({listed}) are 2^{float(levels[gap + 1]):.1f} above row and column"
+    findings.append(report("scale outlier", name, text))
 
 
 def _check_codes(source: Source, weight: QuantTensor, findings: list[Finding]) -> None:

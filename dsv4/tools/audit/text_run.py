@@ -33,8 +33,8 @@ from dsv4.model.parameters import BlockParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, Backend, backend_for
+from dsv4.tools.audit.files import REST, group_sources
 from dsv4.tools.audit.report import Finding, LayerRun, TextRun, fault
-from dsv4.tools.audit.units import REST, group_sources
 from dsv4.tools.evaluate import negative_log_likelihood, shared_share
 
 MOST_ERROR = 0.5  # of one layer by itself: beyond it, official numerics compute something else

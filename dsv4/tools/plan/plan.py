@@ -11,7 +11,7 @@ Several GPUs: routed experts are divided by number, everything else is on each G
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
@@ -26,8 +26,9 @@ from dsv4.engine.offload.placement import (
     graph_bytes,
     workspace_bytes,
 )
+from dsv4.loader.config_write import ExpertFormat
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
-from dsv4.tools.plan.sizes import ExpertFormat, WeightSizes, count_weights
+from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
 # measured on an H200 (docs/kernels): what a layer's launches take beyond the bytes they read, at one token, and how
 # long a layer with offloaded experts waits while the host reads its routing and orders copies
@@ -111,57 +112,41 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`; sizes are bytes."""
-        schema, budget = self.schema, self.budget
+        weights, budget = self.weights, self.budget
+        kv = {name: getattr(self.schema, name) for name in _KV}
         return {
             "model": self.name,
-            "engine": {
-                "max_context_tokens": self.engine.max_context_tokens,
-                "max_concurrent_requests": self.engine.max_concurrent_requests,
-                "max_chunk_tokens": self.engine.max_chunk_tokens,
-                "max_draft_tokens": self.engine.max_draft_tokens,
-                "index_key_format": self.engine.index_key_format,
-            },
+            "engine": {name: getattr(self.engine, name) for name in _ENGINE},
             "weights": {
                 "experts": self.experts,
-                "total_bytes": self.weights.total_bytes,
-                "num_tensors": self.weights.num_tensors,
-                "num_parameters": self.weights.num_parameters,
-                "num_draft_parameters": self.weights.num_draft_parameters,
-                "bytes_by_part": self.weights.by_part(),
-                "bytes_by_format": self.weights.by_format(),
+                **{name: getattr(weights, name) for name in _WEIGHTS},
+                "bytes_by_part": weights.by_part(),
+                "bytes_by_format": weights.by_format(),
             },
-            "kv": {
-                "bytes_per_token": float(schema.bytes_per_token),  # a multiple of 1/128: exact
-                "bytes_per_block": schema.bytes_per_block,
-                "block_tokens": BLOCK_TOKENS,
-                "window_bytes_per_request": schema.window_bytes_per_request,
-                "position_bytes_per_request": schema.position_bytes_per_request,
-                "state_bytes_per_request": schema.state_bytes_per_request,
-                "num_blocks": schema.num_blocks,
-                "paged_bytes": schema.paged_bytes,
-                "state_cache_bytes": schema.state_cache_bytes,
-                "bytes_per_snapshot": schema.bytes_per_snapshot,
-                "num_snapshots": schema.num_snapshots,
-                "snapshot_cache_bytes": schema.snapshot_cache_bytes,
-                "table_bytes": schema.table_bytes,
-                "padding_bytes": schema.padding_bytes,
-                "total_bytes": schema.total_bytes,
-            },
+            # a token's bytes are a multiple of 1/128: exact
+            "kv": {"bytes_per_token": float(self.schema.bytes_per_token), "block_tokens": BLOCK_TOKENS, **kv},
             "gpu": {
                 "gpus": self.gpus,
                 "offload_experts": self.offload_experts,
-                "weights_bytes": budget.weights,
-                "cache_bytes": budget.cache,
-                "workspace_bytes": budget.workspace,
-                "exchange_bytes": budget.exchange,
-                "graph_bytes": budget.graphs,
-                "context_bytes": budget.context,
-                "total_bytes": budget.total,
-                "host_bytes": budget.host,
+                **{f"{name}_bytes": getattr(budget, attribute) for name, attribute in _BUDGET.items()},
             },
             "fits": [_fit_to_dict(fit) for fit in self.fits],
             "summary": self.summary,
         } | ({} if self.forecast is None else {"offload": asdict(self.forecast)})
+
+
+# what `to_dict` says of each part
+_ENGINE = (
+    "max_context_tokens", "max_concurrent_requests", "max_chunk_tokens", "max_draft_tokens", "index_key_format",
+)  # fmt: skip
+_WEIGHTS = ("total_bytes", "num_tensors", "num_parameters", "num_draft_parameters")
+_KV = (
+    "bytes_per_block", "window_bytes_per_request", "position_bytes_per_request", "state_bytes_per_request",
+    "num_blocks", "paged_bytes", "state_cache_bytes", "bytes_per_snapshot", "num_snapshots", "snapshot_cache_bytes",
+    "table_bytes", "padding_bytes", "total_bytes",
+)  # fmt: skip
+_BUDGET = {name: name for name in ("weights", "cache", "workspace", "exchange", "context", "total", "host")}
+_BUDGET["graph"] = "graphs"
 
 
 def plan(
@@ -218,7 +203,7 @@ class _Planner:
         # sums over thousands of tensors, wanted for every candidate of a search
         self.total_bytes = weights.total_bytes
         self.routed_bytes = weights.routed_expert_bytes
-        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith("experts.E.w1.weight"))
+        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith(".experts.0.w1.weight"))
         self._cache_bytes: dict[EngineConfig, int] = {}
 
     def schema(self, engine: EngineConfig) -> CacheSchema:
@@ -375,13 +360,6 @@ def _gib(num_bytes: int) -> str:
 
 
 def _fit_to_dict(fit: GpuFit) -> dict[str, Any]:
-    return {
-        "gpu": fit.gpu.name,
-        "usable_bytes": fit.gpu.usable_bytes,
-        "gpus": fit.gpus,
-        "fits": fit.fits,
-        "spare_bytes": fit.spare_bytes,
-        "min_gpus": fit.min_gpus,
-        "max_requests": {str(context): requests for context, requests in fit.max_requests},
-        "max_context_tokens": fit.max_context_tokens,
-    }
+    counts = {str(context): requests for context, requests in fit.max_requests}
+    found = {field.name: getattr(fit, field.name) for field in fields(fit)}
+    return found | {"gpu": fit.gpu.name, "usable_bytes": fit.gpu.usable_bytes, "max_requests": counts}

@@ -20,9 +20,9 @@ from dsv4.formats.tensors import QuantFormat
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.config_write import quantization_section
 from dsv4.loader.header import CheckpointError
-from dsv4.loader.names import LogicalTensor, Naming, Role
+from dsv4.loader.layout import StoredTensor, weight_tensors
+from dsv4.loader.names import Naming, Role
 from dsv4.loader.resolve import LoadPlan, Source
-from dsv4.loader.shards import StoredTensor
 
 Experts = Literal["nvfp4", "mxfp4"]
 Linears = Literal["fp8", "bf16"]
@@ -71,31 +71,12 @@ def check_target(target: Target, plan: LoadPlan, config: ModelConfig) -> None:
         raise CheckpointError(f"nothing to do: every weight is in the formats asked for already ({target})")
 
 
-def stored_parts(
-    tensor: LogicalTensor, source: Source, target: Target, config: ModelConfig
-) -> tuple[StoredTensor, ...]:
+def stored_parts(source: Source, target: Target, config: ModelConfig) -> tuple[StoredTensor, ...]:
     """What the output holds for one weight: the weight, then its scales."""
-    wanted, name, base = target.format_of(source), tensor.name, tensor.base
-    if wanted is None:
-        is_dequantised = source.format.quant is not None
-        return (StoredTensor(name, "BF16" if is_dequantised else source.format.dtype, tensor.shape),)
-    rows, cols = tensor.shape
-    if wanted is QuantFormat.FP8_BLOCK:
-        block_rows, block_cols = config.weight_block_size
-        is_kept = source.format.quant is wanted
-        scale_dtype = source.format.scale_dtype if is_kept else "F8_E8M0"
-        assert scale_dtype is not None
-        scale_shape = (-(-rows // block_rows), -(-cols // block_cols))
-        return StoredTensor(name, "F8_E4M3", tensor.shape), StoredTensor(f"{base}.scale", scale_dtype, scale_shape)
-    if wanted is QuantFormat.MXFP4:
-        scales = StoredTensor(f"{base}.scale", "F8_E8M0", (rows, cols // MXFP4_GROUP))
-        return StoredTensor(name, "I8", (rows, cols // 2)), scales
-    return (
-        StoredTensor(name, "U8", (rows, cols // 2)),
-        StoredTensor(f"{base}.weight_scale", "F8_E4M3", (rows, cols // NVFP4_GROUP)),
-        StoredTensor(f"{base}.weight_scale_2", "F32", ()),
-        StoredTensor(f"{base}.input_scale", "F32", ()),
-    )
+    wanted, stored = target.format_of(source), source.format
+    dtype = "BF16" if stored.quant is not None else stored.dtype  # where it is plain
+    scale_dtype = (stored.scale_dtype if stored.quant is wanted else None) or "F8_E8M0"
+    return weight_tensors(source.tensor, wanted, config.weight_block_size, dtype=dtype, scale_dtype=scale_dtype)
 
 
 def copied_tensors(checkpoint: Checkpoint, plan: LoadPlan) -> list[StoredTensor]:

@@ -106,9 +106,7 @@ class _Quantizer:
     def weights(self) -> Iterator[StoredWeight]:
         """Everything the output holds, in the source's file order."""
         for source in self.plan.sources:
-            yield StoredWeight(
-                stored_parts(source.tensor, source, self.target, self.config), partial(self._make, source)
-            )
+            yield StoredWeight(stored_parts(source, self.target, self.config), partial(self._make, source))
         for part in copied_tensors(self.checkpoint, self.plan):
             yield StoredWeight((part,), partial(self._copy, part.name))
 
@@ -126,10 +124,8 @@ class _Quantizer:
             weight = self._quantize(source, weight, wanted)
         if not isinstance(weight, QuantTensor):
             return [weight.cpu()]
-        parts = [weight.data.cpu(), weight.scale.cpu()]
-        if weight.global_scale is not None:
-            parts += [weight.global_scale.cpu(), torch.tensor(_INPUT_SCALE)]
-        return parts
+        unused = [] if weight.global_scale is None else [torch.tensor(_INPUT_SCALE)]
+        return [*(part.cpu() for part in weight.parts), *unused]
 
     def _stored(self, source: Source) -> Tensor:
         data = self.checkpoint.read(source.data)

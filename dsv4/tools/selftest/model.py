@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -16,7 +15,7 @@ from dsv4.testing.agreement import Measure
 from dsv4.testing.numeric import KERNEL_LIMITS, NEAR_TIE_NATS, bits_of
 from dsv4.testing.shipped_data import golden_texts, op_vectors
 from dsv4.testing.vectors import relative_l2
-from dsv4.tools.selftest.report import Check, Status, of_measures
+from dsv4.tools.selftest.report import Check, tried
 
 MODEL = "flash-mini"
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=12, prefix_cache_bytes=0)
@@ -26,33 +25,26 @@ _CHUNKS = (5, 1, 17)
 
 def check_model(device: torch.device, backend: Backend | None) -> Iterator[Check]:
     """Loads the miniature on the device, with its usual backend unless one is given."""
-    start = time.perf_counter()
-    try:
-        llm = LLM(MODEL, device=device, engine=LIMITS, backend=backend, ignore_selftest=True)
-    except Exception as error:
-        detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        yield Check("text", f"load {MODEL}", Status.FAILED, "", detail, None, round(time.perf_counter() - start, 3))
+    made: list[LLM] = []
+
+    def load() -> list[Measure]:
+        made.append(LLM(MODEL, device=device, engine=LIMITS, backend=backend, ignore_selftest=True))
+        return []
+
+    yield tried("text", f"load {MODEL}", load)
+    if not made:
         return
-    yield Check("text", f"load {MODEL}", Status.OK, seconds=round(time.perf_counter() - start, 3))
+    llm = made[0]
     num_texts = None if device.type == "cuda" else _CPU_TEXTS
-    yield _timed("text", "recorded greedy texts", lambda: _greedy(llm, num_texts))
-    yield _timed("requests", "alone against together", lambda: _alone_and_together(llm, num_texts))
-    yield _timed("requests", "chunks against one go", lambda: _chunks(llm))
+    yield tried("text", "recorded greedy texts", lambda: _greedy(llm, num_texts))
+    yield tried("requests", "alone against together", lambda: _alone_and_together(llm, num_texts))
+    yield tried("requests", "chunks against one go", lambda: _chunks(llm))
 
 
 def check_vectors(device: torch.device, backend: Backend) -> Iterator[Check]:
     """The linear layers of recorded operations, by the backend's op."""
     for name in ("linear_fp8", "linear_mxfp4", "linear_nvfp4"):
-        yield _timed("vectors", name, lambda name=name: _linear(name, device, backend), op="linear")  # type: ignore[misc]
-
-
-def _timed(part: str, name: str, measure: Callable[[], list[Measure]], op: str = "") -> Check:
-    start = time.perf_counter()
-    try:
-        return of_measures(part, name, op, measure(), time.perf_counter() - start)
-    except Exception as error:  # a kernel's failure is this check's result
-        detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return Check(part, name, Status.FAILED, op, detail, None, round(time.perf_counter() - start, 3))
+        yield tried("vectors", name, lambda name=name: _linear(name, device, backend), op="linear")  # type: ignore[misc]
 
 
 def _greedy(llm: LLM, num_texts: int | None) -> list[Measure]:

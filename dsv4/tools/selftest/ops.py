@@ -14,7 +14,7 @@ from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_paral
 from dsv4.testing.agreement import Comparison, compare_with_oracle, compare_with_pieces, pieces_of
 from dsv4.testing.bench import BenchCase, case_modules, load_cases, load_small_cases
 from dsv4.testing.op_call import OpCall
-from dsv4.tools.selftest.report import Check, Status, of_measures
+from dsv4.tools.selftest.report import Check, Status, of_measures, raised
 
 META = torch.device("meta")
 PARTS: dict[str, Comparison] = {"oracle": compare_with_oracle, "batch": compare_with_pieces}
@@ -124,9 +124,8 @@ def _is_lost(device: torch.device, error: Exception) -> bool:
 
 
 def _of_error(part: str, case: OpCase, call: OpCall | None, error: Exception, seconds: float) -> Check:
-    op = case.case.op if call is None else call.op
-    detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    op, name = case.case.op if call is None else call.op, case.name
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        return Check(part, case.name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
-    is_compiler = type(error).__name__ in _CANNOT_COMPILE or "PassManager" in detail
-    return Check(part, case.name, Status.CANNOT_RUN if is_compiler else Status.FAILED, op, detail, None, seconds)
+        return Check(part, name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
+    is_compiler = type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)
+    return raised(part, name, op, error, seconds, Status.CANNOT_RUN if is_compiler else Status.FAILED)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -47,7 +48,7 @@ class Speed:
     teraflops: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelftestReport:
     """All of it. `is_interpreted`: no GPU, so kernels ran in the interpreter; `bandwidth`: measured GB/s of reads."""
 
@@ -72,6 +73,21 @@ class SelftestReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "passed": self.is_passed, "failed_ops": self.ops_with(Status.FAILED)} | asdict(self)
+
+
+def tried(part: str, name: str, measure: Callable[[], Iterable[Measure]], op: str = "") -> Check:
+    """What `measure` finds; whatever it raises is the result too."""
+    start = time.perf_counter()
+    try:
+        return of_measures(part, name, op, measure(), time.perf_counter() - start)
+    except Exception as error:
+        return raised(part, name, op, error, time.perf_counter() - start)
+
+
+def raised(part: str, name: str, op: str, error: Exception, seconds: float, status: Status = Status.FAILED) -> Check:
+    """In place of a measure, the error on one line."""
+    detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return Check(part, name, status, op, detail, None, round(seconds, 3))
 
 
 def of_measures(part: str, name: str, op: str, measures: Iterable[Measure], seconds: float) -> Check:

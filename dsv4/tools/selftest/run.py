@@ -16,7 +16,7 @@ from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
 from dsv4.tools.selftest.model import check_model, check_vectors
 from dsv4.tools.selftest.ops import DeviceLost, check_ops, compile_ahead, op_cases
-from dsv4.tools.selftest.report import Check, SelftestReport, Speed, Status
+from dsv4.tools.selftest.report import Check, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
 
@@ -53,8 +53,6 @@ def run_selftest(
     if not cases:
         raise SelftestError(f"no op is called {', '.join(options.ops)}")
     compile_ahead(cases, lambda done, total: progress("compiling kernels", done, total))
-    speed: list[Speed] = []
-    bandwidth = 0.0
     try:
         done: set[str] = set()
         for check in check_ops(cases, backend, device):
@@ -69,17 +67,14 @@ def run_selftest(
             progress("speed", len(done), len(cases))
             timer = Timer(SAMPLES)
             bandwidth = read_bandwidth(timer)
-            speed = list(speeds(timer, bandwidth))
+            report.speeds, report.bandwidth = list(speeds(timer, bandwidth)), round(bandwidth / 1e9, 1)
     except DeviceLost as lost:
         report.checks.append(lost.check)
         report.checks.append(Check("oracle", "everything after it", Status.FAILED, "", "the device is lost"))
-    seconds = round(time.perf_counter() - start, 1)
-    finished = SelftestReport(
-        report.machine, report.is_interpreted, report.checks, speed, round(bandwidth / 1e9, 1), seconds
-    )
+    report.seconds = round(time.perf_counter() - start, 1)
     if options.is_kept and device.type == "cuda" and not options.ops and options.backend is None:
-        _keep(finished, device)
-    return finished
+        _keep(report, device)
+    return report
 
 
 def _model_checks(device: torch.device, backend: Backend) -> Iterator[Check]:

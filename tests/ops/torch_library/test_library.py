@@ -223,21 +223,19 @@ ARGUMENTS = {
     "index_queries": lambda: (normal((3, 4, 128)), integers(99, (3,)), freqs(), *INDEX_FORMAT),
     "index_topk": lambda: index_arguments()[0],
     "sparse_attention": lambda: attention_arguments()[0],
-}  # fmt: skip
-# the same ops with arguments of other kinds: (op, what is different) -> arguments
-VARIANTS = {
-    ("linear", "codes"): lambda: (
+    # with arguments of another kind
+    "linear codes": lambda: (
         codes_of(normal((3, DIM))).codes, codes_of(normal((3, DIM))).scale, weight_tensors(weight_of("fp8", (40, DIM)))
     ),
-    ("linear", "bf16"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("bf16", (40, DIM))), FP32),
-    ("linear", "mxfp4"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("mxfp4", (40, DIM)))),
-    ("linear", "nvfp4"): lambda: (normal((3, DIM)), None, weight_tensors(weight_of("nvfp4", (40, DIM)))),
-    ("linears", "list"): lambda: linears_arguments(is_bundle=False, has_codes=False),
-    ("linears", "bundle and codes"): lambda: linears_arguments(is_bundle=True, has_codes=True),
-    ("grouped_linear", "bf16"): lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("bf16", (48, DIM)))),
-    ("fp4_linear", "mxfp4"): lambda: fp4_linear_arguments("mxfp4")[0],
-    ("attention_inputs", "window only"): lambda: input_arguments(False, appends=False),
-    ("sparse_attention", "window only"): lambda: attention_arguments(has_entries=False)[0],
+    "linear bf16": lambda: (normal((3, DIM)), None, weight_tensors(weight_of("bf16", (40, DIM))), FP32),
+    "linear mxfp4": lambda: (normal((3, DIM)), None, weight_tensors(weight_of("mxfp4", (40, DIM)))),
+    "linear nvfp4": lambda: (normal((3, DIM)), None, weight_tensors(weight_of("nvfp4", (40, DIM)))),
+    "linears list": lambda: linears_arguments(is_bundle=False, has_codes=False),
+    "linears bundle and codes": lambda: linears_arguments(is_bundle=True, has_codes=True),
+    "grouped_linear bf16": lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("bf16", (48, DIM)))),
+    "fp4_linear mxfp4": lambda: fp4_linear_arguments("mxfp4")[0],
+    "attention_inputs window only": lambda: input_arguments(False, appends=False),
+    "sparse_attention window only": lambda: attention_arguments(has_entries=False)[0],
 }  # fmt: skip
 WITHOUT_ORACLE = {"fp4_linear"}  # its oracle is that of another op
 # parts of a step of this engine, of no use by themselves
@@ -249,7 +247,7 @@ NOT_IN_THE_LIBRARY = {
 def test_every_kernel_is_an_op():
     kernels = {kernel.__name__ for _, kernel in oracles_and_kernels().values()} | WITHOUT_ORACLE
     kernels -= NOT_IN_THE_LIBRARY
-    assert kernels == set(NAMES) == set(ARGUMENTS)
+    assert kernels == set(NAMES) == {what.split(" ")[0] for what in ARGUMENTS}
     assert all(hasattr(torch.ops.dsv4, name) for name in NAMES)
 
 
@@ -266,29 +264,16 @@ def fp8_can_be_compared(monkeypatch):
     monkeypatch.setattr(torch, "allclose", by_value_or_byte)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name):
-    check(name, ARGUMENTS[name]())
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+# the slow check, with symbolic shapes, for one op of every kind
+DYNAMIC = ("rms_norm_quant", "expert_sort", "append_swa", "compress", "linears", "index_topk")
 
 
-@pytest.mark.parametrize(("name", "kind"), VARIANTS)
-def test_opcheck_of_other_arguments(name, kind):
-    check(name, VARIANTS[name, kind]())
-
-
-def check(name, arguments):
-    op = getattr(torch.ops.dsv4, name).default
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
-
-
-SLOW_CHECKED = ["rms_norm_quant", "expert_sort", "append_swa", "compress", "linears", "index_topk"]
-
-
-@pytest.mark.parametrize("name", SLOW_CHECKED)
-def test_opcheck_under_dispatch(name):
-    """The slow part, with symbolic shapes, for one op of every kind."""
-    op = getattr(torch.ops.dsv4, name).default
-    torch.library.opcheck(op, ARGUMENTS[name](), test_utils=("test_aot_dispatch_dynamic",))
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_opcheck(what):
+    op = getattr(torch.ops.dsv4, what.split(" ")[0]).default
+    checks = (*CHECKS, "test_aot_dispatch_dynamic") if what in DYNAMIC else CHECKS
+    torch.library.opcheck(op, ARGUMENTS[what](), test_utils=checks)
 
 
 def test_results_are_the_launchers():

@@ -85,6 +85,7 @@ POKED = {
     "all scales unset": (f"{EXPERT}.w2.scale", put(..., 0), "u1", "unset scale"),
     "scale's exponent bit flipped up": (f"{EXPERT}.w3.scale", add((7, 2), 8), "u1", "scale outlier"),
     "scale's exponent bit flipped down": (f"{EXPERT}.w3.scale", add((7, 2), -16), "u1", "scale outlier"),
+    "one scale 2^4 too large": (f"{EXPERT}.w2.scale", add((9, 1), 4), "u1", "scale outlier"),
     "FP8 scale left at one": ("layers.1.attn.wq_b.scale", put((2, 0), 127), "u1", "scale outlier"),
     "FP8 scale unset": ("layers.1.attn.wkv.scale", put((0, 1), 0), "u1", "unset scale"),
     "FP8 scale NaN": ("layers.0.attn.wo_a.scale", put((0, 0), 255), "u1", "scale not finite"),
@@ -187,6 +188,11 @@ CHANGED = {
         "size outlier",
         f"{EXPERT}.w2.weight",
     ),
+    "expert's codes copied, its scales its own": (
+        copy_part(f"{EXPERT}.w3.weight", "layers.2.ffn.experts.5.w3.weight"),
+        "duplicate",
+        "layers.2.ffn.experts.5.w3.weight",
+    ),
     "tensor missing": (lambda t: t.pop("layers.1.attn_norm.weight"), "missing", "layers.1.attn_norm.weight"),
     "scale missing": (lambda t: t.pop(f"{W1}.scale"), "missing", f"{W1}.scale"),
     "tensor nobody knows": (lambda t: t.update(extra=["F32", [1], b"1234"]), "unexpected", "extra"),
@@ -202,6 +208,37 @@ def test_changed(copy, case):
     folder = copy()
     change(folder, edit)
     assert (kind, name) in faults(audit(folder))
+
+
+def requantised_copy(tensors):
+    """Expert 5 in place of 3, every scale doubled and every code halved where that is exact: not a byte is the same."""
+    for part in ("w1", "w2", "w3"):
+        data, scale = (tensors[f"layers.2.ffn.experts.5.{part}.{kind}"] for kind in ("weight", "scale"))
+        codes = np.frombuffer(data[2], np.uint8)
+        halved = np.array([0, 0, 1, 2, 2, 3, 4, 5], np.uint8)  # of 0, .5, 1, 1.5, 2, 3, 4, 6
+        low, high = (halved[half & 7] | half & 8 for half in (codes & 15, codes >> 4))
+        tensors[f"{EXPERT}.{part}.weight"][2] = (low | high << 4).astype(np.uint8).tobytes()
+        tensors[f"{EXPERT}.{part}.scale"][2] = (np.frombuffer(scale[2], np.uint8) + 1).astype(np.uint8).tobytes()
+
+
+def test_an_expert_that_is_nearly_another(copy):
+    folder = copy()
+    change(folder, requantised_copy)
+    assert ("copied expert", "layers.2.ffn.experts.5.w1.weight") in faults(audit(folder))
+
+
+def test_a_token_without_an_embedding(copy):
+    folder = copy()
+    poke(folder, "embed.weight", put(77, 0), "u2")
+    assert faults(audit(folder)) == [("dead rows", "embed.weight")]
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocab = raw["model"]["vocab"]
+    raw["added_tokens"].append({"id": 77, "content": next(name for name, token in vocab.items() if token == 77)})
+    file.write_text(json.dumps(raw))
+    assert faults(audit(folder)) == []  # a reserved name: nothing writes it
+    file.unlink()
+    assert faults(audit(folder)) == []  # a padded vocabulary has rows of zeros
 
 
 def test_files(copy):

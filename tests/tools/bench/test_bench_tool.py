@@ -109,8 +109,8 @@ def test_bytes_of_a_layer(model):
     """All weights of the layer but the experts not chosen, and the rows of the cache it reads."""
     made = make_context(model, 1, 512)
     sizes = count_weights(CONFIG, "mxfp4", with_draft=False)
-    whole = sum(t.num_bytes for t in sizes.tensors if t.name.startswith("layers.L."))
-    norms = sum(t.num_bytes for t in sizes.tensors if t.name.startswith("layers.L.") and t.name.endswith("_norm.weight")
+    whole = sum(t.num_bytes for t in sizes.tensors if t.name.startswith("layers."))
+    norms = sum(t.num_bytes for t in sizes.tensors if t.name.startswith("layers.") and t.name.endswith("_norm.weight")
                 and "attn." not in t.name)  # fmt: skip
     tables = sum(t.num_bytes for t in sizes.tensors if t.dtype == "I64" or t.name.endswith("gate.bias"))
     layers = [model.transformer().schedule[i] for i in range(3)]

@@ -16,7 +16,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "demo_model"))
 
-import card
 import learn_drafts
 import own_text
 from draft_head import Anchors, DraftHead
@@ -132,7 +131,7 @@ def run(tmp_path_factory):
     (folder / "tokenizer.json").write_text((shipped_checkpoint() / "tokenizer.json").read_text())
     export_checkpoint(
         toy_model(toy_config(), torch.float32).state_dict(), toy_config(), folder / "toy", "mxfp4",
-        folder / "tokenizer.json", "card",
+        folder / "tokenizer.json",
     )  # fmt: skip
     generator = np.random.default_rng(1)
     text = (generator.integers(0, 4, 4000).cumsum() % (VOCAB - 20) + 20).astype(np.uint16)
@@ -205,30 +204,3 @@ def test_own_text_continues_prompts(tmp_path):
     assert rows[:, :16].tolist() == prompts
     alone = llm.generate([prompts[1]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
     assert rows[1, 16:].tolist() == list(alone.token_ids)
-
-
-# ---- what is written about it ----
-
-
-def test_card_and_page_show_the_records():
-    """Renewed by `python tools/demo_model/card.py`."""
-    for file, text in card.draft_documents().items():
-        assert file.read_text(encoding="utf-8") == text, file
-
-
-def test_the_table_of_drafts():
-    off = {"drafter": "mtp", "drafts": "off", "temperature": 0.0, "tokens_per_second": 9.0,
-           "tokens_per_processor_second": 10.0, "speedup": 1.0}  # fmt: skip
-    two = off | {"drafts": 2, "tokens_per_processor_second": 12.5, "speedup": 1.25, "tokens_per_step": 1.7,
-                 "verified_by_place": [10, 10], "accepted_by_place": [5, 2]}  # fmt: skip
-    gpu = two | {"tokens_per_second": 2345.6, "speedup": 1.5}
-    reports = {
-        "CPU": [{"origin": {"device": "x86_64"}, "records": [off, two]}],
-        "H200": [{"origin": {"device": "NVIDIA H200"}, "records": [gpu]}],
-    }
-    assert card.drafts_table(reports).splitlines()[2:] == [
-        "| MTP | off | 0 |  | 1.00 | 10.0 (1.00 x) |  |",
-        "| MTP | 2 | 0 | 50 20 % | 1.70 | 12.5 (1.25 x) | 2,346 (1.50 x) |",
-    ]
-    page = f"before\n\n{card.DRAFT_TABLE} old |\n|---|\n| x |\n\nafter\n"
-    assert card.with_drafts_table(page, "new\nrows") == "before\n\nnew\nrows\n\nafter\n"

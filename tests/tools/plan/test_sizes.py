@@ -53,9 +53,9 @@ def test_other_expert_formats():
     assert sizes["fp8"].num_tensors == sizes["mxfp4"].num_tensors
     assert set(sizes["bf16"].by_format()) == {"BF16", "F32", "I64"}
     # one 4-byte scale per 16384 weights, and one byte a weight
-    routed = {t.name: t for t in sizes["fp8"].tensors if t.name.startswith("layers.L.ffn.experts.E.w1")}
-    assert routed["layers.L.ffn.experts.E.w1.weight"].num_bytes == 256 * 2048 * 4096
-    assert routed["layers.L.ffn.experts.E.w1.scale"].num_bytes == 256 * 16 * 32 * 4
+    routed = {t.name: t for t in sizes["fp8"].tensors}
+    assert routed["layers.9.ffn.experts.0.w1.weight"].num_bytes == 256 * 2048 * 4096
+    assert routed["layers.9.ffn.experts.0.w1.scale"].num_bytes == 256 * 16 * 32 * 4
 
 
 def test_a_checkpoint_on_disk(request):
