@@ -96,7 +96,7 @@ class Storm:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     return "complete" if text == self._expected[place] else "DIFFERENT FROM SOLO"
-                if not line:
+                if not line.startswith("data: "):
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:

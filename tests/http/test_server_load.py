@@ -59,7 +59,7 @@ async def one_client(client, place):
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 return text
-            if line:
+            if line.startswith("data: "):
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
                 text += choice["delta"].get("content", "")
                 num_events += 1

@@ -170,8 +170,8 @@ def test_a_cancellation_from_elsewhere_is_not_taken_for_the_clocks():
         await until(lambda: len(client.bodies) > 2)
         await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task}, timeout=20)
+        assert task.cancelled()
         return client
 
     assert asyncio.run(main()).problems == ["disconnected"]
@@ -188,7 +188,7 @@ def test_what_came_before_an_error_is_sent():
 
 
 # 256 answers of 16K tokens are to stay below 200 MB: 47 bytes a token
-_MAX_BYTES = 16
+_MAX_BYTES = 12
 _MAX_SCORED_BYTES = 110  # with five of the most likely beside each
 
 
