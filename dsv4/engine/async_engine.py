@@ -20,12 +20,13 @@ from dsv4.engine.engine import TokenEvent as EngineEvent
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.request import Request, RequestAborted
 from dsv4.engine.stats import EngineStats
+from dsv4.errors import Dsv4Error
 from dsv4.text.output import TextOutput
 
 _LOG = logging.getLogger("dsv4.engine")
 
 
-class EngineBusy(RuntimeError):
+class EngineBusy(Dsv4Error, RuntimeError):
     """The queue is full; try again later."""
 
 

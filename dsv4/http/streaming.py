@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from dsv4.engine.async_engine import EngineStopped
 from dsv4.engine.events import EndEvent, ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
+from dsv4.errors import Dsv4Error
 from dsv4.http.apis.answers import Answer, Sent
 from dsv4.http.errors import ApiError
 from dsv4.http.metrics import Metrics, RequestTimer
@@ -38,7 +39,7 @@ class Assembler(Protocol):
         """The answer that all the pieces of `take` add up to."""
 
 
-class ClientGone(Exception):
+class ClientGone(Dsv4Error):
     """Nobody is there to answer."""
 
 

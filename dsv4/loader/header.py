@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.config import shown, unique_keys
+from dsv4.errors import Dsv4Error
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 MAX_DIMENSIONS = 8
@@ -25,7 +26,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Dsv4Error, ValueError):
     """A checkpoint that is damaged, incomplete, or does not fit its config."""
 
 

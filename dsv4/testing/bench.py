@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from dsv4.testing import cases
 from dsv4.testing.op_call import OpCall
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 REGRESSION_LIMIT = 1.05  # slower than this times the old median, and beyond both spreads, is a regression
 
 
-class BenchError(ValueError):
+class BenchError(Dsv4Error, ValueError):
     """A benchmark that cannot run, or records that cannot be compared."""
 
 

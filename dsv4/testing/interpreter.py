@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4.errors import Dsv4Error
+
 REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that ops/lib/guard.py looks for
 
 
-class InterpreterError(ValueError):
+class InterpreterError(Dsv4Error, ValueError):
     """The interpreter was asked for too late, or for something it cannot do faithfully."""
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4.errors import Dsv4Error
+
 FORMAT = "dsv4 prefix 2"
 SUFFIX = ".safetensors"
 _MAX_HEADER = 2**20
@@ -22,7 +24,7 @@ _KEY_DIGITS = 64
 _FIELDS = ("checksum", "end", "fingerprint", "format", "key", "parent", "start")
 
 
-class SegmentFileError(ValueError):
+class SegmentFileError(Dsv4Error, ValueError):
     """A file that is no segment, is damaged, or belongs to something else; the message says which and why."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import decode_rows, most_rows
 from dsv4.engine.run.bucket_sizes import captured_layers
+from dsv4.errors import Dsv4Error
 
 GIB = 2**30
 # Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of
@@ -27,7 +28,7 @@ STAGED_EXPERT_LAYERS = 2  # the layer in use and the one being copied
 CACHED_EXPERTS_PER_CHOICE = 4  # least slots that come and go, for each expert a token chooses
 
 
-class OffloadError(ValueError):
+class OffloadError(Dsv4Error, ValueError):
     """A placement that cannot work."""
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 
 from dsv4.engine.fingerprint import source_digest
+from dsv4.errors import Dsv4Error
 from dsv4.ops import TORCH, Backend
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _KERNELS = ("formats", "ops")  # the parts whose code is the kernels'
 
 
-class KernelRefused(ValueError):
+class KernelRefused(Dsv4Error, ValueError):
     """The self-test found kernels wrong on this GPU."""
 
 

@@ -6,8 +6,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dsv4.errors import Dsv4Error
 
-class ConstraintError(RuntimeError):
+
+class ConstraintError(Dsv4Error, RuntimeError):
     """The rule cannot be followed any further: it met a limit of its own, or a token it does not allow."""
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4.engine.step.constraint import ConstraintError
+from dsv4.errors import Dsv4Error
 from dsv4.http.grammar.check import check_grammar
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
@@ -22,7 +23,7 @@ from dsv4.text.tokenizer import Tokenizer, TokenizerError
 _NUM_KEPT = 32
 
 
-class GrammarError(ValueError):
+class GrammarError(Dsv4Error, ValueError):
     """A schema or grammar that cannot be enforced; the text says what is wrong with it."""
 
 

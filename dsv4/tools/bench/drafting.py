@@ -14,6 +14,7 @@ from typing import Any
 
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig
 from dsv4.engine.draft.options import Drafts
+from dsv4.errors import Dsv4Error
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint, shipped_text
 from dsv4.request import SamplingParams
@@ -24,7 +25,7 @@ from dsv4.tools.bench.model import Record, Report, describe_machine
 _WARM_TOKENS = 8  # of a first request, which is not timed
 
 
-class DraftsDiffer(RuntimeError):
+class DraftsDiffer(Dsv4Error, RuntimeError):
     """Drafts changed a token, which they never may."""
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from dsv4.errors import Dsv4Error
 from dsv4.request import Completion, SamplingParams, TokenLogprobs
 
 FORMAT = 1
@@ -28,7 +29,7 @@ _HELD = ("prompt", "params", "seed", "grammar", "output", "logprobs")  # parts t
 ENDS = ("stop", "length")
 
 
-class RecordError(ValueError):
+class RecordError(Dsv4Error, ValueError):
     """A line, or a file, that is not part of a record."""
 
 
