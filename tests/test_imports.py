@@ -34,8 +34,8 @@ MAY_IMPORT = {
     "http": {"tools", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
-# the package's own face may name everything, and so may the list of its errors: both import on demand. So may `testing`,
-# which only the self-test imports
+# The package's own face and the list of its errors may name everything: both import on demand. `testing` may import
+# everything too, and only the self-test imports it.
 TOP = {"__init__", "__main__", "errors", "testing"}
 SELFTEST = "dsv4.tools.selftest"
 

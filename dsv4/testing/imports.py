@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-TREES = ("dsv4", "benchmarks", "tests", "tools")
+TREES = ("dsv4", "benchmarks", "examples", "tests", "tools")
 
 
 class Import(NamedTuple):

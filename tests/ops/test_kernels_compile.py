@@ -1,5 +1,5 @@
-"""Every kernel, as the benchmark cases launch it, compiles for Hopper (in `make slow-test` for Blackwell too); none but
-one spills registers.
+"""Every kernel, as the benchmark cases launch it, compiles for Hopper (in `make slow-test` for Blackwell too); no
+kernel spills registers but those of `KNOWN_SPILLS`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
 CASES = list(SHAPES)
 # Blackwell takes as long again, and no GPU of its kind has run them yet
 ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow))
-# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
-# scoring for many tokens the decoded keys, wo_a for 256 rows four words; the warps that copy and end tiles of experts
-# have 32 registers each, those that multiply spill once a tile, where ranges of the shared expert's columns are added;
-# of attention in pairs of tiles most is spilled outside the loop over keys
-SPILLS = {
-    ("_attend_kernel", 90): 100,
-    ("attend_pairs_kernel", 90): 804,
-    ("dense_tiles_kernel", 90): 464,
-    ("expert_tiles_kernel", 90): 124,
-    ("grouped_shuffled_kernel", 90): 16,
-    ("group_scores_kernel", 100): 8,
+# kernels that may spill: stored and loaded bytes at most, and why
+KNOWN_SPILLS = {
+    ("_attend_kernel", 90): (100, "many queries: 128 accumulators a thread"),
+    ("attend_pairs_kernel", 90): (804, "nearly all of it outside the loop over keys"),
+    ("dense_tiles_kernel", 90): (464, "producers and epilogue have 32 registers; MMA warps add ranges once a tile"),
+    ("expert_tiles_kernel", 90): (124, "producer and epilogue warps have 32 registers"),
+    ("grouped_shuffled_kernel", 90): (16, "256 rows of wo_a: four words"),
+    ("group_scores_kernel", 100): (8, "scoring for many tokens holds the decoded keys"),
 }
+
+
+def allowed_spills(kernel, arch):
+    return KNOWN_SPILLS.get((kernel, arch), (0, ""))[0]
 
 
 @cache
@@ -54,9 +55,15 @@ def compiled(arch):
 def test_compiles_without_spills(compiled, case, arch):
     kernels = compiled[case, arch]
     assert [kernel.error for kernel in kernels if isinstance(kernel, CompileFailure)] == []
-    spilling = [kernel for kernel in kernels if kernel.spill_bytes > SPILLS.get((kernel.kernel, arch), 0)]
+    spilling = [kernel for kernel in kernels if kernel.spill_bytes > allowed_spills(kernel.kernel, arch)]
     assert [(kernel.kernel, kernel.spill_bytes) for kernel in spilling] == []
     assert all(0 < kernel.registers <= 255 and kernel.shared_bytes <= 227 * 1024 for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_kernel_is_listed_without_need(compiled, arch):
+    spilling = {kernel.kernel for case in CASES for kernel in compiled[case, arch] if kernel.spill_bytes}
+    assert {kernel for kernel, known in KNOWN_SPILLS if known == arch} - spilling == set()
 
 
 # where products of warp groups are, spills cost most: instructions inside such loops, at most
