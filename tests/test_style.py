@@ -16,7 +16,7 @@ LIMITS = {"module lines": 400, "function lines": 80, "public arguments": 10, "ke
 
 EXCEPTIONS = {
     "module lines": {
-        "llm.py": 532,  # every public method of `LLM`, and their docstrings
+        "llm.py": 540,  # every public method of `LLM`, and their docstrings
         "engine/offload/pool.py": 484,  # slots, copies and the three ops that use them share one state
         "engine/schedule/scheduler.py": 458,  # the plan and preemption change the same ledger
         "ops/select/kernel_long.py": 446,  # one kernel in two sizes, with its device functions

@@ -160,7 +160,7 @@ def _constrainer(llm: LLM) -> Any:
             compiler.append(
                 GrammarCompiler(llm.tokenizer, vocab_size=llm.config.vocab_size, eos_token_id=llm.config.eos_token_id)
             )
-        return compiler[0].compile(grammar).constraint()  # type: ignore[no-any-return]
+        return compiler[0].compile(grammar).constraint()
 
     return constrain
 

@@ -221,7 +221,7 @@ def _repair_language(interpreter: Any) -> None:
 
     running: list[Any] = []  # the scope of the launch under way
 
-    class LaunchScope(interpreter._LangPatchScope):
+    class LaunchScope(interpreter._LangPatchScope):  # type: ignore[misc]
         """Undoes the patches of a launch when it ends."""
 
         def __init__(self, inner: Any) -> None:

@@ -59,7 +59,7 @@ class TensorRecord:
     def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
         scales = raw["scales"]
         return cls(
-            **{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)}  # type: ignore[arg-type]
+            **{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)}
         )
 
 
