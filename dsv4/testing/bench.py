@@ -304,7 +304,7 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> str:
-    """The page docs/measured.md: the last record of every case there is, by op; cases without one are named."""
+    """The page docs/kernels/measured.md: the last record of every case there is, by op; cases without one are named."""
     origins = sorted({tuple(r[name] for name in ("gpu", "driver", "torch", "triton")) for r in records.values()})
     lines = [
         "# Measured",
@@ -312,7 +312,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
         "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
     ]
     lines += [
-        "[kernels/README.md](kernels/README.md). "
+        "[kernels/README.md](README.md). "
         + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}" for g, d, t, n in origins)
         + "."
     ]

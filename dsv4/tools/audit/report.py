@@ -58,9 +58,7 @@ class TensorRecord:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
         scales = raw["scales"]
-        return cls(
-            **{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)}
-        )
+        return cls(**{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)})
 
 
 @dataclass(frozen=True)
