@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -179,6 +180,53 @@ def test_every_decision_is_in_the_index_and_short():
     texts = {path.name: path.read_text(encoding="utf-8") for path in records}
     assert [name for name, text in texts.items() if text.count("\n") > 60] == []
     assert [name for name, text in texts.items() if not re.match(r"# .+\n\n20\d\d-\d\d-\d\d", text)] == []
+
+
+# Not the words of this field. Pages, help texts and error messages say it plainly: what happens, and to what.
+BANNED = (
+    "so many", "of so much", "nobody", "somebody", "everybody", "told", "those who", "who copies", "by thought",
+    "mend", "mends", "mended", "make no sense", "makes no sense", "what came of", "what comes of", "can trust",
+    "as it should be",
+)  # fmt: skip
+BANNED_PHRASE = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
+
+
+def spoken_texts(source):
+    """(line, text) of every literal in a raised error or an option's help."""
+    for node in ast.walk(ast.parse(source)):
+        spoken = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            spoken = node.value
+        for part in ast.walk(spoken) if spoken is not None else ():
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part.lineno, part.value
+
+
+def test_pages_use_no_banned_phrase():
+    found = [
+        (document.name, number, match[0])
+        for document in documents()
+        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1)
+        for match in BANNED_PHRASE.finditer(line)
+    ]
+    assert found == []
+
+
+def test_help_and_errors_use_no_banned_phrase():
+    found = [
+        (str(file.relative_to(ROOT)), line, match[0])
+        for file in sorted((ROOT / "dsv4").rglob("*.py"))
+        for line, text in spoken_texts(file.read_text(encoding="utf-8"))
+        for match in BANNED_PHRASE.finditer(text)
+    ]
+    assert found == []
+
+
+def test_the_rule_for_phrases_finds_them():
+    source = 'raise A(f"nobody has {x}")\nOption(help="Run so many.")\nplain = "somebody"\n'
+    assert [text for _, text in spoken_texts(source)] == ["nobody has ", "Run so many."]
+    assert all(BANNED_PHRASE.search(text) for _, text in spoken_texts(source))
+    assert BANNED_PHRASE.search("a commended toldo") is None
 
 
 ANNOTATED = "docs/kernels/annotated.md"

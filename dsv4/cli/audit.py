@@ -30,9 +30,9 @@ def audit_command(
         Path | None, typer.Option(help="Also run this UTF-8 text through the model, layer by layer.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 512,
-    device: Annotated[str, typer.Option(help="Where the text runs: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device for the text: cpu or cuda.")] = "cpu",
     resume: Annotated[
-        Path | None, typer.Option(help="Keep finished layers in this file; run again to go on after a kill.")
+        Path | None, typer.Option(help="Save progress in this file; a later run continues from it.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the report as one page with plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,

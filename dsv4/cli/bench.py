@@ -76,9 +76,9 @@ def bench_model_command(
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     batches: Annotated[str, typer.Option(help="Requests in a decode step, e.g. 1,16,64.")] = "1,4",
-    contexts: Annotated[str, typer.Option(help="Tokens each request has, e.g. 2048,65536,1048576.")] = "512,2048",
+    contexts: Annotated[str, typer.Option(help="Context lengths, e.g. 2048,65536,1048576.")] = "512,2048",
     prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512",
-    concurrency: Annotated[str, typer.Option(help="Requests at once, through the engine.")] = "1,4",
+    concurrency: Annotated[str, typer.Option(help="Concurrent requests, through the engine.")] = "1,4",
     prompt: Annotated[int, typer.Option(help="Prompt tokens of those requests.", min=1)] = 64,
     output: Annotated[int, typer.Option(help="Tokens each of them generates.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.", min=3)] = 20,
@@ -89,7 +89,7 @@ def bench_model_command(
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload-experts", help="Experts that do not fit on the device live in host memory.")
+        bool, typer.Option("--offload-experts", help="Keep experts that do not fit on the device in host memory.")
     ] = False,
     drafts: DraftsOption = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
@@ -137,11 +137,11 @@ def bench_model_command(
 def bench_drafts_command(
     targets: Annotated[list[str] | None, typer.Argument(help="Checkpoints. Default: both shipped drafters.")] = None,
     counts: Annotated[str, typer.Option(help="Drafts a step, e.g. 1,3,auto; off always comes first.")] = "all",
-    temperatures: Annotated[str, typer.Option(help="One after the other; 0 is greedy.")] = "0,1",
-    prompts: Annotated[int, typer.Option(help="Stretches of the text that are continued.", min=1)] = 8,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, measured in turn; 0 is greedy.")] = "0,1",
+    prompts: Annotated[int, typer.Option(help="Number of excerpts of the text to continue.", min=1)] = 8,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 64,
     output: Annotated[int, typer.Option(help="Tokens each request generates.", min=2)] = 64,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.", min=1)] = 1,
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
     ] = None,
@@ -209,15 +209,17 @@ def bench_serve_command(
     target: Annotated[
         str | None, typer.Argument(help="flash, pro, tiny (random weights) or a checkpoint. Default: the miniature.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A server instead: any that speaks OpenAI's completions.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests in all.", min=1)] = 32,
-    concurrency: Annotated[int, typer.Option(help="Requests always under way, without --rate.", min=1)] = 8,
-    rate: Annotated[float | None, typer.Option(help="Arrivals a second instead, at random (Poisson).")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Measure a server with OpenAI's completions interface instead.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests, without --rate.", min=1)] = 8,
+    rate: Annotated[float | None, typer.Option(help="Requests per second instead, at random times (Poisson).")] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
     output: Annotated[int, typer.Option(help="Tokens each request generates.", min=1)] = 32,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the draws.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling (top-p).")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     device: DeviceOption = "cpu",

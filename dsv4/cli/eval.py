@@ -28,7 +28,7 @@ def eval_command(
     max_tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 4096,
     context: Annotated[int, typer.Option(help="Tokens per context; each starts anew.")] = 1024,
     decode_tokens: Annotated[int, typer.Option(help="Tokens for decode against prefill; 0 leaves it out.")] = 192,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this PNG (needs matplotlib).")] = None,
 ) -> None:

@@ -24,9 +24,11 @@ _PARTS = {
 
 def selftest_command(
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes only, no table of speed.")] = False,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated. Nothing is kept then.")] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this op; may be repeated. No verdict is written then.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON, for a bug report.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the verdict for the engine to ask.")] = True,
+    keep: Annotated[bool, typer.Option(help="Write the verdict that the engine reads.")] = True,
 ) -> None:
     """Test every kernel on this machine: against its oracle, bit for bit against itself in other batches, and whole.
 

@@ -312,7 +312,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
         "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
     ]
     lines += [
-        "[kernels/README.md](README.md). "
+        "[README.md](README.md). "
         + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}" for g, d, t, n in origins)
         + "."
     ]

@@ -116,8 +116,8 @@ def place_experts(config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, 
     num_slots = sizes.slots_in(spare, config.n_routed_experts)
     if num_slots < config.num_experts_per_tok:
         raise OffloadError(
-            f"the device has {usable_bytes / GIB:.1f} GiB; what cannot be offloaded takes "
-            f"{(others + sizes.staging) / GIB:.1f} GiB, and beside it there must be room for one token's "
+            f"the device has {usable_bytes / GIB:.1f} GiB; weights, cache and reserves that cannot be offloaded take "
+            f"{(others + sizes.staging) / GIB:.1f} GiB, and the rest must hold one token's "
             f"{config.num_experts_per_tok} experts of every layer, found room for {num_slots}: lower the limits"
         )
     return divide_slots(num_slots, config, engine)

@@ -184,7 +184,7 @@ def _planned_placement(config: ModelConfig, experts: ExpertFormat, device: torch
     gpu = str(torch.cuda.get_device_properties(device).total_memory / GIB) if is_cuda else "h200"
     planned = plan(config, engine, experts=experts, gpu=gpu, offload_experts=True, with_draft=False)
     if planned.forecast is None:
-        raise ConfigError(f"{device} does not even hold what is not offloaded")
+        raise ConfigError(f"{device} cannot hold the weights that are not offloaded")
     num_slots, num_fixed = planned.forecast.num_slots, planned.forecast.num_fixed
     if is_cuda:
         torch.cuda.empty_cache()

@@ -97,7 +97,7 @@ def _prompts(folder: Path, load: DraftLoad) -> list[list[int]]:
     ids = Tokenizer.from_pretrained(folder).encode((load.text or shipped_text()).read_text(encoding="utf-8"))
     room = len(ids) - load.prompt_tokens
     if room < 0:
-        raise ConfigError(f"the text has {len(ids)} tokens; a prompt was to have {load.prompt_tokens}")
+        raise ConfigError(f"the text has {len(ids)} tokens; expected at least {load.prompt_tokens} for a prompt")
     starts = [room * place // load.prompts for place in range(load.prompts)]
     return [ids[start : start + load.prompt_tokens] for start in starts]
 

@@ -185,7 +185,7 @@ def parse_line(line: bytes) -> Header | Receipt | Gap:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        raise RecordError("it is not whole, or not JSON") from None
+        raise RecordError("it is truncated or not JSON") from None
     kind = content.get("kind") if isinstance(content, dict) else None
     try:
         if kind == "header":
