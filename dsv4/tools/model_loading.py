@@ -31,7 +31,7 @@ _THREADS_HELP = (
 )
 _OFFLOAD_HELP = (
     "Keep experts in host memory that do not fit on the GPU: auto fills the GPU; a number, e.g. 64, is how many "
-    "experts of each layer stay on it. Default: all."
+    "experts of each layer stay on it. Default: all on the GPU."
 )
 
 
@@ -47,7 +47,7 @@ ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP, autocompletio
 NumericsOption = Annotated[
     str,
     typer.Option(
-        help="official: round where the published code does. exact: dequantise the weights and round nowhere else."
+        help="official: quantise where the published code does. exact: quantise nothing but the stored weights."
     ),
 ]
 DtypeOption = Annotated[
