@@ -37,7 +37,7 @@ def audit_command(
     html: Annotated[Path | None, typer.Option(help="Also write the report as one page with plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
-    """Read every byte of a checkpoint, one layer at a time, and say what is wrong with it.
+    """Read every byte of a checkpoint, layer by layer, and name its faults.
 
     Exit status 0: sound. 1: faults were found. 2: it could not run.
 

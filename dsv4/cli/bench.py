@@ -43,7 +43,7 @@ def bench_ops_command(
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Compare two record files; no GPU needed.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
 ) -> None:
-    """Time every op at the real shapes of Flash and Pro, against what the chip was measured to do.
+    """Time every op at the real shapes of Flash and Pro, beside the chip's measured ceilings.
 
     Examples:
 
@@ -148,7 +148,7 @@ def bench_drafts_command(
     device: DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
-    """Measure drafts on text: how many come true by place, tokens a step, tokens a second with and without.
+    """Measure drafts on text: acceptance by place, tokens per step, tokens/s with and without drafts.
 
     It fails if drafts change a token.
 
@@ -228,7 +228,7 @@ def bench_serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
 ) -> None:
-    """Serve a load of requests and measure what callers wait for: first token, between tokens, tokens a second.
+    """Serve a load of requests and measure time to first token, time between tokens, and tokens/s.
 
     Examples:
 

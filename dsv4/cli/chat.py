@@ -78,7 +78,7 @@ def chat_command(
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Talk to a model in the terminal. Type /help for the commands; lines from a pipe are answered one by one.
+    """Chat with a model in the terminal. Type /help for the commands; lines from a pipe are answered in turn.
 
     \b
     Examples:

@@ -32,7 +32,7 @@ def eval_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this PNG (needs matplotlib).")] = None,
 ) -> None:
-    """Measure what the numerics do to a model: perplexity of a text, same experts, same picks of the indexer.
+    """Measure the effect of the numerics: perplexity of a text, agreement of experts and of indexer picks.
 
     The text is cut into contexts and runs through the model three times: exact (weights dequantised, fp32), official
     (every rounding of the published code), and official with FP8 index keys. Printed: perplexity of each, and by layer

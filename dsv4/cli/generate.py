@@ -82,7 +82,7 @@ def generate_command(
         bool, typer.Option("--stats", help="Also show which experts each layer used, and drafts.")
     ] = False,
 ) -> None:
-    """Continue a prompt and print the text as it comes.
+    """Continue a prompt and stream the text.
 
     A checkpoint without tokenizer.json takes --ids and prints ids.
 

@@ -36,7 +36,7 @@ def plan_command(
     mtp: Annotated[bool, typer.Option(help="Load the draft blocks (MTP or DSpark).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON; sizes are bytes.")] = False,
 ) -> None:
-    """What a model takes and how many requests fit, without a GPU and without the weights.
+    """Plan the memory of a model: its bytes, and how many requests fit. Needs no GPU and no weights.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ def quantize_command(
 ) -> None:
     """Round a BF16, FP8 or MXFP4 checkpoint to 4-bit experts, weight by weight, with the best scale for every group.
 
-    A run that was killed goes on when started again, and ends in the same bytes. At the end the result is audited
+    A killed run continues when started again, and gives the same bytes. At the end the result is audited
     against its source; exit status 1 if that finds faults.
 
     \b

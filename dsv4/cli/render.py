@@ -62,7 +62,7 @@ def render_command(
     keep_thinking: Annotated[bool, typer.Option("--keep-thinking", help="Keep reasoning of earlier turns.")] = False,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the begin-of-sentence marker.")] = False,
 ) -> None:
-    """Print exactly the prompt for a conversation, with no newline added.
+    """Print the exact prompt of a conversation, without a newline at the end.
 
     \b
     Examples:

@@ -59,7 +59,7 @@ def replay_command(
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
-    """Run recorded requests again and say which tokens or bits differ, and where first.
+    """Run recorded requests again, and name tokens or bits that differ, and the first place.
 
     Without --model, the checkpoint is the one that was recorded. Exit status 0: the same. 1: different. 2: it could
     not run.

@@ -30,7 +30,7 @@ def selftest_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON, for a bug report.")] = False,
     keep: Annotated[bool, typer.Option(help="Write the verdict that the engine reads.")] = True,
 ) -> None:
-    """Test every kernel on this machine: against its oracle, bit for bit against itself in other batches, and whole.
+    """Test this machine: every kernel against its oracle, bit for bit in other batches, and whole models.
 
     On a GPU it takes a few minutes. Without one the kernels run in Triton's interpreter, at small shapes. The engine
     refuses kernels that failed here (--ignore-selftest).

@@ -105,7 +105,7 @@ def serve_command(
     record_mib: Annotated[int, typer.Option(help="Size in MiB at which the record is rotated to FILE.1.")] = 256,
     record_files: Annotated[int, typer.Option(help="Number of record files to keep.")] = 4,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
+    """Serve a model over HTTP: OpenAI's and Anthropic's interfaces at /v1, a chat page at /, metrics at /metrics.
 
     \b
     Examples:
