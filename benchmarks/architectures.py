@@ -1,4 +1,4 @@
-"""Compiles every kernel of a Flash step for six architectures and writes docs/architectures.md from what ptxas says.
+"""Compiles every kernel of a Flash step for six architectures and writes architectures.md from what ptxas says.
 
 python benchmarks/architectures.py                  all, on all cores; records in benchmarks/results/architectures.json
 python benchmarks/architectures.py --arch 89        one of them; what the others' cases gave stays
@@ -29,7 +29,7 @@ from dsv4.testing.bench import BenchCase, case_modules, load_cases
 from dsv4.testing.compile_check import compile_case
 
 RECORDS = Path(__file__).parent / "results" / "architectures.json"
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "architectures.md"
 GPUS = {
     80: "A100", 89: "L40S, RTX 4090", 90: "H100, H200", 100: "B200", 103: "B300", 120: "RTX PRO 6000, RTX 5090",
 }  # fmt: skip

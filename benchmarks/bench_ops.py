@@ -4,7 +4,7 @@ python benchmarks/bench_ops.py                         all cases, records append
 python benchmarks/bench_ops.py --op rope --out FILE    some cases, another file
 python benchmarks/bench_ops.py --precompile 90         compiles first, on all cores; a run then finds it in the cache
 python benchmarks/bench_ops.py --compare OLD NEW       no GPU needed; exit status 1 if something became slower
-python benchmarks/bench_ops.py --markdown              no GPU needed; docs/measured.md anew from the H200's records
+python benchmarks/bench_ops.py --markdown              no GPU needed; measured.md anew from the H200's records
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4.testing import bench
 from dsv4.testing.compile_check import precompile
 
 RESULTS = Path(__file__).parent / "results"
-MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
+MEASURED = Path(__file__).parents[1] / "docs" / "kernels" / "measured.md"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--precompile", type=int, metavar="ARCH", help="only compile, on all cores, for 90 or 100")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two record files")
-    parser.add_argument("--markdown", action="store_true", help="write docs/measured.md from results/nvidia-h200.jsonl")
+    parser.add_argument("--markdown", action="store_true", help="write measured.md from results/nvidia-h200.jsonl")
     return parser.parse_args(arguments)
 
 

@@ -74,6 +74,7 @@ from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 from dsv4.text.tokenizer import Tokenizer
 
+__all__ = ["LLM", "Numerics", "Prompt"]
 _LOG = logging.getLogger("dsv4.engine")
 
 
@@ -112,7 +113,7 @@ class LLM:
     Requests of `generate` and of open streams, of any thread, share one engine, one cache and the engine's steps.
     """
 
-    _end_ranks: weakref.finalize | None = None
+    _end_ranks: weakref.finalize[[], LLM] | None = None
 
     def __init__(
         self, path: str | Path | None = None, *, device: str | torch.device = "cpu", numerics: Numerics = "official",

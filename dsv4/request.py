@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dsv4.config import shown
+from dsv4.errors import Dsv4Error
 
 
-class RequestError(ValueError):
+class RequestError(Dsv4Error, ValueError):
     """A request that cannot be served as it is; the message names the field and what would be accepted. `field` is that
     of `SamplingParams` (or `prompt`) which is wrong, where it is one of them."""
 

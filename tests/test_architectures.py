@@ -1,4 +1,4 @@
-"""docs/architectures.md shows its records, and these hold what was promised: everything compiled fits its chip."""
+"""architectures.md shows its records, and these hold what was promised: everything compiled fits its chip."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
 
 # what each part may import besides itself and the base
-BASE = {"config", "request", "__version__"}
+BASE = {"config", "request", "errors", "__version__"}
 BELOW_ENGINE = ("loader", "model", "dist", "ops", "cache", "formats")
 MAY_IMPORT = {
     "formats": set(),
@@ -36,12 +36,13 @@ MAY_IMPORT = {
     "http": {"tools", "async_llm", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
-# the package's own face may import everything; so may `testing`, which only the self-test imports
-TOP = {"__init__", "__main__", "testing"}
+# The package's own face and the list of its errors may name everything: both import on demand. `testing` may import
+# everything too, and only the self-test imports it.
+TOP = {"__init__", "__main__", "errors", "testing"}
 SELFTEST = "dsv4.tools.selftest"
 
 TORCH_FREE = [
-    "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
+    "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
     "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
     "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",

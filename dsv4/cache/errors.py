@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dsv4.errors import Dsv4Error
 
-class CacheError(ValueError):
+
+class CacheError(Dsv4Error, ValueError):
     """A request the cache cannot serve as asked. The cache is unchanged."""
 
 
@@ -39,7 +41,7 @@ class RewindTooFar(CacheError):
     """A position whose rows the rings no longer hold, or that was never reached."""
 
 
-class OutOfBlocks(RuntimeError):
+class OutOfBlocks(Dsv4Error, RuntimeError):
     """Not enough free blocks now; nothing was acquired. Releasing a request may help."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
@@ -68,7 +70,7 @@ class UnallocatedBlock(BlockError):
     """A free block cannot gain an owner by `retain`; it must be acquired."""
 
 
-class IntegrityError(AssertionError):
+class IntegrityError(Dsv4Error, AssertionError):
     """`check_integrity` recomputed the truth and found something else: a defect of this package."""
 
 

@@ -31,14 +31,14 @@ def audit_command(
         Path | None, typer.Option(help="Also run this UTF-8 text through the model, layer by layer.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 512,
-    device: Annotated[str, typer.Option(help="Where the text runs: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device for the text: cpu or cuda.")] = "cpu",
     resume: Annotated[
-        Path | None, typer.Option(help="Keep finished layers in this file; run again to go on after a kill.")
+        Path | None, typer.Option(help="Save progress in this file; a later run continues from it.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the whole report as one page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
-    """Read every byte of a checkpoint, one layer at a time, and say what is wrong with it.
+    """Read every byte of a checkpoint, layer by layer, and name its faults.
 
     Exit status 0: sound. 1: faults were found. 2: it could not run.
 

@@ -43,7 +43,7 @@ def bench_ops_command(
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Compare two record files; no GPU needed.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
 ) -> None:
-    """Time every op at the real shapes of Flash and Pro, against what the chip was measured to do.
+    """Time every op at the real shapes of Flash and Pro, beside the chip's measured ceilings.
 
     Examples:
 
@@ -76,9 +76,9 @@ def bench_model_command(
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     batches: Annotated[str, typer.Option(help="Requests in a decode step, e.g. 1,16,64.")] = "1,4",
-    contexts: Annotated[str, typer.Option(help="Tokens each request has, e.g. 2048,65536,1048576.")] = "512,2048",
+    contexts: Annotated[str, typer.Option(help="Context lengths, e.g. 2048,65536,1048576.")] = "512,2048",
     prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512",
-    concurrency: Annotated[str, typer.Option(help="Requests at once, through the engine.")] = "1,4",
+    concurrency: Annotated[str, typer.Option(help="Concurrent requests, through the engine.")] = "1,4",
     prompt: Annotated[int, typer.Option(help="Prompt tokens of those requests.", min=1)] = 64,
     output: Annotated[int, typer.Option(help="Tokens each of them generates.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.", min=3)] = 20,
@@ -89,7 +89,7 @@ def bench_model_command(
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload-experts", help="Experts that do not fit on the device live in host memory.")
+        bool, typer.Option("--offload-experts", help="Keep experts that do not fit on the device in host memory.")
     ] = False,
     drafts: DraftsOption = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
@@ -137,18 +137,18 @@ def bench_model_command(
 def bench_drafts_command(
     targets: Annotated[list[str] | None, typer.Argument(help="Checkpoints. Default: both shipped drafters.")] = None,
     counts: Annotated[str, typer.Option(help="Drafts a step, e.g. 1,3,auto; off always comes first.")] = "all",
-    temperatures: Annotated[str, typer.Option(help="One after the other; 0 is greedy.")] = "0,1",
-    prompts: Annotated[int, typer.Option(help="Stretches of the text that are continued.", min=1)] = 8,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, measured in turn; 0 is greedy.")] = "0,1",
+    prompts: Annotated[int, typer.Option(help="Number of excerpts of the text to continue.", min=1)] = 8,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 64,
     output: Annotated[int, typer.Option(help="Tokens each request generates.", min=2)] = 64,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.", min=1)] = 1,
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
     ] = None,
     device: DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
-    """Measure drafts on text: how many come true by place, tokens a step, tokens a second with and without.
+    """Measure drafts on text: acceptance by place, tokens per step, tokens/s with and without drafts.
 
     It fails if drafts change a token.
 
@@ -209,15 +209,17 @@ def bench_serve_command(
     target: Annotated[
         str | None, typer.Argument(help="flash, pro, tiny (random weights) or a checkpoint. Default: the miniature.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A server instead: any that speaks OpenAI's completions.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests in all.", min=1)] = 32,
-    concurrency: Annotated[int, typer.Option(help="Requests always under way, without --rate.", min=1)] = 8,
-    rate: Annotated[float | None, typer.Option(help="Arrivals a second instead, at random (Poisson).")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Measure a server with OpenAI's completions interface instead.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests, without --rate.", min=1)] = 8,
+    rate: Annotated[float | None, typer.Option(help="Requests per second instead, at random times (Poisson).")] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
     output: Annotated[int, typer.Option(help="Tokens each request generates.", min=1)] = 32,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the draws.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling (top-p).")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     device: DeviceOption = "cpu",
@@ -226,7 +228,7 @@ def bench_serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
 ) -> None:
-    """Serve a load of requests and measure what callers wait for: first token, between tokens, tokens a second.
+    """Serve a load of requests and measure time to first token, time between tokens, and tokens/s.
 
     Examples:
 

@@ -18,7 +18,7 @@ from dsv4.cache.tiers.disk import LOCK_NAME
 from dsv4.cache.tiers.segment_file import SUFFIX, Label, SegmentFileError, read_label, verify_file
 from dsv4.config import BLOCK_TOKENS, ConfigError
 
-cache_app = typer.Typer(help="Look at, check and delete the files of a prefix cache.", no_args_is_help=True)
+cache_app = typer.Typer(help="List, verify and delete the files of a prefix cache.", no_args_is_help=True)
 DirectoryArgument = Annotated[Path, typer.Argument(help="The folder given to dsv4 serve as --cache-dir.")]
 
 
@@ -75,7 +75,7 @@ def verify_command(directory: DirectoryArgument) -> None:
 @cache_app.command("rm")
 def rm_command(
     directory: DirectoryArgument,
-    damaged: Annotated[bool, typer.Option("--damaged", help="Only what `verify` would complain about.")] = False,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Only files that `verify` reports.")] = False,
 ) -> None:
     """Delete the cache's files; nothing else in the folder is touched. Refused while a server writes there."""
     count = 0
@@ -91,7 +91,7 @@ def rm_command(
 
 def _folders(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no folder; expected the --cache-dir of a server")
+        raise ConfigError(f"{directory} is not a folder; expected the --cache-dir of a server")
     return sorted(folder for folder in directory.iterdir() if folder.is_dir() and (folder / LOCK_NAME).is_file())
 
 

@@ -59,14 +59,15 @@ def chat_command(
     effort: Annotated[
         str | None, typer.Option(help="Reasoning effort, as the checkpoint knows; needs --thinking.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of one answer at most.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(help="Maximum new tokens of one answer.")] = 2048,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same answers. Default: a new one each.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help=f"Most tokens of a conversation. Default: the model's, up to {DEFAULT_CONTEXT}.")
+        int | None,
+        typer.Option(help=f"Maximum tokens of a conversation. Default: the model's, at most {DEFAULT_CONTEXT}."),
     ] = None,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
@@ -77,7 +78,7 @@ def chat_command(
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Talk to a model in the terminal. Type /help for the commands; lines from a pipe are answered one by one.
+    """Chat with a model in the terminal. Type /help for the commands; lines from a pipe are answered in turn.
 
     \b
     Examples:

@@ -32,7 +32,7 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         if self.llm.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer.json; a chat speaks text and needs one")
+            raise RequestError("this checkpoint has no tokenizer.json; a chat needs one")
         self.reset()
 
     def reset(self) -> None:

@@ -28,11 +28,11 @@ def eval_command(
     max_tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 4096,
     context: Annotated[int, typer.Option(help="Tokens per context; each starts anew.")] = 1024,
     decode_tokens: Annotated[int, typer.Option(help="Tokens for decode against prefill; 0 leaves it out.")] = 192,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this PNG (needs matplotlib).")] = None,
 ) -> None:
-    """Measure what the numerics do to a model: perplexity of a text, same experts, same picks of the indexer.
+    """Measure the effect of the numerics: perplexity of a text, agreement of experts and of indexer picks.
 
     The text is cut into contexts and runs through the model three times: exact (weights dequantised, fp32), official
     (every rounding of the published code), and official with FP8 index keys. Printed: perplexity of each, and by layer

@@ -53,7 +53,7 @@ def generate_command(
     model: ModelOption = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file, as it stands.")] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum new tokens.")] = 128,
     temperature: TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
     top_p: TopPOption = None,
@@ -67,7 +67,7 @@ def generate_command(
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and of the N best.")] = None,
     context: Annotated[
         int | None,
-        typer.Option(help=f"Most tokens of prompt and answer. Default: the model's, up to {DEFAULT_CONTEXT}."),
+        typer.Option(help=f"Maximum tokens of prompt and answer. Default: the model's, at most {DEFAULT_CONTEXT}."),
     ] = None,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
@@ -82,7 +82,7 @@ def generate_command(
         bool, typer.Option("--stats", help="Also show which experts each layer used, and drafts.")
     ] = False,
 ) -> None:
-    """Continue a prompt and print the text as it comes.
+    """Continue a prompt and stream the text.
 
     A checkpoint without tokenizer.json takes --ids and prints ids.
 

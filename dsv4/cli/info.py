@@ -25,7 +25,7 @@ def info_command(
     directory: Annotated[Path | None, typer.Argument(help=MODEL_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
-    """Schedule, parameters, bytes by format and KV bytes per token. Reads headers only: instant for any size.
+    """Show schedule, parameters, bytes by format and KV bytes per token. Reads headers only.
 
     \b
     Examples:

@@ -71,7 +71,7 @@ def dsv4(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """DeepSeek-V4 inference people can trust.
+    """DeepSeek-V4 inference with bit-exact results.
 
     A model is named the same way everywhere: a checkpoint folder, or the name of a shipped one (flash-mini,
     flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published

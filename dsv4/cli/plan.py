@@ -23,9 +23,9 @@ def plan_command(
     ],
     gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, ... or a number of GiB. Default: all.")] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs; experts and requests are divided among them.")] = 1,
-    context: Annotated[int | None, typer.Option(help="Tokens a request may reach. Default: 8192.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests at once, over all GPUs.")] = 8,
-    chunk: Annotated[int, typer.Option(help="Most prompt tokens in one forward call.")] = 2048,
+    context: Annotated[int | None, typer.Option(help="Context length of a request, in tokens. Default: 8192.")] = None,
+    requests: Annotated[int, typer.Option(help="Concurrent requests, over all GPUs.")] = 8,
+    chunk: Annotated[int, typer.Option(help="Maximum prompt tokens in one step (prefill chunk).")] = 2048,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens a step; adds the draft blocks' cache.")] = 0,
     index_keys: Annotated[str, typer.Option(help="Format of the indexer's keys: fp4 or fp8.")] = "fp4",
     experts: Annotated[
@@ -36,7 +36,7 @@ def plan_command(
     mtp: Annotated[bool, typer.Option(help="Load the draft blocks (MTP or DSpark).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON; sizes are bytes.")] = False,
 ) -> None:
-    """What a model takes and how many requests fit, without a GPU and without the weights.
+    """Plan the memory of a model: its bytes, and how many requests fit. Needs no GPU and no weights.
 
     \b
     Examples:

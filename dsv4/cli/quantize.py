@@ -16,11 +16,11 @@ def quantize_command(
     target: Annotated[Path, typer.Argument(help="Folder to write; new, or an unfinished run of the same.")],
     experts: Annotated[str, typer.Option(help="Routed experts: nvfp4 (ModelOpt's layout) or mxfp4 (official).")],
     linears: Annotated[str | None, typer.Option(help="Other projections: fp8 or bf16. Default: as they are.")] = None,
-    device: Annotated[str, typer.Option(help="Where to round: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
 ) -> None:
     """Round a BF16, FP8 or MXFP4 checkpoint to 4-bit experts, weight by weight, with the best scale for every group.
 
-    A run that was killed goes on when started again, and ends in the same bytes. At the end the result is audited
+    A killed run continues when started again, and gives the same bytes. At the end the result is audited
     against its source; exit status 1 if that finds faults.
 
     \b

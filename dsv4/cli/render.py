@@ -55,12 +55,14 @@ def render_file(
 def render_command(
     file: Annotated[Path, typer.Argument(help="JSON: a list of messages, or an object with messages and tools.")],
     thinking: Annotated[bool, typer.Option("--thinking", help="Open the answer with reasoning.")] = False,
-    reasoning_effort: Annotated[str | None, typer.Option(help="low, high or max, as the profile knows.")] = None,
+    reasoning_effort: Annotated[
+        str | None, typer.Option(help="Reasoning effort: low, high or max, as the profile allows.")
+    ] = None,
     profile: Annotated[str, typer.Option(help="Effort prompts: preview (April) or final (0731, 0813).")] = "preview",
     keep_thinking: Annotated[bool, typer.Option("--keep-thinking", help="Keep reasoning of earlier turns.")] = False,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the begin-of-sentence marker.")] = False,
 ) -> None:
-    """Print exactly the prompt for a conversation, with no newline added.
+    """Print the exact prompt of a conversation, without a newline at the end.
 
     \b
     Examples:

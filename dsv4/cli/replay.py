@@ -42,26 +42,24 @@ def replay_command(
     files: Annotated[list[Path], typer.Argument(help="Records of `dsv4 serve --record`.")],
     model: ModelOption = None,
     batch: Annotated[
-        int | None, typer.Option(help="Requests at once; 1 runs each alone. Default: as recorded.")
+        int | None, typer.Option(help="Concurrent requests; 1 runs each alone. Default: as recorded.")
     ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="Most prompt tokens in one forward call. Default: as recorded.")
-    ] = None,
-    prefix_cache: Annotated[bool, typer.Option(help="Take over prefixes that requests share.")] = True,
-    limit: Annotated[int | None, typer.Option(help="Run only the first so many requests.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Maximum prompt tokens in one step. Default: as recorded.")] = None,
+    prefix_cache: Annotated[bool, typer.Option(help="Use the prefix cache.")] = True,
+    limit: Annotated[int | None, typer.Option(help="Run only the first N requests.")] = None,
     content: Annotated[
         list[Path] | None,
-        typer.Option(help="For a record of hashes: one with content, of the same requests."),
+        typer.Option(help="For a record of hashes: a record of the same requests with their content."),
     ] = None,
     numerics: Annotated[str | None, typer.Option(help="official or exact. Default: as recorded.")] = None,
     dtype: DtypeOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: as recorded.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda. Default: as recorded.")] = None,
     gpus: GpusOption = 1,
     offload_experts: OffloadOption = None,
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
-    """Run recorded requests again and say which tokens or bits differ, and where first.
+    """Run recorded requests again, and name tokens or bits that differ, and the first place.
 
     Without --model, the checkpoint is the one that was recorded. Exit status 0: the same. 1: different. 2: it could
     not run.
@@ -117,7 +115,7 @@ def _recorded_model(header: Header) -> Path:
     if header.model is None:
         raise RequestError("the record names no checkpoint; give one with --model")
     if not Path(header.model).exists():
-        raise RequestError(f"the recorded checkpoint {header.model} is not there; say where it is with --model")
+        raise RequestError(f"the recorded checkpoint {header.model} does not exist; pass its folder with --model")
     return Path(header.model)
 
 
@@ -160,7 +158,7 @@ def _constrainer(llm: LLM) -> Any:
             compiler.append(
                 GrammarCompiler(llm.tokenizer, vocab_size=llm.config.vocab_size, eos_token_id=llm.config.eos_token_id)
             )
-        return compiler[0].compile(grammar).constraint()  # type: ignore[no-any-return]
+        return compiler[0].compile(grammar).constraint()
 
     return constrain
 

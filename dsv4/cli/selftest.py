@@ -24,11 +24,13 @@ _PARTS = {
 
 def selftest_command(
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes only, no table of speed.")] = False,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated. Nothing is kept then.")] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this op; may be repeated. No verdict is written then.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON, for a bug report.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the verdict for the engine to ask.")] = True,
+    keep: Annotated[bool, typer.Option(help="Write the verdict that the engine reads.")] = True,
 ) -> None:
-    """Test every kernel on this machine: against its oracle, bit for bit against itself in other batches, and whole.
+    """Test this machine: every kernel against its oracle, bit for bit in other batches, and whole models.
 
     On a GPU it takes a few minutes. Without one the kernels run in Triton's interpreter, at small shapes. The engine
     refuses kernels that failed here (--ignore-selftest).

@@ -49,32 +49,36 @@ _LOG = logging.getLogger("dsv4.serve")
 
 def serve_command(
     model: ModelOption = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: the folder's.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Model name in the API. Default: the folder's name.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 8000,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="A further name in the Host header to answer to, e.g. a reverse proxy's; * for any."),
+        typer.Option(help="Another accepted Host header, e.g. a reverse proxy's; * accepts any."),
     ] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate: speak HTTPS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; turns HTTPS on.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key, if the certificate's file has none.")] = None,
     ssl_keyfile_password: Annotated[
-        str | None, typer.Option(envvar="DSV4_SSL_KEYFILE_PASSWORD", help="The key's password.", show_envvar=True)
+        str | None,
+        typer.Option(envvar="DSV4_SSL_KEYFILE_PASSWORD", help="Password of the private key.", show_envvar=True),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="DSV4_API_KEY", help="Required of every request to /v1.", show_envvar=True)
+        str | None,
+        typer.Option(envvar="DSV4_API_KEY", help="API key that requests to /v1 must send.", show_envvar=True),
     ] = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Think unless a request says otherwise.")] = False,
-    requests: Annotated[int, typer.Option(help="Requests at once; others wait.")] = 8,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Turn reasoning on by default; a request can turn it off.")
+    ] = False,
+    requests: Annotated[int, typer.Option(help="Maximum concurrent requests; further ones wait.")] = 8,
     context: Annotated[
         int | None,
-        typer.Option(help=f"Most tokens of prompt and answer. Default: the model's, up to {DEFAULT_CONTEXT}."),
+        typer.Option(help=f"Maximum tokens of prompt and answer. Default: the model's, at most {DEFAULT_CONTEXT}."),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="Most prompt tokens in one forward call.")] = 2048,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer may ask for.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait before others are refused.")] = 256,
-    max_connections: Annotated[int, typer.Option(help="Connections at once; others are refused.")] = 1024,
-    drain_seconds: Annotated[float, typer.Option(help="How long a shutdown waits for what runs.")] = 60.0,
+    chunk: Annotated[int, typer.Option(help="Maximum prompt tokens in one step (prefill chunk).")] = 2048,
+    max_tokens: Annotated[int | None, typer.Option(help="Largest max_tokens that a request may ask for.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Maximum queued requests; further ones get 503.")] = 256,
+    max_connections: Annotated[int, typer.Option(help="Maximum open connections; further ones get 503.")] = 1024,
+    drain_seconds: Annotated[float, typer.Option(help="Seconds that a shutdown waits for running requests.")] = 60.0,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
@@ -84,34 +88,36 @@ def serve_command(
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     generation_config: Annotated[
-        bool, typer.Option(help="Take temperature, top_p, ... from the checkpoint's generation_config.json.")
+        bool, typer.Option(help="Take sampling defaults from the checkpoint's generation_config.json.")
     ] = True,
-    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    log_format: Annotated[str, typer.Option(help="Log format: text, or json (one object a line).")] = "text",
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Folder in which prompts and answers read so far outlive the server.")
+        Path | None, typer.Option(help="Folder for prefix-cache files, which survive a restart.")
     ] = None,
     cache_host_gib: Annotated[
-        float | None, typer.Option(help="Host memory for the prefix cache. Default: 0, or 2 with --cache-dir.")
+        float | None, typer.Option(help="Host memory for the prefix cache, GiB. Default: 0, or 2 with --cache-dir.")
     ] = None,
-    cache_disk_gib: Annotated[float, typer.Option(help="Most bytes of files in --cache-dir.")] = 16.0,
+    cache_disk_gib: Annotated[float, typer.Option(help="Disk cache size, GiB.")] = 16.0,
     verify_hits: Annotated[
-        float, typer.Option(help="Share of prefix hits that are read again in idle time and compared bit by bit.")
+        float, typer.Option(help="Fraction of prefix hits to recompute when idle and compare bit by bit.")
     ] = 0.0,
     record: Annotated[
-        Path | None, typer.Option(help="Append every request and what came of it, for `dsv4 replay`.")
+        Path | None, typer.Option(help="Append every request and its result to this file, for `dsv4 replay`.")
     ] = None,
     record_hashes_only: Annotated[
         bool, typer.Option("--record-hashes-only", help="Record digests instead of prompts and answers.")
     ] = False,
-    record_mib: Annotated[int, typer.Option(help="Size at which a record becomes FILE.1 and a new one begins.")] = 256,
-    record_files: Annotated[int, typer.Option(help="How many files of a record are kept.")] = 4,
+    record_mib: Annotated[int, typer.Option(help="Size in MiB at which the record is rotated to FILE.1.")] = 256,
+    record_files: Annotated[int, typer.Option(help="Number of record files to keep.")] = 4,
     front_ends: Annotated[
-        int | None, typer.Option(help="Processes that take requests. Default: one for every four cores, at most 8.")
+        int | None, typer.Option(help="HTTP processes. Default: one for every four cores, at most 8.")
     ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Start the engine again when it dies or hangs.")] = False,
-    step_seconds: Annotated[float, typer.Option(help="An engine whose step runs longer hangs, and is ended.")] = 300.0,
+    restart: Annotated[bool, typer.Option("--restart", help="Restart the engine if it dies or hangs.")] = False,
+    step_seconds: Annotated[
+        float, typer.Option(help="The engine is considered hung when one step takes longer.")
+    ] = 300.0,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's interface at /v1, a page to talk to at /, metrics at /metrics.
+    """Serve a model over HTTP: OpenAI's and Anthropic's interfaces at /v1, a chat page at /, metrics at /metrics.
 
     \b
     Examples:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dsv4.errors import Dsv4Error
+
 BLOCK_TOKENS = 128  # one logical cache block: lcm of the two compression ratios
 CSA_RATIO = 4
 HCA_RATIO = 128
@@ -22,7 +24,7 @@ MAX_DRAFT_TOKENS = 64  # a request may be asked to draft at once
 NUM_DSPARK_LAYERS = 3  # of published heads; `compress_ratios` may say otherwise
 
 
-class ConfigError(ValueError):
+class ConfigError(Dsv4Error, ValueError):
     """A config.json (or a config built in Python) that cannot describe a DeepSeek-V4 model."""
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dsv4.errors import Dsv4Error
 
-class RankFailed(RuntimeError):
+
+class RankFailed(Dsv4Error, RuntimeError):
     """A rank ended, hung or failed, and with it the model they share."""
 
 
-class PeerLost(RuntimeError):
+class PeerLost(Dsv4Error, RuntimeError):
     """An exchange could not be completed: another rank has gone, or is not where this one is."""
 
 
-class ExchangeDamaged(RuntimeError):
+class ExchangeDamaged(Dsv4Error, RuntimeError):
     """What arrived is not what was sent."""
 
 
-class RanksDiverged(RuntimeError):
+class RanksDiverged(Dsv4Error, RuntimeError):
     """A rank is not where rank 0 takes it to be: a plan was lost, or their books differ."""

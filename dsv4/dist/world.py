@@ -107,7 +107,7 @@ def join_world(
         found = int(os.environ["WORLD_SIZE"])
         if found != size:
             raise ConfigError(f"gpus is {size}, but torchrun started {found} processes; the two must agree")
-        store, rank, _ = next(dist.rendezvous("env://"))  # type: ignore[no-untyped-call]
+        store, rank, _ = next(dist.rendezvous("env://"))
         host, processes = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), []
     else:
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)

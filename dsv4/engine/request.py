@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
+from dsv4.errors import Dsv4Error
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 UNREAD = -1  # as a draft: there is one, and only the device knows it yet
 
 
-class RequestAborted(RuntimeError):
+class RequestAborted(Dsv4Error, RuntimeError):
     """The request was dropped before its end, by its caller or because a forward call it shared failed."""
 
 
-class RequestFailed(RuntimeError):
+class RequestFailed(Dsv4Error, RuntimeError):
     """The request could not be continued, through no fault of the others: its logits were no numbers, its constraint
     allowed no token, or no cache block will ever be free for it."""
 

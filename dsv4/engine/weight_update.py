@@ -19,6 +19,7 @@ from dsv4.config import ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.engine.offload.load import ExpertsOnTheirWay
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.errors import Dsv4Error
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import AnyWeight, QuantTensor, as_loaded, dequantize
 from dsv4.loader.assemble import ParameterStore
@@ -37,7 +38,7 @@ from dsv4.ops.backend import Backend
 WeightSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-class WeightsIncomplete(RuntimeError):
+class WeightsIncomplete(Dsv4Error, RuntimeError):
     """An update failed half way: some weights are new and others old, until a whole update follows."""
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4.errors import Dsv4Error
 from dsv4.formats.e8m0 import e8m0_to_float
 from dsv4.formats.fp4 import pack_nibbles, unpack_nibbles
 from dsv4.formats.tensors import QuantFormat, QuantTensor
@@ -45,7 +46,7 @@ _LOW_BYTE = (2, 1, 0, 2, 1, 0, 2)  # byte L of planes 0 to 6
 _WORDS = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 16, QuantFormat.FP8_BLOCK: 32}
 
 
-class LayoutError(ValueError):
+class LayoutError(Dsv4Error, ValueError):
     """A weight that has no shuffled form."""
 
 

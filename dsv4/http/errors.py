@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsv4.errors import Dsv4Error
 
-class ApiError(ValueError):
+
+class ApiError(Dsv4Error, ValueError):
     """A request that is answered with a status other than 200. `param` names the field, `code` is for programs;
     `closes`: the connection cannot be used after it."""
 

@@ -63,7 +63,7 @@ class SharedMetrics:
 
     def text(self, stats: EngineStats) -> bytes:
         """In Prometheus's format: sums over all front ends, and the engine's own."""
-        return generate_latest(_Families([*self._sums(), *EngineMetrics(stats, self._model).collect()]))  # type: ignore[arg-type]
+        return generate_latest(_Families([*self._sums(), *EngineMetrics(stats, self._model).collect()]))
 
     def _sums(self) -> Iterator[Metric]:
         others = [_DECODER.decode(file.read_bytes()) for file in self._others()]

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dsv4.engine.link.messages import EngineLost, EngineStopped
 from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
+from dsv4.errors import Dsv4Error
 from dsv4.http.errors import ApiError
 from dsv4.http.metrics import Metrics, RequestTimer
 
@@ -46,11 +47,11 @@ class Assembler(Protocol):
         """The answer, once every choice has ended."""
 
 
-class ClientGone(Exception):
+class ClientGone(Dsv4Error):
     """Nobody is there to answer."""
 
 
-class _Stalled(Exception):
+class _Stalled(Dsv4Error):
     """The client is connected, but takes nothing."""
 
 

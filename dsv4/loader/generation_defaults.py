@@ -35,7 +35,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     try:
         SamplingParams(**given)
     except RequestError as error:
-        raise ConfigError(f"{file}: {error}; mend the file, or leave it out with --no-generation-config") from error
+        raise ConfigError(f"{file}: {error}; correct the file, or ignore it with --no-generation-config") from error
     return given
 
 

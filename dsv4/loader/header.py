@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.config import shown, unique_keys
+from dsv4.errors import Dsv4Error
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 MAX_DIMENSIONS = 8
@@ -25,7 +26,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Dsv4Error, ValueError):
     """A checkpoint that is damaged, incomplete, or does not fit its config."""
 
 
@@ -114,7 +115,7 @@ def _parse_entry(file: Path, name: str, entry: object, data_start: int) -> Tenso
     if prod(shape) > MAX_ELEMENTS:
         raise CheckpointError(f"{where} has an impossible shape {shape}")
     if begin > end or end - begin != expected:
-        raise CheckpointError(f"{where} is {dtype} {shape}, {expected} bytes; its data_offsets {offsets} say otherwise")
+        raise CheckpointError(f"{where} is {dtype} {shape}, {expected} bytes; its data_offsets {offsets} do not match")
     return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, data_start + end)
 
 
@@ -130,8 +131,8 @@ def _check_ranges(file: Path, tensors: list[TensorInfo], data_start: int, file_b
             )
         if info.start > position:
             raise CheckpointError(
-                f"{file}: {info.start - position} bytes before tensor {info.name!r} belong to nothing"
+                f"{file}: {info.start - position} bytes before tensor {info.name!r} belong to no tensor"
             )
         position = info.end
     if position != file_bytes:
-        raise CheckpointError(f"{file}: {file_bytes - position} bytes after the last tensor belong to nothing")
+        raise CheckpointError(f"{file}: {file_bytes - position} bytes after the last tensor belong to no tensor")

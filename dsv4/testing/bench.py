@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from dsv4.ops.lib.assembler import assembler_of
 from dsv4.testing import cases
 from dsv4.testing.op_call import OpCall
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 REGRESSION_LIMIT = 1.05  # slower than this times the old median, and beyond both spreads, is a regression
 
 
-class BenchError(ValueError):
+class BenchError(Dsv4Error, ValueError):
     """A benchmark that cannot run, or records that cannot be compared."""
 
 
@@ -305,7 +306,7 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> str:
-    """The page docs/measured.md: the last record of every case there is, by op; cases without one are named."""
+    """The page docs/kernels/measured.md: the last record of every case there is, by op; cases without one are named."""
     names = "gpu", "driver", "torch", "triton"
     # records older than the field say nothing of the assembler
     origins = sorted({(*(r[name] for name in names), r.get("assembler", "")) for r in records.values()})
@@ -315,7 +316,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
         "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
     ]
     lines += [
-        "[kernels/README.md](kernels/README.md). "
+        "[README.md](README.md). "
         + "; ".join(f"{g}, driver {d}, torch {t}, Triton {n}{a and ', ' + a}" for g, d, t, n, a in origins)
         + "."
     ]

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from dsv4.ops.lib.assembler import ptxas_version
 from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
@@ -44,7 +45,7 @@ from dsv4.testing.imports import ImportGraph
 CACHE = DiskCache(ROOT / ".pytest_cache" / "compile")  # `make clean` removes it
 
 
-class CompileError(ValueError):
+class CompileError(Dsv4Error, ValueError):
     """The check could not run, or a kernel did not compile."""
 
 

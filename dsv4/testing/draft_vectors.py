@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dsv4.llm import LLM, DraftRound
+from dsv4.engine.draft.trace import DraftRound
+from dsv4.llm import LLM
 from dsv4.testing.vectors import pure_deviation
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-TREES = ("dsv4", "benchmarks", "tests", "tools")
+TREES = ("dsv4", "benchmarks", "examples", "tests", "tools")
 
 
 class Import(NamedTuple):
@@ -43,6 +43,13 @@ class Source:
         self.module = module
         self.is_package = path.name == "__init__.py"
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether names taken from it are those of other modules: a package, or a module that imports on demand."""
+        return self.is_package or any(
+            isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in self.tree.body
+        )
+
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(encoding="utf-8"))
@@ -50,6 +57,12 @@ class Source:
     @cached_property
     def imports(self) -> tuple[Import, ...]:
         return tuple(imports_of(self.tree, self.module, self.is_package))
+
+    @cached_property
+    def imports_when_run(self) -> tuple[Import, ...]:
+        """Without those that only type checkers read."""
+        run = ast.Module([node for node in self.tree.body if not _is_for_types(node)], [])
+        return tuple(imports_of(run, self.module, self.is_package))
 
     @cached_property
     def strings(self) -> frozenset[str]:
@@ -89,7 +102,7 @@ class ImportGraph:
         if module not in self._known:
             source = self.sources[module]
             modules, files = [name for name in self._beside(source) if name in self.sources], {source.path}
-            for one in source.imports:
+            for one in source.imports_when_run:
                 leads_to, on_the_way = self._resolved(one, source)
                 modules += leads_to
                 files |= on_the_way
@@ -101,7 +114,7 @@ class ImportGraph:
         target = self._local(one.target, source)
         if target is None:
             return [], set()
-        if one.name is None or not self.sources[target].is_package:
+        if one.name is None or not self.sources[target].hands_on:
             return [target], set()
         if f"{target}.{one.name}" in self.sources:
             return [f"{target}.{one.name}"], set()
@@ -123,6 +136,10 @@ class ImportGraph:
         if near is not None or not source.module.startswith("tests."):
             return near
         return next((name for name in self.sources if name.startswith("tests.") and name.endswith(f".{target}")), None)
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _assigns(tree: ast.Module, name: str) -> bool:

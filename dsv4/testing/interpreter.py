@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4.errors import Dsv4Error
+
 REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that ops/lib/guard.py looks for
 
 
-class InterpreterError(ValueError):
+class InterpreterError(Dsv4Error, ValueError):
     """The interpreter was asked for too late, or for something it cannot do faithfully."""
 
 
@@ -240,7 +242,7 @@ def _repair_language(interpreter: Any) -> None:
 
     running: list[Any] = []  # the scope of the launch under way
 
-    class LaunchScope(interpreter._LangPatchScope):
+    class LaunchScope(interpreter._LangPatchScope):  # type: ignore[misc]
         """Undoes the patches of a launch when it ends."""
 
         def __init__(self, inner: Any) -> None:

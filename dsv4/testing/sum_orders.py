@@ -20,10 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from dsv4.errors import Dsv4Error
+
 PACKAGE = Path(__file__).parents[1]
 
 
-class LayoutError(ValueError):
+class LayoutError(Dsv4Error, ValueError):
     """A layout that this module cannot read."""
 
 
@@ -137,7 +139,7 @@ def _numbers(layout: str, name: str) -> list[list[int]]:
     match = re.search(rf"\b{name} = (\[.*?\])(?:, [a-z]|\}})", layout)
     if match is None:
         raise LayoutError(f"expected {name} in {layout}")
-    return json.loads(match[1])  # type: ignore[no-any-return]
+    return json.loads(match[1])
 
 
 def _inside(basis: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsv4.errors import Dsv4Error
 from dsv4.text.protocol import PROTOCOL
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "latest_reminder")
@@ -21,7 +22,7 @@ _PART_SEPARATOR = "\n\n"
 _REFUSED_KEYS = ("content_blocks", "function_call", "audio")
 
 
-class ChatError(ValueError):
+class ChatError(Dsv4Error, ValueError):
     """Messages or options that cannot be rendered; the text names the message, the field, and what was expected."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from dsv4.errors import Dsv4Error
 from dsv4.text.chat import ChatOptions, Segment, render_segments
 from dsv4.text.protocol import PROTOCOL
 
@@ -26,7 +27,7 @@ _FILE_NAME = "tokenizer.json"
 _MARKER = re.compile("|".join(map(re.escape, sorted(PROTOCOL.markers, key=len, reverse=True))))
 
 
-class TokenizerError(ValueError):
+class TokenizerError(Dsv4Error, ValueError):
     """A tokenizer that is missing or of another kind, or input it cannot take."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsv4.config import EngineConfig, IndexKeyFormat, ModelConfig
 from dsv4.config.layers import RouterKind, build_schedule
+from dsv4.errors import Dsv4Error
 from dsv4.llm import LLM, Numerics
 from dsv4.model.block import BlockOutput
 
@@ -28,7 +29,7 @@ DEFAULT_DECODE_TOKENS = 192
 Advance = Callable[[str, int], None]  # what runs, tokens done since the last call
 
 
-class EvaluationError(ValueError):
+class EvaluationError(Dsv4Error, ValueError):
     """A text or a setting that cannot be evaluated."""
 
 

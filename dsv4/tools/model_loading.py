@@ -26,12 +26,12 @@ _NUMERICS = ("official", "exact")
 DEFAULT_CONTEXT = 16384
 MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
 _THREADS_HELP = (
-    "Threads of a CPU's forward calls. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), "
-    "else one per core. Official numerics have the same bits with any number; exact ones may differ in the last."
+    "CPU threads. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), else one per core. "
+    "Official numerics give the same bits with any number; exact ones may differ in the last bit."
 )
 _OFFLOAD_HELP = (
-    "Experts that do not fit on the GPU live in host memory: auto (as many on the GPU as fit), or how many of each "
-    "layer to keep there, e.g. 64. Default: all on the GPU."
+    "Keep experts in host memory that do not fit on the GPU: auto fills the GPU; a number, e.g. 64, is how many "
+    "experts of each layer stay on it. Default: all on the GPU."
 )
 
 
@@ -45,22 +45,25 @@ def complete_model(incomplete: str) -> list[str]:
 # options that several commands have
 ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
 NumericsOption = Annotated[
-    str, typer.Option(help="official: every rounding of the published code. exact: weights dequantised, no other.")
+    str,
+    typer.Option(
+        help="official: quantise where the published code does. exact: quantise nothing but the stored weights."
+    ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="What --numerics exact computes in: float64, float32 (its default) or bfloat16.")
+    str | None, typer.Option(help="Dtype of --numerics exact: float64, float32 (default) or bfloat16.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+DeviceOption = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 GpusOption = Annotated[
-    int, typer.Option(help="GPUs that share the model, a process each; with --device cpu, processes on this machine.")
+    int, typer.Option(help="Number of GPUs, one process each; with --device cpu, number of processes.")
 ]
 DraftsOption = Annotated[
     str,
-    typer.Option(help="Drafts to verify in a step: auto (as many as pay), a number, or off. The text is the same."),
+    typer.Option(help="Speculative decoding: draft tokens per step, auto, or off. The output is the same."),
 ]
 OffloadOption = Annotated[str | None, typer.Option(help=_OFFLOAD_HELP)]
 IgnoreSelftestOption = Annotated[
-    bool, typer.Option("--ignore-selftest", help="Use kernels although `dsv4 selftest` found them wrong on this GPU.")
+    bool, typer.Option("--ignore-selftest", help="Use kernels even if `dsv4 selftest` found wrong results on this GPU.")
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help=_THREADS_HELP)]
 TemperatureOption = Annotated[
@@ -68,7 +71,7 @@ TemperatureOption = Annotated[
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(help="Keep the fewest tokens reaching this probability. Default: generation_config.json's, else 1."),
+    typer.Option(help="Nucleus sampling (top-p). Default: generation_config.json's, else 1."),
 ]
 
 
@@ -95,7 +98,7 @@ def print_note(text: str, console: Console) -> None:
 def check_tokenizer(folder: Path, purpose: str) -> None:
     """A tokenizer that is missing is said before the weights are read."""
     if not (folder / "tokenizer.json").is_file():
-        raise RequestError(f"{folder} has no tokenizer.json; {purpose} speaks text and needs one")
+        raise RequestError(f"{folder} has no tokenizer.json; {purpose} needs one")
 
 
 def with_defaults(

@@ -250,7 +250,7 @@ def test_help_names_every_command(dsv4):
 def test_help_has_whole_sentences(dsv4):
     out = dsv4("--help").out
     assert "..." not in out.replace("COMMAND [ARGS]...", "")
-    assert "perplexity of a text,\n            same experts" in out
+    assert "perplexity of a text,\n            agreement of experts" in out
 
 
 def test_version(dsv4):

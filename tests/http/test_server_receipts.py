@@ -206,7 +206,7 @@ def test_what_cannot_run_says_why(record, dsv4, tmp_path, checkpoint):
     (tmp_path / "torn").write_text("\n".join(lines[:4]) + "\n" + lines[4][:60])
     ended = dsv4("replay", tmp_path / "torn")
     assert ended.code == 0
-    assert "torn:5: it is not whole" in ended.out
+    assert "torn:5: it is truncated" in ended.out
     assert "3 requests" in ended.out
 
 

@@ -138,7 +138,7 @@ REFUSED = {
         (OFFICIAL, RAW | {"model_type": "deepseek_v41"}, {}, "this is a DeepSeek-V4.1 model"),
         (OFFICIAL, RAW | {"text_config": {}}, {}, "this is a DeepSeek-V4.1 model"),
     ],
-    "a key nobody knows": [(OFFICIAL, RAW | {"attention_gain": 2}, {}, "unknown keys: attention_gain")],
+    "an unknown key": [(OFFICIAL, RAW | {"attention_gain": 2}, {}, "unknown keys: attention_gain")],
     "a key given twice": [
         (OFFICIAL, {}, {"text": json.dumps(RAW)[:-1] + ', "vocab_size": 64}'}, "'vocab_size' is given twice"),
     ],

@@ -1,5 +1,5 @@
-"""Every kernel, as the benchmark cases launch it, compiles for Hopper (in `make slow-test` for Blackwell too); none but
-one spills registers.
+"""Every kernel, as the benchmark cases launch it, compiles for Hopper (in `make slow-test` for Blackwell too); no
+kernel spills registers but those of `KNOWN_SPILLS`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ COMPARED = (
     "sparse_attention/flash-csa-64k-prefill-8192",
     *(case for case in CASES if case.startswith("sample/") and not SHAPES[case]["variant"]),
 )  # fmt: skip
-# what is known to spill, and how many bytes at most: attention for many queries holds 128 accumulators a thread,
-# scoring for many tokens the decoded keys, wo_a for 256 rows four words; the warps that copy and end tiles of experts
-# have 32 registers each, those that multiply spill once a tile, where ranges of the shared expert's columns are added;
-# of attention in pairs of tiles most is spilled outside the loop over keys
-SPILLS = {
-    ("_attend_kernel", 90): 100,
-    ("attend_pairs_kernel", 90): 804,
-    ("dense_tiles_kernel", 90): 464,
-    ("expert_tiles_kernel", 90): 124,
-    ("grouped_shuffled_kernel", 90): 16,
-    ("group_scores_kernel", 100): 8,
+# kernels that may spill: stored and loaded bytes at most, and why
+KNOWN_SPILLS = {
+    ("_attend_kernel", 90): (100, "many queries: 128 accumulators a thread"),
+    ("attend_pairs_kernel", 90): (804, "nearly all of it outside the loop over keys"),
+    ("dense_tiles_kernel", 90): (464, "producers and epilogue have 32 registers; MMA warps add ranges once a tile"),
+    ("expert_tiles_kernel", 90): (124, "producer and epilogue warps have 32 registers"),
+    ("grouped_shuffled_kernel", 90): (16, "256 rows of wo_a: four words"),
+    ("group_scores_kernel", 100): (8, "scoring for many tokens holds the decoded keys"),
 }
+
+
+def allowed_spills(kernel, arch):
+    return KNOWN_SPILLS.get((kernel, arch), (0, ""))[0]
 
 
 class Compiled(dict):
@@ -82,12 +83,19 @@ def test_compiles_without_spills(compiled):
         for kernel in kernels:
             if isinstance(kernel, CompileFailure):
                 wrong.append((case, kernel.error))
-            elif kernel.spill_bytes > SPILLS.get((kernel.kernel, compiled.arch), 0):
+            elif kernel.spill_bytes > allowed_spills(kernel.kernel, compiled.arch):
                 wrong.append((case, kernel.kernel, f"spills {kernel.spill_bytes} bytes"))
             elif not (0 < kernel.registers <= 255 and kernel.shared_bytes <= 227 * 1024):
                 wrong.append((case, kernel.kernel, kernel.registers, kernel.shared_bytes))
     assert wrong == []
     assert set(compiled) >= set(CASES if compiled.is_whole else COMPARED)
+
+
+def test_no_kernel_is_listed_without_need(compiled):
+    if not compiled.is_whole:
+        return  # only some cases of a kernel spill
+    spilling = {kernel.kernel for kernels in compiled.values() for kernel in kernels if kernel.spill_bytes}
+    assert {kernel for kernel, known in KNOWN_SPILLS if known == compiled.arch} - spilling == set()
 
 
 # where products of warp groups are, spills cost most: instructions inside such loops, at most

@@ -61,6 +61,15 @@ def test_tests_of_a_change(root, changed, tests):
     assert affected_tests({changed}, ImportGraph(root)) == sorted(f"tests/{name}.py" for name in tests)
 
 
+def test_imports_for_types_alone_lead_nowhere(root):
+    face = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4.deep import x\n"
+    (root / "dsv4" / "face.py").write_text(face + "class Base: ...\ndef __getattr__(name): ...\n")
+    for number, name in enumerate(("Base", "x")):
+        (root / "dsv4" / f"user{number}.py").write_text(f"from dsv4.face import {name}\n")
+    assert reached(root, "dsv4.user0") == {"dsv4/user0.py", "dsv4/face.py"}
+    assert reached(root, "dsv4.user1") == {"dsv4/user1.py", "dsv4/face.py", "dsv4/deep.py"}
+
+
 def test_folders_read_by_computed_names_and_programs_run_by_name_count():
     graph = checkout()
     assert "tests/ops/test_kernels_compile.py" in affected_tests({"dsv4/testing/cases/rows.py"}, graph)

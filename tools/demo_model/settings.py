@@ -121,7 +121,7 @@ class Lesson:
     rest_rate: float | None  # of everything else from the first HCA layer on but experts and indexers; None: as it is
 
 
-# Few copies, or long sequences, from the start: nothing is learned (docs/log.md).
+# Few copies, or long sequences, from the start: nothing is learned (docs/decisions/miniature.md).
 LESSONS = (
     Lesson(steps=130, shapes=((8, 384, 1),), copies=(16, 24), hca_rate=3e-3, rest_rate=3e-4),
     Lesson(

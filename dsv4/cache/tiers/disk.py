@@ -48,7 +48,7 @@ class DiskTier:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if not self.folder.is_dir():
-                raise OSError(error.errno, f"cache_dir {directory} cannot be made: {error.strerror}") from None
+                raise OSError(error.errno, f"cache_dir {directory} cannot be created: {error.strerror}") from None
         self._lock = self._take_lock()
         self._writer = ThreadPoolExecutor(1, "dsv4-cache-write")
         self._reader = ThreadPoolExecutor(_NUM_READERS, "dsv4-cache-read")
@@ -159,7 +159,7 @@ class DiskTier:
             try:
                 label, num_bytes = read_label(path)
                 if label.fingerprint != self.fingerprint or path.suffix != SUFFIX:
-                    raise SegmentFileError(f"{path} belongs to another model or another way to run it")
+                    raise SegmentFileError(f"{path} was written for another model or configuration")
             except SegmentFileError as error:
                 _LOG.warning("the prefix cache does not use a file: %s", error)
                 self.num_bad += 1

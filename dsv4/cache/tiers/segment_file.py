@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4.errors import Dsv4Error
+
 FORMAT = "dsv4 prefix 2"
 SUFFIX = ".safetensors"
 _MAX_HEADER = 2**20
@@ -22,7 +24,7 @@ _KEY_DIGITS = 64
 _FIELDS = ("checksum", "end", "fingerprint", "format", "key", "parent", "start")
 
 
-class SegmentFileError(ValueError):
+class SegmentFileError(Dsv4Error, ValueError):
     """A file that is no segment, is damaged, or belongs to something else; the message says which and why."""
 
 
@@ -114,7 +116,7 @@ def read_segment(path: Path, label: Label, tensors: Tensors, targets: Sequence[A
         with path.open("rb") as file:
             found, header, content = _read_header(path, file)
             if found != label:
-                raise SegmentFileError(f"{path} holds another segment than its name says")
+                raise SegmentFileError(f"{path} holds another segment than its name states")
             checksum = content["__metadata__"]["checksum"]
             if header != make_header(label, tensors, checksum):
                 raise SegmentFileError(f"{path} has a header that this engine would not write")
@@ -155,32 +157,32 @@ def _read_header(path: Path, file: Any) -> tuple[Label, bytes, dict[str, Any]]:
     length_bytes = file.read(8)
     length = int.from_bytes(length_bytes, "little")
     if len(length_bytes) < 8 or not 2 <= length <= _MAX_HEADER:
-        raise SegmentFileError(f"{path} is no segment: it has no safetensors header")
+        raise SegmentFileError(f"{path} is not a segment: it has no safetensors header")
     text = file.read(length)
     try:
         content = json.loads(text.decode("utf-8"))
         metadata = content["__metadata__"]
         is_whole = set(metadata) == set(_FIELDS) and all(isinstance(value, str) for value in metadata.values())
         if not is_whole or metadata["format"] != FORMAT:
-            raise ValueError("its metadata are not those of a segment")
+            raise ValueError("its metadata is not that of a segment")
         label = Label(
             metadata["fingerprint"], metadata["key"], metadata["parent"], int(metadata["start"]), int(metadata["end"])
         )
         if not 0 <= label.start < label.end < 2**32 or bool(label.parent) != bool(label.start):
-            raise ValueError("its blocks make no sense")
+            raise ValueError("its block numbers are invalid")
         if not all(_is_key(key) for key in (label.key, label.parent or label.key)):
-            raise ValueError("its keys are no keys")
+            raise ValueError("its keys are not hashes")
         for name, one in content.items():
             if name != "__metadata__":
                 begin, end = one["data_offsets"]
                 if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end):
-                    raise ValueError("its offsets make no sense")
+                    raise ValueError("its tensor offsets are invalid")
                 if not isinstance(one["dtype"], str) or not all(isinstance(size, int) for size in one["shape"]):
-                    raise ValueError("its tensors make no sense")
+                    raise ValueError("its tensor shapes or dtypes are invalid")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SegmentFileError(f"{path} is no segment: {error}") from None
+        raise SegmentFileError(f"{path} is not a segment: {error}") from None
     if path.name != file_name(label.key):
-        raise SegmentFileError(f"{path} holds another segment than its name says")
+        raise SegmentFileError(f"{path} holds another segment than its name states")
     return label, length_bytes + text, content
 
 

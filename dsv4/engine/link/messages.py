@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.errors import Dsv4Error
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
 _LENGTH = struct.Struct("<I")
@@ -25,7 +26,7 @@ LAST_HANDLE = 2**31 - 1  # handles travel as int32
 _ID_BYTES = 4
 
 
-class EngineBusy(RuntimeError):
+class EngineBusy(Dsv4Error, RuntimeError):
     """The queue is full; try again later."""
 
 

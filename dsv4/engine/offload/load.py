@@ -168,7 +168,7 @@ def _check_host(needed: int) -> None:
     available = host_bytes_available()
     if available is not None and needed > available:
         raise OffloadError(
-            f"the experts that are offloaded take {needed / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB "
+            f"offloaded experts need {needed / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB "
             "are available: keep more of them on the device, or add memory"
         )
 

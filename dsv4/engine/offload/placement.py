@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
 from dsv4.dist.shares import decode_rows, most_rows
 from dsv4.engine.run.bucket_sizes import captured_layers
+from dsv4.errors import Dsv4Error
 
 GIB = 2**30
 # Measured on an H200 after warm-up and a full load, four Flash layers, three sets of limits (records `memory` of
@@ -27,7 +28,7 @@ STAGED_EXPERT_LAYERS = 2  # the layer in use and the one being copied
 CACHED_EXPERTS_PER_CHOICE = 4  # least slots that come and go, for each expert a token chooses
 
 
-class OffloadError(ValueError):
+class OffloadError(Dsv4Error, ValueError):
     """A placement that cannot work."""
 
 
@@ -115,8 +116,8 @@ def place_experts(config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, 
     num_slots = sizes.slots_in(spare, config.n_routed_experts)
     if num_slots < config.num_experts_per_tok:
         raise OffloadError(
-            f"the device has {usable_bytes / GIB:.1f} GiB; what cannot be offloaded takes "
-            f"{(others + sizes.staging) / GIB:.1f} GiB, and beside it there must be room for one token's "
+            f"the device has {usable_bytes / GIB:.1f} GiB; weights, cache and reserves that cannot be offloaded take "
+            f"{(others + sizes.staging) / GIB:.1f} GiB, and the rest must hold one token's "
             f"{config.num_experts_per_tok} experts of every layer, found room for {num_slots}: lower the limits"
         )
     return divide_slots(num_slots, config, engine)

@@ -85,7 +85,7 @@ class RankTiers:
         pass
 
     def forget(self, key: bytes) -> None:
-        raise AssertionError("nobody verifies the hits of other ranks")
+        raise AssertionError("hits of other ranks cannot be verified")
 
 
 class SyncEndpoint(NamedTuple):

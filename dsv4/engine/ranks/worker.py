@@ -92,7 +92,7 @@ class RankExecutor:
     def draw(self, masks: SentMasks) -> None:
         """Launch the draw of the step launched last; `masks` are what rules allow some of its requests."""
         if not self._flights or self._flights[-1].drawn is not None:
-            raise RanksDiverged("told to draw from a step that was not launched")
+            raise RanksDiverged("asked to draw from a step that was not launched")
         flight = self._flights[-1]
         flight.draw(self.runner, _masks(masks))
 
@@ -169,7 +169,7 @@ class RankExecutor:
         """What rank 0 was promised is there."""
         tiers = self.cache.tiers
         if tiers is None or tiers.longest(chain.first(num_blocks)) != num_blocks:
-            raise RanksDiverged(f"host memory has no prefix of {num_blocks} blocks, rank 0 was told that it has")
+            raise RanksDiverged(f"host memory has no prefix of {num_blocks} blocks, this rank had reported that it has")
 
     def _learn(self, slot: int, num_known: int) -> None:
         """The prefix cache hears of the request's tokens as far as rank 0's books had."""

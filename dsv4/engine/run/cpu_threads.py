@@ -12,7 +12,7 @@ import torch
 
 from dsv4.config import ModelConfig
 
-ONE_THREAD_BELOW = 2048  # hidden_size; measured in docs/log.md
+ONE_THREAD_BELOW = 2048  # hidden_size; measured in docs/decisions/server-life.md
 
 
 def choose_threads(config: ModelConfig) -> int | None:

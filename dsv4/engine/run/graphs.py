@@ -14,9 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dsv4.engine.offload.pool import ExpertPool, Recorder
+from dsv4.errors import Dsv4Error
 
 
-class RunnerError(RuntimeError):
+class RunnerError(Dsv4Error, RuntimeError):
     """A model that cannot be captured, or a kernel compiled when none should be."""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from dsv4.engine.fingerprint import source_digest
+from dsv4.errors import Dsv4Error
 from dsv4.ops import TORCH, Backend
 from dsv4.ops.lib.assembler import assembler_of
 
@@ -25,7 +26,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _KERNELS = ("formats", "ops")  # the parts whose code is the kernels'
 
 
-class KernelRefused(ValueError):
+class KernelRefused(Dsv4Error, ValueError):
     """The self-test found kernels wrong on this GPU."""
 
 

@@ -161,7 +161,7 @@ class _StandInCache:
         self._cache, self.block_table = cache, block_table
 
     def handle(self, layer_idx: int) -> LayerCacheHandle:
-        return on_meta(self._cache.handle(layer_idx))  # type: ignore[no-any-return]
+        return on_meta(self._cache.handle(layer_idx))
 
 
 def _drafter(

@@ -8,12 +8,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4.errors import Dsv4Error
+
 WORD_BITS = 32
 
 Words = NDArray[np.int32]  # a bit for each token of the vocabulary, the lowest first; bits behind the last do not count
 
 
-class ConstraintError(RuntimeError):
+class ConstraintError(Dsv4Error, RuntimeError):
     """The rule cannot be followed any further: it met a limit of its own, or a token it does not allow."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dsv4.errors import Dsv4Error
 
-class GrammarError(ValueError):
+
+class GrammarError(Dsv4Error, ValueError):
     """A schema or grammar that cannot be enforced; the text says what is wrong with it."""

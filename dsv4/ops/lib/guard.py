@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from dsv4.errors import Dsv4Error
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-class TritonMissingError(ValueError):
+class TritonMissingError(Dsv4Error, ValueError):
     """A kernel was launched where Triton is not installed."""
 
 
-class KernelInputError(ValueError):
+class KernelInputError(Dsv4Error, ValueError):
     """A launcher was given a tensor its kernel cannot take."""
 
 

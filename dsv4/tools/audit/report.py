@@ -64,9 +64,7 @@ class TensorRecord:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
         scales = raw["scales"]
-        return cls(
-            **{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)}  # type: ignore[arg-type]
-        )
+        return cls(**{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)})
 
 
 @dataclass(frozen=True)

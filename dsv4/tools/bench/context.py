@@ -31,6 +31,7 @@ from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.names import Role, expected_tensors
 from dsv4.loader.random_weights import Recipe, random_weight
 from dsv4.loader.shipped import find_checkpoint
@@ -42,7 +43,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.tools.plan.hardware import GIB
 from dsv4.tools.plan.plan import plan
-from dsv4.tools.plan.sizes import ExpertFormat, count_weights
+from dsv4.tools.plan.sizes import count_weights
 from dsv4.tools.plan.targets import PRESETS, resolve_target
 
 SAMPLE_ROWS = 1 << 16  # different random rows a made-up context is filled from
@@ -184,7 +185,7 @@ def _planned_placement(config: ModelConfig, experts: ExpertFormat, device: torch
     gpu = str(torch.cuda.get_device_properties(device).total_memory / GIB) if is_cuda else "h200"
     planned = plan(config, engine, experts=experts, gpu=gpu, offload_experts=True, with_draft=False)
     if planned.forecast is None:
-        raise ConfigError(f"{device} does not even hold what is not offloaded")
+        raise ConfigError(f"{device} cannot hold the weights that are not offloaded")
     num_slots, num_fixed = planned.forecast.num_slots, planned.forecast.num_fixed
     if is_cuda:
         torch.cuda.empty_cache()

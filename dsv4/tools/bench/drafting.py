@@ -14,6 +14,7 @@ from typing import Any
 
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig
 from dsv4.engine.draft.options import Drafts
+from dsv4.errors import Dsv4Error
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint, shipped_text
 from dsv4.request import SamplingParams
@@ -24,7 +25,7 @@ from dsv4.tools.bench.model import Record, Report, describe_machine
 _WARM_TOKENS = 8  # of a first request, which is not timed
 
 
-class DraftsDiffer(RuntimeError):
+class DraftsDiffer(Dsv4Error, RuntimeError):
     """Drafts changed a token, which they never may."""
 
 
@@ -96,7 +97,7 @@ def _prompts(folder: Path, load: DraftLoad) -> list[list[int]]:
     ids = Tokenizer.from_pretrained(folder).encode((load.text or shipped_text()).read_text(encoding="utf-8"))
     room = len(ids) - load.prompt_tokens
     if room < 0:
-        raise ConfigError(f"the text has {len(ids)} tokens; a prompt was to have {load.prompt_tokens}")
+        raise ConfigError(f"the text has {len(ids)} tokens; expected at least {load.prompt_tokens} for a prompt")
     starts = [room * place // load.prompts for place in range(load.prompts)]
     return [ids[start : start + load.prompt_tokens] for start in starts]
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsv4.errors import Dsv4Error
 from dsv4.tools.bench.model import Record, Report
 
 
-class PlotError(ValueError):
+class PlotError(Dsv4Error, ValueError):
     """Nothing to plot, or nothing to plot with."""
 
 

@@ -68,7 +68,7 @@ def check_target(target: Target, plan: LoadPlan, config: ModelConfig) -> None:
                 f"{source.data} has {source.tensor.shape[1]} columns, no multiple of the {group} of {wanted}"
             )
     if not changed:
-        raise CheckpointError(f"nothing to do: every weight is in the formats asked for already ({target})")
+        raise CheckpointError(f"nothing to do: every weight already has the requested format ({target})")
 
 
 def stored_parts(source: Source, target: Target, config: ModelConfig) -> tuple[StoredTensor, ...]:

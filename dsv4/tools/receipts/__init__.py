@@ -1,1 +1,1 @@
-"""Receipts: requests and what came of them, recorded line by line, and run again bit by bit."""
+"""Receipts: requests and their results, recorded line by line, and run again bit by bit."""

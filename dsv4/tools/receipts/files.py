@@ -84,7 +84,7 @@ class RecordFile:
             except BlockingIOError:
                 raise ConfigError(f"{self.path} is being written by another process; give each its own") from None
             if found.st_size and not os.pread(handle, len(_FIRST_BYTES), 0).startswith(_FIRST_BYTES):
-                raise ConfigError(f"{self.path} is there and not a record; give another name")
+                raise ConfigError(f"{self.path} exists and is not a record; choose another name")
             if stat.S_IMODE(found.st_mode) & 0o077:
                 os.fchmod(handle, 0o600)
             if found.st_size and os.pread(handle, 1, found.st_size - 1) != b"\n":
@@ -148,7 +148,7 @@ def read_record(
                 try:
                     entry = parse_line(line)
                     if not isinstance(entry, Header) and header is None:
-                        raise RecordError("it stands before any header")
+                        raise RecordError("it precedes the first header")
                 except RecordError as error:
                     on_damage(path, number, str(error))
                     continue

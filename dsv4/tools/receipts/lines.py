@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from dsv4.errors import Dsv4Error
 from dsv4.request import Completion, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 
@@ -30,7 +31,7 @@ _HELD = ("prompt", "params", "seed", "grammar", "output", "logprobs")  # parts t
 ENDS = ("stop", "length")
 
 
-class RecordError(ValueError):
+class RecordError(Dsv4Error, ValueError):
     """A line, or a file, that is not part of a record."""
 
 
@@ -209,7 +210,7 @@ def parse_line(line: bytes) -> Header | Receipt | Gap:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        raise RecordError("it is not whole, or not JSON") from None
+        raise RecordError("it is truncated or not JSON") from None
     kind = content.get("kind") if isinstance(content, dict) else None
     try:
         if kind == "header":

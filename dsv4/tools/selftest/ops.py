@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from dsv4.ops import Backend
 from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
 from dsv4.testing.agreement import Comparison, compare_with_oracle, compare_with_pieces, pieces_of
@@ -26,7 +27,7 @@ _CANNOT_COMPILE = {
 SEED = 20261116
 
 
-class DeviceLost(RuntimeError):
+class DeviceLost(Dsv4Error, RuntimeError):
     """A kernel broke the CUDA context: nothing after it can run in this process."""
 
     def __init__(self, check: Check) -> None:

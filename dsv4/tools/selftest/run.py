@@ -11,6 +11,7 @@ import torch
 
 from dsv4 import __version__
 from dsv4.engine.run.kernel_record import KernelVerdict, kernel_key, write_verdict
+from dsv4.errors import Dsv4Error
 from dsv4.ops import TRITON, Backend
 from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
@@ -20,7 +21,7 @@ from dsv4.tools.selftest.report import Check, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
 
-class SelftestError(ValueError):
+class SelftestError(Dsv4Error, ValueError):
     """The self-test cannot run here."""
 
 

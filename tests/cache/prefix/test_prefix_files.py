@@ -117,7 +117,7 @@ def test_another_name_or_another_model(filled, caplog):
     file.rename(stranger)
     manager = open_manager(filled)
     assert serve(manager) == 0
-    assert "holds another segment than its name says" in caplog.text
+    assert "holds another segment than its name states" in caplog.text
     manager.close()
     foreign = filled / "other model"
     foreign.mkdir()
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written(filled, caplog, monkeypatch):
     serve(manager, [5] * 200)
     manager.close()
     assert files_of(filled) == before
-    with pytest.raises(OSError, match="cache_dir .* cannot be made"):
+    with pytest.raises(OSError, match="cache_dir .* cannot be created"):
         open_manager(before[0])
 
 
@@ -239,7 +239,7 @@ def test_the_command(filled):
     manager.close()
     assert run(app, ["cache", "rm", str(filled)]).output == "deleted 1 files\n"
     assert files_of(filled) == []
-    assert "is no folder" in str(run(app, ["cache", "ls", str(filled / "nothing")]).exception)
+    assert "is not a folder" in str(run(app, ["cache", "ls", str(filled / "nothing")]).exception)
 
 
 @pytest.fixture(autouse=True)

@@ -251,7 +251,7 @@ def test_no_room_for_one_token(tmp_path, monkeypatch):
 def test_too_little_host_memory_is_told_before_loading(folder, monkeypatch):
     monkeypatch.setattr(offload_load, "host_bytes_available", lambda: 1000)
     monkeypatch.setattr(offload_load, "load_params", None)
-    with pytest.raises(OffloadError, match=r"offloaded take 0.0 GiB of host memory, and 0.0 GiB are available"):
+    with pytest.raises(OffloadError, match=r"offloaded experts need 0.0 GiB of host memory, and 0.0 GiB are available"):
         LLM(folder, engine=LIMITS, offload_experts=3)
     monkeypatch.undo()
     assert LLM(folder, engine=LIMITS, offload_experts=8).pool.host_bytes() == 0

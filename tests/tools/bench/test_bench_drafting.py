@@ -45,7 +45,7 @@ def test_prompts_are_spread_over_the_text(tmp_path):
     prompts = bench_drafting._prompts(shipped_checkpoint(), load)
     assert [len(prompt) for prompt in prompts] == [8] * 4
     text.write_text("And the")
-    with pytest.raises(ConfigError, match="a prompt was to have 8"):
+    with pytest.raises(ConfigError, match="expected at least 8 for a prompt"):
         bench_drafting._prompts(shipped_checkpoint(), load)
 
 
