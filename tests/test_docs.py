@@ -252,11 +252,11 @@ def recorded_numbers():
     experts = [ops[f"moe/flash-nvfp4-{count}"] for count in (1, 16, 64, 256)]
     large = ops["moe/flash-nvfp4-4096"]
     attention = [ops[f"sparse_attention/flash-csa-64k-{batch}"]["median_us"] for batch in (1, 64, 256)]
-    start = re.search(r"warm_up +([\d.]+) s", (results / "variants" / "fifth-cold-start.txt").read_text())
     engine = [json.loads(line) for line in (results / "nvidia-h200-step.jsonl").read_text().splitlines()]
     plain = [r for r in engine if r["kind"] == "step" and r["requests"] in ("greedy", "top-p 0.9") and not r["watched"]]
     plain = [r for r in plain if r["commit"] == engine[0]["commit"]]
     load = next(r for r in engine if r["kind"] == "load")
+    start = next(r for r in engine if r["kind"] == "cold_start")
     hits = [json.loads(line) for line in (results / "nvidia-h200-prefix.jsonl").read_text().splitlines()]
     first = {r["tier"]: r["ms"] for r in hits if r["kind"] == "first_token"}
     flash = ModelConfig.flash()
@@ -279,7 +279,7 @@ def recorded_numbers():
         f"{large['flops'] / large['median_us'] / 1e6:.0f} TFLOP/s",
         f"{ops['topk_select/512-of-262144x1']['median_us']:.1f} us",
         f"{slashed(attention)} us",
-        f"{float(start[1]):.0f} s",
+        f"{start['seconds']:.0f} s",
         f"{float(schema.bytes_per_token)} bytes",
         f"{schema.window_bytes_per_request:,} bytes",
     ]
