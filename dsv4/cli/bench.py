@@ -1,7 +1,7 @@
 """`dsv4 bench`: `model` measures a whole model on any device, `serve` a load of requests, `ops` single ops on a GPU.
 
 The cases and the timer of `ops` belong to a checkout, not to the installed package (nothing in the package imports
-`dsv4.testing`), so that one runs `benchmarks/bench_ops.py` in a process of its own.
+`dsv4.testing`), so that one runs `python -m benchmarks ops` in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dsv4.tools.bench.model import Report
 
 bench_app = typer.Typer(no_args_is_help=True)
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_ops.py"
+CHECKOUT = Path(__file__).parents[2]
 
 
 @bench_app.callback()
@@ -42,7 +42,10 @@ def bench_ops_command(
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     samples: Annotated[int, typer.Option(help="Timed replays per case.", min=10)] = 100,
     out: Annotated[Path | None, typer.Option(help="Record file. Default: benchmarks/results/<gpu>.jsonl.")] = None,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Compare two record files; no GPU needed.")] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Compare two record files, or two commits in the file of --out; no GPU needed."),
+    ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
 ) -> None:
     """Time every op at the real shapes of Flash and Pro, against what the chip was measured to do.
@@ -52,21 +55,23 @@ def bench_ops_command(
     dsv4 bench ops --op rms_norm
 
     dsv4 bench ops --compare old.jsonl new.jsonl
+
+    dsv4 bench ops --compare 7b888af bbe5097
     """
-    if not SCRIPT.is_file():
-        raise ConfigError(f"dsv4 bench ops needs a source checkout: expected {SCRIPT}, found nothing there")
+    if not (CHECKOUT / "benchmarks" / "ops.py").is_file():
+        raise ConfigError(f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there")
     arguments = ["--samples", str(samples)]
     for name in op or ():
         arguments += ["--op", name]
     if case is not None:
         arguments += ["--case", case]
     if out is not None:
-        arguments += ["--out", str(out)]
+        arguments += ["--out", str(out.resolve())]
     if compare is not None:
-        arguments += ["--compare", *map(str, compare)]
+        arguments += ["--compare", *(str(Path(name).resolve()) if Path(name).is_file() else name for name in compare)]
     if list_cases:
         arguments.append("--list")
-    raise typer.Exit(subprocess.run([sys.executable, str(SCRIPT), *arguments]).returncode)
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", "ops", *arguments], cwd=CHECKOUT).returncode)
 
 
 @bench_app.command("model")
