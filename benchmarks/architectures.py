@@ -158,7 +158,11 @@ def read_records() -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     import triton
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks architectures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks architectures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="only this; may be repeated")
     parser.add_argument("--markdown", action="store_true", help="only the page")
     options = parser.parse_args(arguments)
@@ -167,4 +171,3 @@ def main(arguments: list[str]) -> None:
         records["triton"] = triton.__version__
         record(options.arch or list(ARCHITECTURES), records)
     PAGE.write_text(markdown(read_records()), encoding="utf-8")
-

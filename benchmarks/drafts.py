@@ -1,6 +1,6 @@
 """What drafts cost and bring on one GPU: four Flash layers with an MTP block or a DSpark head, random weights.
 
-    python benchmarks/bench_drafts.py --out benchmarks/results/nvidia-h200-drafts.jsonl [--seconds 400]
+    python -m benchmarks drafts --out benchmarks/results/nvidia-h200-drafts.jsonl
 
 Requests of `--context` tokens decode together: without drafts, then with k drafts a step of which a fixed share is
 made to come true (`ACCEPTANCE`, as reported for Flash). A run before says which drafts are right; the drafter runs all
@@ -17,22 +17,17 @@ has the median step with the drafter's own drafts, of which hardly any comes tru
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
+from benchmarks.runner import NUM_LAYERS, SCHEDULE, Session, free_memory, numbers, random_prompts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.policy import DraftPolicy, StepTimes
@@ -42,13 +37,10 @@ from dsv4.engine.run.graphs import capture_graph
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
 from dsv4.request import SamplingParams
-from dsv4.testing import bench as records_of
 from dsv4.tools.bench.context import cut_config
-from dsv4.tools.bench.model import describe_machine, time_calls
+from dsv4.tools.bench.model import time_calls
 from dsv4.tools.plan.targets import PRESETS
 
-SCHEDULE = ("swa", "csa", "hca", "csa")
-FLASH_LAYERS = 43
 ACCEPTANCE = {"mtp": (0.8, 0.64, 0.512), "dspark": (0.82, 0.67, 0.55, 0.45, 0.37)}  # by place, with all before it
 
 
@@ -82,10 +74,10 @@ class MadeTrue(FixedDrafts):
 
 
 class Stopwatch:
-    """GPU milliseconds (on a CPU, the host's) of a runner's calls, by what they are."""
+    """GPU milliseconds (on a CPU, the host's) of a runner's calls, by what they are; until `end`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._is_cuda = engine.cache.device.type == "cuda"
+        self._is_cuda, self._runner = engine.cache.device.type == "cuda", engine.runner
         self._spans: dict[str, list[Any]] = defaultdict(list)
         for name in ("forward", "draw", "draft"):
             self._watch(engine.runner, name)
@@ -107,6 +99,10 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def end(self) -> None:
+        for name in ("forward", "draw", "draft"):
+            delattr(self._runner, name)
 
     def medians(self) -> dict[str, float]:
         """Milliseconds; forgets what it knew."""
@@ -158,8 +154,7 @@ def head_ms(llm: LLM, rows: int, repeats: int = 10) -> float:
 def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace) -> list[Any]:
     engine, choice = llm.engine, llm.engine._drafts
     assert isinstance(choice, MadeTrue)
-    source = random.Random(batch)
-    prompts = [[source.randrange(llm.config.vocab_size) for _ in range(options.context)] for _ in range(batch)]
+    prompts = random_prompts(llm.config.vocab_size, batch, options.context, batch)
     watch, records, plain = Stopwatch(engine), [], None
     for count in counts:
         choice.count = count
@@ -175,7 +170,7 @@ def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: 
         forward = parts.get("forward", 0.0)
         layers = max(0.0, forward - head)
         rest = step_ms - forward  # draw, drafter and host
-        whole = head + layers * FLASH_LAYERS / len(SCHEDULE) + rest
+        whole = head + layers * NUM_LAYERS / len(SCHEDULE) + rest
         records.append({
             "kind": "drafts", "drafter": drafter, "batch": batch, "drafts": count, "rows": rows,
             "context": options.context, "step_ms": round(step_ms, 4),
@@ -183,6 +178,7 @@ def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: 
             "tokens_per_step": round(per_step, 3), "ms_per_token_43_layers": round(whole / per_step, 4),
             "is_same_as_without": tokens == plain,
         })  # fmt: skip
+    watch.end()
     return records
 
 
@@ -190,8 +186,8 @@ def measure_reading(
     llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace
 ) -> list[Any]:  # fmt: skip
     """What it saves that the host plans while the drafter runs."""
-    runner, source, records = llm.engine.runner, random.Random(batch), []
-    prompts = [[source.randrange(llm.config.vocab_size) for _ in range(options.context)] for _ in range(batch)]
+    runner, records = llm.engine.runner, []
+    prompts = random_prompts(llm.config.vocab_size, batch, options.context, batch)
     for count in counts:
         step_ms = {}
         for must_read in (True, False):
@@ -214,74 +210,43 @@ def policy_choices(records: list[dict[str, Any]], drafter: str) -> dict[str, int
     return {str(batch): policy.ask(ACCEPTANCE[drafter], batch)[0] for batch in batches}
 
 
-def run_drafter(drafter: str, options: argparse.Namespace, add: Callable[[dict[str, Any]], None]) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=320, help="that every request generates")
+
+
+SECTIONS = tuple(ACCEPTANCE)  # the drafters
+
+
+def run(session: Session) -> None:
+    for drafter in SECTIONS:
+        if session.wants(drafter):
+            run_drafter(drafter, session)
+            free_memory()
+
+
+def run_drafter(drafter: str, session: Session) -> None:
+    options = session.options
     config = config_of(options.preset, drafter)
     shares = ACCEPTANCE[drafter][: config.max_drafts]
-    params = random_params(config, experts="nvfp4", mtp_experts="mxfp4", device=torch.device(options.device))
+    params = random_params(config, experts="nvfp4", mtp_experts="mxfp4", device=session.device)
     limits = EngineConfig(
         max_context_tokens=options.context + options.tokens, max_concurrent_requests=max(options.batches),
         max_chunk_tokens=max(2048, 6 * max(options.batches)), prefix_cache_bytes=0,
     )  # fmt: skip
-    started = time.monotonic()
     llm = LLM.from_params(config, params, engine=limits, drafts="auto")
-    print(f"{drafter}: ready after {time.monotonic() - started:.1f} s", flush=True)
+    print(f"[{session.elapsed:6.1f}] {drafter}: ready", flush=True)
     drafting = llm.engine.runner.drafting
     assert drafting is not None
     choice = MadeTrue(drafting.max_drafts, drafting.choices, shares)
-    found: list[dict[str, Any]] = []
+    counts = [0, *(count for count in (1, 3, 5) if count <= drafting.max_drafts)]
     for batch in options.batches:
-        if time.monotonic() - options.started > options.seconds:
-            add({"kind": "skipped", "what": f"{drafter}, batch {batch}"})
-            continue
         llm.engine = Engine(llm.model, llm.cache, runner=llm.engine.runner, drafts=choice)
-        counts = [0, *(count for count in (1, 3, 5) if count <= drafting.max_drafts)]
-        for record in measure(llm, drafter, batch, counts, options):
-            found.append(record)
-            add(record)
-        del llm.engine.runner.forward, llm.engine.runner.draw, llm.engine.runner.draft  # the stopwatch's
-        for record in measure_reading(llm, drafter, batch, sorted({*drafting.choices[:1], counts[-1]}), options):
-            add(record)
+        session.attempt(f"{drafter}, batch {batch}", measure, llm, drafter, batch, counts, options)
+        some = sorted({*drafting.choices[:1], counts[-1]})
+        session.attempt(f"{drafter}, reading, batch {batch}", measure_reading, llm, drafter, batch, some, options)
+    found = [record for record in session.records if record["kind"] == "drafts" and record["drafter"] == drafter]
     if found:
-        late = llm.engine.runner.compiled_late
-        add({"kind": "policy", "drafter": drafter, "asks_for": policy_choices(found, drafter), "late": list(late)})
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("drafts.jsonl"))
-    parser.add_argument("--drafter", action="append", choices=tuple(ACCEPTANCE), help="only this; may be repeated")
-    parser.add_argument("--batches", type=numbers, default=[1, 16, 64])
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=320, help="that every request generates")
-    parser.add_argument("--seconds", type=float, default=400.0, help="begin nothing after so many")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    options = parser.parse_args()
-    options.started = time.monotonic()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    is_cuda = options.device != "cpu"
-    origin = records_of.provenance(options.commit) if is_cuda else describe_machine(torch.device("cpu"))
-    is_wrong = False
-
-    def add(record: dict[str, Any]) -> None:
-        nonlocal is_wrong
-        is_wrong |= record.get("is_same_as_without") is False
-        print(json.dumps(record), flush=True)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record | origin) + "\n")
-
-    for drafter in options.drafter or ACCEPTANCE:
-        run_drafter(drafter, options, add)
-        gc.collect()
-        if is_cuda:
-            torch.cuda.empty_cache()
-    return int(is_wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        late = list(llm.engine.runner.compiled_late)
+        session.add({"kind": "policy", "drafter": drafter, "asks_for": policy_choices(found, drafter), "late": late})

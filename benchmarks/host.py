@@ -35,11 +35,11 @@ SECTIONS = ("allocator", "cache", "scheduler")
 def run(session: Session) -> None:
     torch.set_num_threads(1)
     for count in (1, 16, 1024) if session.wants("allocator") else ():
-        session.attempt(f"allocator, {count} at once", lambda n=count: allocator(n))  # type: ignore[misc]
+        session.attempt(f"allocator, {count} at once", allocator, count)
     for count in (1, 4, 64) if session.wants("cache") else ():
-        session.attempt(f"prepare_forward, {count} tokens", lambda n=count: prepare_forward(session.device, n))  # type: ignore[misc]
+        session.attempt(f"prepare_forward, {count} tokens", prepare_forward, session.device, count)
     for count in (1, 16, 64, 256) if session.wants("scheduler") else ():
-        session.attempt(f"scheduler, {count} requests", lambda n=count: scheduler_step(session.device, n))  # type: ignore[misc]
+        session.attempt(f"scheduler, {count} requests", scheduler_step, session.device, count)
 
 
 def allocator(num_at_once: int) -> Record:

@@ -1,6 +1,6 @@
 """The whole model on one GPU: four-layer Flash, Hugging Face's in the same run, all of Flash with offloaded experts.
 
-    python benchmarks/model_gpu.py --out benchmarks/results/nvidia-h200-model.jsonl [--section NAME ...] [--seconds 280]
+    python -m benchmarks model --out benchmarks/results/nvidia-h200-model.jsonl [--section NAME ...]
 
 | section | what | records (`kind`) |
 |---|---|---|
@@ -8,131 +8,81 @@
 | prefill | the same model, prompts in one call | prefill |
 | serving | the same model through the engine: latency and throughput | serving |
 | memory | bytes held against the plan | memory |
+| reproducibility | one request alone, batched, chunked, beside NaN padding, preempted | reproducibility, preemption |
 | huggingface | transformers' DeepseekV4ForCausalLM, bf16, eager, four layers: decode and prefill | huggingface |
 | offload | 43 layers, experts that do not fit in host memory | stream, offload |
-| reproducibility | one request alone, batched, chunked, beside NaN padding, preempted | reproducibility, preemption |
 
-Each section runs by itself: one that fails leaves an `error` record with its last lines, and the others go on. Nothing
-is begun after `--seconds`. Records are appended one by one. A compact table is printed last.
-`--preset tiny --device cpu` runs everything but the comparison with small sizes, to try the script without a GPU.
+`dsv4 bench model` measures the first four of any model; here they have Flash's sizes, and stand beside the others.
+`--preset tiny --device cpu` tries it without a GPU, with small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
+from benchmarks.runner import FLASH_COUNTS, SCHEDULE, Record, Session, free_memory, numbers, used_bytes, wait
+from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
-from dsv4.testing import bench as records_of
 from dsv4.tools.bench import model as bench
-from dsv4.tools.bench.context import BenchModel, build_model, build_offloaded, cut_config, make_context
+from dsv4.tools.bench.context import BenchModel, build_offloaded, cut_config, make_context
 from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.targets import PRESETS
 
-SCHEDULE = ("swa", "csa", "hca", "csa")
-FLASH_COUNTS = {"swa": 2, "csa": 21, "hca": 20}  # layers of each kind in all of Flash
-SECTIONS = ("decode", "prefill", "serving", "memory", "reproducibility", "huggingface", "offload")
+OF_FOUR = ("decode", "prefill", "serving", "memory", "reproducibility")
+SECTIONS = (*OF_FOUR, "huggingface", "offload")
 
 
-@dataclass
-class Session:
-    """The options, the clock, and what was found."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
+    parser.add_argument("--contexts", type=numbers, default=[2048, 65536, 1048576])
+    parser.add_argument("--prefill", type=numbers, default=[2048, 8192, 16384])
+    parser.add_argument("--concurrency", type=numbers, default=[1, 16, 64])
 
-    options: argparse.Namespace
-    origin: dict[str, str]
-    started: float = field(default_factory=time.monotonic)
-    records: list[dict[str, Any]] = field(default_factory=list)
 
-    def has_time(self) -> bool:
-        return time.monotonic() - self.started < self.options.seconds
-
-    def add(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-        with self.options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record | self.origin) + "\n")
-
-    def attempt(self, what: str, measure: Callable[[], Any]) -> None:
-        """Run one measurement; whatever goes wrong becomes a record."""
-        if not self.has_time():
-            self.add({"kind": "skipped", "what": what})
-            return
-        begun = time.monotonic()
-        try:
-            found = measure()
-            for record in found if isinstance(found, list) else [found]:
-                self.add(record)
-            print(f"[{time.monotonic() - self.started:6.1f}] {what}: {time.monotonic() - begun:.1f} s", flush=True)
-        except Exception as error:  # the next measurement may well work
-            lines = traceback.format_exc().strip().splitlines()[-12:]
-            self.add({"kind": "error", "what": what, "error": f"{type(error).__name__}: {error}"[:500], "lines": lines})
-            print(f"[{time.monotonic() - self.started:6.1f}] {what}: FAILED {error}"[:400], flush=True)
+def run(session: Session) -> None:
+    if any(session.wants(section) for section in OF_FOUR):
+        run_four(session, session.four_layers())
         free_memory()
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.options.device != "cpu"
-
-
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    if session.wants("huggingface"):
+        session.attempt("huggingface", measure_huggingface, session)
+    if session.wants("offload"):
+        session.attempt("offload", measure_offload, session)
 
 
-# ---- sections of the four-layer model ----
+def run_four(session: Session, model: BenchModel) -> None:
+    options, attempt = session.options, session.attempt
+    grid = [(batch, context) for context in options.contexts for batch in options.batches]
+    for batch, context in sorted(grid, key=lambda pair: pair[0] * pair[1]) if session.wants("decode") else ():
+        attempt(f"decode, batch {batch}, context {context}", measure_steps, session, model, batch, context)
+    for count in options.prefill if session.wants("prefill") else ():
+        attempt(f"prefill, {count} tokens", bench.measure_prefill, model, count, 5)
+    for count in options.concurrency if session.wants("serving") else ():
+        attempt(f"serving, {count} requests", bench.measure_serving, model, count, 128, 32)
+    if session.wants("memory"):
+        attempt("memory", bench.measure_memory, model, max(options.batches), min(options.contexts))
+    if session.wants("reproducibility"):
+        attempt("reproducibility", measure_reproducibility, model, max(options.batches))
+        attempt("preemption", measure_preemption, model)
 
 
-def run_decode(session: Session, model: BenchModel) -> None:
+def measure_steps(session: Session, model: BenchModel, batch: int, context: int) -> list[Record]:
+    made, repeats = make_context(model, batch, context), session.options.repeats
     bandwidth = bench.read_bandwidth(session.origin["gpu"])
-
-    def measure(batch: int, context: int) -> list[dict[str, Any]]:
-        made = make_context(model, batch, context)
-        step = bench.measure_decode(model, made, session.options.repeats)
-        return [step, *bench.measure_layers(model, made, session.options.repeats, bandwidth)]
-
-    grid = [(batch, context) for context in session.options.contexts for batch in session.options.batches]
-    for batch, context in sorted(grid, key=lambda pair: pair[0] * pair[1]):
-        session.attempt(f"decode, batch {batch}, context {context}", lambda b=batch, c=context: measure(b, c))
-
-
-def run_prefill(session: Session, model: BenchModel) -> None:
-    for count in session.options.prefill:
-        session.attempt(f"prefill, {count} tokens", lambda n=count: bench.measure_prefill(model, n, 5))
-
-
-def run_serving(session: Session, model: BenchModel) -> None:
-    for count in session.options.concurrency:
-        session.attempt(f"serving, {count} requests", lambda n=count: bench.measure_serving(model, n, 128, 32))
-
-
-def run_memory(session: Session, model: BenchModel) -> None:
-    batch, context = max(session.options.batches), min(session.options.contexts)
-    session.attempt("memory", lambda: bench.measure_memory(model, batch, context))
-
-
-def run_reproducibility(session: Session, model: BenchModel) -> None:
-    session.attempt("reproducibility", lambda: measure_reproducibility(model, max(session.options.batches)))
-    session.attempt("preemption", lambda: measure_preemption(model))
+    return [bench.measure_decode(model, made, repeats), *bench.measure_layers(model, made, repeats, bandwidth)]
 
 
 def measure_reproducibility(model: BenchModel, batch_size: int, num_steps: int = 6) -> dict[str, Any]:
@@ -148,7 +98,7 @@ def measure_reproducibility(model: BenchModel, batch_size: int, num_steps: int =
     def run(model: BenchModel, count: int, chunks: list[int], use_graphs: bool) -> torch.Tensor:
         limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=count, max_chunk_tokens=64)
         transformer = model.transformer()
-        cache = bench.KVCacheManager(
+        cache = KVCacheManager(
             model.config, transformer.schedule, limits, device=model.device, plain_dtype=None
         )  # fmt: skip
         runner = Runner(transformer, cache, buckets=decode_buckets(count + 3)[-1:], use_graphs=use_graphs)
@@ -211,10 +161,6 @@ def measure_preemption(model: BenchModel, count: int = 8) -> dict[str, Any]:
 # ---- Hugging Face ----
 
 
-def run_huggingface(session: Session) -> None:
-    session.attempt("huggingface", lambda: list(measure_huggingface(session)))
-
-
 @torch.no_grad()
 def measure_huggingface(session: Session) -> Iterator[dict[str, Any]]:
     """transformers' own model, random weights of its own, the same shapes."""
@@ -223,8 +169,8 @@ def measure_huggingface(session: Session) -> Iterator[dict[str, Any]]:
 
     from dsv4.loader.config_write import config_to_dict
 
-    options, device = session.options, torch.device(session.options.device)
-    config = cut_config(PRESETS[options.preset](), schedule=SCHEDULE, hash_layers=1)
+    device = session.device
+    config = cut_config(PRESETS[session.options.preset](), schedule=SCHEDULE, hash_layers=1)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_to_dict(config, "bf16")))
         their_config = AutoConfig.from_pretrained(folder)
@@ -244,12 +190,12 @@ def measure_huggingface(session: Session) -> Iterator[dict[str, Any]]:
         began = time.perf_counter()
         for piece in ids.split(max(1, 2048 // batch), dim=1):
             model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        _wait(device)
+        wait(device)
         if batch == 1:
             again = DynamicCache(config=model.config)
             began = time.perf_counter()
             model(ids, past_key_values=again, use_cache=True, logits_to_keep=1)
-            _wait(device)
+            wait(device)
             seconds = time.perf_counter() - began
             yield common | {
                 "what": "prefill",
@@ -261,7 +207,7 @@ def measure_huggingface(session: Session) -> Iterator[dict[str, Any]]:
         for _ in range(8):
             began = time.perf_counter()
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-            _wait(device)
+            wait(device)
             times.append(time.perf_counter() - began)
         step = statistics.median(times[3:])
         yield common | {
@@ -270,16 +216,7 @@ def measure_huggingface(session: Session) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 # ---- all of Flash, experts offloaded ----
-
-
-def run_offload(session: Session) -> None:
-    session.attempt("offload", lambda: measure_offload(session))
 
 
 def measure_offload(session: Session) -> list[dict[str, Any]]:
@@ -310,8 +247,7 @@ def measure_offload(session: Session) -> list[dict[str, Any]]:
         )
         assert again.forecast is not None
         record["planned_tokens_per_second_at_measured_speed"] = again.forecast.tokens_per_second
-        free, total = torch.cuda.mem_get_info()
-        record |= {"device_bytes_used": total - free, "peak_allocated": torch.cuda.max_memory_allocated()}
+        record |= {"device_bytes_used": used_bytes(), "peak_allocated": torch.cuda.max_memory_allocated()}
     prefill = bench.measure_prefill(model, 2048 if session.is_cuda else 32, 2)
     return [stream, record, prefill | {"kind": "offload_prefill"}]
 
@@ -332,31 +268,26 @@ def host_speed(model: BenchModel) -> float:
     return rows * scratch.numel() * scratch.element_size() / (1e-3 * start.elapsed_time(end))
 
 
-# ---- the table ----
+# ---- what is printed ----
 
 
-def summary(records: list[dict[str, Any]]) -> str:
-    lines = []
-    for r in records:
-        kind = r["kind"]
-        if kind == "decode":
-            lines.append(
-                f"decode   batch {r['batch']:4} ctx {r['context']:8}: {r['ms']:9.3f} ms, {r['ms_per_layer']:7.3f} a"
-                f" layer  [{r['mode'][:60]}] {'LATE ' if r['compiled_late'] else ''}{','.join(r['compiled_late'])[:80]}"
-            )
-        elif kind == "layer":
-            lines.append(
-                f"  {r['attention']}    batch {r['batch']:4} ctx {r['context']:8}: {1e3 * r['ms']:9.1f} us"
-                f" x {r.get('times_floor', 0):6.2f} floor, {r['launches']} launches [{r['mode'][:40]}]"
-            )
-        elif kind in ("prefill", "offload_prefill"):
-            lines.append(f"{kind}  {r['tokens']} tokens: {r['ms']:.2f} ms, {r['tokens_per_second']:.0f} tokens/s")
-        elif kind in ("error", "skipped"):
-            lines.append(f"{kind.upper()}: {r['what']}: {r.get('error', '')[:200]}")
-        else:
-            shown = {key: value for key, value in r.items() if key not in ("kind", "lines")}
-            lines.append(f"{kind}: {json.dumps(shown)[:420]}")
-    return "\n".join([*lines, *whole_flash(records)])
+def line(record: Record) -> str:
+    kind, late = record["kind"], ",".join(record.get("compiled_late", ()))[:80]
+    if kind == "decode":
+        return (
+            f"decode   batch {record['batch']:4} ctx {record['context']:8}: {record['ms']:9.3f} ms, "
+            f"{record['ms_per_layer']:7.3f} a layer  [{record['mode'][:60]}] {late and 'LATE ' + late}"
+        )
+    if kind == "layer":
+        return (
+            f"  {record['attention']}    batch {record['batch']:4} ctx {record['context']:8}: {1e3 * record['ms']:9.1f} "
+            f"us x {record.get('times_floor', 0):6.2f} floor, {record['launches']} launches [{record['mode'][:40]}]"
+        )
+    return json.dumps(record)
+
+
+def conclusions(records: list[Record]) -> Iterator[str]:
+    return whole_flash(records)
 
 
 def whole_flash(records: list[dict[str, Any]]) -> Iterator[str]:
@@ -380,58 +311,3 @@ def whole_flash(records: list[dict[str, Any]]) -> Iterator[str]:
                 f"sum of 43 layers, batch {step['batch']}, ctx {step['context']}: {total:.2f} ms "
                 f"(head {rest:.3f}){ratio if step['batch'] == 1 else ''}"
             )
-
-
-# ---- the command ----
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("model.jsonl"))
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this; may be repeated")
-    parser.add_argument("--seconds", type=float, default=280.0, help="begin nothing after so many")
-    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
-    parser.add_argument("--contexts", type=numbers, default=[2048, 65536, 1048576])
-    parser.add_argument("--prefill", type=numbers, default=[2048, 8192, 16384])
-    parser.add_argument("--experts", choices=("nvfp4", "mxfp4"), default="nvfp4", help="of the four layers")
-    parser.add_argument("--concurrency", type=numbers, default=[1, 16, 64])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = options.section or list(SECTIONS)
-    is_cuda = options.device != "cpu"
-    origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
-    session = Session(options, {"gpu": "none", "experts": options.experts} | origin)
-    of_four = {
-        "decode": run_decode, "prefill": run_prefill, "serving": run_serving, "memory": run_memory,
-        "reproducibility": run_reproducibility,
-    }  # fmt: skip
-    if any(name in of_four for name in wanted):
-        built: list[BenchModel] = []
-        session.attempt("four layers", lambda: built.append(four_layers(options)) or [])
-        for name in wanted:
-            if built and name in of_four:
-                of_four[name](session, built[0])
-        built.clear()
-        free_memory()
-    if "huggingface" in wanted:
-        run_huggingface(session)
-    if "offload" in wanted:
-        run_offload(session)
-    print(summary(session.records))
-    return int(any(record["kind"] == "error" for record in session.records))
-
-
-def four_layers(options: argparse.Namespace) -> BenchModel:
-    return build_model(options.preset, schedule=SCHEDULE, hash_layers=1, experts=options.experts, device=options.device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,9 @@ MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--op", action="append", help="only this op; may be repeated, and then that is the order")
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--samples", type=int, default=100, help="timed replays per case")
@@ -100,4 +102,3 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-

@@ -4,7 +4,7 @@
 
 * docs/images/roofline.svg        every measured case of an op
 * docs/images/decode-layer.svg    the kernels of one decode layer, in the order of their launch
-* docs/images/decode-timeline.svg  a decode step over both streams (once `python -m benchmarks timeline` has recorded one)
+* docs/images/decode-timeline.svg  a decode step over both streams (of the benchmark `timeline`)
 * docs/kernels/*.md               the rows of their tables of numbers
 """
 
@@ -317,4 +317,3 @@ def main(arguments: list[str]) -> None:
     argparse.ArgumentParser(prog="python -m benchmarks plots", description=__doc__).parse_args(arguments)
     for path, text in documents().items():
         path.write_text(text, encoding="utf-8")
-

@@ -4,14 +4,14 @@ The miniature's weights lie on the grid of MXFP4, which would flatter any roundi
 function with other weights: channels between the norm and the experts, and between up and down projection, are scaled
 by random factors and scaled back where they are taken up. In BF16 those weights lie on no grid.
 
-    python benchmarks/quantize_error.py FOLDER [SEEDS]      # a new folder for the checkpoints it makes; 4 draws
+    python -m benchmarks quantize FOLDER [SEEDS]      # a new folder for the checkpoints it makes; 4 draws
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.runner import numbers
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.formats.tensors import QuantTensor, dequantize
 from dsv4.llm import LLM
@@ -118,7 +119,12 @@ def layer_errors(folder: Path, exact: dict[str, Tensor]) -> dict[str, float]:
     return {layer: sqrt(wrong / total) for layer, (wrong, total) in sorted(sums.items())}
 
 
-def main(root: Path, seeds: list[int]) -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks quantize", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a new one, for the checkpoints that are made")
+    parser.add_argument("seeds", type=numbers, nargs="?", default=[0, 1, 2, 3], help="of the draws, e.g. 0,1")
+    options = parser.parse_args(arguments)
+    root, seeds = options.folder, options.seeds
     shipped = perplexity(shipped_checkpoint())
     print(f"perplexity of {MAX_TOKENS} held-out tokens, exact numerics; flash-mini: {shipped:.4f}", flush=True)
     for seed in seeds:
@@ -135,7 +141,3 @@ def main(root: Path, seeds: list[int]) -> None:
             by_layer = ", ".join(f"{error:.4f}" for error in errors.values())
             found = f"perplexity {perplexity(folder):.4f}, error {mean:.4f}; by layer {by_layer}"
             print(f"draw {seed}: {experts}, {kind} scales: {found}", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2].split(",")] if len(sys.argv) > 2 else list(range(4)))

@@ -56,9 +56,9 @@ class Session:
         machine = {"gpu": "none"} | describe_machine(torch.device("cpu"))
         self.origin = records_of.provenance(options.commit) if self.is_cuda else machine
         self._began, self._line = time.monotonic(), line
-        self._out: Path | None = options.out
-        if self.is_cuda and self._out is None:
-            self._out = RESULTS / f"{file_name(self.origin['gpu'])}-{name}.jsonl"
+        self.out: Path | None = options.out
+        if self.is_cuda and self.out is None:
+            self.out = RESULTS / f"{file_name(self.origin['gpu'])}-{name}.jsonl"
 
     @property
     def elapsed(self) -> float:
@@ -71,20 +71,20 @@ class Session:
         """Written one by one: a crash keeps what was measured."""
         for record in [found] if isinstance(found, dict) else found:
             self.records.append(record)
-            if self._out is not None:
-                records_of.write_records(self._out, [record], self.origin)
+            if self.out is not None:
+                records_of.write_records(self.out, [record], self.origin)
             plain = record["kind"] in ("error", "skipped") or self._line is None
             shown = json.dumps(record) if plain or self._line is None else self._line(record)
             print(shown[:900], flush=True)
 
-    def attempt(self, what: str, measure: Callable[[], Any]) -> None:
+    def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """One measurement; whatever goes wrong becomes a record, and the next one may well work."""
         if self.elapsed > self.options.seconds:
             self.add({"kind": "skipped", "what": what})
             return
         began = self.elapsed
         try:
-            self.add(measure() or [])
+            self.add(measure(*arguments, **options) or [])
             print(f"[{self.elapsed:6.1f}] {what}: {self.elapsed - began:.1f} s", flush=True)
         except Exception as error:
             lines = traceback.format_exc().strip().splitlines()[-12:]

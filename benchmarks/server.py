@@ -52,7 +52,8 @@ PLAN = {
     "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),
     "first": Section("first token of one request", {"prompt": 300, "output": 2}, (1,)),
     "intruder": Section(
-        "a long prompt beside streams", {"prompt": 512, "output": 2048, "intruder": 524288, "intruder_seconds": 5.0}, (64,)
+        "a long prompt beside streams",
+        {"prompt": 512, "output": 2048, "intruder": 524288, "intruder_seconds": 5.0}, (64,)
     ),
 }  # fmt: skip
 SECTIONS = tuple(PLAN)
@@ -66,7 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a checkpoint instead")
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--processes", type=int, default=8, help="client processes")
-    parser.add_argument("--serve-option", action="append", default=[], help="passed on to `dsv4 serve`, e.g. --front-ends=4")
+    parser.add_argument(
+        "--serve-option", action="append", default=[], help="passed on to `dsv4 serve`, e.g. --front-ends=4"
+    )
 
 
 def run(session: Session) -> None:
@@ -77,10 +80,8 @@ def run(session: Session) -> None:
             if session.wants(section):
                 loads = loads_of(section, session)
                 engine: dict[int, float] = {}
-                session.attempt(f"{section}, engine", lambda s=section, w=loads: alone(session, folder, s, w, engine))  # type: ignore[misc]
-                session.attempt(
-                    f"{section}, server", lambda s=section, w=loads: served(session, folder, Path(name), s, w, engine)  # type: ignore[misc]
-                )  # fmt: skip
+                session.attempt(f"{section}, engine", alone, session, folder, section, loads, engine)
+                session.attempt(f"{section}, server", served, session, folder, Path(name), section, loads, engine)
 
 
 def checkpoint(session: Session, folder: Path) -> Path:
@@ -163,7 +164,8 @@ def served(
             }  # fmt: skip
             tokens = max(report.output_tokens, 1)
             records.append(report.to_dict() | {
-                "section": section, "cpu_seconds": used, "cpu_us_per_token": round(1e6 * sum(used.values()) / tokens, 1),
+                "section": section, "cpu_seconds": used,
+                "cpu_us_per_token": round(1e6 * sum(used.values()) / tokens, 1),
                 "share_of_engine": round(report.tokens_per_second / engine[load.streams], 3)
                 if engine.get(load.streams) else None,
             })  # fmt: skip

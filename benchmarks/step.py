@@ -1,17 +1,17 @@
 """What a user waits for: steps of four Flash layers through the engine, against the GPU's busy time of the same steps.
 
-    python benchmarks/step_gpu.py --out benchmarks/results/nvidia-h200-step.jsonl [--section NAME ...]
+    python -m benchmarks step --out benchmarks/results/nvidia-h200-step.jsonl [--section NAME ...]
 
 | section | what | records (`kind`) |
 |---|---|---|
 | first | requests of each kind right after warm-up, each once more: seconds to the last token | first |
 | steps | decode steps by batch and kind of request: wall, GPU busy, host's share | step |
-| observed | 64 streams with and without somebody watching the experts | step |
+| observed | 64 streams with and without an observer of the experts | step |
 | load | 256 requests of 512 + 64 tokens | load |
 | memory | bytes held against the plan's, three configurations | memory |
 
 Wall is the time of many steps over their number; busy is the union of everything the GPU ran in other steps of the same
-requests, by its profiler. `--preset tiny --device cpu` tries the script without a GPU. A table is printed last.
+requests, by its profiler. `--preset tiny --device cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -19,28 +19,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
+from benchmarks.runner import Record, Session, free_memory, numbers, random_prompts, used_bytes
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
-from dsv4.testing import bench as records_of
-from dsv4.tools.bench import model as bench
-from dsv4.tools.bench.context import BenchModel, build_model
+from dsv4.tools.bench.context import BenchModel
+from dsv4.tools.bench.profile import busy_us, launches_of
 from dsv4.tools.plan.plan import plan
-from dsv4.tools.plan.targets import PRESETS
 
-SCHEDULE = ("swa", "csa", "hca", "csa")
 SECTIONS = ("first", "steps", "observed", "load", "memory")
+MEMORY = ((1, 65536, 2048), (64, 8192, 8192), (256, 2048, 2048))  # requests, context, chunk
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-p 0.9": {"top_p": 0.9},
@@ -50,16 +44,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {7: 1.0}},
     "rules": {},  # min_tokens of all of them: a mask at every step
 }
-Record = dict[str, Any]
-
-
-def make_prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, llm.config.vocab_size, (count, length), generator=generator).tolist()
 
 
 def submit(llm: LLM, count: int, length: int, output: int, kind: str, seed: int) -> list[Any]:
-    return submit_all(llm, make_prompts(llm, count, length, seed), output, kind)
+    return submit_all(llm, random_prompts(llm.config.vocab_size, count, length, seed), output, kind)
 
 
 def submit_all(llm: LLM, prompts: list[list[int]], output: int, kind: str) -> list[Any]:
@@ -83,7 +71,7 @@ def finish(llm: LLM, sequences: list[Any]) -> None:
 def measure_steps(llm: LLM, batch: int, kind: str, *, num_steps: int, watched: bool = False, seed: int = 0) -> Record:
     """Steady decode of `batch` requests."""
     engine, num_profiled = llm.engine, 10
-    engine.on_experts = (lambda chosen: None) if watched else None
+    engine.observers[:] = [lambda chosen: None] * watched
     sequences = submit(llm, batch, 64, num_steps + num_profiled + 40, kind, 1000 * batch + seed)
     while not all(len(sequence.token_ids) > sequence.prompt_len + 4 for sequence in sequences):
         engine.step()
@@ -92,38 +80,17 @@ def measure_steps(llm: LLM, batch: int, kind: str, *, num_steps: int, watched: b
         engine.step()
     wall = (time.perf_counter() - started) / num_steps
     host = wall - (engine.stats().seconds_waiting - waited) / num_steps
-    busy = busy_seconds(lambda: [engine.step() for _ in range(num_profiled)], llm.cache.device)
+    launches = launches_of(lambda: [engine.step() for _ in range(num_profiled)], llm.cache.device)
     finish(llm, sequences)
-    engine.on_experts = None
+    engine.observers.clear()
     record: Record = {
         "kind": "step", "batch": batch, "requests": kind, "watched": watched, "wall_ms": round(1e3 * wall, 4),
         "host_ms": round(1e3 * host, 4), "compiled_late": list(engine.runner.compiled_late),
     }  # fmt: skip
-    if busy is not None:
-        busy_ms = 1e3 * busy / num_profiled
+    if launches is not None:
+        busy_ms = 1e-3 * busy_us(launches) / num_profiled
         record |= {"busy_ms": round(busy_ms, 4), "wall_over_busy": round(1e3 * wall / busy_ms, 3)}
     return record
-
-
-def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
-    """The union of the intervals in which the GPU ran something; None where that cannot be seen."""
-    if device.type != "cuda":
-        return None
-    from torch.autograd import DeviceType
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA
-    )
-    total, reached = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1e-6 * total
 
 
 def measure_first(llm: LLM) -> list[Record]:
@@ -162,16 +129,16 @@ def measure_load(llm: LLM, count: int, prompt: int, output: int) -> Record:
             llm.engine.step()
         finish(llm, sequences)
 
-    first, second = make_prompts(llm, count, prompt, 77), make_prompts(llm, count, prompt, 78)
+    first, second = (random_prompts(llm.config.vocab_size, count, prompt, seed) for seed in (77, 78))
     before, started = llm.engine.stats(), time.perf_counter()
     run(first)
     seconds, after = time.perf_counter() - started, llm.engine.stats()
-    busy = busy_seconds(lambda: run(second), llm.cache.device)
+    launches = launches_of(lambda: run(second), llm.cache.device)
     return {
         "kind": "load", "requests": count, "prompt": prompt, "output": output,
         "chunk": llm.cache.limits.max_chunk_tokens, "seconds": round(seconds, 4),
         "output_tokens_per_second": round(count * output / seconds, 1),
-        "busy_seconds": None if busy is None else round(busy, 4),
+        "busy_seconds": None if launches is None else round(1e-6 * busy_us(launches), 4),
         "host_share": round(1 - (after.seconds_waiting - before.seconds_waiting) / seconds, 3),
         "steps": after.num_steps - before.num_steps, "compiled_late": list(llm.engine.runner.compiled_late),
     }  # fmt: skip
@@ -181,14 +148,14 @@ def measure_memory(model: BenchModel, limits: EngineConfig, base: int) -> Record
     """`base` is what was taken before the weights: the context."""
     weights = torch.cuda.memory_allocated()
     llm = LLM.from_params(model.config, model.params, engine=limits)
-    ready = _used()
+    ready = used_bytes()
     graphs = ready - base - torch.cuda.memory_reserved()
     sequences = submit(llm, limits.max_concurrent_requests, min(512, limits.max_context_tokens // 2), 8, "penalties", 3)
     while not all(sequence.is_done for sequence in sequences):
         llm.engine.step()
     finish(llm, sequences)
     planned = plan(model.config, limits, experts=model.experts, with_draft=False).budget
-    used = _used()
+    used = used_bytes()
     return {
         "kind": "memory", "requests": limits.max_concurrent_requests, "context": limits.max_context_tokens,
         "chunk": limits.max_chunk_tokens, "prefix_cache": limits.prefix_cache_bytes,
@@ -200,106 +167,64 @@ def measure_memory(model: BenchModel, limits: EngineConfig, base: int) -> Record
     }  # fmt: skip
 
 
-def _used() -> int:
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def summary(records: list[Record]) -> str:
-    lines = []
-    for r in records:
-        late = f"  LATE {','.join(r['compiled_late'])[:80]}" if r.get("compiled_late") else ""
-        if r["kind"] == "step":
-            lines.append(
-                f"step {r['requests']:22} batch {r['batch']:4}{' watched' if r['watched'] else '        '}:"
-                f" wall {r['wall_ms']:8.3f} busy {r.get('busy_ms', 0):8.3f} ms: {r.get('wall_over_busy', 0):.3f};"
-                f" host {r['host_ms']:.3f}{late}"
-            )
-        elif r["kind"] == "first":
-            lines.append(
-                f"first {r['requests']:22} {r['which']:6}: first token {r['first_token_ms']:9.2f} ms, slowest gap"
-                f" {r['slowest_gap_ms']:8.2f}, all {r['all_ms']:9.2f}{late}"
-            )
-        else:
-            lines.append(f"{r['kind']}: {json.dumps({key: value for key, value in r.items() if key != 'kind'})[:900]}")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("step.jsonl"))
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this; may be repeated")
-    parser.add_argument("--batches", default="1,16,64,256")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    options = parser.parse_args()
-    wanted, records = options.section or list(SECTIONS), []
-    is_cuda = options.device != "cpu"
-    origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
 
-    def add(found: Record | list[Record]) -> None:
-        for record in found if isinstance(found, list) else [found]:
-            records.append(record)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record | origin) + "\n")
-            print(summary([record]), flush=True)
 
+def run(session: Session) -> None:
     base = 0
-    if is_cuda:
+    if session.is_cuda:
         torch.zeros(1, device="cuda")
-        base = _used()
-    began = time.perf_counter()
-    model = build_model(options.preset, schedule=SCHEDULE, hash_layers=1, experts="nvfp4", device=options.device)
-    free_memory()
-    batches = [int(batch) for batch in options.batches.split(",")]
-    most, prompt = max(batches), 512 if is_cuda else 32
-    print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
-    if set(wanted) - {"memory"}:
-        limits = EngineConfig(
-            max_context_tokens=prompt + 64, max_concurrent_requests=most, max_chunk_tokens=options.chunk
-        )
-        began = time.perf_counter()
-        llm = LLM.from_params(model.config, model.params, engine=limits)
-        gc.collect()
-        gc.freeze()  # as the server does
-        print(f"warm-up {time.perf_counter() - began:.1f} s", flush=True)
-        if "first" in wanted:
-            add(measure_first(llm))
-        for batch in batches if "steps" in wanted else ():
-            for kind in ("greedy", "top-p 0.9"):
-                add(measure_steps(llm, batch, kind, num_steps=options.steps))
-        for kind in ("penalties", "log-probabilities", "rules") if "steps" in wanted else ():
-            add(measure_steps(llm, min(64, most), kind, num_steps=options.steps))
-        for watched in (False, True) if "observed" in wanted else ():
-            add(measure_steps(llm, min(64, most), "top-p 0.9", num_steps=options.steps, watched=watched, seed=9))
-        if "load" in wanted:
-            add(measure_load(llm, most, prompt, 64))
-        llm.engine.check_integrity()
-        del llm
-        gc.unfreeze()
-        free_memory()
-    for requests, context, chunk in (
-        ((1, 65536, 2048), (64, 8192, 8192), (256, 2048, 2048)) if "memory" in wanted else ()
-    ):
+        base = used_bytes()
+    model = session.four_layers()
+    if any(session.wants(section) for section in SECTIONS[:-1]):
+        run_engine(session, model)
+    for requests, context, chunk in MEMORY if session.wants("memory") and session.is_cuda else ():
         limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=requests, max_chunk_tokens=chunk)
-        if is_cuda:
-            add(measure_memory(model, limits, base))
-        free_memory()
-    print("\n" + summary(records))
-    return 0
+        session.attempt(f"memory, {requests} requests", measure_memory, model, limits, base)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run_engine(session: Session, model: BenchModel) -> None:
+    options, prompt = session.options, 512 if session.is_cuda else 32
+    most = max(options.batches)
+    some = min(64, most)
+    limits = EngineConfig(
+        max_context_tokens=prompt + 64, max_concurrent_requests=most, max_chunk_tokens=options.chunk
+    )  # fmt: skip
+    llm = LLM.from_params(model.config, model.params, engine=limits)
+    gc.collect()
+    gc.freeze()  # as the server does
+    print(f"[{session.elapsed:6.1f}] warm", flush=True)
+    if session.wants("first"):
+        session.attempt("first", measure_first, llm)
+    steps = [(batch, kind, {}) for batch in options.batches for kind in ("greedy", "top-p 0.9")]
+    steps += [(some, kind, {}) for kind in ("penalties", "log-probabilities", "rules")]
+    watched = [(some, "top-p 0.9", {"watched": is_watched, "seed": 9}) for is_watched in (False, True)]
+    for batch, kind, more in [*(steps * session.wants("steps")), *(watched * session.wants("observed"))]:
+        session.attempt(
+            f"step, {batch} x {kind}", measure_steps, llm, batch, kind, num_steps=options.steps, **more
+        )  # fmt: skip
+    if session.wants("load"):
+        session.attempt("load", measure_load, llm, most, prompt, 64)
+    llm.engine.check_integrity()
+    del llm
+    gc.unfreeze()
+    free_memory()
+
+
+def line(record: Record) -> str:
+    late = f"  LATE {','.join(record['compiled_late'])[:80]}" if record.get("compiled_late") else ""
+    if record["kind"] == "step":
+        return (
+            f"step {record['requests']:22} batch {record['batch']:4}{' watched' if record['watched'] else '        '}: "
+            f"wall {record['wall_ms']:8.3f} busy {record.get('busy_ms', 0):8.3f} ms: "
+            f"{record.get('wall_over_busy', 0):.3f}; host {record['host_ms']:.3f}{late}"
+        )
+    if record["kind"] == "first":
+        return (
+            f"first {record['requests']:22} {record['which']:6}: first token {record['first_token_ms']:9.2f} ms, "
+            f"slowest gap {record['slowest_gap_ms']:8.2f}, all {record['all_ms']:9.2f}{late}"
+        )
+    return json.dumps(record)

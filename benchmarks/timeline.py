@@ -1,14 +1,14 @@
 """A decode step as the GPU's profiler sees it: which kernel ran when, for how long, on which stream.
 
-    python benchmarks/timeline_gpu.py --out benchmarks/results/nvidia-h200-timeline.json
-    python benchmarks/plots.py       # then draws docs/images/decode-timeline.svg from it
+    python -m benchmarks timeline --out benchmarks/results/nvidia-h200-timeline.json
+    python -m benchmarks plots        # then draws docs/images/decode-timeline.svg from it
 
 Four Flash layers with NVFP4 experts and synthetic weights; greedy requests with 2K of context, through the engine in
 CUDA graphs. A step begins where its token ids are looked up and ends where the next one begins. Of the profiled ones
 the median by length is kept. The time of a step without the profiler stands beside it (`wall_us`): where the two differ
 much, the profiler is to blame.
 
-`--preset tiny --device cpu` tries the script without a GPU; there is nothing to record there, and no kernels in it.
+`--preset tiny --device cpu` tries it without a GPU; there are no kernels in it then. The file of --out is replaced.
 """
 
 from __future__ import annotations
@@ -16,53 +16,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
-from benchmarks.step_gpu import SCHEDULE, finish, submit
+from benchmarks.runner import SCHEDULE, Record, Session, numbers
+from benchmarks.step import finish, submit
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
-from dsv4.testing import bench as records_of
-from dsv4.tools.bench import model as bench
-from dsv4.tools.bench.context import build_model
-from dsv4.tools.plan.targets import PRESETS
+from dsv4.tools.bench.profile import Launch, busy_us, launches_of
 
 FIRST_KERNEL = "_resolve_kernel"  # of a step
 NUM_STEPS, NUM_PROFILED = 40, 13
-Record = dict[str, Any]
-
-
-class Launch(NamedTuple):
-    """One kernel or copy: microseconds, from the step's start where it is part of one."""
-
-    name: str
-    start: float
-    duration: float
-    stream: int
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
 
 
 # ---- from profile to record ----
-
-
-def plain_name(name: str) -> str:
-    """The function's own name: no return type, namespaces, template or call arguments."""
-    if name.startswith(("Memcpy", "Memset")):
-        return name
-    while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
-        name = shorter
-    return name.split()[-1].split("::")[-1]
 
 
 class Step(NamedTuple):
@@ -70,15 +39,6 @@ class Step(NamedTuple):
 
     length: float
     launches: list[Launch]
-
-    @property
-    def busy(self) -> float:
-        """The union of all intervals, those of copies too."""
-        total, reached = 0.0, 0.0
-        for launch in self.launches:
-            total += max(0.0, launch.end - max(launch.start, reached))
-            reached = max(reached, launch.end)
-        return total
 
 
 def cut_steps(launches: list[Launch]) -> list[Step]:
@@ -102,7 +62,7 @@ def step_record(launches: list[Launch], **known: Any) -> Record:
     return known | {
         "length_us": round(step.length, 2),
         "lengths_us": [round(one.length, 2) for one in steps],
-        "busy_us": round(step.busy, 2),
+        "busy_us": round(busy_us(step.launches), 2),
         "kernels": [
             [one.name, round(one.start, 2), round(one.duration, 2), number[one.stream]] for one in step.launches
         ],
@@ -117,25 +77,6 @@ def as_text(record: Record) -> str:
 # ---- on the device ----
 
 
-def profile(llm: LLM, num_steps: int) -> list[Launch]:
-    """Everything the GPU ran in so many steps; nothing on a CPU."""
-    if llm.cache.device.type != "cuda":
-        for _ in range(num_steps):
-            llm.engine.step()
-        return []
-    from torch.autograd import DeviceType
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(num_steps):
-            llm.engine.step()
-        torch.cuda.synchronize()
-    return [
-        Launch(plain_name(event.name), event.time_range.start, event.time_range.elapsed_us(), event.device_resource_id)
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA and event.time_range.elapsed_us() > 0
-    ]
-
-
 def measure(llm: LLM, batch: int, context: int) -> Record:
     """Steady decode of `batch` requests with about `context` tokens each."""
     output = 2 * batch + NUM_STEPS + 2 * NUM_PROFILED + 40  # the first to decode goes on until all do
@@ -146,47 +87,39 @@ def measure(llm: LLM, batch: int, context: int) -> Record:
     for _ in range(NUM_STEPS):
         llm.engine.step()
     wall_us = 1e6 * (time.perf_counter() - began) / NUM_STEPS
-    profile(llm, NUM_PROFILED)  # the first profile of a process starts slowly
-    launches = profile(llm, NUM_PROFILED)
+    for _ in range(2):  # the first profile of a process starts slowly
+        launches = launches_of(lambda: [llm.engine.step() for _ in range(NUM_PROFILED)], llm.cache.device)
     running = sum(not request.is_done for request in requests)
     finish(llm, requests)
-    return step_record(launches, batch=batch, running=running, context=context, wall_us=round(wall_us, 1))
+    known = {"batch": batch, "running": running, "context": context, "wall_us": round(wall_us, 1)}
+    return {"kind": "timeline_step"} | step_record(launches or [], **known)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("timeline.json"))
-    parser.add_argument("--batches", default="1,64")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    options = parser.parse_args()
-    is_cuda = options.device != "cpu"
-    origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
-    batches = [int(batch) for batch in options.batches.split(",")]
-    context = 2048 if is_cuda else 32
-    began = time.perf_counter()
-    model = build_model(options.preset, schedule=SCHEDULE, hash_layers=1, experts="nvfp4", device=options.device)
-    print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=numbers, default=[1, 64])
+
+
+def run(session: Session) -> None:
+    context = 2048 if session.is_cuda else 32
+    model = session.four_layers()
     limits = EngineConfig(
-        max_context_tokens=context + 256, max_concurrent_requests=max(batches), prefix_cache_bytes=0
-    )  # fmt: skip
+        max_context_tokens=context + 256, max_concurrent_requests=max(session.options.batches), prefix_cache_bytes=0
+    )
     llm = LLM.from_params(model.config, model.params, engine=limits)
-    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-    steps = [measure(llm, batch, context) for batch in batches]
+    out, session.out = session.out, None  # one record with a line for each kernel, not one line
+    for batch in session.options.batches:
+        session.attempt(f"batch {batch}", measure, llm, batch, context)
     llm.engine.check_integrity()
-    record = {"kind": "timeline", "model": model.name, "schedule": SCHEDULE, "steps": steps} | origin
-    options.out.write_text(as_text(record), encoding="utf-8")
-    for step in steps:
-        streams = Counter(kernel[3] for kernel in step["kernels"])
-        print(
-            f"batch {step['batch']} ({step['running']} running): {step['length_us']:.1f} us (of {step['lengths_us']}), "
-            f"busy {step['busy_us']:.1f}, {len(step['kernels'])} launches by stream {dict(streams)}; "
-            f"{step['wall_us']:.1f} us without the profiler"
-        )
-    print(f"done after {time.perf_counter() - began:.1f} s, {options.out.stat().st_size} bytes")
-    return 0
+    steps = [{name: value for name, value in one.items() if name != "kind"} for one in session.records]
+    record = {"kind": "timeline", "model": model.name, "schedule": SCHEDULE, "steps": steps} | session.origin
+    if out is not None:
+        out.write_text(as_text(record), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def line(record: Record) -> str:
+    streams = Counter(kernel[3] for kernel in record["kernels"])
+    return (
+        f"batch {record['batch']} ({record['running']} running): {record['length_us']:.1f} us "
+        f"(of {record['lengths_us']}), busy {record['busy_us']:.1f}, {len(record['kernels'])} launches by "
+        f"stream {dict(streams)}; {record['wall_us']:.1f} us without the profiler"
+    )

@@ -59,7 +59,9 @@ def bench_ops_command(
     dsv4 bench ops --compare 7b888af bbe5097
     """
     if not (CHECKOUT / "benchmarks" / "ops.py").is_file():
-        raise ConfigError(f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there")
+        raise ConfigError(
+            f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there"
+        )
     arguments = ["--samples", str(samples)]
     for name in op or ():
         arguments += ["--op", name]

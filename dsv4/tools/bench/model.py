@@ -34,6 +34,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.tools.bench.context import BenchModel, Context, make_context
 from dsv4.tools.bench.engine_target import EngineTarget
 from dsv4.tools.bench.load import Lengths, Load
+from dsv4.tools.bench.profile import launches_of
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND, plan
 
@@ -107,23 +108,13 @@ def _spread(times: Sequence[float], unit: float = 1e3) -> Record:
 
 
 def kernels_of(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]] | None:
-    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen (no
-    GPU, no profiler)."""
+    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen."""
     if device.type != "cuda":
         return None
-    from torch.autograd import DeviceType
-
     call()
     torch.cuda.synchronize()
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize()
-        events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    except RuntimeError:  # the machine keeps its counters to itself
-        return None
-    events.sort(key=lambda event: event.time_range.start)
-    return [(event.name[:60], round(event.time_range.elapsed_us(), 2)) for event in events] or None
+    launches = launches_of(call, device)
+    return None if launches is None else [(one.name[:60], round(one.duration, 2)) for one in launches]
 
 
 # ---- sections ----
