@@ -280,8 +280,9 @@ def line(record: Record) -> str:
         )
     if kind == "layer":
         return (
-            f"  {record['attention']}    batch {record['batch']:4} ctx {record['context']:8}: {1e3 * record['ms']:9.1f} "
-            f"us x {record.get('times_floor', 0):6.2f} floor, {record['launches']} launches [{record['mode'][:40]}]"
+            f"  {record['attention']}    batch {record['batch']:4} ctx {record['context']:8}: "
+            f"{1e3 * record['ms']:9.1f} us x {record.get('times_floor', 0):6.2f} floor, "
+            f"{record['launches']} launches [{record['mode'][:40]}]"
         )
     return json.dumps(record)
 

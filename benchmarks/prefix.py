@@ -1,6 +1,6 @@
 """What the prefix cache costs and saves on one GPU: copies of all 43 layers, first tokens through a four-layer model.
 
-    python benchmarks/prefix_gpu.py --out benchmarks/results/nvidia-h200-prefix.jsonl
+    python -m benchmarks prefix --out benchmarks/results/nvidia-h200-prefix.jsonl
 
 | section | what | records (`kind`) |
 |---|---|---|
@@ -12,7 +12,7 @@
 The model of 43 layers (`modelled`): the copies as measured, the steps of four layers times 43 / 4, and what the host
 does once for a long prompt: what a hit takes beyond a new prompt as short as the piece that a hit feeds. Files are
 dropped from the page cache before they are read, where the system lets us. Hits are compared with the cold run, tokens
-and log-probabilities. `--preset tiny --device cpu --tokens 1024` tries the script without a GPU.
+and log-probabilities. `--preset tiny --device cpu --tokens 1024` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -21,33 +21,55 @@ import argparse
 import hashlib
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
-from model_gpu import FLASH_COUNTS, Session, four_layers, free_memory
-
+from benchmarks.runner import NUM_LAYERS, Record, Session, free_memory, random_prompts, wait
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.tiers.payload import Payload
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.llm import LLM
 from dsv4.request import Completion, SamplingParams
-from dsv4.testing import bench as records_of
-from dsv4.tools.bench import model as bench
-from dsv4.tools.bench.context import BenchModel, cut_config, fill_cache
+from dsv4.tools.bench.context import cut_config, fill_cache
+from dsv4.tools.bench.model import kernels_of, time_calls
 from dsv4.tools.plan.targets import PRESETS
 
-NUM_LAYERS = sum(FLASH_COUNTS.values())
 ANSWER = SamplingParams(max_tokens=8, seed=3, temperature=0.7, logprobs=2, ignore_eos=True)
+
+
+SECTIONS = ("copies", "engine")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt; a multiple of 128")
+    parser.add_argument("--host-mib", type=int, default=1024)
+    parser.add_argument("--disk", help="folder for the files; by default the system's for temporary ones")
+
+
+def run(session: Session) -> None:
+    options = session.options
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        for num_tokens in (options.tokens, 128) if session.wants("copies") else ():
+            session.attempt(f"copies, {num_tokens} tokens", copies, options, folder, num_tokens)
+    if not session.wants("engine"):
+        return
+    model = session.four_layers()
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        limits = limits_of(options, folder, options.tokens + 1024, host_bytes=2**28, slots=4, verify=1.0)
+        llm = LLM.from_params(
+            model.config, model.params, engine=limits, backend=model.backend, fingerprint="bench"
+        )  # fmt: skip
+        session.attempt("first token", measure_first_token, llm, session)
+        session.attempt("steps", lambda: [measure_steps(llm, batch) for batch in (1, 4)])
+        session.attempt("bits", measure_bits, llm)
+        llm.close()
+    free_memory()
 
 
 # ---- the copies of a whole model's cache ----
@@ -92,7 +114,7 @@ class Copies:
         cache.release(slot)
         return seconds, start, flat.cpu()
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> list[Record]:
         records = [self.snapshot("save"), self.snapshot("restore")]
         _, _, expected = self.pass_through()
         self.cache.tiers.flush()
@@ -114,17 +136,17 @@ class Copies:
             records.append({"kind": "hit", "tier": tier, "ms": 1e3 * seconds, "same_bytes": is_same, **size, **speed})
         return [*records, self.file_speed()]
 
-    def snapshot(self, what: str) -> dict[str, Any]:
+    def snapshot(self, what: str) -> Record:
         """Time on the device with the launches queued, and time the host takes to launch them."""
         call = partial(getattr(self.cache._snapshots, what), 0, len(self.tokens) - 1, 0)
-        times = bench.time_calls(call, self.device, self.repeats)
+        times = time_calls(call, self.device, self.repeats)
         wait(self.device)
         began = time.perf_counter()
         for _ in range(self.repeats):
             call()
         host = (time.perf_counter() - began) / self.repeats
         wait(self.device)
-        launches = bench.kernels_of(call, self.device)
+        launches = kernels_of(call, self.device)
         schema = self.cache.schema
         return {
             "kind": "snapshot", "what": what, "layers": self.cache.config.num_hidden_layers,
@@ -134,7 +156,7 @@ class Copies:
             "launches": None if launches is None else len(launches),
         }  # fmt: skip
 
-    def file_speed(self) -> dict[str, Any]:
+    def file_speed(self) -> Record:
         """The same files, read once more into one buffer and thrown away: what the disk and the checksum allow."""
         files = sorted(self.cache.tiers.disk.folder.glob("*.safetensors"))
         drop_pages(files)
@@ -154,13 +176,7 @@ class Copies:
         }  # fmt: skip
 
 
-def run_copies(session: Session) -> None:
-    with tempfile.TemporaryDirectory(dir=session.options.disk) as folder:
-        for num_tokens in (session.options.tokens, 128):
-            session.attempt(f"copies, {num_tokens} tokens", lambda n=num_tokens: copies(session.options, folder, n))
-
-
-def copies(options: argparse.Namespace, folder: str, num_tokens: int) -> list[dict[str, Any]]:
+def copies(options: argparse.Namespace, folder: str, num_tokens: int) -> list[Record]:
     made = Copies(options, folder, num_tokens)
     try:
         return made.run()
@@ -171,26 +187,7 @@ def copies(options: argparse.Namespace, folder: str, num_tokens: int) -> list[di
 # ---- through the engine ----
 
 
-def run_engine(session: Session, model: BenchModel) -> None:
-    options = session.options
-    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
-        made: list[LLM] = []
-        session.attempt("engine", lambda: made.append(make_llm(model, options, folder)) or [])
-        if made:
-            llm = made.pop()
-            session.attempt("first token", lambda: measure_first_token(llm, session))
-            session.attempt("steps", lambda: [measure_steps(llm, batch) for batch in (1, 4)])
-            session.attempt("bits", lambda: measure_bits(llm))
-            llm.close()
-    free_memory()
-
-
-def make_llm(model: BenchModel, options: argparse.Namespace, folder: str) -> LLM:
-    limits = limits_of(options, folder, options.tokens + 1024, host_bytes=2**28, slots=4, verify=1.0)
-    return LLM.from_params(model.config, model.params, engine=limits, backend=model.backend, fingerprint="bench")
-
-
-def measure_first_token(llm: LLM, session: Session) -> list[dict[str, Any]]:
+def measure_first_token(llm: LLM, session: Session) -> list[Record]:
     """A prompt that ends in the middle of a block, new each time; then the same one from each tier."""
     records = []
     times: dict[str, list[float]] = {"short": [], "cold": [], "device": [], "host": [], "disk": []}
@@ -220,7 +217,7 @@ def measure_first_token(llm: LLM, session: Session) -> list[dict[str, Any]]:
     return [*records, *model_whole(records, session)]
 
 
-def model_whole(records: list[dict[str, Any]], session: Session) -> list[dict[str, Any]]:
+def model_whole(records: list[Record], session: Session) -> list[Record]:
     """Time to the first token of 43 layers, by the module's description."""
     ms = {one["tier"]: one["ms"] for one in records}
     copies = {one["tier"]: one["ms"] for one in session.records if one["kind"] == "hit" and one["tokens"] > 128}
@@ -245,7 +242,7 @@ def first_token(llm: LLM, prompt: list[int]) -> tuple[float, Completion]:
     return seconds, request.completion()
 
 
-def measure_steps(llm: LLM, batch: int) -> dict[str, Any]:
+def measure_steps(llm: LLM, batch: int) -> Record:
     """Steps at which every request passes a multiple of 128, beside all others."""
     num_tokens = 3 * 128 + 8
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
@@ -272,7 +269,7 @@ def measure_steps(llm: LLM, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_bits(llm: LLM) -> dict[str, Any]:
+def measure_bits(llm: LLM) -> Record:
     """Every hit of this run that is still on the device, read again without the cache."""
     while llm.engine.has_idle_work:
         llm.engine.idle_step()
@@ -297,8 +294,7 @@ def limits_of(
 
 
 def random_prompt(config: ModelConfig, length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, config.vocab_size, (length,), generator=generator).tolist()
+    return random_prompts(config.vocab_size, 1, length, seed)[0]
 
 
 def forget_above(cache: KVCacheManager, tier: str) -> None:
@@ -324,38 +320,3 @@ def drop_pages(files: Iterable[Path]) -> None:
         os.fsync(handle)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("prefix.jsonl"))
-    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt; a multiple of 128")
-    parser.add_argument("--host-mib", type=int, default=1024)
-    parser.add_argument("--disk", help="folder for the files; by default the system's for temporary ones")
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=170.0, help="begin nothing after so many")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    is_cuda = options.device != "cpu"
-    origin = records_of.provenance(options.commit) if is_cuda else bench.describe_machine(torch.device("cpu"))
-    session = Session(options, {"gpu": "none"} | origin)
-    run_copies(session)
-    built: list[BenchModel] = []
-    session.attempt("four layers", lambda: built.append(four_layers(options)) or [])
-    if built:
-        run_engine(session, built[0])
-    for record in session.records:
-        print(record)
-    return int(any(record["kind"] == "error" for record in session.records))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Several ranks on one GPU: the bits of one process through shared memory; a model of their speed.
 
-    python benchmarks/bench_ranks.py --out benchmarks/results/nvidia-h200-ranks.jsonl [--section NAME ...]
+    python -m benchmarks ranks --out benchmarks/results/nvidia-h200-ranks.jsonl [--section NAME ...]
 
 | section | what | records (`kind`) |
 |---|---|---|
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
 os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch: several ranks on one GPU
 
 import torch
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import rank_speed
+from benchmarks.runner import Record, Session
 from dsv4.cache.batch import TokenBatch, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import to_device
@@ -51,9 +51,7 @@ from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import backend_for
 from dsv4.request import SamplingParams
-from dsv4.testing import bench as records_of
 from dsv4.tools.bench.context import cut_config
-from dsv4.tools.bench.model import describe_machine
 from dsv4.tools.plan.targets import PRESETS
 
 SECTIONS = ("bits", "engine", "speed")
@@ -62,7 +60,6 @@ FORMATS = ("nvfp4", "mxfp4")
 RANKS = (2, 4)
 STEPS = 3  # decode steps of a batch
 _HOST = "127.0.0.1"
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,8 @@ def run_rank(given: Record) -> list[Record]:
             furthest = max([0.0, *(float((one - other).abs().max()) for one, other in pairs if len(one))])
             record = {
                 "kind": "rank_bits", "experts": given["experts"], "ranks": rank.size, "rank": rank.rank, "mode": mode,
-                "case": case, "rows": sum(map(len, found)), "rows_equal": same, "largest_difference": furthest,
+                "case": case, "rows": sum(map(len, found)), "rows_equal": same,
+                "is_same": same == sum(map(len, found)), "largest_difference": furthest,
                 "is_finite": all(bool(one.isfinite().all()) for one in found),
             }  # fmt: skip
             records.append(record)
@@ -259,80 +257,67 @@ def run_speed(given: Record) -> list[Record]:
 WORK = {"rank": run_rank, "engine": run_engine, "speed": run_speed}
 
 
-# ---- the command ----
+# ---- processes ----
 
 
-class Session:
-    """Runs work in processes of its own, and keeps what they found."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--experts", action="append", choices=FORMATS, help="of the section bits; may be repeated")
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder = options, folder
-        self.records: list[Record] = []
-        self.began = time.monotonic()
-        is_cuda = options.device != "cpu"
-        machine = describe_machine(torch.device("cpu"))
-        self.origin = records_of.provenance(options.commit) if is_cuda else {"gpu": "none"} | machine
 
-    def attempt(self, what: str, works: list[Record], seconds: float) -> None:
-        """All of `works` at once, one process each. Any that fails ends the others."""
-        left = self.options.seconds - (time.monotonic() - self.began)
-        if left < 10:
-            self._add([{"kind": "skipped", "what": what}])
-            return
-        began, until = time.monotonic(), time.monotonic() + min(seconds, left)
-        processes, outputs = [], []
-        for place, work in enumerate(works):
-            out, log = self.folder / f"out-{place}.json", self.folder / f"log-{place}.txt"
-            out.unlink(missing_ok=True)
-            command = [sys.executable, __file__, "--work", json.dumps(work | {"out": str(out)})]
-            with log.open("wb") as file:
-                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-            outputs.append((out, log))
-        try:
-            while any(process.poll() is None for process in processes) and time.monotonic() < until:
-                if any(process.poll() not in (None, 0) for process in processes):
-                    time.sleep(3)  # the others may have something to say
-                    break
-                time.sleep(0.1)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        took = round(time.monotonic() - began, 1)
-        for place, (out, log) in enumerate(outputs):
-            if out.exists():
-                self._add(json.loads(out.read_text(encoding="utf-8")))
-            else:
-                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-60:]
-                code = processes[place].returncode
-                self._add([{"kind": "error", "what": f"{what}, process {place}", "code": code, "lines": lines}])
-        print(f"[{time.monotonic() - self.began:6.1f}] {what}: {took} s", flush=True)
+def run(session: Session) -> None:
+    options = session.options
+    common = {"preset": options.preset, "device": options.device}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
 
-    def _add(self, records: list[Record]) -> None:
-        self.records += records
-        records_of.write_records(self.options.out, records, self.origin)
+        def attempt(what: str, seconds: float, *works: Record) -> None:
+            session.attempt(what, run_processes, folder, what, [common | work for work in works], seconds)
 
-    def bits(self) -> None:
-        common = {"work": "rank", "preset": self.options.preset, "device": self.options.device}
-        for experts in self.options.experts:
-            common |= {"experts": experts, "reference": str(self.folder / f"{experts}.pt")}
-            self.attempt(f"{experts}, one process", [common | {"size": 1, "rank": 0, "port": 0}], 150)
+        for experts in (options.experts or FORMATS) if session.wants("bits") else ():
+            one = {"work": "rank", "experts": experts, "reference": str(folder / f"{experts}.pt")}
+            attempt(f"{experts}, one process", 150, one | {"size": 1, "rank": 0, "port": 0})
             for size in RANKS:
                 port = _free_port()
-                works = [common | {"size": size, "rank": rank, "port": port} for rank in range(size)]
-                self.attempt(f"{experts}, {size} ranks", works, 150)
+                works = [one | {"size": size, "rank": rank, "port": port} for rank in range(size)]
+                attempt(f"{experts}, {size} ranks", 150, *works)
+        for gpus, drafts in ((1, "off"), (2, "off"), (2, 2)) if session.wants("engine") else ():
+            work = {"work": "engine", "reference": str(folder / "engine.pickle"), "gpus": gpus, "drafts": drafts}
+            attempt(f"engine, gpus {gpus}, drafts {drafts}", 200, work)
+        for size in (4, 1, 2, 8) if session.wants("speed") else ():
+            work = {"work": "speed", "size": size, "repeats": options.repeats}
+            attempt(f"speed of one rank of {size}", 120, work)
+        session.add(rank_speed.conclusions(session.records))
 
-    def engine(self) -> None:
-        common = {"work": "engine", "device": self.options.device, "reference": str(self.folder / "engine.pickle")}
-        for gpus, drafts in ((1, "off"), (2, "off"), (2, 2)):
-            self.attempt(f"engine, gpus {gpus}, drafts {drafts}", [common | {"gpus": gpus, "drafts": drafts}], 200)
 
-    def speed(self) -> None:
-        common = {"work": "speed", "preset": self.options.preset, "device": self.options.device}
-        for size in (4, 1, 2, 8):
-            work = common | {"size": size, "repeats": self.options.repeats}
-            self.attempt(f"speed of one rank of {size}", [work], 120)
-        self._add(rank_speed.conclusions(self.records))
+def run_processes(folder: Path, what: str, works: list[Record], seconds: float) -> list[Record]:
+    """All of `works` at once, one process each. Any that fails ends the others."""
+    until = time.monotonic() + seconds
+    processes, outputs = [], []
+    for place, work in enumerate(works):
+        out, log = folder / f"out-{place}.json", folder / f"log-{place}.txt"
+        out.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "benchmarks.ranks", json.dumps(work | {"out": str(out)})]
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+        outputs.append((out, log))
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < until:
+            if any(process.poll() not in (None, 0) for process in processes):
+                time.sleep(3)  # the others may have something to say
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    records: list[Record] = []
+    for process, (out, log) in zip(processes, outputs, strict=True):
+        if out.exists():
+            records += json.loads(out.read_text(encoding="utf-8"))
+        else:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-60:]
+            records.append({"kind": "error", "what": what, "code": process.returncode, "lines": lines})
+    return records
 
 
 def _free_port() -> int:
@@ -340,58 +325,27 @@ def _free_port() -> int:
     return int(dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False).port)
 
 
-def summary(records: list[Record]) -> str:
-    lines = []
+def conclusions(records: list[Record]) -> list[str]:
     grouped: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         if record["kind"] == "rank_bits":
             key = tuple(record[name] for name in ("experts", "ranks", "mode", "case"))
             grouped.setdefault(key, []).append(record)
-        elif record["kind"] in ("error", "skipped"):
-            lines.append(f"{record['kind'].upper()}: {record['what']}: {' | '.join(record.get('lines', ()))[-1500:]}")
-        elif record["kind"] in ("rank_engine", "rank_run"):
-            lines.append(json.dumps(record))
-    lines.append(f"{'experts':8} {'ranks':>5} {'mode':7} {'case':14} {'rows':>5} {'equal':>5} {'furthest':>9}")
+    lines = [f"{'experts':8} {'ranks':>5} {'mode':7} {'case':14} {'rows':>5} {'equal':>5} {'furthest':>9}"]
     for (experts, ranks, mode, case), parts in grouped.items():
         rows, same = sum(part["rows"] for part in parts), sum(part["rows_equal"] for part in parts)
         furthest = max(part["largest_difference"] for part in parts)
-        is_good = rows == same and all(part["is_finite"] for part in parts)
-        mark = "" if is_good else "  DIFFERENT"
+        mark = "" if all(part["is_same"] and part["is_finite"] for part in parts) else "  DIFFERENT"
         lines.append(f"{experts:8} {ranks:5} {mode:7} {case:14} {rows:5} {same:5} {furthest:9.2g}{mark}")
-    return "\n".join([*lines, rank_speed.table(records)])
+    return [*lines, rank_speed.table(records)]
 
 
-def is_bad(record: Record) -> bool:
-    if record["kind"] == "rank_bits":
-        return record["rows"] != record["rows_equal"] or not record["is_finite"]
-    return record["kind"] == "error" or not record.get("same", True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("ranks.jsonl"))
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this; may be repeated")
-    parser.add_argument("--experts", action="append", choices=FORMATS, help="of the section bits; may be repeated")
-    parser.add_argument("--seconds", type=float, default=560.0, help="end everything after so many")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--preset", choices=("flash", "tiny"), default="flash")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work is not None:
-        found = WORK[options.work["work"]](options.work)
-        Path(options.work["out"]).write_text(json.dumps(found), encoding="utf-8")
-        sys.stdout.flush()
-        os._exit(0)  # nothing of a rank is taken down: the others may be gone
-    options.experts = options.experts or list(FORMATS)
-    with tempfile.TemporaryDirectory() as folder:
-        session = Session(options, Path(folder))
-        for name in options.section or SECTIONS:
-            getattr(session, name)()
-    print(summary(session.records))
-    return int(any(map(is_bad, session.records)))
+def work_in_this_process(given: Record) -> None:
+    found = WORK[given["work"]](given)
+    Path(given["out"]).write_text(json.dumps(found), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # nothing of a rank is taken down: the others may be gone
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    work_in_this_process(json.loads(sys.argv[1]))

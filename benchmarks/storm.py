@@ -1,7 +1,7 @@
 """A storm on `dsv4 serve`: many clients, some of them badly behaved, and a restart in the middle. CPU; extra `serve`.
 
-    python benchmarks/load_server.py                                   # a minute, a random model of two layers
-    python benchmarks/load_server.py --seconds 600 --restarts 1 --model flash-mini --out benchmarks/results/storm
+    python -m benchmarks storm                                   # a minute, a random model of two layers
+    python -m benchmarks storm --seconds 600 --restarts 1 --model flash-mini --out benchmarks/results/storm
 
 A process of its own serves the model; clients (`storm_clients.py`) ask the same few questions over and over, leave,
 dawdle, send half of something or nonsense. Every answer that comes whole must equal the same question asked alone; at
@@ -18,13 +18,10 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +30,8 @@ import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parent))
-from storm_clients import Storm
-
+from benchmarks.serving import Sample, ServerProcess
+from benchmarks.storm_clients import Storm
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
@@ -83,73 +79,10 @@ def solo_answers(folder: Path, numerics: str) -> list[str]:
     return answers
 
 
-# ---- the server ----
+# ---- the storm ----
 
 
-@dataclass
-class Sample:
-    """A server's process at one moment."""
-
-    seconds: float
-    process: int
-    memory_bytes: int
-    descriptors: int
-    threads: int
-    log_bytes: int
-
-
-class Process:
-    """`dsv4 serve` on one address, started as often as needed, and looked at while it runs."""
-
-    def __init__(self, folder: Path, log: Path, options: list[str]) -> None:
-        self._command = [
-            sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--name", "model", "--context", str(CONTEXT),
-            "--drain-seconds", str(DRAIN_SECONDS), *options,
-        ]  # fmt: skip
-        self._log = log
-        self._port = 0
-        self._began = time.monotonic()
-        self._is_up = False
-        self.number = 0
-        self.samples: list[Sample] = []
-        self.exit_codes: list[int] = []
-
-    def start(self) -> str:
-        """Start it, wait until it answers; returns its address."""
-        already = self._log.stat().st_size if self._log.exists() else 0
-        with self._log.open("ab") as file:
-            self.process = subprocess.Popen([*self._command, "--port", str(self._port)], stderr=file)
-        self.number += 1
-        while "running on http" not in (text := self._log.read_text()[already:]):
-            if self.process.poll() is not None:
-                sys.exit(f"the server did not start:\n{text}")
-            time.sleep(0.05)
-        url = text.partition("running on ")[2].split()[0]
-        self._port = int(url.rpartition(":")[2])
-        self._is_up = True
-        return url
-
-    def stop(self) -> None:
-        self._is_up = False
-        self.process.send_signal(signal.SIGTERM)
-        self.exit_codes.append(self.process.wait(120))
-
-    def look(self) -> None:
-        """Take a sample, if the server is up."""
-        if not self._is_up:
-            return
-        folder = Path(f"/proc/{self.process.pid}")
-        try:
-            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-            descriptors = len(list((folder / "fd").iterdir()))
-            memory = int(status["VmRSS"].split()[0]) * 1024
-        except (OSError, KeyError):  # it ended just now
-            return
-        now, log_bytes = round(time.monotonic() - self._began, 1), self._log.stat().st_size
-        self.samples.append(Sample(now, self.number, memory, descriptors, int(status["Threads"]), log_bytes))
-
-
-async def storm(process: Process, clients: Storm, options: argparse.Namespace) -> None:
+async def storm(process: ServerProcess, clients: Storm, options: argparse.Namespace) -> None:
     """Clients, a look at the server now and then, and restarts at even distances."""
 
     async def look() -> None:
@@ -196,7 +129,7 @@ def growth(samples: list[Sample], field: str) -> list[float]:
     return found
 
 
-def judge(process: Process, clients: Storm, log: str, is_free: bool) -> list[str]:
+def judge(process: ServerProcess, clients: Storm, log: str, is_free: bool) -> list[str]:
     """What was wrong; empty if nothing was."""
     wrong = [f"a client: {text}" for text in sorted(set(clients.wrong))]
     if not clients.outcomes["complete"]:
@@ -240,8 +173,8 @@ LATENCIES = {
 
 
 def make_record(
-    options: argparse.Namespace, process: Process, clients: Storm, seconds: float, metrics: str, view: dict[str, Any],
-    wrong: list[str], log: str,
+    options: argparse.Namespace, process: ServerProcess, clients: Storm, seconds: float, metrics: str,
+    view: dict[str, Any], wrong: list[str], log: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything there is to know about the run. Latencies and tokens are of the last server."""
     return {
@@ -287,7 +220,7 @@ def plot(samples: list[Sample], file: Path) -> None:
 # ---- running ----
 
 
-def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], Process]:
+def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], ServerProcess]:
     """The whole storm; its record, and the process with its samples."""
     if options.model is None:
         folder = workspace / "model"
@@ -296,9 +229,11 @@ def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], P
     else:
         folder = find_checkpoint(options.model)
     expected = solo_answers(folder, options.numerics)
-    settings = ["--requests", str(options.slots), "--max-waiting", "1024", "--numerics", options.numerics]
     log_file = workspace / "server.log"
-    process = Process(folder, log_file, settings)
+    process = ServerProcess(folder, log_file, [
+        "--requests", str(options.slots), "--max-waiting", "1024", "--numerics", options.numerics, "--context",
+        str(CONTEXT), "--drain-seconds", str(DRAIN_SECONDS),
+    ])  # fmt: skip
     url = process.start()
     try:
         questions = [question(kind, "model") for kind in range(NUM_KINDS)]
@@ -329,8 +264,8 @@ def report(record: dict[str, Any]) -> None:
     print(f"exit codes {record['exit_codes']}; wrong: {record['wrong'] or 'nothing'}")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks storm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--slots", type=int, default=64, help="requests in the batch at most")
@@ -341,8 +276,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
     with tempfile.TemporaryDirectory() as name:
         record, process = run(options, Path(name))
     report(record)
@@ -354,8 +289,4 @@ def main() -> None:
             plot(process.samples, options.out.with_suffix(".png"))
         except ImportError:
             print("matplotlib is not there: no plot")
-    sys.exit(1 if record["wrong"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return int(bool(record["wrong"]))

@@ -1,6 +1,6 @@
 """The prefix cache under an agent's trace: conversations that resend their history, a common system prompt, branches.
 
-    python benchmarks/bench_prefix.py --out benchmarks/results/prefix-trace.json [--minutes 40]
+    python -m benchmarks trace --out benchmarks/results/prefix-trace.json [--minutes 40]
 
 A round is 50 conversations of 20 turns, by default. Four conversations ask at once, in random order; some go back and
 take another way; half-way through a round the engine is made anew and finds its prefixes in the files. With `--minutes`
@@ -20,7 +20,6 @@ import json
 import platform
 import random
 import resource
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -30,10 +29,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
-from plots import Picture
-
+from benchmarks.plots import Picture
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
 from dsv4.loader.synth import random_params
@@ -46,6 +42,11 @@ CONFIG = ModelConfig.tiny(
 )  # fmt: skip
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS, GROUP = 700, (20, 90), 4, 4
 NUM_BLOCKS, SECONDS_BETWEEN_SAMPLES, MAX_SAMPLES = 96, 5.0, 400
+COUNTED = {  # ours: the engine's
+    "hits": "num_prefix_hits", "host_hits": "num_prefix_host_hits", "disk_hits": "num_prefix_disk_hits",
+    "misses": "num_prefix_misses", "tokens_saved": "num_cached_tokens", "evictions": "num_prefix_evictions",
+    "bad_files": "num_prefix_bad_files",
+}  # fmt: skip
 TIERS = {"device": "#c0392b", "host": "#2471a3", "disk": "#1e8449"}
 
 
@@ -187,14 +188,9 @@ class Trace:
 
     def _count(self) -> None:
         """Add what this engine has counted, and start it anew: its own counts begin at 0."""
-        stats, totals = self._warm.engine.stats(), self.totals
-        totals.hits += stats.num_prefix_hits
-        totals.host_hits += stats.num_prefix_host_hits
-        totals.disk_hits += stats.num_prefix_disk_hits
-        totals.misses += stats.num_prefix_misses
-        totals.tokens_saved += stats.num_cached_tokens
-        totals.evictions += stats.num_prefix_evictions
-        totals.bad_files += stats.num_prefix_bad_files
+        stats = self._warm.engine.stats()
+        for ours, theirs in COUNTED.items():
+            setattr(self.totals, ours, getattr(self.totals, ours) + getattr(stats, theirs))
         self._warm.engine.check_integrity()
         self._warm.close()
         self._warm = self._start()
@@ -268,8 +264,10 @@ def draw(record: dict[str, Any]) -> str:
     return picture.svg()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--minutes", type=float, help="rounds follow one another for so long; by default one is run")
@@ -278,7 +276,7 @@ def main() -> int:
     parser.add_argument("--disk-mib", type=int, default=48)
     parser.add_argument("--check", type=float, default=0.05, help="share of groups compared with cold runs")
     parser.add_argument("--out", type=Path, help="write FILE.json and FILE.svg")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         record = Trace(options, Path(folder)).run()
     print(json.dumps({key: value for key, value in record.items() if key != "samples"}, indent=2))
@@ -290,7 +288,3 @@ def main() -> int:
         options.out.write_text(text + "\n", encoding="utf-8")
         options.out.with_suffix(".svg").write_text(draw(json.loads(text)), encoding="utf-8")
     return int(record["all_rounds"]["answers_wrong"] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
