@@ -32,7 +32,7 @@ help:
 	@echo "make slow-test       the tests that take long: a storm on a server"
 	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
 	@echo "make gpu-test  the op tests on this GPU and the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
-	@echo "make bench     every benchmark, with the current interpreter ($(GPU_PYTHON))"
+	@echo "make bench     every benchmark that needs a GPU, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make clean     remove .venv and caches"
 
 # ---- environment: made once, made again when pyproject.toml or constraints.txt change ----
@@ -132,7 +132,8 @@ gpu-test:
 	$(GPU_PYTHON) -m pytest -q -m gpu
 
 bench:
-	@set -e; for file in benchmarks/bench_*.py; do echo "==> $$file"; PYTHONPATH=. $(GPU_PYTHON) "$$file"; done
+	@set -e; for name in ops model step timeline drafts prefix ranks server; do \
+	  echo "==> $$name"; $(GPU_PYTHON) -m benchmarks $$name; done
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(RAY) build dist dsv4.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """Compiles every kernel of a Flash step for six architectures and writes architectures.md from what ptxas says.
 
-python benchmarks/architectures.py                  all, on all cores; records in benchmarks/results/architectures.json
-python benchmarks/architectures.py --arch 89        one of them; what the others' cases gave stays
-python benchmarks/architectures.py --markdown       only the page, from the records
+python -m benchmarks architectures                  all, on all cores; records in benchmarks/results/architectures.json
+python -m benchmarks architectures --arch 89        one of them; what the others' cases gave stays
+python -m benchmarks architectures --markdown       only the page, from the records
 
 No GPU is needed. Of each op and format a step of one token and one of many are compiled. On 16 cores that should take a
 few minutes; what ptxas said is kept by the content of its input (.pytest_cache/compile).
@@ -21,8 +21,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout without an installation
-
 from dsv4.ops import OpSet
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
 from dsv4.testing.bench import BenchCase, case_modules, load_cases
@@ -40,7 +38,7 @@ SAME_KERNELS = {"grouped_codes", "hc_enter", "hc_head", "moe_parts", "moe_shared
 KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 
-Written by `python benchmarks/architectures.py` from `benchmarks/results/architectures.json`. Every kernel of
+Written by `python -m benchmarks architectures` from `benchmarks/results/architectures.json`. Every kernel of
 a Flash step, compiled as it is launched (`dsv4/testing/compile_check.py`), by ptxas of Triton {triton}. Only
 Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
 
@@ -160,7 +158,11 @@ def read_records() -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks architectures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="only this; may be repeated")
     parser.add_argument("--markdown", action="store_true", help="only the page")
     options = parser.parse_args(arguments)
@@ -169,7 +171,3 @@ def main(arguments: list[str]) -> None:
         records["triton"] = triton.__version__
         record(options.arch or list(ARCHITECTURES), records)
     PAGE.write_text(markdown(read_records()), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,29 +1,27 @@
 """Pictures and tables of the documents, from the committed records. Needs no GPU and no plotting library.
 
-    python benchmarks/plots.py
+    python -m benchmarks plots
 
 * docs/images/roofline.svg        every measured case of an op
 * docs/images/decode-layer.svg    the kernels of one decode layer, in the order of their launch
-* docs/images/decode-timeline.svg  a decode step over both streams (once benchmarks/timeline_gpu.py has recorded one)
+* docs/images/decode-timeline.svg  a decode step over both streams (of the benchmark `timeline`)
 * docs/kernels/*.md               the rows of their tables of numbers
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from dsv4.testing.bench import CEILINGS, case_modules, load_cases, read_records
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from dsv4.testing.bench import CEILINGS, case_modules, load_cases, read_records  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results"
 TIMELINE = RESULTS / "nvidia-h200-timeline.json"
 IMAGES = ROOT / "docs" / "images"
@@ -315,10 +313,7 @@ def _last_layer(attention: str, batch: int, context: int) -> Record:
     return [r for r in map(json.loads, lines) if wanted.items() <= r.items()][-1]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks plots", description=__doc__).parse_args(arguments)
     for path, text in documents().items():
         path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ A step that verifies k drafts of one request has 1 + k rows. Its drafter is take
 1 + k rows and then k - 1 times on one, with a head each time; DSpark three times on 1 + k rows, with one head.
 
 Barrier and link speed are from the literature, and the links' time is added in full: nothing overlaps. Drawing tokens
-and the host are left out. Used by bench_ranks.py.
+and the host are left out. Used by ranks.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.runner import FLASH_COUNTS, Record
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind
@@ -45,7 +46,7 @@ from dsv4.tools.bench.model import layer_call, one_of_each, time_calls
 from dsv4.tools.plan.targets import PRESETS
 
 SCHEDULE = ("swa", "csa", "hca")
-COUNTS = {AttentionKind.SWA: 2, AttentionKind.CSA: 21, AttentionKind.HCA: 20}  # layers of each kind in all of Flash
+COUNTS = {AttentionKind(kind): count for kind, count in FLASH_COUNTS.items()}
 BARRIER_SECONDS = 5e-6  # NVLink, small data: 4 to 6 us
 LINK_BYTES_PER_SECOND = 350e9  # what copies reach of NVLink 4's 450 GB/s in one direction
 PUBLISHED = {  # SGLang, Flash on 4 H200, 8K in and 1K out; tokens/s count both
@@ -56,7 +57,6 @@ DRAFTS = {  # what is drafted, and the tokens a step then gives (reported accept
     ("mtp", 1): 1.8, ("mtp", 3): 2.952, ("dspark", 5): 3.86,
 }  # fmt: skip
 _DRAWS = 51
-Record = dict[str, Any]
 
 
 class LocalExchange:

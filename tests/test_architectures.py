@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import architectures
-
+from benchmarks import architectures
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
 
 RECORDS = architectures.read_records()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import plots, timeline_gpu
-from benchmarks.model_gpu import whole_flash
+from benchmarks import plots, timeline
+from benchmarks.model import whole_flash
 from benchmarks.rank_speed import PUBLISHED
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
@@ -24,6 +24,7 @@ from dsv4.ops.linear.op import linear_ref
 from dsv4.testing import bench
 from dsv4.testing.inputs import normal
 from dsv4.testing.numeric import assert_close_to_oracle
+from dsv4.tools.bench import profile
 from tools import doc_tree
 from tools.wrap_docs import WIDTH, documents, wrapped
 
@@ -147,14 +148,14 @@ def test_wrapping_keeps_what_is_no_prose():
 
 
 def test_the_measured_page_shows_the_records():
-    """Renewed by `python benchmarks/bench_ops.py --markdown`."""
+    """Renewed by `python -m benchmarks ops --markdown`."""
     records = bench.read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
     expected = bench.markdown(bench.load_cases(bench.case_modules()), records)
     assert (ROOT / "docs" / "kernels" / "measured.md").read_text(encoding="utf-8") == expected
 
 
 def test_pages_and_pictures_of_kernels_show_the_records():
-    """Renewed by `python benchmarks/plots.py`."""
+    """Renewed by `python -m benchmarks plots`."""
     written = plots.documents()
     assert [path.name for path, text in written.items() if path.read_text(encoding="utf-8") != text] == []
     assert all(len(text) < 100_000 for path, text in written.items() if path.suffix == ".svg")
@@ -264,7 +265,7 @@ def made_up_launches(second_stream):
     launches = []
     for start in (1000.0, 1100.0, 1220.0, 1330.0):
         launches += [
-            timeline_gpu.Launch(name, start + after, duration, stream)
+            profile.Launch(name, start + after, duration, stream)
             for name, after, duration, stream in (
                 ("_resolve_kernel", 0, 2, 7), ("hyper_kernel", 3, 5, 7), ("linear_kernel", 10, 15, 7),
                 ("_compress_pair_kernel", 15, 5, second_stream), ("hyper_many_kernel", 22, 8, 7),
@@ -277,7 +278,7 @@ def made_up_launches(second_stream):
 
 @pytest.mark.parametrize("second_stream", [13, 7])
 def test_a_profile_becomes_a_timeline(second_stream):
-    step = timeline_gpu.step_record(made_up_launches(second_stream), batch=1, context=2048, wall_us=99.0)
+    step = timeline.step_record(made_up_launches(second_stream), batch=1, context=2048, wall_us=99.0)
     assert step["lengths_us"] == [100, 110, 120]
     assert step["length_us"] == 110
     assert step["busy_us"] == 2 + 5 + 20 + 12 + 5 + 8  # overlaps count once
@@ -290,7 +291,7 @@ def test_a_profile_becomes_a_timeline(second_stream):
     assert plots.one_layer(kernels, 1) == (40, 65)
     assert plots.one_layer(kernels, 2) is None
     record = {"model": "flash-2", "schedule": ["swa", "csa"], "steps": [step], "gpu": "none", "commit": "0" * 40}
-    assert json.loads(timeline_gpu.as_text(record)) == record
+    assert json.loads(timeline.as_text(record)) == record
     drawn = plots.timeline(record)
     assert "layer 1 (CSA), 25 us" in drawn
     assert f'fill="{plots.STEP_FAMILIES["indexer"]}"><title>topk_short' in drawn
@@ -298,8 +299,8 @@ def test_a_profile_becomes_a_timeline(second_stream):
 
 def test_kernel_names_of_a_profile():
     gather = "void at::native::(anonymous namespace)::gather<16, at::Tuple<int, 2> >(char*, f(int))"
-    assert timeline_gpu.plain_name(gather) == "gather"
-    assert timeline_gpu.plain_name("_draw_kernel") == "_draw_kernel"
+    assert profile.plain_name(gather) == "gather"
+    assert profile.plain_name("_draw_kernel") == "_draw_kernel"
     assert {"_attend_kernel": "attention", "topk_long_kernel": "indexer"}.items() <= plots.kernel_families().items()
 
 
@@ -358,6 +359,7 @@ def recorded_numbers():
     plain = [r for r in engine if r["kind"] == "step" and r["requests"] in ("greedy", "top-p 0.9") and not r["watched"]]
     plain = [r for r in plain if r["commit"] == engine[0]["commit"]]
     load = next(r for r in engine if r["kind"] == "load")
+    start = next(r for r in engine if r["kind"] == "cold_start")
     hits = [json.loads(line) for line in (results / "nvidia-h200-prefix.jsonl").read_text().splitlines()]
     first = {r["tier"]: r["ms"] for r in hits if r["kind"] == "first_token"}
     flash = ModelConfig.flash()
@@ -380,6 +382,7 @@ def recorded_numbers():
         f"{large['flops'] / large['median_us'] / 1e6:.0f} TFLOP/s",
         f"{ops['topk_select/512-of-262144x1']['median_us']:.1f} us",
         f"{slashed(attention)} us",
+        f"{start['seconds']:.0f} s",
         f"{float(schema.bytes_per_token)} bytes",
         f"{schema.window_bytes_per_request:,} bytes",
     ]

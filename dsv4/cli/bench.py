@@ -1,7 +1,7 @@
 """`dsv4 bench`: `model` measures a whole model on any device, `serve` a load of requests, `ops` single ops on a GPU.
 
 The cases and the timer of `ops` belong to a checkout, not to the installed package (nothing in the package imports
-`dsv4.testing`), so that one runs `benchmarks/bench_ops.py` in a process of its own.
+`dsv4.testing`), so that one runs `python -m benchmarks ops` in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
+from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
 from dsv4.request import SamplingParams
+from dsv4.tools.bench.plot import check_plots
 from dsv4.tools.model_loading import DeviceOption, DraftsOption, GpusOption, parse_drafts
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
+    from dsv4.tools.bench.engine_target import EngineTarget
+    from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.model import Report
-    from dsv4.tools.bench.serve import EngineTarget, Load
 
 bench_app = typer.Typer(no_args_is_help=True)
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_ops.py"
+CHECKOUT = Path(__file__).parents[2]
 
 
 @bench_app.callback()
@@ -40,7 +43,10 @@ def bench_ops_command(
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     samples: Annotated[int, typer.Option(help="Timed replays per case.", min=10)] = 100,
     out: Annotated[Path | None, typer.Option(help="Record file. Default: benchmarks/results/<gpu>.jsonl.")] = None,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Compare two record files; no GPU needed.")] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Compare two record files, or two commits in the file of --out; no GPU needed."),
+    ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
 ) -> None:
     """Time every op at the real shapes of Flash and Pro, beside the chip's measured ceilings.
@@ -50,21 +56,25 @@ def bench_ops_command(
     dsv4 bench ops --op rms_norm
 
     dsv4 bench ops --compare old.jsonl new.jsonl
+
+    dsv4 bench ops --compare 7b888af bbe5097
     """
-    if not SCRIPT.is_file():
-        raise ConfigError(f"dsv4 bench ops needs a source checkout: expected {SCRIPT}, found nothing there")
+    if not (CHECKOUT / "benchmarks" / "ops.py").is_file():
+        raise ConfigError(
+            f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there"
+        )
     arguments = ["--samples", str(samples)]
     for name in op or ():
         arguments += ["--op", name]
     if case is not None:
         arguments += ["--case", case]
     if out is not None:
-        arguments += ["--out", str(out)]
+        arguments += ["--out", str(out.resolve())]
     if compare is not None:
-        arguments += ["--compare", *map(str, compare)]
+        arguments += ["--compare", *(str(Path(name).resolve()) if Path(name).is_file() else name for name in compare)]
     if list_cases:
         arguments.append("--list")
-    raise typer.Exit(subprocess.run([sys.executable, str(SCRIPT), *arguments]).returncode)
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", "ops", *arguments], cwd=CHECKOUT).returncode)
 
 
 @bench_app.command("model")
@@ -108,9 +118,7 @@ def bench_model_command(
     from dsv4.tools.bench.model import SECTIONS, Settings, run_bench  # here: they load torch
     from dsv4.tools.bench.ranks import bench_ranks
 
-    chosen = next((name for name in EXPERT_FORMATS if name == experts), None)
-    if chosen is None:
-        raise ConfigError(f"--experts must be one of {', '.join(EXPERT_FORMATS)}, found {experts!r}")
+    chosen, kinds = _expert_format(experts), _kinds(schedule)
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, found {device!r}")
     settings = Settings(
@@ -120,7 +128,6 @@ def bench_model_command(
         sections=SECTIONS if sections == "all" else tuple(part.strip() for part in sections.split(",")),
         bandwidth=None if bandwidth is None else 1e12 * bandwidth, drafts=parse_drafts(drafts),
     )  # fmt: skip
-    kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
     if gpus != 1:
         _report(bench_ranks(target, gpus, device, settings, _note), as_json, plot)
         return
@@ -207,76 +214,114 @@ def _report(report: Report, as_json: bool, plot: Path | None) -> None:
 @bench_app.command("serve")
 def bench_serve_command(
     target: Annotated[
-        str | None, typer.Argument(help="flash, pro, tiny (random weights) or a checkpoint. Default: the miniature.")
+        str | None,
+        typer.Argument(
+            help="URL of any server with OpenAI's interface; or a model of this machine: flash, pro, tiny (random "
+            "weights), a checkpoint. Default: the miniature."
+        ),
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Measure a server with OpenAI's completions interface instead.")
+    shape: Annotated[str, typer.Option(help="Lengths: fixed, random or sharegpt.")] = "fixed",
+    prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt, instead of the shape's.", min=1)] = None,
+    output: Annotated[int | None, typer.Option(help="Tokens of an answer, instead of the shape's.", min=1)] = None,
+    spread: Annotated[float, typer.Option(help="Lengths vary evenly by this share, e.g. 0.5.")] = 0.0,
+    streams: Annotated[int, typer.Option(help="Closed loop: requests always under way.", min=1)] = 8,
+    rate: Annotated[float | None, typer.Option(help="Open loop: arrivals a second, at random (Poisson).")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests in all. Default: 4 a stream.", min=1)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="With a URL: chats instead of completions.")] = False,
+    intruder: Annotated[
+        int | None, typer.Option(help="Send one prompt of so many tokens meanwhile, e.g. 524288.", min=1)
     ] = None,
-    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 32,
-    concurrency: Annotated[int, typer.Option(help="Concurrent requests, without --rate.", min=1)] = 8,
-    rate: Annotated[float | None, typer.Option(help="Requests per second instead, at random times (Poisson).")] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    output: Annotated[int, typer.Option(help="Tokens each request generates.", min=1)] = 32,
+    intruder_seconds: Annotated[float, typer.Option(help="When it is sent, after the start.", min=0)] = 2.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling (top-p).")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the draws.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
+    model: Annotated[str | None, typer.Option(help="With a URL: the model's name. Default: its first.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DSV4_API_KEY", show_envvar=True, help="With a URL: sent as a bearer token.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="With a URL: client processes. Default: up to 8.", min=1)
+    ] = None,
+    only_standard: Annotated[
+        bool, typer.Option("--only-standard", help="With a URL: no ignore_eos; answers may end early.")
+    ] = False,
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
+    chunk: Annotated[int, typer.Option(help="Of a model: most prompt tokens in one forward call.", min=1)] = 2048,
     device: DeviceOption = "cpu",
-    model: Annotated[str | None, typer.Option(help="With --url: the model's name. Default: its first.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="With --url: sent as a bearer token.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
 ) -> None:
-    """Serve a load of requests and measure time to first token, time between tokens, and tokens/s.
+    """Measure a server, or the engine alone: tokens a second, time to the first token and between tokens.
 
+    Shapes: fixed is 128 + 32 tokens, random 1,024 + 128 (vLLM's data set of that name), sharegpt a log-normal
+    distribution like ShareGPT's. Prompts are random text, the same for a seed; change it where prompts are cached.
+
+    \b
     Examples:
-
-    dsv4 bench serve --requests 16 --concurrency 4
-
-    dsv4 bench serve --url http://127.0.0.1:8000 --rate 2 --prompt 512 --output 64 --plot waits.png
+      dsv4 bench serve http://127.0.0.1:8000 --streams 256 --shape random
+      dsv4 bench serve http://127.0.0.1:8000 --chat --rate 20 --requests 1000 --shape sharegpt --plot waits.png
+      dsv4 bench serve http://127.0.0.1:8000 --streams 64 --output 1024 --intruder 524288
+      dsv4 bench serve flash --schedule swa,csa,hca,csa --experts nvfp4 --device cuda --streams 256
     """
-    from dsv4.tools.bench.serve import Load, Target, UrlTarget, measure_load
+    from dsv4.tools.bench.load import Load
+    from dsv4.tools.bench.serve import Target, measure_load
     from dsv4.tools.bench.serve_text import plot_waits, print_serve_report, progress
 
-    load = Load(
-        requests=requests, concurrency=concurrency, rate=rate, prompt_tokens=prompt, output_tokens=output,
-        temperature=temperature, top_p=top_p, seed=seed,
+    load = Load.of(
+        shape, prompt, output, spread, requests=requests or 4 * streams, streams=streams, rate=rate,
+        kind="chat" if chat else "completions", temperature=temperature, top_p=top_p, seed=seed, intruder=intruder,
+        intruder_seconds=intruder_seconds,
     )  # fmt: skip
-    if url is not None:
-        if target is not None or schedule is not None:
-            raise ConfigError("--url measures a server; it takes no model of this machine")
-        served: Target = UrlTarget(url, model, api_key)
+    if plot is not None:
+        check_plots()
+    served: Target
+    if target is not None and "://" in target:
+        from dsv4.tools.bench.server_target import UrlTarget
+
+        served = UrlTarget(target, model, api_key, processes=processes, only_standard=only_standard)
     else:
-        served = _engine_target(target, load, schedule, experts, device)
-    with progress(load.requests) as on_done:
-        report, timelines = measure_load(served, load, on_done)
+        if chat:
+            raise ConfigError("--chat needs the URL of a server; an engine reads token ids")
+        served = _engine_target(target, load, _kinds(schedule), _expert_format(experts), device, chunk)
+    with progress(load) as on_done:
+        report, seen = measure_load(served, load, on_done)
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print_serve_report(report, Console())
+        print_serve_report(report, Console(width=max(Console().width, 100)))
     if plot is not None:
-        plot_waits(report, timelines, plot)
-    raise typer.Exit(1 if report.failed else 0)
+        plot_waits(report, seen, plot)
+    raise typer.Exit(1 if report.failed or "error" in (report.intruder or {}) else 0)
 
 
-def _engine_target(target: str | None, load: Load, schedule: str | None, experts: str, device: str) -> EngineTarget:
+def _engine_target(
+    target: str | None, load: Load, kinds: list[str] | None, experts: ExpertFormat, device: str, chunk: int
+) -> EngineTarget:
     from dsv4.config import EngineConfig
     from dsv4.llm import LLM
     from dsv4.tools.bench.context import build_model
-    from dsv4.tools.bench.serve import EngineTarget
+    from dsv4.tools.bench.engine_target import EngineTarget
 
+    made = build_model(target, schedule=kinds, experts=experts, device=device)
+    most = load.requests if load.rate is not None else min(load.streams, load.requests)
+    limits = EngineConfig(
+        max_context_tokens=load.max_context, max_concurrent_requests=most + (load.intruder is not None),
+        max_chunk_tokens=chunk,
+    )  # fmt: skip
+    llm = LLM.from_params(made.config, made.params, engine=limits, pool=made.pool)
+    return EngineTarget(llm.engine, f"{target or 'the miniature'} on {device}", made.config.vocab_size)
+
+
+def _expert_format(experts: str) -> ExpertFormat:
     chosen = next((name for name in EXPERT_FORMATS if name == experts), None)
     if chosen is None:
         raise ConfigError(f"--experts must be one of {', '.join(EXPERT_FORMATS)}, found {experts!r}")
-    kinds = None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
-    made = build_model(target, schedule=kinds, experts=chosen, device=device)
-    limits = EngineConfig(
-        max_context_tokens=load.prompt_tokens + load.output_tokens,
-        max_concurrent_requests=load.requests if load.rate is not None else min(load.concurrency, load.requests),
-    )
-    llm = LLM.from_params(made.config, made.params, engine=limits, pool=made.pool)
-    return EngineTarget(llm.engine, f"{target or 'the miniature'} on {device}")
+    return chosen
+
+
+def _kinds(schedule: str | None) -> list[str] | None:
+    return None if schedule is None else [kind.strip().lower() for kind in schedule.split(",")]
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

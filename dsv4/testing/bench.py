@@ -251,8 +251,8 @@ def write_records(path: Path, records: Iterable[dict[str, Any]], origin: dict[st
             file.write(json.dumps(record | origin) + "\n")
 
 
-def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """The last record of every case in a file, by "op/case"."""
+def read_records(path: Path, commit: str | None = None) -> dict[str, dict[str, Any]]:
+    """The last record of every case in a file, by "op/case"; of a commit (or its beginning), if one is given."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -261,21 +261,26 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            records[f"{record['op']}/{record['case']}"] = record
+            if commit is None or record.get("commit", "").startswith(commit):
+                records[f"{record['op']}/{record['case']}"] = record
         except (ValueError, KeyError, TypeError) as error:
             raise BenchError(f"{path}:{number}: not a benchmark record: {error}") from error
+    if commit is not None and not records:
+        raise BenchError(f"expected a record file or a commit with records in {path}, found {commit!r}")
     return records
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in two files. `ratio` is new / old; a regression is slower by more than 5 % and beyond both spreads."""
+    """One case in two files. `ratio` is new / old; a regression is slower by more than 5 % and beyond both spreads.
+    `has_other_bits`: both records have a `digest` of the output, and these differ."""
 
     key: str
     old_us: float
     new_us: float
     ratio: float
     is_regression: bool
+    has_other_bits: bool = False
 
 
 def compare(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[Comparison]:
@@ -290,7 +295,9 @@ def compare(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> l
             raise BenchError(f"{key}: expected records of one chip, found {before['gpu']!r} and {after['gpu']!r}")
         ratio = after["median_us"] / before["median_us"]
         is_regression = ratio > REGRESSION_LIMIT and after["p10_us"] > before["p90_us"]
-        comparisons.append(Comparison(key, before["median_us"], after["median_us"], ratio, is_regression))
+        digests = {record["digest"] for record in (before, after) if "digest" in record}
+        times = before["median_us"], after["median_us"]
+        comparisons.append(Comparison(key, *times, ratio, is_regression, has_other_bits=len(digests) > 1))
     return sorted(comparisons, key=lambda item: -item.ratio)
 
 
@@ -313,7 +320,7 @@ def markdown(cases: Iterable[BenchCase], records: dict[str, dict[str, Any]]) -> 
     lines = [
         "# Measured",
         "",
-        "Written by `python benchmarks/bench_ops.py --markdown`; the method and the columns are explained in",
+        "Written by `python -m benchmarks ops --markdown`; the method and the columns are explained in",
     ]
     lines += [
         "[README.md](README.md). "

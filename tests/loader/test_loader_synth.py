@@ -171,9 +171,9 @@ def test_only_one_weight_is_in_memory_while_writing(tmp_path, monkeypatch):
     """Every weight is asked for once, in order, and written before the next one is made."""
     names, progress = [], []
 
-    def record(tensor, recipe):
+    def record(tensor, recipe, device):
         names.append((tensor.name, progress[-1][0] if progress else 0))
-        return random_weight(tensor, recipe)
+        return random_weight(tensor, recipe, device)
 
     monkeypatch.setattr(synth, "random_weight", record)
     write_checkpoint(tmp_path / "model", SMALL, progress=lambda done, total: progress.append((done, total)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4.cli.bench import SCRIPT
+from benchmarks import ops
+from dsv4.cli.bench import CHECKOUT
 from dsv4.cli.main import app
 from dsv4.testing import bench
 from dsv4.testing.bench import BenchCase, BenchError, Ceiling, Work
@@ -89,6 +89,20 @@ def test_comparison_needs_both_the_median_and_the_spread():
     assert comparisons[-1].ratio == 0.5
 
 
+def test_commits_of_one_file_are_compared_bits_too(tmp_path):
+    path = tmp_path / "file.jsonl"
+    for commit, median, digest in (("abc1", 10, "x"), ("def2", 5, "y"), ("fed3", 5, "x")):
+        bench.write_records(path, [record("a", median, 1, 1) | {"digest": digest}], {"commit": commit})
+    old, new, last = (bench.read_records(path, commit=name) for name in ("abc", "def", "fed"))
+    (change,) = bench.compare(old, new)
+    assert (change.ratio, change.has_other_bits) == (0.5, True)
+    assert not bench.compare(old, last)[0].has_other_bits
+    del last["norm/a"]["digest"]  # an older record
+    assert not bench.compare(old, last)[0].has_other_bits
+    with pytest.raises(BenchError, match="expected a record file or a commit with records in .*, found 'nothing'"):
+        bench.read_records(path, commit="nothing")
+
+
 def test_what_cannot_be_compared():
     with pytest.raises(BenchError, match="no case in common"):
         bench.compare({"norm/a": record("a", 1, 1, 1)}, {"norm/b": record("b", 1, 1, 1)})
@@ -112,7 +126,8 @@ def test_a_case_may_not_appear_twice():
 
 
 def run_script(*arguments):
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "ops", *map(str, arguments)]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
 
 
 def test_the_script_compares_without_a_gpu(tmp_path):
@@ -121,6 +136,7 @@ def test_the_script_compares_without_a_gpu(tmp_path):
     worse, better = run_script("--compare", old, new), run_script("--compare", new, old)
     assert (worse.returncode, better.returncode) == (1, 0)
     assert "x 2.000  SLOWER" in worse.stdout
+    assert "x 2.000  SLOWER" in run_script("--compare", old, "abc", "--out", new).stdout  # a commit in a file
 
 
 def test_the_command_passes_its_options_on(tmp_path, monkeypatch):
@@ -132,21 +148,21 @@ def test_the_command_passes_its_options_on(tmp_path, monkeypatch):
     )
     assert result.exit_code == 7
     assert seen == [
-        [sys.executable, str(SCRIPT), "--samples", "20", "--op", "rope", "--case", "1x64", "--out", str(tmp_path)]
+        [
+            *(sys.executable, "-m", "benchmarks", "ops", "--samples", "20", "--op", "rope", "--case", "1x64"),
+            *("--out", str(tmp_path)),
+        ]
     ]
 
 
 def test_the_script_selects_cases():
-    spec = importlib.util.spec_from_file_location("bench_ops", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     cases = bench.load_cases(bench.case_modules())
-    assert {case.op for case in script.select(cases, ["rope"], None)} == {"rope"}
-    assert all("x512" in case.name for case in script.select(cases, None, "x512"))
+    assert {case.op for case in ops.select(cases, ["rope"], None)} == {"rope"}
+    assert all("x512" in case.name for case in ops.select(cases, None, "x512"))
     with pytest.raises(BenchError, match="no case of nothing; there are"):
-        script.select(cases, ["nothing"], None)
+        ops.select(cases, ["nothing"], None)
     with pytest.raises(BenchError, match="no case contains 'nothing'"):
-        script.select(cases, None, "nothing")
+        ops.select(cases, None, "nothing")
 
 
 def test_provenance_names_the_commit():

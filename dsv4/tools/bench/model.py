@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,8 +31,11 @@ from dsv4.engine.stats import EngineStats
 from dsv4.llm import LLM
 from dsv4.model.block import block, enter
 from dsv4.model.transformer import Transformer
-from dsv4.request import SamplingParams
 from dsv4.tools.bench.context import BenchModel, Context, make_context
+from dsv4.tools.bench.engine_target import EngineTarget
+from dsv4.tools.bench.load import Lengths, Load
+from dsv4.tools.bench.profile import launches_of
+from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND, plan
 
 SECTIONS = ("decode", "layers", "stream", "prefill", "serving", "memory")
@@ -106,23 +108,13 @@ def _spread(times: Sequence[float], unit: float = 1e3) -> Record:
 
 
 def kernels_of(call: Callable[[], Any], device: torch.device) -> list[tuple[str, float]] | None:
-    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen (no
-    GPU, no profiler)."""
+    """Launches of one call in order, copies included, each with its microseconds; None where they cannot be seen."""
     if device.type != "cuda":
         return None
-    from torch.autograd import DeviceType
-
     call()
     torch.cuda.synchronize()
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize()
-        events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    except RuntimeError:  # the machine keeps its counters to itself
-        return None
-    events.sort(key=lambda event: event.time_range.start)
-    return [(event.name[:60], round(event.time_range.elapsed_us(), 2)) for event in events] or None
+    launches = launches_of(call, device)
+    return None if launches is None else [(one.name[:60], round(one.duration, 2)) for one in launches]
 
 
 # ---- sections ----
@@ -289,22 +281,18 @@ def measure_serving(
 
 def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens: int) -> Record:
     """`measure_serving` with a model that is there already."""
-    generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(0, llm.config.vocab_size, (concurrency, prompt_tokens), generator=generator).tolist()
+    load = Load.of("fixed", prompt_tokens, output_tokens, requests=concurrency, streams=concurrency, temperature=1.0)
+    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
     if llm.cache.device.type == "cuda":
-        _serve(llm, prompts, min(output_tokens, 4))  # compiles, captures
+        target.run(replace(load, output=Lengths(min(output_tokens, 4)), seed=1))  # compiles, captures
     before = llm.engine.stats()
-    started, stamps = time.perf_counter(), _serve(llm, prompts, output_tokens)
-    firsts = [times[0] - started for times in stamps]
-    gaps = [after - before for times in stamps for before, after in pairwise(times)]
-    total = max(times[-1] for times in stamps) - started
-    ordered = sorted(gaps) or [0.0]
+    report, _ = measure_load(target, load)
+    first, between = report.first_token_ms, report.between_tokens_ms or {"p50": 0.0, "p99": 0.0}
     return {
         "kind": "serving", "concurrency": concurrency, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
-        "first_token_ms": round(1e3 * statistics.median(firsts), 3), "first_token_ms_max": round(1e3 * max(firsts), 3),
-        "between_tokens_ms": round(1e3 * statistics.median(ordered), 3),
-        "between_tokens_ms_p99": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
-        "tokens_per_second": round(sum(map(len, stamps)) / total, 2),
+        "first_token_ms": first["p50"], "first_token_ms_max": first["max"],
+        "between_tokens_ms": between["p50"], "between_tokens_ms_p99": between["p99"],
+        "tokens_per_second": report.tokens_per_second, "host_share": report.host_share,
     } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
 
 
@@ -325,28 +313,6 @@ def _moved(before: EngineStats, after: EngineStats) -> Record:
         "expert_misses": after.num_expert_misses - before.num_expert_misses,
         "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
     }
-
-
-def _serve(llm: LLM, prompts: list[list[int]], output_tokens: int) -> list[list[float]]:
-    """When each request got each of its tokens."""
-    engine = llm.engine
-    requests = [
-        engine.prepare(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=seed))
-        for seed, prompt in enumerate(prompts)
-    ]
-    stamps: dict[int, list[float]] = {id(request): [] for request in requests}
-    try:
-        for request in requests:
-            engine.submit(request)
-        while not all(request.is_done for request in requests):
-            results = engine.step()
-            now = time.perf_counter()
-            for request in results.requests:
-                stamps[id(request)].append(now)
-    finally:
-        for request in requests:
-            engine.abort(request)
-    return [stamps[id(request)] for request in requests]
 
 
 def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:

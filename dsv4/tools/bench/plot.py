@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4.errors import Dsv4Error
-from dsv4.tools.bench.model import Record, Report
+
+if TYPE_CHECKING:
+    from dsv4.tools.bench.model import Record, Report
 
 
 class PlotError(Dsv4Error, ValueError):
@@ -26,13 +29,18 @@ def plot_report(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def check_plots() -> None:
+    """Before a measurement that is to be drawn: minutes should not end in a missing library."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError("plots need matplotlib, which is not installed: pip install matplotlib")
+
+
 def figure_of(title: str) -> Any:
     """An empty figure, twice as wide as high."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    check_plots()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

@@ -1,0 +1,146 @@
+"""The host's part of a decode step: allocator, `prepare_forward`, and a whole step of the engine without a model.
+
+    python -m benchmarks host --device cpu --out benchmarks/results/cache.jsonl
+
+Time of one core. No model runs: every request draws the same token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import Record, Session, wait
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.batch import TokenBatch
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
+from dsv4.engine.engine import Engine
+from dsv4.engine.run.bucket import Draws, Forwarded
+from dsv4.engine.run.runner import Runner
+from dsv4.loader.synth import random_params
+from dsv4.model.transformer import Transformer
+from dsv4.ops.sampling import SamplingRows
+from dsv4.request import SamplingParams
+from dsv4.tools.bench.model import time_calls
+
+NUM_REQUESTS, NUM_BLOCKS, NUM_STEPS = 256, 65536, 200
+NUM_WAITING, ANSWER_LEN, TOKEN = 1000, 500, 7
+CPU = torch.device("cpu")
+CONFIG = ModelConfig.tiny()  # the cost is the host's and the table's: it does not depend on the model's size
+SECTIONS = ("allocator", "cache", "engine")
+
+
+def run(session: Session) -> None:
+    torch.set_num_threads(1)
+    for count in (1, 16, 1024) if session.wants("allocator") else ():
+        session.attempt(f"allocator, {count} at once", allocator, count)
+    for count in (1, 4, 64) if session.wants("cache") else ():
+        session.attempt(f"prepare_forward, {count} tokens", prepare_forward, session.device, count)
+    for count in (1, 16, 64, 256, 1024) if session.wants("engine") else ():
+        session.attempt(f"engine, {count} requests", engine_step, count)
+
+
+def allocator(num_at_once: int) -> Record:
+    """Acquire and release `num_at_once` blocks; one pair is one block acquired and released."""
+    blocks = BlockAllocator(NUM_BLOCKS)
+    calls = max(1, 20000 // num_at_once)
+
+    def call() -> None:
+        for _ in range(calls):
+            blocks.release(blocks.acquire(num_at_once))
+
+    seconds = time_calls(call, CPU, 20)
+    rate = calls * num_at_once / statistics.median(seconds)
+    return spread("allocator", {"blocks_at_once": num_at_once}, seconds) | {"pairs_per_s": round(rate, 1)}
+
+
+def prepare_forward(device: torch.device, num_new_tokens: int) -> Record:
+    """One step of 256 requests at different phases of their blocks, `num_new_tokens` each."""
+    manager = make_cache(
+        device, CONFIG.max_position_embeddings, NUM_REQUESTS,
+        num_blocks=NUM_REQUESTS * (2 + NUM_STEPS * 2 * num_new_tokens // 128),
+    )  # fmt: skip
+    slots = [manager.admit(CONFIG.max_position_embeddings) for _ in range(NUM_REQUESTS)]
+    for slot in slots:
+        manager.prepare_forward([slot], [0], [1 + slot % 128])
+
+    def step() -> None:
+        positions = [manager.position(slot) for slot in slots]
+        manager.prepare_forward(slots, positions, [num_new_tokens] * NUM_REQUESTS)
+        wait(device)
+
+    max_steps = (CONFIG.max_position_embeddings - 256) // num_new_tokens
+    seconds = time_calls(step, CPU, min(NUM_STEPS, max_steps - 5))
+    manager.check_integrity()
+    return spread("prepare_forward", {"requests": NUM_REQUESTS, "new_tokens": num_new_tokens}, seconds)
+
+
+class FreeRunner(Runner):
+    """Computes nothing; every row draws the same token."""
+
+    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        nothing = torch.empty(0)
+        return Forwarded(nothing, nothing, ())
+
+    def draw(self, forwarded: Forwarded, rows: SamplingRows, num_top: int | None = None) -> Draws:
+        return Draws(torch.full_like(rows.slots, TOKEN))
+
+
+def make_engine(num_requests: int, *, overlap: bool = True) -> Engine:
+    """An engine of `num_requests` slots over a tiny model that never runs."""
+    limits = EngineConfig(
+        max_context_tokens=2048, max_concurrent_requests=num_requests, max_chunk_tokens=8192, prefix_cache_bytes=0,
+        num_blocks=num_requests * 8,
+    )  # fmt: skip
+    cache = KVCacheManager(CONFIG, build_schedule(CONFIG), limits, device="cpu", plain_dtype=None)
+    model = Transformer(CONFIG, random_params(CONFIG), torch.bfloat16)
+    return Engine(model, cache, runner=FreeRunner(model, cache, buckets=(), use_graphs=False), overlap=overlap)
+
+
+def engine_step(num_requests: int) -> list[Record]:
+    """A whole step of the engine, CPU time: a batch that decodes, the same while a thousand requests wait, and one
+    whose requests end after 500 tokens and others begin."""
+    ends = NUM_STEPS * num_requests // ANSWER_LEN + 100
+    loads = {"decoding": (0, None), "others wait": (NUM_WAITING, None), "come and go": (ends, ANSWER_LEN)}
+    return [
+        spread("engine_step", {"requests": num_requests, "load": name}, _steps(num_requests, *load))
+        for name, load in loads.items()
+    ]
+
+
+def _steps(num_requests: int, num_waiting: int, length: int | None) -> list[float]:
+    engine = make_engine(num_requests)
+    for place in range(num_requests + num_waiting):
+        tokens = 900 if length is None else 1 + place % length if place < num_requests else length
+        engine.add([TOKEN] * 20, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    seconds = []
+    for _ in range(NUM_STEPS + 20):
+        started = time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - started)
+    return seconds[20:]
+
+
+def make_cache(device: torch.device, context: int, num_requests: int, **limits: Any) -> KVCacheManager:
+    engine = EngineConfig(max_context_tokens=context, max_concurrent_requests=num_requests, **limits)
+    return KVCacheManager(CONFIG, build_schedule(CONFIG), engine, device=device, plain_dtype=None)
+
+
+def spread(op: str, shapes: dict[str, Any], seconds: list[float]) -> Record:
+    deciles = [1e6 * value for value in statistics.quantiles(seconds, n=10)]
+    return {
+        "kind": "host", "op": op, "shapes": shapes, "median_us": round(1e6 * statistics.median(seconds), 2),
+        "p10_us": round(deciles[0], 2), "p90_us": round(deciles[-1], 2), "repeats": len(seconds),
+    }  # fmt: skip
+
+
+def line(record: Record) -> str:
+    rate = f", {record['pairs_per_s']:,.0f} pairs/s" if "pairs_per_s" in record else ""
+    times = f"{record['median_us']:10,.1f} us ({record['p10_us']:,.1f} to {record['p90_us']:,.1f})"
+    return f"{record['op']:16} {record['shapes']!s:40} {times}{rate}"

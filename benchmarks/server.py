@@ -1,0 +1,189 @@
+"""`dsv4 serve` under load, beside the engine alone: tokens/s, waits, CPU time by process.
+
+    python -m benchmarks server                                    four Flash layers, written to disk first
+    python -m benchmarks server --layers 34 --section streams      as many as one H200 holds
+    python -m benchmarks server --model FOLDER                     a checkpoint that is there
+    python -m benchmarks server --preset mini --device cpu         the shipped miniature, small numbers: a try
+
+Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
+`dsv4 bench serve`, in processes of their own. Records: `serve_engine` (the engine of this process), `serve` (through
+HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The first load of each server is not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.runner import SCHEDULE, Record, Session, free_memory, numbers
+from benchmarks.serving import ServerProcess
+from dsv4.config import EngineConfig
+from dsv4.llm import LLM
+from dsv4.loader.shipped import find_checkpoint
+from dsv4.loader.synth import write_checkpoint
+from dsv4.text.byte_tokenizer import byte_tokenizer
+from dsv4.tools.bench.context import cut_config
+from dsv4.tools.bench.engine_target import EngineTarget
+from dsv4.tools.bench.load import Load
+from dsv4.tools.bench.serve import measure_load
+from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.plan.targets import PRESETS
+
+MIN_REQUESTS = 8  # one stream asks so often
+
+
+class Section(NamedTuple):
+    """What its loads have in common; `streams` None: those of --streams."""
+
+    about: str
+    load: dict[str, Any]
+    streams: tuple[int, ...] | None = None
+
+
+PLAN = {
+    "streams": Section("the same prompts and answers by number of streams", {"prompt": 512, "output": 128}),
+    "random": Section("vLLM's `random` shape", {"shape": "random", "waves": 2}, (256,)),
+    "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 4}, (256,)),
+    "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),
+    "first": Section("first token of one request", {"prompt": 300, "output": 2}, (1,)),
+    "intruder": Section(
+        "a long prompt beside streams",
+        {"prompt": 512, "output": 2048, "intruder": 524288, "intruder_seconds": 5.0}, (64,)
+    ),
+}  # fmt: skip
+SECTIONS = tuple(PLAN)
+SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  # of --preset mini
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=numbers, default=[1, 16, 64, 256, 1024], help="of the section streams")
+    parser.add_argument("--kinds", default="completions,chat")
+    parser.add_argument("--layers", type=int, help="the preset's first layers instead of one or two of each kind")
+    parser.add_argument("--model", help="a checkpoint instead")
+    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
+    parser.add_argument("--processes", type=int, default=8, help="client processes")
+    parser.add_argument(
+        "--serve-option", action="append", default=[], help="passed on to `dsv4 serve`, e.g. --front-ends=4"
+    )
+
+
+def run(session: Session) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = checkpoint(session, Path(name))
+        print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
+        for section in SECTIONS:
+            if session.wants(section):
+                loads = loads_of(section, session)
+                engine: dict[int, float] = {}
+                session.attempt(f"{section}, engine", alone, session, folder, section, loads, engine)
+                session.attempt(f"{section}, server", served, session, folder, Path(name), section, loads, engine)
+
+
+def checkpoint(session: Session, folder: Path) -> Path:
+    options = session.options
+    if options.preset == "mini" or options.model is not None:
+        return find_checkpoint(options.model)
+    schedule = SCHEDULE if options.layers is None else None
+    config = cut_config(PRESETS[options.preset](), options.layers, schedule, None if schedule is None else 1)
+    extra = {"tokenizer.json": json.dumps(byte_tokenizer(config.vocab_size))}
+    return write_checkpoint(
+        folder / "model", config, experts="nvfp4", with_mtp=False, extra_files=extra, device=session.device
+    )
+
+
+def loads_of(section: str, session: Session) -> list[Load]:
+    fields, is_small = dict(PLAN[section].load), session.options.preset == "mini"
+    waves, shape = fields.pop("waves", 1), fields.pop("shape", "fixed")
+    if is_small:
+        fields |= {name: value for name, value in SMALL.items() if name in fields or name in ("prompt", "output")}
+    counts = PLAN[section].streams or session.options.streams
+    if is_small:
+        counts = [min(count, 4) for count in counts]
+    return [
+        Load.of(
+            "fixed" if is_small else shape, streams=count, requests=max(waves * count, 2 if is_small else MIN_REQUESTS),
+            temperature=0.8, **fields,
+        )
+        for count in dict.fromkeys(counts)
+    ]  # fmt: skip
+
+
+def limits_of(session: Session, loads: list[Load]) -> EngineConfig:
+    room = 64  # a chat's own tokens, and words that do not divide a prompt's length
+    return EngineConfig(
+        max_context_tokens=max(load.max_context for load in loads) + room,
+        max_concurrent_requests=max(load.streams + (load.intruder is not None) for load in loads),
+        max_chunk_tokens=session.options.chunk,
+    )
+
+
+def alone(
+    session: Session, folder: Path, section: str, loads: list[Load], engine: dict[int, float]
+) -> list[Record]:  # fmt: skip
+    llm = LLM(folder, device=session.options.device, engine=limits_of(session, loads))
+    target, records = EngineTarget(llm.engine, "engine", llm.config.vocab_size), []
+    gc.collect()
+    gc.freeze()  # as the server does
+    try:
+        measure_load(target, replace(loads[0], seed=1, intruder=None))
+        for load in loads:
+            report, _ = measure_load(target, replace(load, seed=2))
+            engine[load.streams] = report.tokens_per_second
+            records.append({**report.to_dict(), "kind": "serve_engine", "section": section})
+    finally:
+        gc.unfreeze()
+        llm.close()
+        free_memory()
+    return records
+
+
+def served(
+    session: Session, folder: Path, log: Path, section: str, loads: list[Load], engine: dict[int, float]
+) -> list[Record]:  # fmt: skip
+    limits = limits_of(session, loads)
+    process = ServerProcess(folder, log / f"{section}.log", [
+        "--device", session.options.device, "--requests", str(limits.max_concurrent_requests), "--context",
+        str(limits.max_context_tokens), "--chunk", str(session.options.chunk), "--max-waiting", "2048",
+        "--max-connections", "2048", *session.options.serve_option,
+    ])  # fmt: skip
+    records = []
+    url = process.start()
+    try:
+        target = UrlTarget(url, processes=session.options.processes)
+        kinds = session.options.kinds.split(",")
+        for seed, (kind, load) in enumerate([(kinds[0], loads[0])] + [(k, load) for k in kinds for load in loads], 3):
+            before = process.cpu_seconds()
+            report, _ = measure_load(target, replace(load, kind=kind, seed=seed))
+            used = {
+                name: round(total - before.get(name, 0.0), 3) for name, total in process.cpu_seconds().items()
+            }  # fmt: skip
+            tokens = max(report.output_tokens, 1)
+            records.append(report.to_dict() | {
+                "section": section, "cpu_seconds": used,
+                "cpu_us_per_token": round(1e6 * sum(used.values()) / tokens, 1),
+                "share_of_engine": round(report.tokens_per_second / engine[load.streams], 3)
+                if engine.get(load.streams) else None,
+            })  # fmt: skip
+    finally:
+        process.stop()
+    return records[1:]
+
+
+def line(record: Record) -> str:
+    load, first, between = record["load"], record["first_token_ms"], record["between_tokens_ms"]
+    what = load["kind"] if record["kind"] == "serve" else "engine"
+    text = f"{record['section']:9} {what:12} {load['streams']:5} streams: {record['tokens_per_second']:9,.0f} tokens/s"
+    if "share_of_engine" in record:
+        text += f" ({record['share_of_engine']} of the engine), {record['cpu_us_per_token']:.0f} us CPU a token"
+    waits = ((first, "first token"), (between, "between"))
+    text += "".join(f"; {name} {w['p50']:.1f} / {w['p90']:.1f} / {w['p99']:.1f} ms" for w, name in waits if w)
+    if record["intruder"]:
+        text += f"; beside the intruder {json.dumps(record['intruder'])}"
+    if "cpu_seconds" in record:
+        text += f"; CPU {record['cpu_seconds']} of {record['seconds']:.2f} s, clients {record['clients']['busiest']}"
+    return text + (f"; FAILED {record['errors']}" if record["failed"] else "")

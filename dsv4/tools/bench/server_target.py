@@ -1,0 +1,211 @@
+"""Any server that speaks OpenAI's interface as the target of a load: client processes, and what they saw."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dsv4.config import ConfigError
+from dsv4.tools.bench import client_process
+from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
+
+MAX_PROCESSES = 8  # more than enough for 60,000 tokens/s
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_START_SECONDS = 0.3  # from all processes being ready to the first request
+
+
+class ServerFailed(RuntimeError):
+    """The server or a client process ended in the middle of a load."""
+
+
+class UrlTarget:
+    """A base URL such as http://127.0.0.1:8000. `only_standard` leaves out what OpenAI's interface does not have."""
+
+    def __init__(
+        self, url: str, model: str | None = None, api_key: str | None = None, *, processes: int | None = None,
+        timeout: float = 600.0, only_standard: bool = False,
+    ) -> None:  # fmt: skip
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ConfigError(f"the URL must be like http://127.0.0.1:8000, found {url!r}")
+        if processes is not None and processes < 1:
+            raise ConfigError(f"processes must be at least 1, found {processes}")
+        self.name = url
+        self._host, self._tls = parts.hostname, parts.scheme == "https"
+        self._netloc = parts.netloc.rpartition("@")[2]
+        self._port = parts.port or (443 if self._tls else 80)
+        self._base, self._key = parts.path.rstrip("/").removesuffix("/v1"), api_key
+        self._processes, self._timeout, self._only_standard = processes, timeout, only_standard
+        self._model = model or self._first_model()
+
+    def run(self, load: Load, on_done: Callable[[int], None] = lambda count: None) -> Observed:
+        sizes, arrivals = load.sizes(), load.arrivals()
+        words = self._words_of(load) if load.kind == "chat" else lambda tokens: tokens
+        requests = [
+            {"place": place, "size": words(prompt), "output": output} | ({} if arrivals is None else {"due": due})
+            for place, ((prompt, output), due) in enumerate(zip(sizes, arrivals or [0.0] * len(sizes), strict=True))
+        ]
+        streams = min(load.streams, len(requests))
+        usual = min(MAX_PROCESSES, os.cpu_count() or 1, streams if arrivals is None else len(requests))
+        count = min(self._processes or usual, len(requests))
+        works = [
+            self._work(load, requests[one::count], None if arrivals else len(range(one, streams, count)) or 1)
+            for one in range(count)
+        ]
+        if load.intruder is not None:
+            long = {"place": -1, "size": words(load.intruder), "output": INTRUDER_OUTPUT, "due": load.intruder_seconds}
+            works.append(self._work(load, [long], None))
+        clients = [_ClientProcess(work) for work in works]
+        try:
+            return _gather(clients, on_done)
+        finally:
+            for client in clients:
+                client.end()
+
+    def _work(self, load: Load, requests: list[dict[str, Any]], streams: int | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "model": self._model, "stream": True, "stream_options": {"include_usage": True},
+            "temperature": load.temperature, "top_p": load.top_p,
+        }  # fmt: skip
+        if not self._only_standard:
+            fields["ignore_eos"] = True
+        return {
+            "host": self._host, "port": self._port, "tls": self._tls, "kind": load.kind, "seed": load.seed,
+            "head": self._head(self._base + _PATHS[load.kind]), "fields": fields, "requests": requests,
+            "streams": streams, "timeout": self._timeout,
+        }  # fmt: skip
+
+    def _head(self, path: str) -> bytes:
+        lines = [f"POST {path} HTTP/1.1", f"Host: {self._netloc}"]
+        lines += [f"{name}: {value}" for name, value in self._headers().items()]
+        return ("\r\n".join(lines) + "\r\n").encode()
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+
+    def _words_of(self, load: Load) -> Callable[[int], int]:
+        """Words that give a chat's prompt its tokens, by the server's count of two short ones."""
+        counts = []
+        for num_words in (16, 80):
+            body = client_process.request_body(
+                {"seed": load.seed, "kind": "chat", "fields": {"model": self._model}},
+                {"place": -2, "size": num_words, "output": 1},
+            )
+            counts.append(self._json("POST", _PATHS["chat"], body).get("usage", {}).get("prompt_tokens"))
+        if None in counts:
+            return lambda tokens: tokens
+        each = max((counts[1] - counts[0]) / 64, 0.1)
+        around = counts[0] - 16 * each
+        return lambda tokens: max(1, round((tokens - around) / each))
+
+    def _first_model(self) -> str:
+        try:
+            return str(self._json("GET", "/v1/models")["data"][0]["id"])
+        except LookupError as error:
+            raise ConfigError(f"{self.name} names no model; give one with --model") from error
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        try:
+            connection.request(method, self._base + path, None if body is None else json.dumps(body), self._headers())
+            answer = connection.getresponse()
+            content = answer.read()
+            if answer.status != 200:
+                raise ConfigError(
+                    f"{self.name}{path} answers {answer.status}: {content[:200].decode(errors='replace')}"
+                )
+            found: dict[str, Any] = json.loads(content)
+            return found
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise ConfigError(f"{self.name} does not answer as an OpenAI server: {error}") from None
+        finally:
+            connection.close()
+
+
+class _ClientProcess:
+    """One process and the thread that reads what it says."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        command = [sys.executable, "-I", str(Path(client_process.__file__))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self.num_done = 0
+        self.result: tuple[list[Any], float] | None = None
+        pickle.dump(work, self._in)
+        self._in.flush()
+
+    def wait_until_ready(self) -> None:
+        if self._out.readline() != b"ready\n":
+            raise ServerFailed("a client process did not start")
+
+    def begin(self, moment: float) -> None:
+        self._in.write(b"%r\n" % moment)
+        self._in.flush()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for line in self._out:
+            if line == b"result\n":
+                self.result = pickle.load(self._out)
+                return
+            self.num_done = int(line.split()[1])
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._in, self._out):
+            stream.close()
+
+
+def _gather(clients: list[_ClientProcess], on_done: Callable[[int], None]) -> Observed:
+    for client in clients:
+        client.wait_until_ready()
+    began = time.monotonic() + _START_SECONDS
+    for client in clients:
+        client.begin(began)
+    shown = 0
+    while not all(client.is_over for client in clients):
+        time.sleep(0.05)
+        done = sum(client.num_done for client in clients)
+        on_done(done - shown)
+        shown = done
+    wall = time.monotonic() - began
+    found: dict[int, Timeline] = {}
+    seconds = []
+    for client in clients:
+        if client.result is None:
+            raise ServerFailed("a client process ended before its requests did")
+        answers, cpu = client.result
+        seconds.append(cpu)
+        for place, started, times, usage, error in answers:
+            found[place] = Timeline(
+                started, array("d", times), error, usage.get("completion"), usage.get("prompt")
+            )  # fmt: skip
+    intruder = found.pop(-1, None)
+    on_done(len(found) + (intruder is not None) - shown)
+    busiest = {
+        "processes": len(clients),
+        "cpu_seconds": round(sum(seconds), 3),
+        "busiest": round(max(seconds) / wall, 3),
+    }
+    return Observed([one for _, one in sorted(found.items())], intruder, clients=busiest)

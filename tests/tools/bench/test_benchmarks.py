@@ -1,0 +1,99 @@
+"""`python -m benchmarks`: every module is listed and explains itself; sessions keep records; a server's processes are
+counted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as entry
+from benchmarks import runner, serving
+from benchmarks.runner import Session, is_bad
+
+FOLDER = Path(entry.__file__).parent
+HELPERS = {"__main__", "runner", "serving", "rank_speed", "storm_clients"}
+
+
+def test_every_benchmark_is_listed(capsys):
+    assert set(entry.CASES) == {file.stem for file in FOLDER.glob("*.py")} - HELPERS
+    assert entry.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in entry.CASES)
+    assert entry.main(["nothing"]) == 2
+    assert "no 'nothing'; there are ops, model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", entry.CASES)
+def test_every_benchmark_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        entry.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m benchmarks {name}" in capsys.readouterr().out
+
+
+def session_of(tmp_path, *arguments, line=None):
+    parser = argparse.ArgumentParser()
+    runner.add_common_options(parser, ("one", "two"))
+    options = parser.parse_args(["--device", "cpu", "--out", str(tmp_path / "records.jsonl"), *arguments])
+    return Session("name", options, line)
+
+
+def test_a_session_keeps_its_records(tmp_path, capsys):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    session = session_of(tmp_path, "--section", "two", line=lambda record: f"value {record['value']}")
+    assert (session.wants("one"), session.wants("two")) == (False, True)
+    session.attempt("good", lambda value: {"kind": "it", "value": value}, 7)
+    session.attempt("bad", fails)
+    session.attempt("several", lambda: [{"kind": "it", "value": 1}, {"kind": "it", "value": 2}])
+    written = [json.loads(text) for text in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in written] == ["it", "error", "it", "it"]
+    assert written[1]["error"] == "RuntimeError: out of memory"
+    assert all({"gpu", "torch", "python"} <= set(record) for record in written)
+    printed = capsys.readouterr().out
+    assert "value 7" in printed
+    late = session_of(tmp_path, "--seconds", "-1")
+    late.attempt("never", fails)
+    assert late.records == [{"kind": "skipped", "what": "never"}]
+
+
+def test_bad_records():
+    good = {"kind": "x", "is_same_as_without": True, "same_bits": {"chunked": True}, "is_finite": True, "wrong": 0}
+    assert not is_bad(good)
+    assert is_bad({"kind": "error"})
+    for name, value in (("is_same", False), ("same_bits", {"a": True, "b": False}), ("is_finite", False), ("wrong", 2)):
+        assert is_bad(good | {name: value})
+
+
+def test_all_processes_of_a_family_are_counted():
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "'import time\\nend = time.process_time() + 0.3\\nwhile time.process_time() < end: pass\\ntime.sleep(60)'])\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        server = serving.ServerProcess.__new__(serving.ServerProcess)
+        server.process = process
+        deadline = time.monotonic() + 30
+        while sum(server.cpu_seconds().values()) < 0.3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = serving.family(process.pid)
+        assert pids[0] == process.pid
+        assert len(pids) == 2
+        mine, child = server.cpu_seconds().values()
+        assert child >= 0.25 > mine
+        assert process.pid in serving.family(os.getpid())
+    finally:
+        for pid in serving.family(process.pid)[::-1]:
+            os.kill(pid, 9)
+        process.wait()
