@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 import time
 
 import pytest
@@ -10,12 +13,33 @@ from prometheus_client.parser import text_string_to_metric_families
 from dsv4.engine.stats import EngineStats
 from dsv4.http.heartbeat import Heartbeat, Pulse, PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.metrics import Metrics
+from dsv4.http.processes.folder import delete_abandoned, private_folder
 from dsv4.http.shared_metrics import SharedMetrics
 
 STATS = EngineStats(
     num_waiting=1, num_running=2, num_slots=3, num_blocks_used=4, num_blocks=8, num_steps=5, num_prompt_tokens=6,
     num_output_tokens=7, num_finished=8, num_aborted=9, num_failed=10, num_preemptions=11, num_recomputed_tokens=12,
 )  # fmt: skip
+
+
+def test_a_folder_is_private_and_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with private_folder() as folder:
+        assert folder.parent == tmp_path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
+def test_folders_of_killed_supervisors_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, young, foreign = tmp_path / "dsv4-serve-1", tmp_path / "dsv4-serve-2", tmp_path / "other"
+    for folder in (abandoned, young, foreign):
+        folder.mkdir()
+    with private_folder() as running:
+        for folder in (abandoned, running, foreign):
+            os.utime(folder, (0, 0))
+        delete_abandoned(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted((young, foreign, running))
 
 
 class Beats:

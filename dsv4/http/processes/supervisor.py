@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import queue
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 from dsv4.http.address import address_url
 from dsv4.http.heartbeat import PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.processes.child import FORCE, STOP, Child
+from dsv4.http.processes.folder import private_folder
 from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
 from dsv4.http.settings import ServerConfig
 
@@ -32,7 +30,6 @@ _SILENT_SECONDS = 10.0  # clients are told after 1.5 s; an engine that stays sil
 _FLUSH_SECONDS = 5.0  # for a front end's last words, beyond the drain
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _MAX_EARLY_ENDS = 3  # of children that end before they are ready, one after the other
-_MAX_PATH = 100  # of a Unix socket
 _BACKLOG = 64
 _LOG = logging.getLogger("dsv4.serve")
 
@@ -67,7 +64,7 @@ class Supervisor:
     def run(self) -> int:
         """The exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 after the engine died; the engine's own if it could not
         start."""
-        with _private_folder() as folder, _signals(lambda number: self._events.put(("signal", number))):
+        with private_folder() as folder, _signals(lambda number: self._events.put(("signal", number))):
             self._room = Room(str(folder))
             make_pulse_file(self._room.pulse)
             pulse = PulseReader(self._room.pulse)
@@ -218,19 +215,6 @@ class Supervisor:
         else:
             return
         self._engine.kill()
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """A new folder of mode 0700, deleted at the end."""
-    folder = tempfile.mkdtemp(prefix="dsv4-serve-")
-    if len(folder) > _MAX_PATH - 20:
-        shutil.rmtree(folder)
-        folder = tempfile.mkdtemp(prefix="dsv4-serve-", dir="/tmp")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
