@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,3 +111,28 @@ def lines_of_a_step(llm, num_requests):
 def test_a_decode_step_does_not_loop_over_requests(make_llm):
     lines = [lines_of_a_step(make_llm(max_concurrent_requests=24), count) for count in (2, 24)]
     assert lines[0] == lines[1] > 0
+
+
+def test_a_step_never_waits_long_for_a_file(make_llm, monkeypatch):
+    """The head of the queue waits until its prefix is read; whoever runs goes on, and so does the caller."""
+    llm, waits = make_llm(), []
+    match = llm.cache.match
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    running = llm.engine.add([5], params)
+    llm.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.cache, "match", lambda chain: replace(match(chain), loading=256))
+        patch.setattr(llm.cache, "wait_for_files", waits.append)
+        head, dropped = llm.engine.add([5, 6], params), llm.engine.add([7, 8], params)
+        while not running.is_done:
+            llm.engine.step()
+        assert waits == []
+        while len(waits) < 3:
+            assert not llm.engine.step()
+        assert max(waits) <= 0.001
+        assert head.slot is dropped.slot is None
+        llm.engine.abort(dropped)
+        assert llm.engine.has_work
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (head.num_output, dropped.num_output, waits[3:]) == (6, 0, [])

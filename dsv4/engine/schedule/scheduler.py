@@ -7,7 +7,8 @@ change, so two requests cannot take turns at displacing each other.
 
 `schedule` spends two budgets, tokens and cache blocks, in this order:
 
-1. **Decode.** Every running request with one token left to feed gets it. Then those that have drafts get them too, as
+1. **Decode.** Every running request with one token left to feed gets it: those with a row (rows.py) all at once, where
+   tokens and blocks are enough for everybody, as they nearly always are. Then those that have drafts get them too, as
    far as the blocks they hold reach, and half of the tokens that are left: drafts cost nobody a block.
 2. **Prefill and admission**, in order. Running requests with more to feed get chunks, as far as tokens and blocks
    reach. The best waiting request, and only that one, is admitted when a slot is free and the blocks of its first chunk
@@ -34,46 +35,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.schema import blocks_at_position
-from dsv4.config import BLOCK_TOKENS, CSA_RATIO
+from dsv4.config import BLOCK_TOKENS
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import CacheBooks, Piece, StepPlan
-from dsv4.engine.schedule.rows import NO_ROWS, DecodeRows, RowsOfStep
-
-
-@dataclass
-class PlanBuilder:
-    """A plan being made: what is left of the budgets, and what each request gets; one token each of `rows`."""
-
-    num_tokens: int
-    num_blocks: int
-    lengths: dict[Request, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
-    failed: list[Request] = field(default_factory=list)
-    first_short: tuple[int, int] | None = None  # first in order that lacked blocks
-    rows: RowsOfStep = NO_ROWS
-    decoding: list[Request] = field(default_factory=list)  # without rows, in order
-    is_waiting: bool = False
-
-    def take_rows(self, rows: RowsOfStep) -> None:
-        """Feed them all: there is enough of everything."""
-        self.rows = rows
-        self.num_tokens -= len(rows)
-        self.num_blocks -= rows.num_new_blocks
-
-    def spread_rows(self) -> None:
-        """Go on request by request: one of those with a row may have to give way."""
-        rows, self.rows = self.rows, NO_ROWS
-        if not rows:
-            return
-        self.lengths.update(dict.fromkeys(rows.requests, 1))
-        self.decoding = sorted((*rows.requests, *self.decoding), key=_order)
+from dsv4.engine.schedule.plan_builder import (
+    PlanBuilder,
+    blocks_held,
+    by_pending,
+    last_position,
+    new_blocks,
+    order_of,
+    piece_of,
+    slot_of,
+    starts_block,
+)
+from dsv4.engine.schedule.rows import DecodeRows
 
 
 class Scheduler:
@@ -142,7 +123,7 @@ class Scheduler:
             request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
         request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
-        insort(self._waiting, request, key=_order)
+        insort(self._waiting, request, key=order_of)
         if request.params.deadline is not None:
             self._deadlines[request] = now + request.params.deadline
             self._next_deadline = min(self._next_deadline, self._deadlines[request])
@@ -161,16 +142,16 @@ class Scheduler:
                 self._feed(draft, request)
         num_drafts = self._grant_drafts(draft, draft.decoding)
         for request in prefilling:
-            self._admit(draft, ahead_of=_order(request))
+            self._admit(draft, ahead_of=order_of(request))
             self._feed(draft, request)
         self._admit(draft)
         decodes = [
-            _piece(request, length, num_drafts.get(request, 0))
+            piece_of(request, length, num_drafts.get(request, 0))
             for request in draft.decoding
             if (length := draft.lengths.pop(request, 0))
         ]
-        others = sorted(draft.lengths, key=lambda request: (request.num_pending > 1, _order(request)))
-        prefills = [_piece(request, draft.lengths[request]) for request in others]
+        others = sorted(draft.lengths, key=lambda request: (request.num_pending > 1, order_of(request)))
+        prefills = [piece_of(request, draft.lengths[request]) for request in others]
         self._plan = StepPlan(
             (*decodes, *prefills), tuple(draft.preempted), draft.rows, tuple(draft.failed), draft.is_waiting
         )
@@ -180,12 +161,12 @@ class Scheduler:
         """Who decodes; returns the running requests with more to feed. Rows are fed as one if tokens and blocks are
         enough for all that decode: otherwise it is decided request by request, in order, who goes without."""
         rows = self.rows.to_feed()
-        decoding, prefilling = _by_pending(self._singles)
+        decoding, prefilling = by_pending(self._singles)
         num_new_blocks = rows.num_new_blocks + sum(starts_block(request.num_processed) for request in decoding)
         if len(rows) + len(decoding) <= draft.num_tokens and num_new_blocks <= draft.num_blocks:
             draft.take_rows(rows)
         elif rows:
-            decoding, prefilling = _by_pending(self._running)
+            decoding, prefilling = by_pending(self._running)
         draft.decoding = decoding
         return prefilling
 
@@ -216,7 +197,7 @@ class Scheduler:
         """A request that decodes is a row from now on, if nothing about it is done one by one."""
         if request.num_pending and request.can_have_row:
             self.rows.add(request)
-            del self._singles[bisect_left(self._singles, _order(request), key=_order)]
+            del self._singles[bisect_left(self._singles, order_of(request), key=order_of)]
 
     def keep(self, piece: Piece, num_accepted: int) -> None:
         """So many of the piece's drafts came true; the others were never fed, as far as the books know."""
@@ -260,12 +241,12 @@ class Scheduler:
         require_integrity(self._plan is None, "a plan is under way")
         queues = {"waiting": self._waiting, "running": self._running, "single": self._singles}
         for name, queue in queues.items():
-            orders = [_order(request) for request in queue]
+            orders = [order_of(request) for request in queue]
             require_integrity(orders == sorted(set(orders)), f"the {name} requests are out of order")
             require_integrity(not any(request.is_done for request in queue), f"a {name} request is done")
         for request in self._waiting:
             require_integrity(request.slot is None and request.num_processed == 0, "a waiting request holds a slot")
-        slots = [_slot(request) for request in self._running]
+        slots = [slot_of(request) for request in self._running]
         require_integrity(len(set(slots)) == len(slots), f"running requests share slots: {slots}")
         for slot, request in zip(slots, self._running, strict=True):
             position, processed = self._cache.position(slot), request.num_processed
@@ -306,13 +287,13 @@ class Scheduler:
             return
         length = self._fitting(request, draft)
         if length == 0:
-            for victim in self._fewest(draft, self._behind(_order(request)), num_blocks=1):
+            for victim in self._fewest(draft, self._behind(order_of(request)), num_blocks=1):
                 self._preempt(draft, victim)
             length = self._fitting(request, draft)
         if length:
-            _grant(draft, request, length)
+            draft.grant(request, length)
         elif request is self._running[0]:
-            held, freed = _blocks_held(request), self._freed(draft, [request])
+            held, freed = blocks_held(request), self._freed(draft, [request])
             self._fail(
                 request,
                 f"no cache block is free for token {request.num_processed}: the request holds {held} of "
@@ -320,8 +301,8 @@ class Scheduler:
             )
             draft.failed.append(request)
             draft.num_blocks += freed
-        elif draft.first_short is None or _order(request) < draft.first_short:
-            draft.first_short = _order(request)
+        elif draft.first_short is None or order_of(request) < draft.first_short:
+            draft.first_short = order_of(request)
 
     def _grant_drafts(self, draft: PlanBuilder, decoding: list[Request]) -> dict[Request, int]:
         """How many drafts each request that decodes is fed besides its token."""
@@ -332,7 +313,7 @@ class Scheduler:
                 continue
             start = request.num_processed + 1
             held = last_position(blocks_at_position(start))
-            stop = self._cache.next_stop(_slot(request))
+            stop = self._cache.next_stop(slot_of(request))
             # a step draws one token more than it has drafts
             count = min(len(request.drafts), room, min(held, stop) - start, request.max_len - start - 1)
             if count > 0:
@@ -345,9 +326,9 @@ class Scheduler:
     def _admit(self, draft: PlanBuilder, ahead_of: tuple[int, int] | None = None) -> None:
         while self._waiting and draft.num_tokens:
             head = self._waiting[0]
-            if ahead_of is not None and _order(head) > ahead_of:
+            if ahead_of is not None and order_of(head) > ahead_of:
                 return
-            if draft.first_short is not None and _order(head) > draft.first_short:
+            if draft.first_short is not None and order_of(head) > draft.first_short:
                 return
             if head.num_unread:
                 return  # preempted a moment ago: what it drew last must be known before it is fed again
@@ -369,17 +350,17 @@ class Scheduler:
             if head.num_preemptions == 0:
                 head.num_cached_tokens = head.num_processed
             del self._waiting[0]  # still the head: victims are behind it
-            insort(self._running, head, key=_order)
-            insort(self._singles, head, key=_order)
+            insort(self._running, head, key=order_of)
+            insort(self._singles, head, key=order_of)
             self._num_of_priority[head.params.priority] += 1
-            _grant(draft, head, self._fitting(head, draft))
+            draft.grant(head, self._fitting(head, draft))
 
     def _is_led(self, head: Request, match: Match) -> bool:
         """Whether a running request ahead of the head of the queue is about to read what it could take over."""
         if not match.leaders:
             return False
-        ahead = self._running[: bisect_left(self._running, _order(head), key=_order)]
-        leader = next((_slot(request) for request in ahead if request.slot in match.leaders), None)
+        ahead = self._running[: bisect_left(self._running, order_of(head), key=order_of)]
+        leader = next((slot_of(request) for request in ahead if request.slot in match.leaders), None)
         if leader is not None:
             self._cache.stop_at(leader, match.expected)
         return leader is not None
@@ -392,7 +373,7 @@ class Scheduler:
             return []
         lower: list[Request] = []
         if min(self._num_of_priority, default=inf) < head.params.priority:
-            lower = [one for one in self._behind(_order(head)) if one.params.priority < head.params.priority]
+            lower = [one for one in self._behind(order_of(head)) if one.params.priority < head.params.priority]
         victims = self._fewest(draft, lower, num_blocks=needed)
         if not num_slots and not victims:
             victims = lower[:1]
@@ -418,8 +399,8 @@ class Scheduler:
         if not requests:
             return 0
         draft.spread_rows()
-        promised = sum(_new_blocks(request, draft.lengths.get(request, 0)) for request in requests)
-        return promised + self._cache.blocks_freed_by([_slot(request) for request in requests])
+        promised = sum(new_blocks(request, draft.lengths.get(request, 0)) for request in requests)
+        return promised + self._cache.blocks_freed_by([slot_of(request) for request in requests])
 
     def _blocks_to_start(self, request: Request, match: Match) -> int:
         """A new request: its first chunk. One that was preempted: all it knows and the next token, and a spare block
@@ -427,18 +408,18 @@ class Scheduler:
         if request.num_preemptions == 0:
             end = min(request.num_pending, match.position + self.max_batched_tokens)
             return blocks_at_position(end) - match.num_busy
-        ahead = bisect_left(self._running, _order(request), key=_order)
+        ahead = bisect_left(self._running, order_of(request), key=order_of)
         return blocks_at_position(request.num_pending + 1) + ahead - match.num_busy
 
     def _fitting(self, request: Request, draft: PlanBuilder) -> int:
         """Tokens of the request that what is left of the budgets allows; 0 when it lacks a block."""
-        room = last_position(_blocks_held(request) + draft.num_blocks) - request.num_processed
-        stop = self._cache.next_stop(_slot(request)) - request.num_processed
+        room = last_position(blocks_held(request) + draft.num_blocks) - request.num_processed
+        stop = self._cache.next_stop(slot_of(request)) - request.num_processed
         return min(request.num_pending, draft.num_tokens, room, stop)
 
     def _behind(self, order: tuple[int, int]) -> list[Request]:
         """Running requests of later order, the worst first."""
-        return self._running[bisect_right(self._running, order, key=_order) :][::-1]
+        return self._running[bisect_right(self._running, order, key=order_of) :][::-1]
 
     def _preempt(self, draft: PlanBuilder, request: Request) -> None:
         draft.num_blocks += self._freed(draft, [request])
@@ -447,7 +428,7 @@ class Scheduler:
         self._give_back(request)
         request.num_processed = 0
         request.drafts = ()
-        insort(self._waiting, request, key=_order)
+        insort(self._waiting, request, key=order_of)
         request.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -457,22 +438,22 @@ class Scheduler:
         if request.order is None:
             return False
         queue = self._waiting if request.slot is None else self._running
-        place = bisect_left(queue, request.order, key=_order)
+        place = bisect_left(queue, request.order, key=order_of)
         return place < len(queue) and queue[place] is request
 
     def _leave(self, request: Request, *, keep: bool = True) -> None:
         self._deadlines.pop(request, None)
         if request.slot is None:
-            del self._waiting[bisect_left(self._waiting, _order(request), key=_order)]
+            del self._waiting[bisect_left(self._waiting, order_of(request), key=order_of)]
         else:
             self._give_back(request, keep=keep)
 
     def _give_back(self, request: Request, *, keep: bool = True) -> None:
         """Free the slot and the blocks of a running request, and `keep` its prefix for others, or for itself."""
-        self._cache.release(_slot(request), keep=keep)
-        del self._running[bisect_left(self._running, _order(request), key=_order)]
+        self._cache.release(slot_of(request), keep=keep)
+        del self._running[bisect_left(self._running, order_of(request), key=order_of)]
         if request.rows is None:
-            del self._singles[bisect_left(self._singles, _order(request), key=_order)]
+            del self._singles[bisect_left(self._singles, order_of(request), key=order_of)]
         else:
             self.rows.remove(request)
         self._num_of_priority[request.params.priority] -= 1
@@ -493,54 +474,3 @@ def expire(request: Request) -> str:
         f"the deadline of {request.params.deadline:g} s passed with {request.num_output} of at most "
         f"{most} tokens written"
     )
-
-
-def _order(request: Request) -> tuple[int, int]:
-    assert request.order is not None, "the request was never queued"
-    return request.order
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None, "a running request has a slot"
-    return request.slot
-
-
-def _by_pending(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """Those with one token to feed, and those with more."""
-    decoding: list[Request] = []
-    prefilling: list[Request] = []
-    for request in requests:
-        num_pending = request.num_pending
-        if num_pending:
-            (decoding if num_pending == 1 else prefilling).append(request)
-    return decoding, prefilling
-
-
-def _piece(request: Request, length: int, num_drafts: int = 0) -> Piece:
-    draws = length - num_drafts == request.num_pending and not request.draws_nothing
-    return Piece(request, _slot(request), request.num_processed, length, draws, num_drafts)
-
-
-def _blocks_held(request: Request) -> int:
-    """Blocks a running request owns between two forward calls."""
-    return blocks_at_position(request.num_processed)
-
-
-def _new_blocks(request: Request, length: int) -> int:
-    return blocks_at_position(request.num_processed + length) - _blocks_held(request)
-
-
-def last_position(num_blocks: int) -> int:
-    """The most tokens a request can have processed with `num_blocks` blocks: the inverse of `blocks_at_position`."""
-    return num_blocks * BLOCK_TOKENS + CSA_RATIO - 1
-
-
-def starts_block(position: int) -> bool:
-    """Whether a request at `position` needs another block for its next token."""
-    return position % BLOCK_TOKENS == CSA_RATIO - 1
-
-
-def _grant(draft: PlanBuilder, request: Request, length: int) -> None:
-    draft.num_tokens -= length
-    draft.num_blocks -= _new_blocks(request, length)
-    draft.lengths[request] = length

@@ -105,9 +105,9 @@ class StepBuilder:
         num_rows, num_drawn = max(plan.num_tokens, pad_to), len(draw_rows)
         if target is not None:
             values = self._fill(target, parts)
-            flat, *drawn = (part[:num_drawn] if i else part for i, part in enumerate(values))
-            batch = TokenBatch.over(flat.view(columns.shape)[:, :num_rows], self._cache.block_table)
-            return StepInput(batch, drawn[0], drawn[1], drawn[2], drawing, plan.num_tokens)
+            batch = TokenBatch.over(values[0].view(columns.shape)[:, :num_rows], self._cache.block_table)
+            device_rows, draw_slots, draw_positions = (part[:num_drawn] for part in values[1:])
+            return StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
             first_rows = draw_rows[steps == 0]

@@ -143,6 +143,8 @@ def _fill_draft_rows(piece: Piece, words: Words, is_used: NDArray[np.bool_], voc
 
 def _forbid(words: Words, request: Request, drafts: tuple[int, ...]) -> None:
     """Take away what the request's own parameters forbid behind these drafts."""
+    if not request.params.min_tokens and not request.params.bad_words_ids:
+        return
     octets = words.view(np.uint8)
     for token_id in request.forbidden_ids(drafts):
         octets[token_id // 8] &= 0xFF ^ 1 << token_id % 8

@@ -415,3 +415,25 @@ def test_graphs_give_the_bits_of_direct_calls(is_offloaded):
         return steps
 
     assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_is_built_where_its_graph_reads_it(params, overlap, monkeypatch):
+    """No copy on the device between the host's numbers and the graph's own."""
+    model = Transformer(SMALL, params, torch.bfloat16)
+    cache = make_cache(model)
+    engine = Engine(model, cache, runner=make_runner(model, cache), overlap=overlap)
+    copies, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *tensors: copies.append(tensors) or copy(*tensors))
+    asked = SamplingParams(max_tokens=6, ignore_eos=True)
+    sequences = [engine.add(prompt[:2], asked) for prompt in PROMPTS[:3]]
+    while engine.has_work:
+        engine.step()
+    assert copies == []
+    assert engine.runner.num_replays >= 6
+    assert engine.runner.num_direct == 0
+    assert all(sequence.num_output == 6 for sequence in sequences)
+    slot = cache.admit(20)
+    engine.runner.forward(cache.make_batch([slot], [[3, 4]]), torch.tensor([1]))
+    assert len(copies) == 1, "a batch made elsewhere is copied"
+    cache.release(slot)

@@ -7,7 +7,7 @@ from scheduler_cases import Books, collect, make_sequence, pieces_of, run_step, 
 
 from dsv4.cache.errors import IntegrityError, RequestNeverFits
 from dsv4.cache.schema import blocks_at_position
-from dsv4.engine.schedule.scheduler import last_position, starts_block
+from dsv4.engine.schedule.plan_builder import last_position, starts_block
 
 
 def test_positions_of_blocks():

@@ -12,7 +12,7 @@ from server_cases import SERVED, TOKENIZER, TWO_LAYERS
 
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.step.constraint import ConstraintError, has_bit
+from dsv4.engine.step.constraint import ConstraintError, fill_allowed, has_bit
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
 from dsv4.http.grammar.compiler import GrammarCompiler
 from dsv4.http.grammar.errors import GrammarError
@@ -180,6 +180,24 @@ def test_copies_do_not_share_their_place(compiler):
     first.accept(2 + ord("a"))
     assert allowed_ids(first) == [2 + ord("b")]
     assert allowed_ids(second) == [2 + ord("a")]
+
+
+def test_many_grammars_at_once(compiler):
+    """A group fills what each of its constraints gives alone; one that has failed says so, and no other."""
+    grammars = [compiler.compile(f'start: "a" /{text}/') for text in ("x+", "[0-9]+", "(?s:.*)")]
+    rules = [grammar.constraint() for grammar in grammars for _ in range(3)]
+    for rule in rules[1::3]:
+        rule.accept(2 + ord("a"))
+    with pytest.raises(ConstraintError):
+        rules[3].accept(2 + ord("z"))
+    words = np.full((len(rules), rules[0].group.num_words), 5, dtype=np.int32)
+    failed = fill_allowed(rules, words, SERVED.vocab_size)
+    assert list(failed) == [3]
+    assert isinstance(failed[3], ConstraintError)
+    alone = [grammar.constraint() for grammar in grammars for _ in range(3)]
+    for rule in alone[1::3]:
+        rule.accept(2 + ord("a"))
+    assert all(np.array_equal(words[place], alone[place].allowed()) for place in range(len(rules)) if place != 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
