@@ -42,4 +42,4 @@ def _case(num_tokens: int) -> BenchCase:
     return BenchCase("exchange", f"flash-{num_tokens}-of-{RANKS}", {"tokens": num_tokens, "ranks": RANKS}, build)
 
 
-CASES = [_case(num_tokens) for num_tokens in (1, 256, 2048)]
+CASES = [_case(num_tokens) for num_tokens in (1, 16, 256, 2048)]

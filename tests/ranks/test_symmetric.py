@@ -78,7 +78,7 @@ def test_compiles_for_gpus():
     found = reports(90, ["tests.ranks.exchange_cases"])
     assert [report.error for report in found if isinstance(report, CompileFailure)] == []
     kernels = {report.kernel for report in found}
-    downs = {"_down_kernel", "_wide_down_kernel", "expert_tiles_kernel"}
+    downs = {"_few_down_kernel", "_down_kernel", "_wide_down_kernel", "expert_tiles_kernel"}
     assert kernels >= {"_send_rows_kernel", "_send_parts_kernel", *downs}
     assert all(report.spill_bytes == 0 for report in found if report.kernel != "expert_tiles_kernel")
     assert all(report.loop_spills == 0 for report in found)
