@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from process_cases import (
+from server_cases import HEADERS
+from server_processes import (
     CHAT,
     Stream,
     descendants,
@@ -24,7 +25,6 @@ from process_cases import (
     num_files,
     wait_for,
 )
-from server_cases import HEADERS
 
 from dsv4.http.processes import supervisor as supervisor_module
 
