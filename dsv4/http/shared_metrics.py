@@ -5,7 +5,7 @@ A front end that has died leaves its last numbers there, so that no counter goes
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from dsv4.engine.stats import EngineStats
 from dsv4.http.metrics import EngineMetrics, Metrics
 
 _SUFFIX = ".metrics"
+_LOG = logging.getLogger("dsv4.serve")
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -44,6 +45,7 @@ class SharedMetrics:
         self._folder = folder
         self._own = f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
         self._published = b""
+        self._is_failing = False
 
     def publish(self) -> None:
         """Leave this front end's numbers where the others find them."""
@@ -54,12 +56,20 @@ class SharedMetrics:
             for family in self._metrics.registry.collect()
         }
         data = _ENCODER.encode(found)
-        if data != self._published:
-            with contextlib.suppress(FileNotFoundError):  # the server ends, and its folder is gone
-                half = self._folder / (self._own + ".new")
-                half.write_bytes(data)
-                half.replace(self._folder / self._own)
-                self._published = data
+        if data == self._published:
+            return
+        half = self._folder / (self._own + ".new")
+        try:
+            half.write_bytes(data)
+            half.replace(self._folder / self._own)
+        except FileNotFoundError:
+            return  # the server ends, and its folder is gone
+        except OSError as error:  # a full disk must not end answers; it is tried again
+            if not self._is_failing:
+                _LOG.error("other front ends do not see this one's metrics: %s cannot be written: %s", half, error)
+            self._is_failing = True
+            return
+        self._published, self._is_failing = data, False
 
     def text(self, stats: EngineStats) -> bytes:
         """In Prometheus's format: sums over all front ends, and the engine's own."""

@@ -30,6 +30,7 @@ from dsv4.http.processes import supervisor as supervisor_module
 
 TOLD_SECONDS = 2.0  # an engine that died or hangs is known to every client by then
 SLACK_SECONDS = 1.0  # of a machine that runs other tests
+LONG = [{"role": "user", "content": "x" * 600}]  # several blocks of the prefix cache
 
 
 def live(url):
@@ -84,6 +85,9 @@ def test_front_ends_and_engines_that_die_are_started_again(start, folder, tmp_pa
     time.sleep(1.5)
     assert {metric(url, "dsv4_request_success_total") for _ in range(6)} == {13.0}
 
+    first = ask(url, messages=LONG, temperature=0).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
     # a front end dies: its clients lose their connection, the others nothing
     streams = streams_on_both(url, (one, other))
     kept = Stream(url, max_tokens=100)
@@ -120,6 +124,9 @@ def test_front_ends_and_engines_that_die_are_started_again(start, folder, tmp_pa
     again = Stream(url, max_tokens=100)
     again.join(60)
     assert again.text == solo.text
+    second = ask(url, messages=LONG, temperature=0).json()
+    assert second["choices"] == first["choices"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     engine = engine_of(running)
     everyone.append(engine)
 

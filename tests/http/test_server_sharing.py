@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,6 +143,18 @@ def test_a_front_end_alone_needs_no_folder():
     shared = SharedMetrics(Metrics("m"), "m")
     shared.publish()
     assert samples_of(shared)["dsv4_slots", ("model_name", "m")] == 3
+
+
+def test_a_full_disk_is_said_once_and_tried_again(two_front_ends, tmp_path, monkeypatch, caplog):
+    (_, one), (_, other) = two_front_ends
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda path, data: (_ for _ in ()).throw(OSError(28, "No space left")))
+        one.publish()
+        one.publish()
+    assert [record.getMessage().endswith("No space left") for record in caplog.records] == [True]
+    assert list(tmp_path.iterdir()) == []
+    one.publish()
+    assert samples_of(other)["dsv4_time_to_first_token_seconds_count", ("model_name", "m")] == 2
 
 
 def test_a_folder_that_is_gone_is_no_error(two_front_ends, tmp_path):
