@@ -90,10 +90,18 @@ def checkpoint(session: Session, folder: Path) -> Path:
         return find_checkpoint(options.model)
     schedule = SCHEDULE if options.layers is None else None
     config = cut_config(PRESETS[options.preset](), options.layers, schedule, None if schedule is None else 1)
-    extra = {"tokenizer.json": json.dumps(byte_tokenizer(config.vocab_size))}
+    extra = {"tokenizer.json": json.dumps(whole_tokenizer(config.vocab_size))}
     return write_checkpoint(
         folder / "model", config, experts="nvfp4", with_mtp=False, extra_files=extra, device=session.device
     )
+
+
+def whole_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """A word for every id: random weights draw all of them, and each token should be text."""
+    made = byte_tokenizer(vocab_size)
+    known = set(made["model"]["vocab"].values())
+    made["model"]["vocab"] |= {f"Ġw{idx}": idx for idx in range(vocab_size) if idx not in known}
+    return made
 
 
 def loads_of(section: str, session: Session) -> list[Load]:

@@ -80,7 +80,7 @@ class ServerProcess:
         found = {}
         for place, pid in enumerate(family(self.process.pid)):
             try:
-                name, fields = _stat(pid)
+                name, fields = _module_of(pid), _stat(pid)[1]
             except OSError:  # it ended just now
                 continue
             found[f"{place} {name}"] = (int(fields[11]) + int(fields[12])) / _TICKS
@@ -101,6 +101,12 @@ def family(pid: int) -> list[int]:
         found.append(waiting.pop(0))
         waiting += sorted(children.get(found[-1], ()))
     return found
+
+
+def _module_of(pid: int) -> str:
+    """The last part of the module that a Python process runs."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else words[0].rpartition("/")[2]
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
