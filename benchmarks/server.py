@@ -47,6 +47,7 @@ class Section(NamedTuple):
 
 PLAN = {
     "streams": Section("the same prompts and answers by number of streams", {"prompt": 512, "output": 128}),
+    "steady": Section("the same, four answers one after another", {"prompt": 512, "output": 128, "waves": 4}, (256, 1024)),
     "random": Section("vLLM's `random` shape", {"shape": "random", "waves": 2}, (256,)),
     "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 4}, (256,)),
     "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),
@@ -122,7 +123,7 @@ def loads_of(section: str, session: Session) -> list[Load]:
 
 
 def limits_of(session: Session, loads: list[Load]) -> EngineConfig:
-    room = 64  # a chat's own tokens, and words that do not divide a prompt's length
+    room = 512  # a chat's own tokens, and the two chats that are asked how long a word is
     return EngineConfig(
         max_context_tokens=max(load.max_context for load in loads) + room,
         max_concurrent_requests=max(load.streams + (load.intruder is not None) for load in loads),

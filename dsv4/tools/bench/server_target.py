@@ -57,10 +57,10 @@ class UrlTarget:
             for place, ((prompt, output), due) in enumerate(zip(sizes, arrivals or [0.0] * len(sizes), strict=True))
         ]
         streams = min(load.streams, len(requests))
-        usual = min(MAX_PROCESSES, os.cpu_count() or 1, streams if arrivals is None else len(requests))
-        count = min(self._processes or usual, len(requests))
+        at_once = streams if arrivals is None else len(requests)
+        count = min(self._processes or min(MAX_PROCESSES, os.cpu_count() or 1), at_once)
         works = [
-            self._work(load, requests[one::count], None if arrivals else len(range(one, streams, count)) or 1)
+            self._work(load, requests[one::count], None if arrivals else len(range(one, streams, count)))
             for one in range(count)
         ]
         if load.intruder is not None:

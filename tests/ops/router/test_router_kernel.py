@@ -228,7 +228,7 @@ def test_full_size(width, num_experts):
     def oracle(dtype):
         if dtype == torch.float64:
             return chosen / chosen.sum(-1, keepdim=True) * 1.5
-        scores = sqrt_softplus(rows_matmul(x, gate)).gather(-1, experts)
+        scores = sqrt_softplus(rows_matmul(x, gate).to(dtype)).gather(-1, experts)
         return scores / scores.sum(-1, keepdim=True) * 1.5
 
     assert_close_to_oracle(weights, oracle, "weights")
