@@ -47,7 +47,7 @@ class Section(NamedTuple):
 
 PLAN = {
     "streams": Section("the same prompts and answers by number of streams", {"prompt": 512, "output": 128}),
-    "steady": Section("the same, four answers one after another", {"prompt": 512, "output": 128, "waves": 4}, (256, 1024)),
+    "steady": Section("four answers one after another", {"prompt": 512, "output": 128, "waves": 4}, (256, 1024)),
     "random": Section("vLLM's `random` shape", {"shape": "random", "waves": 2}, (256,)),
     "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 4}, (256,)),
     "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),

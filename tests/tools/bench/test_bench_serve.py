@@ -340,6 +340,12 @@ def test_any_server(serve, kind):
         assert [by_place[place]["prompt"] for place in range(7)] == load.prompts()
 
 
+def test_one_stream_is_one_client(serve):
+    """However many processes there may be: each would have a request under way."""
+    report, _ = measure_load(UrlTarget(serve().url, "m", processes=3), Load(requests=6, streams=1))
+    assert report.clients["processes"] == 1
+
+
 def test_connections_are_kept_and_replaced(serve):
     server = serve()
     measure_load(UrlTarget(server.url, "m", processes=1), Load(requests=9, streams=2))
