@@ -1,13 +1,14 @@
 """`dsv4 serve` under load, beside the engine alone: tokens/s, waits, CPU time by process.
 
     python -m benchmarks server                                    four Flash layers, written to disk first
-    python -m benchmarks server --layers 34 --section streams      as many as one H200 holds
+    python -m benchmarks server --layers 34 --resident             as many as one H200 holds; nothing is written
     python -m benchmarks server --model FOLDER                     a checkpoint that is there
     python -m benchmarks server --preset mini --device cpu         the shipped miniature, small numbers: a try
 
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
-`dsv4 bench serve`, in processes of their own. Records: `serve_engine` (the engine of this process), `serve` (through
-HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The first load of each server is not recorded.
+`dsv4 bench serve`, in processes of their own. With `--resident` the engine is a thread of this process. Records:
+`serve_engine` (the engine alone), `serve` (through HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The
+first load of each server is not recorded.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.runner import SCHEDULE, Record, Session, free_memory, numbers
-from benchmarks.serving import ServerProcess
+from benchmarks.serving import ResidentServer, ServerProcess
 from dsv4.config import EngineConfig
+from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.synth import write_checkpoint
 from dsv4.text.byte_tokenizer import byte_tokenizer
-from dsv4.tools.bench.context import cut_config
+from dsv4.text.tokenizer import Tokenizer
+from dsv4.tools.bench.context import build_model, cut_config
 from dsv4.tools.bench.engine_target import EngineTarget
 from dsv4.tools.bench.load import Load
 from dsv4.tools.bench.serve import measure_load
@@ -66,6 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", default="completions,chat")
     parser.add_argument("--layers", type=int, help="the preset's first layers instead of one or two of each kind")
     parser.add_argument("--model", help="a checkpoint instead")
+    parser.add_argument("--resident", action="store_true", help="random weights made on the GPU, not on the disk")
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--processes", type=int, default=8, help="client processes")
     parser.add_argument(
@@ -75,6 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(session: Session) -> None:
     with tempfile.TemporaryDirectory() as name:
+        if session.options.resident:
+            run_resident(session, Path(name))
+            return
         folder = checkpoint(session, Path(name))
         print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
         for section in SECTIONS:
@@ -83,6 +91,31 @@ def run(session: Session) -> None:
                 engine: dict[int, float] = {}
                 session.attempt(f"{section}, engine", alone, session, folder, section, loads, engine)
                 session.attempt(f"{section}, server", served, session, folder, Path(name), section, loads, engine)
+
+
+def run_resident(session: Session, folder: Path) -> None:
+    """One model for all sections."""
+    options = session.options
+    schedule = SCHEDULE if options.layers is None else None
+    model = build_model(
+        options.preset, layers=options.layers, schedule=schedule, hash_layers=None if schedule is None else 1,
+        experts="nvfp4", device=options.device,
+    )  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(whole_tokenizer(model.config.vocab_size)))
+    sections = {section: loads_of(section, session) for section in SECTIONS if session.wants(section)}
+    limits = limits_of(session, [load for loads in sections.values() for load in loads])
+    llm = LLM.from_params(
+        model.config, model.params, tokenizer=Tokenizer.from_pretrained(folder), engine=limits
+    )  # fmt: skip
+    print(f"[{session.elapsed:6.1f}] the model is there", flush=True)
+    gc.collect()
+    gc.freeze()
+    config = ServerConfig(name="model", port=0, max_waiting=2048, max_connections=2048)
+    for section, loads in sections.items():
+        engine: dict[int, float] = {}
+        session.attempt(f"{section}, engine", loads_alone, llm, section, loads, engine)
+        server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
+        session.attempt(f"{section}, server", loads_served, session, server, section, loads, engine)
 
 
 def checkpoint(session: Session, folder: Path) -> Path:
@@ -135,19 +168,23 @@ def alone(
     session: Session, folder: Path, section: str, loads: list[Load], engine: dict[int, float]
 ) -> list[Record]:  # fmt: skip
     llm = LLM(folder, device=session.options.device, engine=limits_of(session, loads))
-    target, records = EngineTarget(llm.engine, "engine", llm.config.vocab_size), []
     gc.collect()
     gc.freeze()  # as the server does
     try:
-        measure_load(target, replace(loads[0], seed=1, intruder=None))
-        for load in loads:
-            report, _ = measure_load(target, replace(load, seed=2))
-            engine[load.streams] = report.tokens_per_second
-            records.append({**report.to_dict(), "kind": "serve_engine", "section": section})
+        return loads_alone(llm, section, loads, engine)
     finally:
         gc.unfreeze()
         llm.close()
         free_memory()
+
+
+def loads_alone(llm: LLM, section: str, loads: list[Load], engine: dict[int, float]) -> list[Record]:
+    target, records = EngineTarget(llm.engine, "engine", llm.config.vocab_size), []
+    measure_load(target, replace(loads[0], seed=1, intruder=None))
+    for load in loads:
+        report, _ = measure_load(target, replace(load, seed=2))
+        engine[load.streams] = report.tokens_per_second
+        records.append({**report.to_dict(), "kind": "serve_engine", "section": section})
     return records
 
 
@@ -160,6 +197,12 @@ def served(
         str(limits.max_context_tokens), "--chunk", str(session.options.chunk), "--max-waiting", "2048",
         "--max-connections", "2048", *session.options.serve_option,
     ])  # fmt: skip
+    return loads_served(session, process, section, loads, engine)
+
+
+def loads_served(
+    session: Session, process: ServerProcess | ResidentServer, section: str, loads: list[Load], engine: dict[int, float]
+) -> list[Record]:  # fmt: skip
     records = []
     url = process.start()
     try:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+from dsv4.engine.link.thread import EngineThread
+from dsv4.http.address import address_url, take_address
+from dsv4.http.engine_side import engine_loop
+from dsv4.http.heartbeat import Heartbeat, make_pulse_file
+from dsv4.http.processes.child import Child
+from dsv4.http.processes.folder import private_folder
+from dsv4.http.processes.settings import FrontEndSettings, Room
+from dsv4.http.settings import ServerConfig
+from dsv4.llm import LLM
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -76,15 +90,65 @@ class ServerProcess:
         self.samples.append(Sample(now, self.number, memory, descriptors, threads, log_bytes))
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time of each process so far, by its number and name, user and system together."""
-        found = {}
-        for place, pid in enumerate(family(self.process.pid)):
-            try:
-                name, fields = _module_of(pid), _stat(pid)[1]
-            except OSError:  # it ended just now
-                continue
-            found[f"{place} {name}"] = (int(fields[11]) + int(fields[12])) / _TICKS
-        return found
+        return cpu_seconds(family(self.process.pid))
+
+
+class ResidentServer:
+    """The engine in a thread of this process, front ends in processes as `dsv4 serve` starts them: for a model that has
+    no room on the disk. `folder` holds the tokenizer."""
+
+    def __init__(self, llm: LLM, folder: Path, config: ServerConfig, num_front_ends: int) -> None:
+        self._llm, self._folder, self._config, self._num_front_ends = llm, folder, config, num_front_ends
+        self._ends = ExitStack()
+        self._children: list[Child] = []
+
+    def start(self) -> str:
+        """Returns its address once every front end serves."""
+        room = Room(str(self._ends.enter_context(private_folder())))
+        make_pulse_file(room.pulse)
+        engine_listener = self._ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        engine_listener.bind(room.socket)
+        engine_listener.listen(64)
+        loop = engine_loop(self._llm, max_waiting=self._config.max_waiting)
+        self._ends.callback(Heartbeat(room.pulse, lambda: loop.step_start).stop)
+        loop.listen(engine_listener)
+        thread = EngineThread(loop)
+        thread.start()
+        self._ends.callback(thread.stop, 30.0)
+        listener = self._ends.enter_context(take_address(self._config))
+        ready = queue.SimpleQueue[Child]()
+        for _ in range(self._num_front_ends):
+            settings = FrontEndSettings(
+                server=self._config, tokenizer=str(self._folder), room=room, reconnects=False,
+                listener=listener.fileno(),
+            )  # fmt: skip
+            module = "dsv4.http.processes.front_end"
+            self._children.append(Child(module, settings, [settings.listener], ready.put, lambda child: None))
+        for _ in self._children:
+            ready.get(timeout=60)
+        return address_url(self._config, listener)
+
+    def stop(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.process.wait()
+            child.close()
+        self._ends.close()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        return cpu_seconds([os.getpid(), *(child.process.pid for child in self._children)])
+
+
+def cpu_seconds(pids: Iterable[int]) -> dict[str, float]:
+    """CPU time of each process so far, by its number and name, user and system together."""
+    found = {}
+    for place, pid in enumerate(pids):
+        try:
+            name, fields = _module_of(pid), _stat(pid)[1]
+        except OSError:  # it ended just now
+            continue
+        found[f"{place} {name}"] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
 
 
 def family(pid: int) -> list[int]:
