@@ -26,6 +26,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the context is full
 
 
+# numbers of `SamplingParams` that a draw reads: columns of `SamplingState`, copied for each slot, sent to every rank
+DRAW_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue one prompt. The defaults are the model card's: temperature 1, no filtering.

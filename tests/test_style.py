@@ -16,36 +16,26 @@ LIMITS = {"module lines": 400, "function lines": 80, "public arguments": 10, "ke
 
 EXCEPTIONS = {
     "module lines": {
-        "llm.py": 540,  # every public method of `LLM`, and their docstrings
-        "engine/offload/pool.py": 484,  # slots, copies and the three ops that use them share one state
-        "engine/schedule/scheduler.py": 458,  # the plan and preemption change the same ledger
+        "llm.py": 589,  # every public method of `LLM`, and their docstrings
+        "engine/offload/pool.py": 497,  # slots, copies and the three ops that use them share one state
+        "engine/schedule/scheduler.py": 476,  # the plan and preemption change the same ledger
+        "ops/moe/kernel_tiles.py": 457,  # one kernel, its warp roles and its epilogue
+        "engine/link/loop.py": 449,  # one thread's loop: every message it reads and every answer it writes
         "ops/select/kernel_long.py": 446,  # one kernel in two sizes, with its device functions
+        "engine/engine.py": 444,  # launch and collect share the steps in flight
+        "cache/schema.py": 436,  # the bytes of every kind of layer
         "dist/control.py": 436,  # one protocol
         "config/model.py": 435,  # every field with its check
-        "cache/schema.py": 429,  # the bytes of every kind of layer
-        "ops/moe/kernel_tiles.py": 427,  # one kernel, its warp roles and its epilogue
-        "tools/bench/model.py": 426,
         "ops/linear/kernel_linear.py": 425,  # the contract of all forms of linear layers
-        "ops/attention/kernel_attend.py": 422,
-        "ops/moe/kernel_gate_up.py": 409,
-        "ops/compress/kernel_compress.py": 404,
+        "ops/attention/kernel_attend.py": 418,
+        "ops/compress/kernel_compress.py": 406,
     },
     "function lines": {
-        "ops/attention/kernel_attend.py:_attend_kernel": 150,  # a device function for a part costs registers
+        "ops/attention/kernel_attend.py:_attend_kernel": 122,  # a device function for a part costs registers
         "ops/select/kernel_long.py:topk_long_kernel": 101,  # two waits in one launch
         "ops/compress/kernel_compress.py:_compress_group": 86,
     },
     "public arguments": {
-        # flat, because `torch.library` knows no structures
-        "ops/torch_library/cache.py:sparse_attention": 20,
-        "ops/torch_library/dense.py:sample": 18,
-        "ops/torch_library/cache.py:attention_inputs": 17,
-        "ops/torch_library/cache.py:compress_pair": 17,
-        "ops/torch_library/cache.py:index_topk": 14,
-        "ops/torch_library/cache.py:compress": 13,
-        "ops/torch_library/cache.py:store_window": 13,
-        "ops/torch_library/dense.py:hc_boundary": 12,
-        "ops/torch_library/cache.py:append_swa": 11,
         # options of one call, all but the path by name
         "llm.py:LLM.__init__": 12,
         "tools/model_loading.py:load_llm": 11,
@@ -58,11 +48,15 @@ EXCEPTIONS = {
         "ops/attention/launch.py:launch_attention": 11,
     },
     "kernel arguments": {
-        "ops/moe/kernel_gate_up.py:_gate_up_kernel": 32,  # three forms in one kernel: six of them are flags
         "ops/attention/kernel_attend.py:_attend_kernel": 31,  # one more than the limit: where a run's state goes
     },
     "folder files": {
+        "ops/moe": 21,  # five forms of the experts, one FP4 linear, and what they share
+        "http": 20,  # the life of a connection and of the server; apis, grammar, page and processes have folders
+        "loader": 17,  # each file is one step of reading a checkpoint; four files write one
+        "testing": 17,  # each file checks another property: bits, compiled kernels, imports, sum orders
         "cli": 16,  # one file a command
+        "ops/lib": 16,  # each file is one library of device functions or launch helpers
     },
 }
 

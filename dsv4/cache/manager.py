@@ -1,4 +1,4 @@
-"""`KVCacheManager`: a cache: its books (books.py), and the tensors that follow them.
+"""`KVCacheManager`: a cache: its ledger (ledger.py), and the tensors that follow them.
 
 It owns the paged cache, the state cache, the snapshots and the block table. Blocks are allocated between forward calls
 from the positions alone, never inside one. It does no maths: the ops write rows through `handle(layer_idx)`.
@@ -100,7 +100,7 @@ class KVCacheManager(CacheLedger):
         tensors = self._paged.memory_bytes() + self._state.memory_bytes() + self._snapshots.memory_bytes()
         return tensors + self._table.untyped_storage().nbytes()
 
-    # ---- what the books do to tensors ----
+    # ---- what the ledger's changes do to tensors ----
 
     def make_batch(self, slots: Sequence[int], token_ids_per_request: Sequence[Sequence[int]]) -> TokenBatch:
         """`prepare_forward` from where each request stands, and the tensors of the call, copied to the device at once.

@@ -229,7 +229,7 @@ def bench_serve_command(
     requests: Annotated[int | None, typer.Option(help="Requests in all. Default: 4 a stream.", min=1)] = None,
     chat: Annotated[bool, typer.Option("--chat", help="With a URL: chats instead of completions.")] = False,
     intruder: Annotated[
-        int | None, typer.Option(help="Send one prompt of so many tokens meanwhile, e.g. 524288.", min=1)
+        int | None, typer.Option(help="Length of one long prompt sent during the load, e.g. 524288.", min=1)
     ] = None,
     intruder_seconds: Annotated[float, typer.Option(help="When it is sent, after the start.", min=0)] = 2.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

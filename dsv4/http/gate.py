@@ -73,7 +73,7 @@ class Gate:
         self._check_host((headers.get(b"host") or [b""])[0].decode("latin-1").lower())
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # A proxy may believe one and this server the other: what follows could be somebody else's request.
-            message = "content-length: not allowed beside transfer-encoding"
+            message = "content-length: not allowed together with transfer-encoding"
             raise ApiError(400, message, code="ambiguous_length", closes=True)
         is_guarded = self._key is not None and scope["path"].startswith(_GUARDED)
         if is_guarded and not hmac.compare_digest(_token(headers), self._key or b""):

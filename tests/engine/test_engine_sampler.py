@@ -9,7 +9,7 @@ import torch
 from engine_cases import SMALL, encode, let_it_say
 
 from dsv4.ops.sampling import HAS_PENALTIES, IN_PROMPT
-from dsv4.request import SamplingParams
+from dsv4.request import DRAW_REALS, SamplingParams
 
 RUNS_BOTH_WAYS = True
 
@@ -34,6 +34,7 @@ def test_settings_reach_the_sampler_row_by_row(watched):
         "temperature": (0.5, 0.0), "top_k": (7, 0), "top_p": (0.25, 1.0), "min_p": (0.0, 0.5),
         "repetition_penalty": (1.5, 1.0), "presence_penalty": (0.25, -1.0), "frequency_penalty": (2.0, 0.0),
     }  # fmt: skip
+    assert set(settings) == {*DRAW_REALS, "top_k"}, "each number that a draw reads"
     params = [
         SamplingParams(seed=row, max_tokens=3, **{name: values[row] for name, values in settings.items()})
         for row in (0, 1)

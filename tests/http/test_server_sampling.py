@@ -11,7 +11,7 @@ from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import RequestBuilder
 from dsv4.http.body import validate
 from dsv4.http.settings import ServerConfig
-from dsv4.request import SamplingParams
+from dsv4.request import DRAW_REALS, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,13 @@ def sampled(jobs):
 def test_fields_arrive(sampled, fields, expected, prompt):
     (params,) = sampled({"max_tokens": 8, **fields}, prompt)
     assert params == SamplingParams(**{"max_tokens": 8, "seed": 0, **expected})
+
+
+@pytest.mark.parametrize("name", DRAW_REALS)
+def test_every_number_of_a_draw_arrives(sampled, name):
+    """0.5 is within the limits of all of them, and the default of none."""
+    (params,) = sampled({"max_tokens": 8, name: 0.5})
+    assert params == SamplingParams(max_tokens=8, seed=0, **{name: 0.5})
 
 
 def test_bad_words_are_banned_with_and_without_a_space(sampled):

@@ -25,9 +25,8 @@ from dsv4.dist.messages import bits_float, float_bits, text_numbers
 from dsv4.engine.draft.counts import Offer
 from dsv4.engine.ranks.books import Admitted, CacheChange, Launched, Released, Rewound, StopAt
 from dsv4.engine.ranks.scheduler import StepSize
-from dsv4.request import SamplingParams, TokenLogprobs
+from dsv4.request import DRAW_REALS, SamplingParams, TokenLogprobs
 
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NONE = -1
 _CHANGES: tuple[type[CacheChange], ...] = (Admitted, Released, StopAt, Launched, Rewound)  # by their numbers
 
@@ -104,7 +103,7 @@ def drawing_params(params: SamplingParams, eos_token_id: int) -> SamplingParams:
         top_k=params.top_k, seed=params.seed, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs,
         logit_bias=params.logit_bias or None, allowed_token_ids=allowed, ignore_eos=True,
         bad_words_ids=tuple(word for word in params.bad_words_ids if len(word) == 1),
-        **{name: getattr(params, name) for name in _REALS},
+        **{name: getattr(params, name) for name in DRAW_REALS},
     )  # fmt: skip
 
 
@@ -261,7 +260,7 @@ def _decode_scores(values: Iterator[int]) -> tuple[TokenLogprobs, ...]:
 def _encode_params(params: SamplingParams) -> list[int]:
     """Of `drawing_params`."""
     optional = (_NONE if value is None else value for value in (params.logprobs, params.prompt_logprobs))
-    numbers = [params.top_k, params.seed, *optional, *(float_bits(getattr(params, name)) for name in _REALS)]
+    numbers = [params.top_k, params.seed, *optional, *(float_bits(getattr(params, name)) for name in DRAW_REALS)]
     biases = params.logit_bias or {}
     numbers.append(len(biases))
     for token_id, bias in biases.items():
@@ -275,7 +274,7 @@ def _encode_params(params: SamplingParams) -> list[int]:
 def _decode_params(numbers: Iterator[int]) -> SamplingParams:
     top_k, seed = next(numbers), next(numbers)
     logprobs, prompt_logprobs = (None if value == _NONE else value for value in (next(numbers), next(numbers)))
-    reals: dict[str, Any] = {name: bits_float(next(numbers)) for name in _REALS}
+    reals: dict[str, Any] = {name: bits_float(next(numbers)) for name in DRAW_REALS}
     biases = {next(numbers): bits_float(next(numbers)) for _ in range(next(numbers))}
     num_allowed = next(numbers)
     allowed = None if num_allowed == _NONE else tuple(next(numbers) for _ in range(num_allowed))

@@ -12,9 +12,8 @@ from dsv4.cache.transfer import to_device
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import Piece
 from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, IN_PROMPT, SamplingState
-from dsv4.request import SamplingParams
+from dsv4.request import DRAW_REALS, SamplingParams
 
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTEGERS = ("top_k", "seeds", "prompt_lens", "flags")
 
 
@@ -34,7 +33,7 @@ class SlotStates:
         for piece in taken:
             self._owners[piece.slot] = ref(piece.request)
         params = [piece.request.params for piece in taken]
-        reals = torch.tensor([[getattr(one, name) for one in params] for name in _REALS], dtype=torch.float32)
+        reals = torch.tensor([[getattr(one, name) for one in params] for name in DRAW_REALS], dtype=torch.float32)
         integers = torch.tensor(
             [
                 [piece.slot for piece in taken],
@@ -48,7 +47,7 @@ class SlotStates:
         for name, values in zip(_INTEGERS, columns, strict=True):
             column: Tensor = getattr(self.state, name)
             column.index_copy_(0, slots, values.to(column.dtype))
-        for name, values in zip(_REALS, to_device(reals, self._device).unbind(0), strict=True):
+        for name, values in zip(DRAW_REALS, to_device(reals, self._device).unbind(0), strict=True):
             getattr(self.state, name).index_copy_(0, slots, values)
         for piece in taken:
             if piece.request.params.has_penalties:

@@ -33,7 +33,7 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: expected it or messages")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens: a conversation's rendering adds what belongs there")
+            raise ValueError("add_special_tokens: not allowed with messages; rendering adds special tokens")
         return self
 
 

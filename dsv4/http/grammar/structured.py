@@ -77,7 +77,7 @@ class GrammarRule:
         except (gbnf_to_lark.GbnfToLarkError, RecursionError, ValueError, IndexError) as error:
             raise GrammarError(f"neither Lark (with a rule `start`) nor EBNF (with a rule `root`): {error}") from None
         if is_empty_grammar(text):
-            raise GrammarError("no text follows this grammar: every way through its first rule goes on for ever")
+            raise GrammarError("no finite text matches this grammar: every expansion of its first rule is infinite")
         return f"%lark {{\n{text}\n}}"
 
 

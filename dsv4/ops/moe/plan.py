@@ -18,7 +18,8 @@ NATURAL, PRODUCT, OPERAND = 0, 1, 2
 BLOCK = 64  # weight rows of one matrix product, in all forms but TILES
 PAIR_BLOCK = 128  # of a CTA of down, except in FEW: two products
 FEW_ROWS = 8  # token rows of a tile in FEW
-TILES_ROWS, TILES_OUTPUTS = 128, 256  # token rows and weight rows of a tile in TILES
+# token rows and weight rows of a tile in TILES; kernel_tiles.py and kernel_dense.py lay out shared memory for these
+TILES_ROWS, TILES_OUTPUTS = 128, 256
 
 
 class Form(Enum):

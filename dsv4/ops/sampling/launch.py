@@ -137,7 +137,7 @@ def _check(logits: Tensor, rows: SamplingRows, state: SamplingState) -> None:
     if num_rows > NUM_COUNTERS:
         raise KernelInputError(f"expected at most {NUM_COUNTERS} rows of logits, found {num_rows}")
     if (rows.mask is None) != (rows.is_masked is None):
-        raise KernelInputError("expected mask and is_masked, or neither, found one of them")
+        raise KernelInputError("expected both mask and is_masked, or neither, found only one")
     for name, row_column, dtype, shape in (
         ("slots", rows.slots, torch.int64, (num_rows,)), ("positions", rows.positions, torch.int64, (num_rows,)),
         ("is_masked", rows.is_masked, torch.int32, (num_rows,)),

@@ -21,6 +21,7 @@ from torch import Tensor
 from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.sampling.kernel_row import NOISE_BLOCK
 from dsv4.ops.select import topk_select_ref
+from dsv4.request import DRAW_REALS
 
 # what `sample` returns instead of a token
 POISONED = -1  # a logit is NaN; or the row is padding
@@ -33,7 +34,6 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _LARGEST = torch.finfo(torch.float64).max
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SamplingState:
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> SamplingState:
         """Slots that draw greedily: temperature 0, everything else off."""
-        columns = {name: torch.zeros(num_slots, device=device) for name in _REALS}
+        columns = {name: torch.zeros(num_slots, device=device) for name in DRAW_REALS}
         columns["top_p"].fill_(1.0)
         columns["repetition_penalty"].fill_(1.0)
 

@@ -38,7 +38,7 @@ FP8, FP32, INT64 = torch.float8_e4m3fn, torch.float32, torch.int64
 def _together(first: Tensor | None, second: Tensor | None, what: str) -> bool:
     """Whether two tensors that belong together are there."""
     if (first is None) != (second is None):
-        raise KernelInputError(f"expected {what}, or neither, found one of them")
+        raise KernelInputError(f"expected {what}, or neither, found only one")
     return first is not None
 
 

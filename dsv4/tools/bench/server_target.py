@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dsv4.config import ConfigError
+from dsv4.errors import Dsv4Error
 from dsv4.tools.bench import client_process
 from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
 
@@ -25,7 +26,7 @@ _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _START_SECONDS = 0.3  # from all processes being ready to the first request
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(Dsv4Error, RuntimeError):
     """The server or a client process ended in the middle of a load."""
 
 
