@@ -107,7 +107,7 @@ def two_front_ends(tmp_path):
         metrics = Metrics("m")
         metrics.finished("stop")
         metrics.finished(reason)
-        metrics.first_token.observe(0.02)
+        metrics.first_token.add(0.02)
         made.append((metrics, SharedMetrics(metrics, "m", tmp_path)))
     return made
 

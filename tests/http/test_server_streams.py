@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
-from types import SimpleNamespace
 
 import pytest
 from server_cases import NAME, TOKENIZER
 
-from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
@@ -33,14 +32,13 @@ APIS = {api.path: api for api in GENERATING}
 
 def job_of(**params):
     output = TextOutput([5], SamplingParams(max_tokens=10**6, **params), eos_token_id=1, tokenizer=TOKENIZER)
-    return Job((), (output,), 1, shows_logprobs="logprobs" in params)
+    return Job((output,), 1, shows_logprobs="logprobs" in params)
 
 
-def token(job, text, logprobs=None, reason=None):
-    """An event of a job's next token, whose text is one character."""
+def raw(text, reason=None, logprobs=None):
+    """A token whose text is one character, as it comes from the engine."""
     (token_id,) = TOKENIZER.encode(text)
-    piece = job.outputs[0].take(token_id, logprobs, reason)
-    return TokenEvent(0, token_id, piece, logprobs, reason, time.perf_counter())
+    return RawToken(0, token_id, logprobs, reason, time.perf_counter())
 
 
 def assembler_of(job, path):
@@ -48,13 +46,13 @@ def assembler_of(job, path):
 
 
 class Client:
-    """`run(act)`: a stream of a job to a client, while `act(job, stream)` plays the engine; its bodies, its end."""
+    """`run(act)`: a stream of a job to a client, while `act(stream)` plays the engine; its bodies, its end."""
 
     def __init__(self, path, clock):
         self.path, self.clock = path, clock
         self.bodies, self.problems, self.cancelled = [], [], []
         self.blocked = asyncio.Event()
-        self.metrics = Metrics(SimpleNamespace(stats=None), NAME)
+        self.metrics = Metrics(NAME)
         self.blocks = False
 
     async def send(self, message):
@@ -65,19 +63,19 @@ class Client:
 
     async def run(self, act):
         job = job_of()
-        stream = RequestStream(job.outputs, self.cancelled.append)
+        stream = RequestStream(job.outputs, lambda stream, choice: None, self.cancelled.append)
         timer = RequestTimer(self.metrics, 1, time.perf_counter())
         assembler = assembler_of(job, self.path)
         response = EventStream(stream, assembler, self.metrics, timer, self.clock, on_end=self.problems.append)
         task = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, self.send))
-        await act(job, stream)
+        await act(stream)
         await asyncio.wait_for(task, 20)
 
 
 def run(path, clock, act):
     async def main():
         client = Client(path, clock)
-        await client.run(lambda job, stream: act(client, job, stream))
+        await client.run(lambda stream: act(client, stream))
         return client
 
     return asyncio.run(main())
@@ -94,12 +92,12 @@ def test_a_silent_stream_says_that_it_lives(path):
     """While a long prompt is read, and between two tokens; nothing of the answer is lost or moved."""
     ping = 'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else ": ping\n\n"
 
-    async def act(client, job, stream):
+    async def act(client, stream):
         await until(lambda: client.bodies.count(ping) >= 2)
-        stream.push([token(job, "a")])
+        stream.push(raw("a"))
         await until(lambda: client.bodies[-1] != ping)
         await until(lambda: client.bodies[-1] == ping)
-        stream.push([token(job, "b", reason=FinishReason.LENGTH)])
+        stream.push(raw("b", FinishReason.LENGTH))
 
     client = run(path, StreamClock(30.0, ping_seconds=0.02, tick_seconds=0.01), act)
     assert client.problems == [None]
@@ -109,22 +107,24 @@ def test_a_silent_stream_says_that_it_lives(path):
 
 
 def test_a_busy_stream_says_nothing_else():
-    async def act(client, job, stream):
+    async def act(client, stream):
         for _ in range(50):
-            stream.push([token(job, "a")])
+            stream.push(raw("a"))
             await asyncio.sleep(0.002)
-        stream.push([token(job, "b", reason=FinishReason.LENGTH)])
+        stream.push(raw("b", FinishReason.LENGTH))
 
     client = run("/v1/chat/completions", StreamClock(30.0, ping_seconds=10.0, tick_seconds=0.001), act)
     assert all("ping" not in body for body in client.bodies)
 
 
 def test_all_that_is_ready_is_one_send():
-    async def act(client, job, stream):
-        stream.push([token(job, "a") for _ in range(20)])
+    async def act(client, stream):
+        for _ in range(20):
+            stream.push(raw("a"))
         await until(lambda: client.bodies)
         assert client.bodies[0].count("data: ") == 20
-        stream.push([token(job, "b"), token(job, "c", reason=FinishReason.LENGTH)])
+        stream.push(raw("b"))
+        stream.push(raw("c", FinishReason.LENGTH))
 
     client = run("/v1/chat/completions", StreamClock(30.0), act)
     assert len(client.bodies) == 3
@@ -141,16 +141,16 @@ def test_all_that_is_ready_is_one_send():
 def test_a_client_that_takes_nothing_is_found_by_the_clock():
     """Between two ticks there is no timer; a client that takes its bytes in time is left alone."""
 
-    async def act(client, job, stream):
-        stream.push([token(job, "a")])
+    async def act(client, stream):
+        stream.push(raw("a"))
         await until(lambda: client.bodies)
         client.blocks = True
-        stream.push([token(job, "a")])
+        stream.push(raw("a"))
         await asyncio.sleep(0.05)
         client.blocked.set()  # in time
         await until(lambda: len(client.bodies) == 2)
         client.blocked.clear()
-        stream.push([token(job, "a")])
+        stream.push(raw("a"))
 
     client = run("/v1/chat/completions", StreamClock(0.2, tick_seconds=0.02), act)
     assert client.problems == [STALLED]
@@ -163,7 +163,7 @@ def test_a_cancellation_from_elsewhere_is_not_taken_for_the_clocks():
     async def main():
         client = Client("/v1/chat/completions", StreamClock(30.0, ping_seconds=0.01, tick_seconds=0.001))
 
-        async def act(job, stream):
+        async def act(stream):
             await until(lambda: len(client.bodies) > 2)
 
         task = asyncio.create_task(client.run(act))
@@ -178,8 +178,9 @@ def test_a_cancellation_from_elsewhere_is_not_taken_for_the_clocks():
 
 
 def test_what_came_before_an_error_is_sent():
-    async def act(client, job, stream):
-        stream.push([token(job, "a"), ErrorEvent(0, RequestAborted("gone"), 0.0)])
+    async def act(client, stream):
+        stream.push(raw("a"))
+        stream.push(ErrorEvent(0, RequestAborted("gone"), 0.0))
 
     client = run("/v1/chat/completions", StreamClock(30.0), act)
     assert client.problems == ["request_aborted"]
@@ -198,7 +199,9 @@ def keep(path, num_top, num_tokens):
     assembler = assembler_of(job, path)
     for place in range(num_tokens):
         best = None if num_top is None else TokenLogprobs(7, -0.5, tuple((one, -place / 7) for one in range(num_top)))
-        assembler.keep(token(job, "abcde fghij\n"[place % 12], best))
+        item = raw("abcde fghij\n"[place % 12], logprobs=best)
+        piece = job.outputs[0].take(item.token_id, best)
+        assembler.keep(TokenEvent(0, item.token_id, piece, best, None, item.seconds))
     return job, assembler
 
 

@@ -118,7 +118,7 @@ def case_of(kind, seed, is_stream):
     events = []
     while any(queues):
         events.append(chance.choice([queue for queue in queues if queue]).pop(0))
-    return api, asked, Job((), tuple(outputs), 3, len(outputs), thinking, wants_scores), events
+    return api, asked, Job(tuple(outputs), 3, len(outputs), thinking, wants_scores), events
 
 
 def parsed(text):
