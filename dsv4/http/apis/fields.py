@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 MAX_INT = 2**31 - 1
 MAX_NAME = 64
+MAX_FUNCTION_NAME = 2 * MAX_NAME  # with the namespace it is in
 _MAX_STOPS = 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
