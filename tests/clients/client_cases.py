@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import BaseModel
 
 
-
 def call(name, **arguments):
     """A call as the model writes it."""
-    lines = [f'<｜DSML｜parameter name="{key}" string="true">{text}</｜DSML｜parameter>' for key, text in arguments.items()]
+    lines = [
+        f'<｜DSML｜parameter name="{key}" string="true">{text}</｜DSML｜parameter>' for key, text in arguments.items()
+    ]
     invoke = "\n".join([f'<｜DSML｜invoke name="{name}">', *lines, "</｜DSML｜invoke>"])
     return f"\n\n<｜DSML｜tool_calls>\n{invoke}\n</｜DSML｜tool_calls>"
 

@@ -1,41 +1,44 @@
-"""Claude Code and Codex themselves, on a copy of the miniature with a longer context: a scripted model calls their
-tools, they run them and send the results back. They reach loopback alone."""
+"""Claude Code and Codex themselves, on a small model with the miniature's tokenizer and a longer context: a script says
+which of their tools it calls, they run them and send the results back. They reach loopback alone."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from client_cases import call
-from server_cases import let_it_say, start_server
+from server_cases import SERVED, let_it_say, start_server
 
 from dsv4 import LLM, EngineConfig
 from dsv4.loader.shipped import shipped_checkpoint
+from dsv4.loader.synth import random_params
+from dsv4.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.client
+MODEL = replace(SERVED, vocab_size=4096, max_position_embeddings=65536)
 NAME = "mini"  # not a name that Claude Code knows: it then sends what a new model gets
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    copy = tmp_path_factory.mktemp("models") / NAME
-    shutil.copytree(shipped_checkpoint(), copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65536}))
-    return copy
+def params():
+    return random_params(MODEL, dequantize_to=torch.float32)
 
 
 @pytest.fixture
-def says(folder):
+def says(params):
     """`says(text, ...)`: the address of a server that says one text after the other."""
     servers = []
 
     def start(*texts):
-        llm = LLM(folder, engine=EngineConfig(max_context_tokens=49152, max_concurrent_requests=2))
+        llm = LLM.from_params(
+            MODEL, params, numerics="exact", tokenizer=Tokenizer.from_pretrained(shipped_checkpoint()),
+            engine=EngineConfig(max_context_tokens=49152, max_concurrent_requests=2),
+        )  # fmt: skip
         servers.append(start_server(let_it_say(llm, *texts, in_turn=True), name=NAME))
         return servers[-1].url
 
@@ -57,7 +60,7 @@ def run(tmp_path):
     def start(program, *arguments, **environment):
         ran = subprocess.run(
             [folder / program, *arguments], cwd=project, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={"PATH": os.environ["PATH"], "HOME": str(home), **nowhere, **environment}, timeout=900, check=False,
+            env={"PATH": os.environ["PATH"], "HOME": str(home), **nowhere, **environment}, timeout=300, check=False,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
@@ -79,6 +82,7 @@ def test_claude_code(says, run):
     settings = {
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "unused", "ANTHROPIC_MODEL": NAME,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": NAME, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8000",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # requests beside the conversation would take its answers
     }  # fmt: skip
     options = ("--output-format", "json", "--allowedTools", "Write,Bash", "-p")
     first = json.loads(run("claude", *options, "Greet me in a file", **settings))

@@ -219,7 +219,10 @@ def _messages(asked: CountRequest) -> list[dict[str, Any]]:
             messages.append(_assistant(message.content))
             continue
         content = message.content
-        given = [{"role": message.role, "content": content}] if isinstance(content, str) else _inputs(message)
+        if isinstance(content, str):
+            given = [{"role": message.role, "content": content}]
+        else:
+            given = _inputs(message.role, content)
         if message.role == "system" and has_begun:
             given = [{"role": "user", "content": _REMINDER.format(one["content"])} for one in given]
         messages += given
@@ -244,14 +247,14 @@ def _assistant(blocks: list[AnyBlock]) -> dict[str, Any]:
     return message
 
 
-def _inputs(message: ClaudeMessage) -> list[dict[str, Any]]:
+def _inputs(role: str, blocks: list[AnyBlock]) -> list[dict[str, Any]]:
     """The blocks of a user or of the system: every tool result a message of its own, text as it stands."""
     messages: list[dict[str, Any]] = []
-    for block in message.content:
-        if isinstance(block, ToolResultBlock) and message.role == "user":
+    for block in blocks:
+        if isinstance(block, ToolResultBlock) and role == "user":
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
         elif isinstance(block, TextBlock):
-            messages.append({"role": message.role, "content": block.text})
+            messages.append({"role": role, "content": block.text})
         else:
             owner = "a user" if isinstance(block, ToolResultBlock) else "an assistant"
             raise ValueError(f"messages: a {block.type} block belongs into {owner} message")

@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
 from dsv4.http.apis.chat.request import TemplateOptions
-from dsv4.http.apis.fields import MAX_INT, Bias, IdText, Name, StopText, Strict, StructuredOutputs, TokenId
+from dsv4.http.apis.fields import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    Bias,
+    IdText,
+    Name,
+    StopText,
+    Strict,
+    StructuredOutputs,
+    TokenId,
+)
 
 # ---- input ----
 
@@ -177,7 +187,7 @@ class ResponsesRequest(Strict):
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
     parallel_tool_calls: bool | None = None
