@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
     "async_llm": {"llm", "llm_input", "text", "engine"},
     "rank": {"llm", "dist"},
-    "tools": {"llm", "text", "engine", *BELOW_ENGINE},
+    "tools": {"hub", "llm", "text", "engine", *BELOW_ENGINE},
     "http": {"tools", "async_llm", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
