@@ -25,6 +25,7 @@ class RequestError(Dsv4Error, ValueError):
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # somebody else ended it (`abort`): what it had drawn stays
 
 
 # numbers of `SamplingParams` that a draw reads: columns of `SamplingState`, copied for each slot, sent to every rank
@@ -227,8 +228,10 @@ class Completion:
     prompt_logprobs    where asked for, one per prompt token; None for the first
     num_cached_tokens  tokens of the prompt that came from the prefix cache
     seed               that it was drawn with: `SamplingParams.seed`, or the one chosen for it
+    weight_versions    which weights drew which tokens: pairs of a token's number, from 0, and the version from it on.
+                       One pair unless weights were updated in the middle (`pause("keep")`)
 
-    Two completions are equal whatever these two are: they say how the result was reached, not what it is.
+    Two completions are equal whatever these three are: they say how the result was reached, not what it is.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -239,6 +242,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = field(default=0, compare=False)
     seed: int = field(default=0, compare=False)
+    weight_versions: tuple[tuple[int, str], ...] = field(default=(), compare=False)
 
 
 def check_token_ids(
