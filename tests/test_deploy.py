@@ -100,7 +100,9 @@ def test_no_folder_can_hide_an_editable_install(tmp_path):
 
 
 def test_installs_that_are_named_exist():
-    """dsv4 is installed from a checkout; no package index has it."""
+    """dsv4 is installed from a checkout; no package index has it. Where it is installed, its extras can be added
+    (`how_to_install`)."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "dsv4").rglob("*.py")]
+    documents.remove(ROOT / "dsv4" / "loader" / "shipped.py")
     wrong = [file.name for file in documents if re.search(r"pip install[^\n`]*['\" ]dsv4", file.read_text("utf-8"))]
     assert wrong == []
