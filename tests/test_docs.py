@@ -110,8 +110,10 @@ def test_links_of_the_documents_lead_somewhere():
 
 def test_the_table_of_clients_has_the_versions_that_are_tried():
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("## Clients that were tried")[2]
-    shown = set(re.findall(r"^\| ([a-z_-]+ \d+\.\d+) \|", text.partition("\n## ")[0], re.MULTILINE))
-    tried = set()
+    shown = set(re.findall(r"^\| ([a-zA-Z_ -]+ \d+\.\d+) \|", text.partition("\n## ")[0], re.MULTILINE))
+    programs = json.loads((ROOT / "tests" / "clients" / "requirements" / "package.json").read_text())["dependencies"]
+    names = {"@anthropic-ai/claude-code": "Claude Code", "@openai/codex": "Codex"}
+    tried = {(names[name], version.rpartition(".")[0]) for name, version in programs.items()}
     for file in (ROOT / "tests" / "clients" / "requirements").glob("*.txt"):
         tried |= set(re.findall(r"^([a-z_-]+)(?:\[.*\])?==(\d+\.\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
     beside = ("torch", "hypothesis", "pytest", "mcp")

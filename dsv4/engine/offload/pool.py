@@ -79,7 +79,7 @@ class LayerExperts:
         self.pool = pool
         self.layer_idx = layer_idx
         self.following: LayerExperts | None = None
-        self._fixed = placement.fixed_ids(layer_idx, self.num_experts)
+        self._fixed = list(range(placement.num_fixed))
         self._offloaded = sorted(set(range(self.num_experts)) - set(self._fixed))
         self._host_row = {expert: row for row, expert in enumerate(self._offloaded)}
         num_slots = placement.num_slots
