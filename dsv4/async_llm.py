@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from dsv4.engine.control import AsyncControls
 from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineInfo, EngineLost
@@ -37,10 +39,11 @@ def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> Engin
         num_slots=llm.engine.num_slots,
         num_blocks=llm.cache.schema.num_blocks,
         records=records,
+        weight_version=llm.weight_version,
     )
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControls):
     """An `LLM` whose requests are coroutines. Takes the same arguments; use it as `async with`, in one event loop.
 
     Tokens and log-probabilities are those of `LLM`, whatever else runs. `llm` is the model; its own `generate` is not
@@ -60,7 +63,7 @@ class AsyncLLM:
     def _begin(self, llm: LLM) -> None:
         self.llm = llm
         self._info = engine_info(llm)
-        self._thread = EngineThread(EngineLoop(llm.engine, self._info, max_waiting=_MAX_WAITING))
+        self._thread = EngineThread(EngineLoop(llm.engine, self._info, llm.control, max_waiting=_MAX_WAITING))
         self._client: EngineClient | None = None
 
     async def __aenter__(self) -> Self:
@@ -86,6 +89,8 @@ class AsyncLLM:
     ) -> list[Completion]:  # fmt: skip
         """As `LLM.generate`; a caller that is cancelled drops its requests."""
         many = as_prompts(prompts)
+        if not many:
+            return []
         async with self._submit(many, as_params(params, len(many))) as stream:
             while await stream.next_batch():
                 pass
@@ -96,7 +101,10 @@ class AsyncLLM:
     ) -> AsyncIterator[TokenEvent | EndEvent]:  # fmt: skip
         """Each token as it comes, with the text that became certain; the last has a `finish_reason`. A request that
         only scores its prompt gives one `EndEvent`. Leaving the loop drops the request."""
-        async with self._submit([prompt], as_params(params, 1)) as stream:
+        (one,) = as_params(params, 1)
+        if one.n != 1:
+            raise RequestError(f"n must be 1 in a stream, found {one.n}; generate() gives several answers", field="n")
+        async with self._submit([prompt], [one]) as stream:
             async for event in stream:
                 if isinstance(event, ErrorEvent):
                     raise event.error
@@ -107,14 +115,23 @@ class AsyncLLM:
         return await self._connected.stats()
 
     @property
+    def weight_version(self) -> str:
+        """Of the weights that run."""
+        return self.llm.weight_version
+
+    def _tell(self, verb: str, **arguments: Any) -> Future[Any]:
+        assert self._connected is not None
+        return self._thread.loop.control(verb, **arguments)
+
+    @property
     def _connected(self) -> EngineClient:
         if self._client is None:
             raise EngineLost("this AsyncLLM is not open: use it as `async with AsyncLLM(...) as llm`")
         return self._client
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> RequestStream:
-        pairs = zip(prompts, params, strict=True)
-        return self._connected.submit([self._output(self.llm.encode(prompt), one) for prompt, one in pairs])
+        pairs = [(self.llm.encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        return self._connected.submit([self._output(prompt, own) for prompt, one in pairs for own in one.answers()])
 
     def _output(self, prompt: Sequence[int], params: SamplingParams) -> TextOutput:
         info = self._info

@@ -2,6 +2,7 @@
 
     llm = LLM("path/to/checkpoint")  # or LLM(): the miniature that ships with the package
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1))[0].text)
+    print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].text)
 
 Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU.
 """
@@ -11,28 +12,27 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from uuid import uuid4
+from time import perf_counter
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
-from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
-from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
+from dsv4.engine.control import Controls, EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
-from dsv4.engine.draft.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
@@ -47,13 +47,11 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
-from dsv4.engine.weight_update import WeightsIncomplete, WeightSource, WeightUpdate, open_source
 from dsv4.llm_input import (
     Numerics,
     Prompt,
     as_params,
     as_prompts,
-    check_chunks,
     check_device,
     check_numerics,
     check_widths,
@@ -61,24 +59,27 @@ from dsv4.llm_input import (
     naming_what_does_not_fit,
     planned_cache_bytes,
 )
+from dsv4.llm_inside import Inside
+from dsv4.llm_outputs import EventOutput, answer_progress, check_last
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
-from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.ops.shapes import check_shapes
-from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
+from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.output import TextOutput
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.text.tokenizer import Tokenizer, encode_chat
 
 __all__ = ["LLM", "Numerics", "Prompt"]
 _LOG = logging.getLogger("dsv4.engine")
 
 
-class LLM:
+class LLM(Inside, Controls):
     """A DeepSeek-V4 model, its cache and its tokenizer.
 
     path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names), or the name
@@ -228,11 +229,8 @@ class LLM:
         self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
-        self.weight_version = "0"
-        self._backend = backend
-        self._num_updates = 0
-        self._weights_name = ""  # of weights that came from no checkpoint
-        self._incomplete = False
+        self.num_ranks = 1 if world is None else world.size
+        self._set_up_control(EngineControl(weakref.proxy(self), backend))
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
         chosen = backend if pool is None else pool.backend
@@ -276,7 +274,9 @@ class LLM:
             self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
             device=self.model.params.embed.device,
         )  # fmt: skip
-        return found if self.checkpoint is not None else replace(found, checkpoint=self._weights_name or IN_MEMORY)
+        return (
+            found if self.checkpoint is not None else replace(found, checkpoint=self.control.weights_name or IN_MEMORY)
+        )
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
@@ -303,34 +303,11 @@ class LLM:
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
 
-    # ---- weights ----
+    def __enter__(self) -> Self:
+        return self
 
-    def update_weights(self, source: WeightSource, *, version: str | None = None, progress: bool = False) -> str:
-        """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, or named
-        tensors of this process (a mapping or pairs), in the formats that were loaded.
-
-        Captured graphs stay valid, nothing is compiled, and the extra memory is one layer. The bits are those of an
-        engine that starts with these weights. The source is checked before anything changes; no request may run. If
-        copying itself fails, the engine refuses requests (`WeightsIncomplete`) until a whole update follows.
-        """
-        with self._lock:
-            if self.engine.has_work:
-                raise RequestError("weights can be updated only while no request runs or waits")
-            if self._end_ranks is not None:
-                raise RequestError("update_weights needs gpus=1: weights of several ranks cannot be updated yet")
-            update = WeightUpdate(
-                open_source(source, self.config), self.config, self.model.params, self._backend, pool=self.pool,
-                dequantize_to=self.model.context.dtype if self.numerics == "exact" else None,
-            )  # fmt: skip
-            self._incomplete = True
-            self._weights_name = uuid4().hex
-            self.engine.forget_weights(self._weights_name)
-            update.run(progress)
-            self._incomplete = False
-            self._num_updates += 1
-            self.checkpoint = None if update.is_from_memory else update.checkpoint
-            self.weight_version = version if version is not None else str(self._num_updates)
-            return self.weight_version
+    def __exit__(self, *problem: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Finish the prefix cache's files, end the other ranks where there are any. Leaving the process does it too."""
@@ -355,27 +332,46 @@ class LLM:
     # ---- generation ----
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order.
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        progress: Progress = False,
+    ) -> list[Completion]:  # fmt: skip
+        """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order; the `n`
+        answers to a prompt stand side by side.
 
         One prompt, as a string or as a flat list of ids, is a list of one.
+        progress  a bar on stderr, or a function of answers done and answers in all
         """
         many = as_prompts(prompts)
-        checked = [(self.encode(prompt), one) for prompt, one in zip(many, as_params(params, len(many)), strict=True)]
+        pairs = [(self.encode(prompt), one) for prompt, one in zip(many, as_params(params, len(many)), strict=True)]
         with self._lock:
-            prepared = [self._prepare(prompt, one) for prompt, one in checked]
+            prepared = [self._prepare(prompt, own) for prompt, one in pairs for own in one.answers()]
             for request, output in prepared:
                 self._submit(request, output)
         try:
-            while not all(output.is_done for _, output in prepared):
-                self.step()
+            with answer_progress(progress, [output for _, output in prepared]) as look:
+                while not all(output.is_done for _, output in prepared):
+                    self.step()
+                    look()
         finally:
             for request, _ in prepared:
                 self.abort(request)
         return [output.completion() for _, output in prepared]
+
+    def chat(
+        self, messages: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        progress: Progress = False, **options: Any,
+    ) -> list[Completion]:  # fmt: skip
+        """Answer a conversation (a list of messages), or each of several, as `generate` does. `options` are the fields
+        of `dsv4.text.chat.ChatOptions`: thinking, tools, ... The text is all the model writes: thoughts, `</think>` and
+        calls included (`dsv4.text.parse.parse_completion` takes them apart).
+        """
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json, and chat() needs one; use generate()")
+        chosen = ChatOptions(**{"profile": effort_profile(self.config), **options})
+        conversations = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
+        return self.generate(
+            [encode_chat(self.tokenizer, check_last(one), chosen) for one in conversations], params, progress=progress
+        )
 
     def start(
         self, prompt: Prompt, params: SamplingParams | None = None, constraint: Constraint | None = None
@@ -387,8 +383,10 @@ class LLM:
         return request, output
 
     def step(self) -> None:
-        """One step of the engine, for all requests that run, whoever started them. Several threads may take turns."""
+        """One step of the engine, for all requests that run, whoever started them. Several threads may take turns.
+        While the engine is paused, it waits until another thread goes on."""
         with self._lock:
+            self._wait_while_paused()
             try:
                 tokens = self.engine.step() if self.engine.has_work else StepTokens()
             except BaseException:
@@ -408,12 +406,10 @@ class LLM:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
             raise RequestError(message, field="stop")
-        if self._incomplete:
-            raise WeightsIncomplete("an update of the weights failed half way; update them again first")
         request = self.engine.prepare(prompt, params, constraint)
         prompt_ids = request.token_ids[: request.prompt_len]
         return request, TextOutput(
-            prompt_ids, params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
+            prompt_ids, request.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
         )  # fmt: skip
 
     def _submit(self, request: Request, output: TextOutput) -> None:
@@ -437,8 +433,19 @@ class LLM:
                 continue
             output.num_cached_tokens = request.num_cached_tokens
             output.prompt_logprobs = request.prompt_logprobs
+            output.weight_versions = request.weight_versions
             if not output.is_done:
-                output.error, output.finish_reason = request.problem(), request.finish_reason
+                output.error = request.problem()
+                if output.error is None and request.finish_reason is not None:
+                    output.end(request.finish_reason)
+
+    def _end_all(self) -> int:
+        """End what runs and waits, with what it has."""
+        ended = tuple(self._outputs)
+        for request in ended:
+            self.engine.finish(request, FinishReason.ABORT)
+        self._deliver(StepTokens(ended=ended))
+        return len(ended)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes: pieces that join to the completion's text, never half a character.
@@ -448,24 +455,32 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
-        return self._stream(*self._prepare(self.encode(prompt), as_params(params, 1)[0]))
+        return (event.text for event in self.stream_tokens(prompt, params) if event.text)
 
-    def _stream(self, request: Request, output: TextOutput) -> Iterator[str]:
+    def stream_tokens(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[TokenEvent | EndEvent]:  # fmt: skip
+        """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
+        became certain; the last has a `finish_reason`. A request that only scores its prompt gives one `EndEvent`."""
+        request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
+        output = EventOutput(
+            plain.prompt_ids, plain.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
+        )
+        return self._stream(request, output)
+
+    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent | EndEvent]:
         """Queues the request at the first `next`, so that a stream never read costs nothing."""
         with self._lock:
             self._submit(request, output)
-        num_given = 0
         try:
-            while True:
-                piece = output.text[num_given:]
-                if piece:
-                    num_given += len(piece)
-                    yield piece
-                elif output.is_done:
-                    output.completion()  # raises if the request was dropped
-                    return
+            while not output.is_done or output.events:
+                if output.events:
+                    yield output.events.popleft()
                 else:
                     self.step()
+            completion = output.completion()  # raises if the request was dropped
+            if not completion.token_ids:
+                yield EndEvent(0, completion.finish_reason, perf_counter())
         finally:
             self.abort(request)
 
@@ -484,106 +499,3 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; pass the prompt as a list of token ids")
         return self.tokenizer.encode(prompt)
-
-    # ---- looking inside ----
-
-    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """fp32 [len, vocab]: every position's logits, the tokens fed in pieces of `chunks` through the cached state."""
-        ids = self._check_ids(token_ids)
-        rows: list[Tensor] = []
-        self._run(ids, chunks, lambda batch, streams: rows.append(self.model.logits(streams).float()))
-        return torch.cat(rows)
-
-    def mtp_logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """fp32 [len - 1, vocab]: row t from the main streams of token t and the id of token t + 1, for token t + 2.
-
-        The main model sees the tokens in one go; `chunks` (which sum to len - 1) are how the MTP block gets its pairs.
-        """
-        if not self.model.params.mtp:
-            why = "no mtp.* tensors" if self.model.params.dspark is None else "a DSpark head: see draft_trace"
-            raise RequestError(f"this checkpoint has no MTP block ({why})")
-        ids = self._check_ids(token_ids)
-        if len(ids) < 2:
-            raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
-        pieces = check_chunks(chunks, len(ids) - 1)
-        cache = self._make_cache(
-            EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1, prefix_cache_bytes=0),
-            self.model.schedule,
-        )
-        slot, handle = cache.admit(len(ids)), cache.handle(self.config.num_hidden_layers)
-        rows: list[Tensor] = []
-
-        def draft(batch: TokenBatch, streams: Tensor) -> None:
-            start = 0
-            for length in pieces:
-                here = slice(start, start + length)
-                pairs = TokenBatch.of([Chunk(slot, start, ids[start + 1 : start + length + 1])], cache.block_table)
-                rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
-                start += length
-
-        self._run(ids, None, draft)
-        return torch.cat(rows)
-
-    def draft_trace(
-        self, prompt: Sequence[int], anchor: int, verified: Sequence[tuple[int, int]] = (),
-        chunks: Sequence[int] | None = None,
-    ) -> list[DraftRound]:  # fmt: skip
-        """What the checkpoint's drafter (MTP or DSpark) says behind `anchor`, the token after the prompt, greedily; and
-        again after each pair of `verified`: (accepted, bonus) keeps so many of the last drafts and goes on with bonus
-        as the new anchor. The prompt is fed in pieces of `chunks`.
-        """
-        ids = self._check_ids(prompt)
-        pieces = check_chunks(chunks, len(ids))
-        if not self.model.params.draft_blocks:
-            raise RequestError("this checkpoint has no drafter (no mtp.* tensors)")
-        return trace_drafts(self.model, self._make_cache, ids, pieces, anchor, verified)
-
-    def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
-        """Per layer: streams after it, what its sublayers added, experts chosen, compressed entries picked."""
-        layers: list[BlockOutput] = []
-        self._run(self._check_ids(token_ids), None, observe=lambda _, output: layers.append(output))
-        return layers
-
-    def layer(self, layer_idx: int, streams: Tensor, token_ids: Sequence[int]) -> BlockOutput:
-        """One block alone, as a prefill from position 0 on given streams [T, 4, D]."""
-        config = self.config
-        if not isinstance(layer_idx, int) or not 0 <= layer_idx < config.num_hidden_layers:
-            raise RequestError(f"layer_idx must be from 0 to {config.num_hidden_layers - 1}, found {shown(layer_idx)}")
-        ids = self._check_ids(token_ids)
-        expected = (len(ids), config.hc_mult, config.hidden_size)
-        if tuple(streams.shape) != expected:
-            raise RequestError(f"streams must be {list(expected)} for {len(ids)} tokens, found {list(streams.shape)}")
-        with self._slot(ids) as slot:
-            batch = self.cache.make_batch([slot], [ids])
-            given = streams.to(device=self.cache.device, dtype=self.model.context.dtype)
-            return self.model.block(layer_idx, given, self.cache.handle(layer_idx), batch)
-
-    def _check_ids(self, token_ids: Iterable[int]) -> list[int]:
-        ids = check_token_ids(token_ids, self.config.vocab_size, "token")
-        if not ids:
-            raise RequestError("token_ids is empty; at least one token is needed")
-        return ids
-
-    def _run(
-        self, token_ids: list[int], chunks: Sequence[int] | None,
-        each: Callable[[TokenBatch, Tensor], None] | None = None,
-        observe: Callable[[int, BlockOutput], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Feed the tokens in pieces from position 0; `each` sees every piece's batch and final streams."""
-        pieces = check_chunks(chunks, len(token_ids))
-        remaining = list(token_ids)
-        with self._slot(token_ids) as slot:
-            for length in pieces:
-                batch = self.cache.make_batch([slot], [remaining[:length]])
-                streams = self.model.forward(batch, self.cache.handle, observe)
-                del remaining[:length]
-                if each is not None:
-                    each(batch, streams)
-
-    @contextmanager
-    def _slot(self, token_ids: list[int]) -> Iterator[int]:
-        slot = self.cache.admit(len(token_ids))
-        try:
-            yield slot
-        finally:
-            self.cache.release(slot)
