@@ -134,11 +134,11 @@ class LLM(Inside, Controls):
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
-        has_tokenizer = (folder / "tokenizer.json").exists()
-        tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
+        tokenizer = Tokenizer.from_pretrained(folder) if (folder / "tokenizer.json").exists() else None
         checkpoint = Checkpoint.open(folder)
         chosen_backend, pool = backend or allowed_backend(
-            backend_for(chosen_device, numerics), chosen_device, is_ignored=ignore_selftest
+            backend_for(chosen_device, numerics), chosen_device, config, checkpoint.tensors.values(),
+            is_ignored=ignore_selftest,
         ), None  # fmt: skip
         if chosen_backend.has_kernels:
             check_shapes(config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import plots, timeline
-from benchmarks.model import whole_flash
+from benchmarks.model import conclusions
 from benchmarks.rank_speed import PUBLISHED
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
@@ -349,7 +349,7 @@ def recorded_numbers():
     layers = {(r["attention"], r["batch"]): r for r in model if r["kind"] == "layer" and r["context"] == 2048}
     one = [layers[kind, 1] for kind in ("swa", "hca", "csa")]
     many = [r["times_floor"] for (_, batch), r in layers.items() if batch > 1]
-    sums = [re.search(r"batch (\d+), ctx (\d+): ([\d.]+) ms", line) for line in whole_flash(model)]
+    sums = [re.search(r"batch (\d+), ctx (\d+): ([\d.]+) ms", line) for line in conclusions(model)]
     steps = {(int(found[1]), int(found[2])): float(found[3]) for found in sums if found}
     theirs = [r["ms_per_layer"] for r in everything if r["kind"] == "huggingface" and r.get("batch") == 1]
     stream = [r["tokens_per_second"] for r in everything if r["kind"] == "stream"][-1]
