@@ -62,7 +62,7 @@ class IdleProxy(threading.Thread):
 
 @pytest.fixture(scope="module")
 def proxy(served_params):
-    """A server behind a proxy; the server reads every prompt for three seconds, and pings after 0.3 seconds (5 as it is served)."""
+    """A server behind a proxy. It reads every prompt for three seconds and pings after 0.3 (5, as it is served)."""
     llm = make_llm(served_params)
     step = llm.engine.step
 
