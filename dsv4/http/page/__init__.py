@@ -9,7 +9,9 @@ from functools import cache
 from importlib import resources
 
 _STYLE = "page.css"
-_SCRIPTS = ("markdown.js", "store.js", "live.js", "answer.js", "chat.js")  # in this order: one script, one scope
+_LIBRARY = "temml/temml.min.js"
+# in this order: one script, one scope
+_SCRIPTS = ("math.js", "code.js", "markdown.js", "store.js", "live.js", "answer.js", "chat.js")
 
 
 @cache
@@ -21,7 +23,11 @@ def page_text() -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
     script = '"use strict";\n' + "\n".join(read(name) for name in _SCRIPTS)
-    parts = {"<style></style>": f"<style>\n{read(_STYLE)}</style>", "<script></script>": f"<script>\n{script}</script>"}
+    parts = {
+        "<style></style>": f"<style>\n{read(_STYLE)}</style>",
+        "<script>library</script>": f"<script>{read(_LIBRARY)}</script>",
+        "<script></script>": f"<script>\n{script}</script>",
+    }
     text = read("page.html")
     for place, content in parts.items():
         assert text.count(place) == 1

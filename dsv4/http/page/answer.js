@@ -4,12 +4,13 @@ const headers = () => $("key").value ? { Authorization: "Bearer " + $("key").val
 
 class KeyNeeded extends Error {}
 
-function requestBody(messages) {
+function requestBody(messages, begun) {
   const said = messages.map(({ role, content, reasoning_content }) => reasoning_content ? { role, content, reasoning_content } : { role, content });
   if ($("system").value.trim()) said.unshift({ role: "system", content: $("system").value });
   const body = { model, messages: said, stream: true, stream_options: { include_usage: true } };
   for (const id of ["temperature", "top_p", "max_tokens", "seed"]) if ($(id).value !== "") body[id] = Number($(id).value);
   if ($("thinking").value) body.thinking = { type: $("thinking").value };
+  if (begun) body.continue_final_message = true;
   return body;
 }
 
@@ -94,11 +95,12 @@ function describe(usage, reason, times) {
 
 // Fills `message` from the server; returns when the answer ends. Throws before anything came, or when it breaks off.
 async function answer(messages, message, view) {
+  const isBegun = Boolean(message.content), asked = isBegun ? [...messages, { ...message }] : messages;
   const times = { start: performance.now(), first: 0, end: 0 }, wait = new WaitView(view.node);
   let usage = null, reason = "";
   try {
     const response = await reach("/v1/chat/completions", {
-      method: "POST", signal: running.signal, body: JSON.stringify(requestBody(messages)),
+      method: "POST", signal: running.signal, body: JSON.stringify(requestBody(asked, isBegun)),
       headers: { "Content-Type": "application/json", ...headers() },
     });
     wait.accepted();
@@ -116,5 +118,6 @@ async function answer(messages, message, view) {
     }
     times.end ||= performance.now();
     message.note = describe(usage, reason, times);
+    message.cut = reason === "length";
   } finally { wait.end(); }
 }

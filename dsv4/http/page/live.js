@@ -48,6 +48,15 @@ function drawRates() {
   rates.forEach((rate, place) => pen.lineTo((place + 60 - rates.length) * canvas.width / 59, canvas.height - 3 - rate / top * (canvas.height - 8)));
   pen.stroke();
 }
+// Of the digits, so about: the busiest expert of all layers has a 9.
+function sayExpert(event) {
+  const box = $("experts").getBoundingClientRect(), layers = last?.experts || [];
+  const row = Math.floor((event.clientY - box.top) / box.height * layers.length), layer = layers[row] || "";
+  const column = Math.floor((event.clientX - box.left) / box.width * layer.length);
+  if (!layer[column]) return;
+  const all = [...layer].reduce((sum, digit) => sum + Number(digit), 0);
+  $("expert").textContent = `Layer ${row}, expert ${column}: about ${Math.round(all ? 100 * layer[column] / all : 0)} % of the layer's choices`;
+}
 function drawExperts(layers) {
   const canvas = $("experts"), pen = canvas.getContext("2d");
   canvas.width = layers[0].length; canvas.height = layers.length;

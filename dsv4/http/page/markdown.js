@@ -7,7 +7,7 @@ const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/, TABLE
 const isBlank = (line) => !line.trim();
 const indentOf = (line) => line.length - line.trimStart().length;
 const isTable = (lines, at) => at + 1 < lines.length && lines[at].includes("|") && /\|.*-|-.*\|/.test(lines[at + 1].slice(0, 200)) && TABLE_LINE.test(lines[at + 1]);
-const startsBlock = (lines, at) => FENCE.test(lines[at]) || HEADING.test(lines[at]) || RULE.test(lines[at]) || QUOTE.test(lines[at]) || ITEM.test(lines[at]) || isTable(lines, at);
+const startsBlock = (lines, at) => FENCE.test(lines[at]) || HEADING.test(lines[at]) || RULE.test(lines[at]) || QUOTE.test(lines[at]) || ITEM.test(lines[at]) || FORMULA.test(lines[at]) || isTable(lines, at);
 
 // Where the block that begins at a line ends, and what makes its node. `depth` counts quotes and lists around it.
 function readBlock(lines, at, depth) {
@@ -22,6 +22,8 @@ function readBlock(lines, at, depth) {
   }
   if (depth < DEEPEST && ITEM.test(line)) return readList(lines, at, depth);
   if (isTable(lines, at)) return readTable(lines, at);
+  const formula = FORMULA.test(line) ? readFormula(lines, at) : null;
+  if (formula) return formula;
   let end = at + 1;
   while (end < lines.length && !isBlank(lines[end]) && (depth >= DEEPEST || !startsBlock(lines, end))) end += 1;
   return { end, node: () => { const node = make("p"); inline(node, lines.slice(at, end).map((one) => one.trim()).join("\n")); return node; } };
@@ -38,9 +40,9 @@ function readFence(lines, at) {
 
 function codeNode(language, text) {
   const node = make("figure", "code"), head = make("figcaption"), body = make("pre");
-  const copy = make("button", "copy", "Copy code");
+  const copy = make("button", "copy", "Copy code"), code = make("code");
   copy.type = "button"; copy.addEventListener("click", () => copyText(copy, text));
-  head.append(make("span", "", language || "text"), copy); body.tabIndex = 0; body.append(make("code", "", text)); node.append(head, body);
+  head.append(make("span", "", language || "text"), copy); body.tabIndex = 0; paint(code, language, text); body.append(code); node.append(head, body);
   return node;
 }
 
@@ -116,11 +118,15 @@ function pieces(text) {
   for (const run of text.matchAll(/`+/g)) { const key = run[0].length; if (!ticks.has(key)) ticks.set(key, []); ticks.get(key).push(run.index); }
   for (const places of ticks.values()) places.reverse();
   const match = (pattern, at) => { pattern.lastIndex = at; return pattern.exec(text); };
+  const ends = new Map();  // of formulas: where the next one is, so that no end is looked for twice
+  const next = (mark, from) => { if (ends.get(mark) !== -1 && (ends.get(mark) ?? -2) < from) ends.set(mark, text.indexOf(mark, from)); return ends.get(mark); };
   let held = "", at = 0;
   const put = (piece) => { if (held) found.push(held); held = ""; found.push(piece); };
   while (at < text.length) {
     const sign = text[at];
     let taken = null;
+    if ((sign === "$" || sign === "\\" && "([".includes(text[at + 1] || "x")) && (taken = formulaAt(text, at, next))) { put(taken[1]); at += taken[0]; continue; }
+    if (sign === "\\" && "()[]".includes(text[at + 1] || "x")) { held += text.slice(at, at + 2); at += 2; continue; }
     if (sign === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] || "")) { held += text[at + 1]; at += 2; continue; }
     if (sign === "`") {
       let end = at; while (text[end] === "`") end += 1;

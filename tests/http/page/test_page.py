@@ -6,9 +6,11 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+import dsv4.http.page
 from dsv4.http.page import page_headers, page_text
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
@@ -48,7 +50,7 @@ def test_nothing_comes_from_outside(page):
         assert not any(name.startswith("on") or name == "style" for name in attributes), "the policy would refuse it"
     text = page_text()
     addresses = set(re.findall(r"https?://[^\s'\"]+", text))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}, "names, not places"
     assert "@import" not in text
     assert "url(" not in text
 
@@ -63,10 +65,21 @@ def test_the_policy_allows_exactly_this_page():
     policy = page_headers()["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
-    for tag in ("script", "style"):
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page_text(), re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+    for tag, count in (("script", 2), ("style", 1)):
+        contents = re.findall(f"<{tag}>(.*?)</{tag}>", page_text(), re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(one.encode("utf-8")).digest()).decode("ascii") for one in contents]
+        assert len(digests) == count
+        hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+        assert f"{tag}-src {hashes};" in policy
+
+
+def test_the_library_is_the_one_that_was_read():
+    """Its page says where it came from; the file is that one, unchanged, with its licence beside it."""
+    folder = Path(dsv4.http.page.__file__).parent / "temml"
+    noted = re.search(r"SHA-256: `([0-9a-f]{64})`", (folder / "README.md").read_text(encoding="utf-8"))
+    assert hashlib.sha256((folder / "temml.min.js").read_bytes()).hexdigest() == noted[1]
+    assert "MIT License" in (folder / "LICENSE.txt").read_text(encoding="utf-8")
+    assert len(page_text()) < 260_000, "what a browser loads"
 
 
 def test_it_can_be_used_without_seeing_it(page):

@@ -93,7 +93,7 @@ def test_again_edit_and_what_they_leave_when_they_fail(page):
     before = page.run("chat.messages")
     page.run("window.kept = window.fetch; window.fetch = () => Promise.reject(new TypeError('no')); 0")
     click(page, ".assistant .act:last-child")
-    page.wait("document.querySelector('#log > .error')?.textContent === 'the server does not answer'")
+    page.wait("document.querySelector('#problem')?.textContent === 'the server does not answer'")
     assert page.run("chat.messages") == before, "a failed second try takes nothing away"
     click(page, ".user .act")
     page.run("document.querySelector('.editing textarea').value = 'One, but better'")
@@ -114,7 +114,7 @@ def test_again_edit_and_what_they_leave_when_they_fail(page):
 def test_what_was_typed_is_not_lost(page):
     page.run("window.kept = window.fetch; window.fetch = () => Promise.reject(new TypeError('no')); 0")
     send(page, "Precious")
-    page.wait("document.querySelector('#log > .error')")
+    page.wait("!document.querySelector('#problem').hidden")
     assert page.run("[document.getElementById('text').value, chat.messages.length]") == ["Precious", 0]
     part = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
     page.run(f"window.fetch = async () => new Response({json.dumps(part)}); 0")
@@ -124,7 +124,7 @@ def test_what_was_typed_is_not_lost(page):
     assert [one["content"] for one in page.run("chat.messages")] == ["Precious", "Half an"]
     page.run("window.fetch = async () => new Response('<h1>Bad gateway', { status: 502 }); 0")
     send(page, "More")
-    page.wait("document.querySelector('#log > .error')?.textContent === 'the server answered 502'")
+    page.wait("document.querySelector('#problem')?.textContent === 'the server answered 502'")
     assert page.run("document.getElementById('text').value") == "More"
 
 
@@ -179,7 +179,7 @@ def test_storage_may_hold_anything_or_be_full(page):
     page.run(f"localStorage.clear(); {FILL}; 0")
     send(page, "And now?")
     finished(page, 2)
-    assert "could not be kept" in page.run("document.querySelector('#log > .error').textContent")
+    assert "could not be kept" in page.run("document.querySelector('#problem').textContent")
 
 
 def test_waiting_is_seen_and_can_be_stopped(served, page):

@@ -32,7 +32,7 @@ def test_the_key_is_asked_for(open_page):
     send(page, "Still there?")
     give(page, "")
     page.wait("!running && document.getElementById('text').value === 'Still there?'")
-    assert "API key" in page.run("document.querySelector('#log > .error').textContent")
+    assert "API key" in page.run("document.querySelector('#problem').textContent")
     send(page, "Still there?")
     give(page, "secret")
     finished(page)

@@ -14,7 +14,10 @@ import dsv4.http.page
 
 pytestmark = pytest.mark.browser
 
-SCRIPT = Path(dsv4.http.page.__file__).with_name("markdown.js").read_text(encoding="utf-8")
+FOLDER = Path(dsv4.http.page.__file__).parent
+SCRIPT = "\n".join(
+    (FOLDER / name).read_text(encoding="utf-8") for name in ("temml/temml.min.js", "math.js", "code.js", "markdown.js")
+)
 CASES = {
     "Hello": "<p>Hello</p>",
     "one\ntwo\n\nthree": "<p>one\ntwo</p><p>three</p>",
@@ -50,23 +53,77 @@ LONG = [
     "https://x" * 12_000, "~" * 100_000 + "`", "> " * 50_000, "- " * 50_000, "-" * 100_000 + "x", "|" * 100_000,
     "* " * 50_000 + "x", "|a\n|-\n" * 15_000, "# " * 50_000 + "a", "#" * 100_000, "- a\n" * 20_000, "a\n\n" * 20_000,
     "".join(" " * (n % 40) + "- a\n" for n in range(5_000)), " " * 100_000 + "a",
-    "x|" + "-" * 100_000 + "\n" + "-" * 100_000,
+    "x|" + "-" * 100_000 + "\n" + "-" * 100_000, "\\(" * 50_000, "\\(" * 50_000 + "\\)", "$a" * 50_000,
+    "\\[\n" * 30_000, "$$" * 50_000, "\\(a\\)" * 20_000, "```js\n" + "/* " * 15_000, "```py\n" + '"' * 45_000,
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def blank(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("browser") / "profile", width=800, height=600)
+    browser.open("data:text/html,<!doctype html><title>a page</title>")  # formulas are drawn by today's rules only
+    browser.wait("document.title === 'a page'")
     browser.run(SCRIPT + ";0")
     yield browser
     assert browser.complaints == []
-    assert not [url for url in browser.requests if not url.startswith("about:")]
+    assert not [url for url in browser.requests if not url.startswith(("about:", "data:text/html,<!doctype"))]
     browser.close()
 
 
 def html(browser, text):
     return browser.run(f"(() => {{ const view = new MarkdownView(); view.show({json.dumps(text)}); "
                        "return view.node.innerHTML; })()")  # fmt: skip
+
+
+# a text: what is left of it beside formulas, and their TeX with whether they stand alone
+FORMULAS = {
+    r"so \(a*b*c\) is": ("so  is", [("a*b*c", False)]),
+    r"\[ x_1 \]": ("", [("x_1", True)]),
+    "\\[\nx_1 \\\\\n- y\n\\]\nend": ("end", [("x_1 \\\\\n- y", True)]),
+    "$$\\frac{a}{b}$$": ("", [("\\frac{a}{b}", True)]),
+    "cost $x^2$, or $$y$$ inline": ("cost , or  inline", [("x^2", False), ("y", True)]),
+    "- a \\(b\\)": ("a ", [("b", False)]),
+    "$5 and $6, $ 7 $, a$b$1": ("$5 and $6, $ 7 $, a$b$1", []),
+    r"\[not closed, \(nor this": (r"\[not closed, \(nor this", []),
+    r"\$5$ and `$a$`": ("$5$ and $a$", []),
+}
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas_are_drawn(blank, text):
+    rest, formulas = FORMULAS[text]
+    blank.run(f"var view = new MarkdownView(); view.show({json.dumps(text)}); document.body.replaceChildren(view.node)")
+    maths = "[...view.node.querySelectorAll('math')]"
+    blank.run(f"var seen = {maths}.map((one) => [one.textContent.trim(), Boolean(one.closest('.formula'))])")
+    assert [is_block for _, is_block in blank.run("seen")] == [is_block for _, is_block in formulas]
+    assert all(drawn for drawn, _ in blank.run("seen")), "each has signs"
+    expected = [f"{tex}" for tex, _ in formulas]
+    asked = "[...drawn.keys()].map((one) => one.slice(1).trim())"
+    assert set(expected) <= set(blank.run(asked))
+    blank.run(f"for (const one of {maths}) one.remove()")
+    assert blank.run("view.node.textContent").strip() == rest.strip()
+
+
+def test_a_formula_that_cannot_be_read_stays_as_it_was_written(blank):
+    for text in (r"\(\frac{a\)", r"\(\nosuch{}\)", r"\[\href{javascript:alert(1)}{x}\]", "$$" + "x" * 5000 + "$$"):
+        blank.run(f"var view = new MarkdownView(); view.show({json.dumps(text)})")
+        assert blank.run("view.node.textContent") == text, text[:30]
+        assert blank.run("view.node.querySelectorAll('a, img').length") == 0
+
+
+def test_code_is_coloured_where_its_language_is_known(blank):
+    kinds = "[...view.node.querySelectorAll('pre span')].map((one) => `${one.className} ${one.textContent}`)"
+    texts = {
+        "```js\nconst a = 1.5; // no 'string'\n/* 2 */ f(`x${3}`)\n```":
+            ["word const", "number 1.5", "comment // no 'string'", "comment /* 2 */", "string `x${3}`"],
+        "```sql\nSELECT a1 -- 3\n```": ["word SELECT", "comment -- 3"],
+        "```python\ndef f():\n  \"\"\"a\n'b\"\"\"\n```": ["word def", "string \"\"\"a\n'b\"\"\""],
+        "```\nif 1\n```": [], "```text\nif 1\n```": [],
+    }  # fmt: skip
+    for text, expected in texts.items():
+        blank.run(f"var view = new MarkdownView(); view.show({json.dumps(text)})")
+        assert blank.run(kinds) == expected
+        assert blank.run("view.node.querySelector('code').textContent") == "\n".join(text.split("\n")[1:-1])
 
 
 @pytest.mark.parametrize("text", CASES)
@@ -85,7 +142,8 @@ def test_code_keeps_its_text(blank):
         blank.run(f"var view = new MarkdownView(); view.show({json.dumps(indented)})")
         assert blank.run("view.node.querySelector('.code pre code').textContent") == CODE, text
         assert blank.run("view.node.querySelector('.code figcaption span').textContent") == "python"
-        assert blank.run("view.node.querySelector('pre').querySelectorAll('*').length") == 1
+        kinds = "[...view.node.querySelectorAll('pre span')].map((one) => `${one.className} ${one.textContent}`)"
+        assert blank.run(kinds) == ["word if", "string '*no* <b>markup</b> `` '"]
 
 
 def test_what_comes_is_never_markup(blank):
@@ -125,6 +183,7 @@ def test_a_growing_text_ends_as_the_whole_one(blank):
         "    indented",
         "1. x\n\n\ny",
         "a | b\n-|-\nc | d",
+        *FORMULAS,
     ]
     texts = [draw.choice(["\n", "\n\n", "\n"]).join(draw.choices(parts, k=9)) for _ in range(60)]
     cuts = [sorted(draw.choices(range(len(text)), k=40)) for text in texts]
