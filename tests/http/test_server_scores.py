@@ -73,7 +73,7 @@ def test_a_score_alone():
     assert choice["logprobs"]["token_logprobs"] == [None, -1 / 8, -2 / 8]
     assert whole["usage"]["completion_tokens"] == 0
     assert answer("abc", [], echo=True, max_tokens=0)["choices"][0] == {
-        "index": 0, "text": "abc", "finish_reason": "length",
+        "index": 0, "text": "abc", "logprobs": None, "finish_reason": "length",
     }  # fmt: skip
 
 

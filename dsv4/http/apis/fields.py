@@ -146,7 +146,7 @@ class SamplingFields(HarmlessFields):
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     n: int | None = Field(default=None, ge=1, le=MAX_INT)
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
     priority: int | None = Field(default=None, ge=-10, le=10)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     request_id: Name | None = None
