@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from dsv4.engine.control import AsyncControls
 from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineInfo, EngineLost
@@ -37,10 +39,11 @@ def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> Engin
         num_slots=llm.engine.num_slots,
         num_blocks=llm.cache.schema.num_blocks,
         records=records,
+        weight_version=llm.weight_version,
     )
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControls):
     """An `LLM` whose requests are coroutines. Takes the same arguments; use it as `async with`, in one event loop.
 
     Tokens and log-probabilities are those of `LLM`, whatever else runs. `llm` is the model; its own `generate` is not
@@ -60,7 +63,7 @@ class AsyncLLM:
     def _begin(self, llm: LLM) -> None:
         self.llm = llm
         self._info = engine_info(llm)
-        self._thread = EngineThread(EngineLoop(llm.engine, self._info, max_waiting=_MAX_WAITING))
+        self._thread = EngineThread(EngineLoop(llm.engine, self._info, llm.control, max_waiting=_MAX_WAITING))
         self._client: EngineClient | None = None
 
     async def __aenter__(self) -> Self:
@@ -105,6 +108,15 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Where the engine stands, between two steps."""
         return await self._connected.stats()
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that run."""
+        return self.llm.weight_version
+
+    def _tell(self, verb: str, **arguments: Any) -> Future[Any]:
+        assert self._connected is not None
+        return self._thread.loop.control(verb, **arguments)
 
     @property
     def _connected(self) -> EngineClient:

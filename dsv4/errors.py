@@ -17,7 +17,7 @@ DEFINED_IN = {
     "ConfigError": "dsv4.config.model",
     "DeadlinePassed": "dsv4.engine.request",
     "EngineBusy": "dsv4.engine.link.messages",
-    "WeightsIncomplete": "dsv4.engine.weight_update",
+    "WeightsIncomplete": "dsv4.engine.request",
     "KernelRefused": "dsv4.engine.run.kernel_record",
     "OffloadError": "dsv4.engine.offload.placement",
     "OutOfBlocks": "dsv4.cache.errors",
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from dsv4.dist.errors import RankFailed
     from dsv4.engine.link.messages import EngineBusy
     from dsv4.engine.offload.placement import OffloadError
-    from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+    from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
     from dsv4.engine.run.kernel_record import KernelRefused
-    from dsv4.engine.weight_update import WeightsIncomplete
     from dsv4.loader.header import CheckpointError
     from dsv4.request import RequestError
     from dsv4.text.tokenizer import TokenizerError

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from dsv4.config import EngineConfig, ModelConfig, shown
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
+from dsv4.engine.control import Controls, EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
@@ -47,7 +47,6 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
-from dsv4.engine.weight_update import WeightsIncomplete, WeightSource, WeightUpdate, open_source
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -70,7 +69,7 @@ from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.ops.shapes import check_shapes
-from dsv4.request import Completion, RequestError, SamplingParams, TokenLogprobs, check_token_ids
+from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs, check_token_ids
 from dsv4.text.output import TextOutput
 from dsv4.text.tokenizer import Tokenizer
 
@@ -78,7 +77,7 @@ __all__ = ["LLM", "Numerics", "Prompt"]
 _LOG = logging.getLogger("dsv4.engine")
 
 
-class LLM:
+class LLM(Controls):
     """A DeepSeek-V4 model, its cache and its tokenizer.
 
     path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names), or the name
@@ -228,11 +227,8 @@ class LLM:
         self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
-        self.weight_version = "0"
-        self._backend = backend
-        self._num_updates = 0
-        self._weights_name = ""  # of weights that came from no checkpoint
-        self._incomplete = False
+        self.num_ranks = 1 if world is None else world.size
+        self._set_up_control(EngineControl(weakref.proxy(self), backend))
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
         chosen = backend if pool is None else pool.backend
@@ -276,7 +272,9 @@ class LLM:
             self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
             device=self.model.params.embed.device,
         )  # fmt: skip
-        return found if self.checkpoint is not None else replace(found, checkpoint=self._weights_name or IN_MEMORY)
+        return (
+            found if self.checkpoint is not None else replace(found, checkpoint=self.control.weights_name or IN_MEMORY)
+        )
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
@@ -302,35 +300,6 @@ class LLM:
         )  # fmt: skip
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
-
-    # ---- weights ----
-
-    def update_weights(self, source: WeightSource, *, version: str | None = None, progress: bool = False) -> str:
-        """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, or named
-        tensors of this process (a mapping or pairs), in the formats that were loaded.
-
-        Captured graphs stay valid, nothing is compiled, and the extra memory is one layer. The bits are those of an
-        engine that starts with these weights. The source is checked before anything changes; no request may run. If
-        copying itself fails, the engine refuses requests (`WeightsIncomplete`) until a whole update follows.
-        """
-        with self._lock:
-            if self.engine.has_work:
-                raise RequestError("weights can be updated only while no request runs or waits")
-            if self._end_ranks is not None:
-                raise RequestError("update_weights needs gpus=1: weights of several ranks cannot be updated yet")
-            update = WeightUpdate(
-                open_source(source, self.config), self.config, self.model.params, self._backend, pool=self.pool,
-                dequantize_to=self.model.context.dtype if self.numerics == "exact" else None,
-            )  # fmt: skip
-            self._incomplete = True
-            self._weights_name = uuid4().hex
-            self.engine.forget_weights(self._weights_name)
-            update.run(progress)
-            self._incomplete = False
-            self._num_updates += 1
-            self.checkpoint = None if update.is_from_memory else update.checkpoint
-            self.weight_version = version if version is not None else str(self._num_updates)
-            return self.weight_version
 
     def close(self) -> None:
         """Finish the prefix cache's files, end the other ranks where there are any. Leaving the process does it too."""
@@ -387,8 +356,10 @@ class LLM:
         return request, output
 
     def step(self) -> None:
-        """One step of the engine, for all requests that run, whoever started them. Several threads may take turns."""
+        """One step of the engine, for all requests that run, whoever started them. Several threads may take turns.
+        While the engine is paused, it waits until another thread goes on."""
         with self._lock:
+            self._wait_while_paused()
             try:
                 tokens = self.engine.step() if self.engine.has_work else StepTokens()
             except BaseException:
@@ -408,8 +379,6 @@ class LLM:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
             raise RequestError(message, field="stop")
-        if self._incomplete:
-            raise WeightsIncomplete("an update of the weights failed half way; update them again first")
         request = self.engine.prepare(prompt, params, constraint)
         prompt_ids = request.token_ids[: request.prompt_len]
         return request, TextOutput(
@@ -437,8 +406,19 @@ class LLM:
                 continue
             output.num_cached_tokens = request.num_cached_tokens
             output.prompt_logprobs = request.prompt_logprobs
+            output.weight_versions = request.weight_versions
             if not output.is_done:
-                output.error, output.finish_reason = request.problem(), request.finish_reason
+                output.error = request.problem()
+                if output.error is None and request.finish_reason is not None:
+                    output.end(request.finish_reason)
+
+    def _end_all(self) -> int:
+        """End what runs and waits, with what it has."""
+        ended = tuple(self._outputs)
+        for request in ended:
+            self.engine.finish(request, FinishReason.ABORT)
+        self._deliver(StepTokens(ended=ended))
+        return len(ended)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text as it comes: pieces that join to the completion's text, never half a character.

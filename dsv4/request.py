@@ -24,6 +24,7 @@ class RequestError(Dsv4Error, ValueError):
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # somebody else ended it (`abort`): what it had drawn stays
 
 
 # numbers of `SamplingParams` that a draw reads: columns of `SamplingState`, copied for each slot, sent to every rank
@@ -206,6 +207,8 @@ class Completion:
     prompt_logprobs    where asked for, one per prompt token; None for the first
     num_cached_tokens  tokens of the prompt that came from the prefix cache. It says how the result was reached, not
                        what it is: two completions are equal whatever it is
+    weight_versions    which weights drew which tokens: pairs of a token's number, from 0, and the version from it on.
+                       One pair unless weights were updated in the middle (`pause("keep")`). It compares as nothing
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -215,6 +218,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = field(default=0, compare=False)
+    weight_versions: tuple[tuple[int, str], ...] = field(default=(), compare=False)
 
 
 def check_token_ids(

@@ -178,7 +178,7 @@ def test_penalties_are_noticed(change, has_penalties):
 
 
 def test_finish_reasons_are_plain_strings():
-    assert [str(reason) for reason in FinishReason] == ["stop", "length"]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
     assert FinishReason.STOP == "stop"
 
 

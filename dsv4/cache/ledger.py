@@ -93,11 +93,11 @@ class CacheLedger:
         return self.prefix.match(chain, self._positions, num_below)
 
     def start_anew(self, fingerprint: str) -> None:
-        """What is cached was made by other weights: prefixes go by another name from now on. Those known under this
-        name are found again."""
+        """What is cached was made by other weights: prefixes go by another name from now on. The device forgets them;
+        lower tiers find those of this name again. What running requests hold stays theirs alone."""
         self.fingerprint = fingerprint
         if self.prefix is not None:
-            self.prefix.to_verify.clear()
+            self.prefix.clear()
 
     def wait_for_files(self, seconds: float) -> None:
         """Until the files that `match` counts on have been read, or so long."""

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,16 +33,17 @@ from dsv4.cache.transfer import HostCopy
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.draft.counts import FixedDrafts, Offer
 from dsv4.engine.draft.host_copy import read_offers
+from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
 from dsv4.engine.request import UNREAD, Request
 from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.schedule.kept import Outcome, by_piece, kept_rows, num_accepted
+from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.schedule.rows import RowsOfStep
 from dsv4.engine.schedule.scheduler import Scheduler
-from dsv4.engine.stats import EngineStats
+from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
@@ -93,6 +93,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
+        self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0
@@ -100,23 +101,25 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flights) or bool(self._results)
+        """Whether `step` has something to do."""
+        can_run = not self.gate.is_still and self.scheduler.has_work
+        return can_run or bool(self._flights) or bool(self._results) or bool(self._results.ended)
 
     @property
     def has_idle_work(self) -> bool:
         """Whether `idle_step` has something to do: only while there is no other work."""
-        return not self.has_work and self._verifier.has_work
+        return not self.has_work and not self.gate.is_shut and self._verifier.has_work
 
     def idle_step(self) -> None:
         """A forward call for nobody: cached prefixes are compared with cold runs (`EngineConfig.verify_hits`)."""
         self._verifier.step()
 
-    def forget_weights(self, name: str) -> None:
-        """The weights are about to change: nothing cached so far may be used after it. `name` is the new ones'. Nothing
-        may run."""
-        assert not self.has_work, "weights change between requests"
+    def start_anew(self, name: str, *, clears: bool = False) -> None:
+        """Forget cached prefixes, made by other weights than those called `name`; with `clears`, all cached rows."""
+        assert not self.has_work and isinstance(self.scheduler, Scheduler), "an engine of one rank, between two steps"
         self._verifier.forget()
         self.cache.start_anew(name)
+        self.scheduler.start_anew(clears=clears)
 
     @property
     def num_slots(self) -> int:
@@ -132,19 +135,11 @@ class Engine:
         num_blocks, num_free = self._blocks()
         moved = TransferStats() if self._experts is None else self._experts.stats
         return EngineStats(
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self.gate.held),
             num_slots=self.num_slots,
             num_blocks_used=num_blocks - num_free,
             num_blocks=num_blocks,
-            num_steps=scheduler.num_steps,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_finished=scheduler.num_finished,
-            num_aborted=scheduler.num_aborted,
-            num_failed=scheduler.num_failed,
-            num_preemptions=scheduler.num_preemptions,
-            num_recomputed_tokens=scheduler.num_recomputed_tokens,
             num_expert_hits=moved.num_hits,
             num_expert_misses=moved.num_misses,
             num_expert_bytes=moved.bytes_moved,
@@ -152,6 +147,7 @@ class Engine:
             num_verified_hits=self._verifier.num_verified,
             num_wrong_hits=self._verifier.num_wrong,
             drafts=None if self._drafts is None else self._drafts.stats(),
+            **{name: getattr(scheduler, name) for name in SCHEDULER_COUNTS},
             **self._prefix_stats(),
         )
 
@@ -166,6 +162,8 @@ class Engine:
             token_ids, params, max_context_tokens=limits.max_context_tokens,
             eos_token_id=config.eos_token_id, constraint=constraint,
         )  # fmt: skip
+        if self.gate.refusal is not None:
+            raise self.gate.refusal
         needed, total = blocks_at_position(request.max_len), self.cache.schema.num_blocks
         if needed > total:
             raise RequestError(
@@ -176,9 +174,19 @@ class Engine:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a prepared request. Its deadline counts from here."""
+        """Queue a prepared request. Its deadline counts from here. While the engine is paused, it waits outside."""
         self._verifier.make_way()
-        self.scheduler.add(request, self._clock())
+        if self.gate.is_shut:
+            self.gate.held[request] = self._clock()
+        else:
+            self.gate.stamp(request)
+            self.scheduler.add(request, self._clock())
+
+    def resume(self) -> None:
+        """Go on after `gate.shut`; what came meanwhile is queued."""
+        for request, since in self.gate.open():
+            self.gate.stamp(request)
+            self.scheduler.add(request, since)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:
         """`prepare` and `submit`."""
@@ -195,7 +203,7 @@ class Engine:
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
         started = time.perf_counter()
-        launched = self._launch()
+        launched = None if self.gate.is_still else self._launch()
         while len(self._flights) > (self._depth if launched else 0):
             self._collect()
         if launched is not None and launched.drawn is None:
@@ -214,14 +222,15 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
+        request.is_aborted |= self.gate.leave(request)
         self.scheduler.abort(request)
         self._results.forget()
 
-    def finish(self, request: Request) -> None:
-        """The caller found the request's end in its text (a stop string): it leaves as one that ended well. Tokens
-        drawn since are dropped."""
+    def finish(self, request: Request, reason: FinishReason = FinishReason.STOP) -> None:
+        """The caller found the request's end (a stop string): it leaves as one that ended well. Later tokens go."""
         if not request.is_done:
-            request.finish_reason = FinishReason.STOP
+            request.finish_reason = reason
+            self.gate.leave(request)
             self.scheduler.settle(request)
             self._results.forget()
 
@@ -287,11 +296,7 @@ class Engine:
 
     def _run(self, plan: StepPlan, size: StepSize) -> InFlightStep:
         """Launch the forward call of a plan whose pieces are all this process's."""
-        flight = InFlightStep.launch(self.runner, self._builder, plan, size)
-        if self.observers and flight.forwarded is not None:
-            chosen = torch.stack(flight.forwarded.experts)[:, : flight.step.num_tokens]
-            flight.experts = HostCopy([chosen], self.cache.device)
-        return flight
+        return InFlightStep.launch(self.runner, self._builder, plan, size, tells_experts=bool(self.observers))
 
     def _draw(self, flight: InFlightStep) -> None:
         """Launch the draw, once rules have said what they allow."""
@@ -318,11 +323,7 @@ class Engine:
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
             own, drawn = self._own_offers(flight), flight.outcomes(found)
-            if flight.experts is not None and self.observers:
-                chosen = flight.experts.wait()[0]
-                told = chosen if self._drafts is None else chosen[:, kept_rows(flight.own.others, drawn)]
-                for observer in tuple(self.observers):  # one may remove itself
-                    observer(told)
+            flight.tell_experts(self.observers, drawn)
         except BaseException:  # the device failed: nothing that was launched can be trusted
             self._drop_flights()
             raise
@@ -368,9 +369,8 @@ class Engine:
             request, token_id = step.requests[row], int(token_ids[row])
             was_done = request.is_done
             request.num_unread -= 1
-            self._take(
-                request, Drawn(token_id, None) if token_id >= 0 else undrawable(token_id, len(request.token_ids))
-            )
+            is_token = token_id >= 0
+            self._take(request, Drawn(token_id, None) if is_token else undrawable(token_id, len(request.token_ids)))
             self._let_go(request, was_done)
 
     def _settle(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:

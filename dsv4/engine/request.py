@@ -27,8 +27,22 @@ class RequestFailed(Dsv4Error, RuntimeError):
     allowed no token, or no cache block will ever be free for it."""
 
 
+class WeightsIncomplete(Dsv4Error, RuntimeError):
+    """An update failed half way, or the weights were dropped: no request is taken until a whole update follows."""
+
+
 class DeadlinePassed(RequestFailed):
     """The request was not done at its deadline. What it had written by then is in its `Request`."""
+
+
+def expire(request: Request) -> str:
+    """Mark a request whose deadline has passed; returns why it fails."""
+    request.is_expired = True
+    most = request.max_len - request.prompt_len
+    return (
+        f"the deadline of {request.params.deadline:g} s passed with {request.num_output} of at most "
+        f"{most} tokens written"
+    )
 
 
 @dataclass(eq=False)
@@ -47,6 +61,8 @@ class Request:
 
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
+
+    `weight_versions` are runs of its tokens: the number of the first one, and the version of the weights that drew it.
 
     While the request has a row among `rows`, how far it is stands there: `num_processed`, `num_read` and `num_unread`
     are read from there.
@@ -72,6 +88,8 @@ class Request:
     constraint: Constraint | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    weight_versions: list[tuple[int, str]] = field(default_factory=list)
+    name: str = ""
     _num_processed: int = field(default=0, init=False)
     _num_unread: int = field(default=0, init=False)
     _num_read: int = field(default=0, init=False)
@@ -231,4 +249,5 @@ class Request:
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             num_cached_tokens=self.num_cached_tokens,
+            weight_versions=tuple(self.weight_versions),
         )

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCHEDULER_COUNTS = (  # numbers that the scheduler keeps
+    "num_running", "num_steps", "num_prompt_tokens", "num_finished", "num_aborted", "num_failed", "num_preemptions",
+    "num_recomputed_tokens",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DraftStats:

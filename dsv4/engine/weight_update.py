@@ -19,7 +19,6 @@ from dsv4.config import ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.engine.offload.load import ExpertsOnTheirWay
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.errors import Dsv4Error
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import AnyWeight, QuantTensor, as_loaded, dequantize
 from dsv4.loader.assemble import ParameterStore
@@ -36,10 +35,6 @@ from dsv4.model.prepare import prepare_block
 from dsv4.ops.backend import Backend
 
 WeightSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
-
-class WeightsIncomplete(Dsv4Error, RuntimeError):
-    """An update failed half way: some weights are new and others old, until a whole update follows."""
 
 
 def open_source(source: WeightSource, config: ModelConfig) -> Checkpoint:

@@ -25,7 +25,7 @@ def engine_loop(llm: LLM, *, max_waiting: int = 256, recorder: Recorder | None =
 
     live = LiveView(llm.engine)
     return EngineLoop(
-        llm.engine, engine_info(llm, "" if recorder is None else recorder.kind), max_waiting=max_waiting,
-        constrain=constrain, answers={"live": live.snapshot}, on_step=live.on_step,
+        llm.engine, engine_info(llm, "" if recorder is None else recorder.kind), llm.control,
+        max_waiting=max_waiting, constrain=constrain, answers={"live": live.snapshot}, on_step=live.on_step,
         on_record=None if recorder is None else recorder.add_line,
     )  # fmt: skip

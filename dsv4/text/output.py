@@ -23,6 +23,7 @@ class TextOutput:
     error              why the request failed, if it did
     num_cached_tokens  prompt tokens that came from the prefix cache
     prompt_logprobs    grow as the prompt is read, where they were asked for
+    weight_versions    see `Completion`
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TextOutput:
         self.logprobs = LogprobList()
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
+        self.weight_versions: list[tuple[int, str]] = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._eos_token_id = eos_token_id
@@ -92,6 +94,16 @@ class TextOutput:
             self._text.add(text)
         return text
 
+    def end(self, finish_reason: FinishReason) -> str:
+        """It ends without another token; returns the text that was held back."""
+        self.finish_reason = finish_reason
+        text = "" if self._detokenizer is None else self._detokenizer.flush()
+        if self._stop is not None:
+            text = self._stop.push(text) + self._stop.flush()
+        if text:
+            self._text.add(text)
+        return text
+
     def completion(self) -> Completion:
         """The result, once done; raises the error of a request that failed."""
         if self.error is not None:
@@ -105,4 +117,5 @@ class TextOutput:
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
+            weight_versions=tuple(run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))),
         )

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from dsv4 import LLM, EngineConfig, SamplingParams
 from dsv4.engine import weight_update
 from dsv4.engine.offload.trees import tensors_of
-from dsv4.engine.weight_update import WeightsIncomplete
+from dsv4.engine.request import WeightsIncomplete
 from dsv4.formats.tensors import WideWeight
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.synth import write_checkpoint

@@ -322,6 +322,16 @@ class PrefixCache:
             self.tree.give_back(snapshot)
         self.tree.leave(slot, held.nodes)
 
+    def clear(self) -> None:
+        """Know no prefix any more. Running requests keep their blocks, and leave nothing to others."""
+        for slot, held in self._held.items():
+            for _, snapshot in held.unnamed:
+                self.tree.give_back(snapshot)
+            self.tree.leave(slot, held.nodes)
+        self._held.clear()
+        self.to_verify.clear()
+        self.tree.clear()
+
     def path_to(self, chain: ChainKeys) -> list[Node] | None:
         """The nodes of all known blocks of a chain, if the device has a snapshot at their end."""
         nodes = list(self.tree.walk(chain.first(chain.num_known)))

@@ -230,6 +230,11 @@ class PrefixTree:
         del self._lru[node]
         self._trim(node)
 
+    def clear(self) -> None:
+        """Give up every snapshot, and the blocks that led to them. Nobody passes a node."""
+        for node in list(self._lru):
+            self.drop_snapshot(node)
+
     def make_room(self, num_blocks: int) -> None:
         """Give up idle blocks until so many are free, or none is idle."""
         while self._allocator.num_free < num_blocks and self.num_idle_blocks:

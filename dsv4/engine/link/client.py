@@ -16,16 +16,18 @@ from dsv4.engine.link.messages import (
     LAST_HANDLE,
     Ask,
     Cancel,
+    Control,
     EngineInfo,
     EngineLost,
     Finish,
     Frames,
-    Hello,
     Record,
     Reply,
     Step,
     Submit,
+    ToEngine,
     encode,
+    error_in,
     error_of,
     pack_ids,
     unpack_logprobs,
@@ -35,13 +37,11 @@ from dsv4.engine.stats import EngineStats
 from dsv4.request import FinishReason, TokenLogprobs
 from dsv4.text.output import TextOutput
 
-_Message = Submit | Cancel | Finish | Ask | Record
-
 
 class EngineClient(asyncio.Protocol):
     """Made by `connect`. Everything runs in the event loop it was made in.
 
-    info       the engine's limits
+    info       the engine's limits, and which weights it runs now
     on_lost    called when the engine's end of the socket is closed
     """
 
@@ -51,7 +51,7 @@ class EngineClient(asyncio.Protocol):
         self._on_lost = on_lost
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
-        self._hello: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owners: dict[int, tuple[RequestStream, int]] = {}
         self._firsts: dict[RequestStream, int] = {}  # the handle of each group's first request
         self._next_handle = 0
@@ -67,7 +67,7 @@ class EngineClient(asyncio.Protocol):
             _, client = await loop.create_unix_connection(lambda: cls(on_lost), where)
         else:
             _, client = await loop.create_unix_connection(lambda: cls(on_lost), sock=where)
-        client.info = await client._hello
+        await client._hello
         return client
 
     # ---- requests ----
@@ -78,10 +78,10 @@ class EngineClient(asyncio.Protocol):
         return len(self._owners)
 
     def submit(
-        self, outputs: Sequence[TextOutput], *, grammar: str | None = None, opening: Sequence[int] = ()
+        self, outputs: Sequence[TextOutput], *, grammar: str | None = None, opening: Sequence[int] = (), name: str = ""
     ) -> RequestStream:  # fmt: skip
         """Send the requests that these outputs are to answer, as one group; all follow the same grammar. `EngineLost`
-        if the engine has gone; whether it takes them, `RequestStream.accepted` says."""
+        if the engine has gone; whether it takes them, `RequestStream.accepted` says. `name`: for `abort`."""
         stream = RequestStream(outputs, self._finish, self._cancel)
         if self.is_lost:
             raise EngineLost("the engine has stopped")
@@ -99,7 +99,7 @@ class EngineClient(asyncio.Protocol):
             Submit(
                 first, [pack_ids(prompt) for prompt in different.values()],
                 [prompts[id(output.prompt_ids)] for output in outputs], [output.params for output in outputs], grammar,
-                list(opening),
+                list(opening), name,
             )
         )  # fmt: skip
         return stream
@@ -139,14 +139,21 @@ class EngineClient(asyncio.Protocol):
 
     async def ask(self, what: str, kind: Any = Any) -> Any:
         """The engine's answer, as `kind`. It comes between two steps."""
+        return msgspec.msgpack.decode(await self._answer(lambda number: Ask(number, what)), type=kind)
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """Have the engine obey a command (`EngineControl`); returns its answer or raises its error."""
+        return msgspec.msgpack.decode(await self._answer(lambda number: Control(number, verb, arguments)))
+
+    async def _answer(self, ask: Callable[[int], Ask | Control]) -> bytes:
         if self.is_lost:
             raise EngineLost("the engine has stopped")
         number, self._num_asked = self._num_asked, self._num_asked + 1
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._send(Ask(number, what))
+        self._send(ask(number))
         try:
-            return msgspec.msgpack.decode(await answer, type=kind)
+            return await answer
         finally:
             self._asked.pop(number, None)
 
@@ -160,7 +167,7 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: ToEngine) -> None:
         if self._transport is not None and not self.is_lost:
             self._transport.write(encode(message))
 
@@ -188,11 +195,17 @@ class EngineClient(asyncio.Protocol):
                 self._take(message)
             elif isinstance(message, Reply):
                 answer = self._asked.get(message.number)
-                if answer is not None and not answer.done():
+                error = error_in(message)
+                if answer is None or answer.done():
+                    continue
+                if error is None:
                     answer.set_result(message.payload)
-            elif not self._hello.done():
-                assert isinstance(message, Hello)
-                self._hello.set_result(message.info)
+                else:
+                    answer.set_exception(error)
+            else:
+                self.info = message.info
+                if not self._hello.done():
+                    self._hello.set_result(None)
 
     def _take(self, step: Step) -> None:
         """What the engine did, to those who wait for it."""
@@ -204,7 +217,7 @@ class EngineClient(asyncio.Protocol):
             found = owners.get(start.handle)
             if found is not None:
                 output = found[0].outputs[found[1]]
-                output.num_cached_tokens = start.num_cached
+                output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
         logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}

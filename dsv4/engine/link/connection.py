@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.engine.link.messages import End, Frames, PackedLogprobs, Reply, Start, Step, encode
+from dsv4.engine.link.messages import (
+    End,
+    EngineInfo,
+    Frames,
+    Hello,
+    PackedLogprobs,
+    Reply,
+    Start,
+    Step,
+    encode,
+    pack_logprobs,
+)
 from dsv4.engine.request import Request
+from dsv4.request import FinishReason, TokenLogprobs
 
 _READ_BYTES = 1 << 18
 _ID_BYTES = 4
@@ -16,7 +29,7 @@ _ID_BYTES = 4
 
 class ClientConnection:
     """requests   by handle
-    compiling  handles whose grammar is being compiled
+    compiling  handles whose grammar is being compiled, and the names of their requests
     started    handles whose `Start` is on its way
     unsent     bytes that the socket has not taken
     """
@@ -27,9 +40,9 @@ class ClientConnection:
         self.frames = Frames()
         self.unsent = bytearray()
         self.requests: dict[int, Request] = {}
-        self.compiling: set[int] = set()
+        self.compiling: dict[int, str] = {}
         self.started: set[int] = set()
-        self.replies: list[Reply] = []
+        self.replies: list[Reply | Hello] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -53,6 +66,31 @@ class ClientConnection:
         """A token for each handle (int32)."""
         self._handles += handles
         self._token_ids += token_ids.tobytes()
+
+    def add_logprobs(self, row: int, request: Request, logprobs: TokenLogprobs) -> None:
+        """Of the token in this row of the news."""
+        self.logprobs.append((row, pack_logprobs([logprobs])))
+        request.logprobs.clear()  # the client has it
+
+    def start(self, handle: int, request: Request) -> None:
+        """The client is told what is known of the request, apart from its tokens."""
+        scores: PackedLogprobs | None = None
+        if request.params.prompt_logprobs is not None and handle not in self.started:
+            scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
+        self.started.add(handle)
+        self.starts.append(Start(handle, request.num_cached_tokens, scores, [*request.weight_versions]))
+
+    def announce(self, info: EngineInfo) -> None:
+        """Other weights run from now on, for requests that have begun too."""
+        self.replies.append(Hello(info))
+        for handle in self.started:
+            self.start(handle, self.requests[handle])
+
+    def end_compiling(self, is_meant: Callable[[str], bool]) -> None:
+        """End requests whose grammars are not ready, by their names."""
+        for handle in [handle for handle, name in self.compiling.items() if is_meant(name)]:
+            del self.compiling[handle]
+            self.ends.append(End(handle, FinishReason.ABORT.value))
 
     def pack(self, seconds: float) -> None:
         """The news become one message, after the answers to questions."""

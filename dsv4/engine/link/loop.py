@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -23,47 +23,47 @@ from numpy.typing import NDArray
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
+from dsv4.engine.control import EngineControl
 from dsv4.engine.engine import Engine
 from dsv4.engine.link.connection import ClientConnection
+from dsv4.engine.link.control_desk import ControlDesk, reply_to
+from dsv4.engine.link.grammars import Constrain, GrammarQueue
 from dsv4.engine.link.messages import (
     TO_ENGINE,
     Ask,
     Cancel,
+    Control,
     End,
     EngineBusy,
     EngineInfo,
     EngineStopped,
     Finish,
     Hello,
-    PackedLogprobs,
-    Record,
     RejectedGrammar,
-    Start,
     Submit,
+    ToEngine,
     encode,
     end_of,
     pack_ids,
-    pack_logprobs,
     pack_reply,
     unpack_ids,
 )
 from dsv4.engine.link.throughput import ThroughputLog
-from dsv4.engine.request import Request, RequestAborted
+from dsv4.engine.request import Request, RequestAborted, WeightsIncomplete
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
-from dsv4.request import RequestError
+from dsv4.request import FinishReason, RequestError
 
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
 _FLUSH_SECONDS = 1.0  # for the last words to a client whose socket is full
 _LOG = logging.getLogger("dsv4.engine")
-# from a grammar's text, and the ids an answer must be able to open with
-Constrain = Callable[[str, list[int]], Constraint]
 
 
 class EngineLoop:
     """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
 
     constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    control      obeys commands (`Control`)
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
@@ -75,15 +75,15 @@ class EngineLoop:
     step_start: float | None = None
 
     def __init__(
-        self, engine: Engine, info: EngineInfo, *, max_waiting: int = 256, constrain: Constrain | None = None,
-        answers: Mapping[str, Callable[[], Any]] | None = None, on_record: Callable[[bytes], None] | None = None,
-        on_step: Callable[[], None] | None = None,
+        self, engine: Engine, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
+        constrain: Constrain | None = None, answers: Mapping[str, Callable[[], Any]] | None = None,
+        on_record: Callable[[bytes], None] | None = None, on_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
         self.engine, self.info = engine, info
         self._max_waiting = max_waiting
-        self._constrain = constrain
+        self._grammars = None if constrain is None else GrammarQueue(constrain, self._call)
         self._answers = {"stats": engine.stats, **(answers or {})}
         self._on_record, self._on_step = on_record, on_step
         self._clients: set[ClientConnection] = set()
@@ -91,17 +91,16 @@ class EngineLoop:
         # tokens of a step of these requests: which client gets those at which places, under which handles
         self._routed: tuple[Request, ...] = ()
         self._routes: list[tuple[ClientConnection, NDArray[np.int64], bytes]] = []
-        self._num_compiling = 0
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._commands: deque[Callable[[], None]] = deque()
-        self._compiler = ThreadPoolExecutor(1, "dsv4-grammar")
         self._is_draining = self._is_over = self._is_closed = False
         self.failure: RankFailed | None = None
         self.last_error: Exception | None = None
+        self._desk = ControlDesk(control, self._end_early, self._announce)
         self._throughput = ThroughputLog(engine.stats())
         engine.when_failed(lambda error: self._call(lambda: self._fail(error)))
 
@@ -110,7 +109,7 @@ class EngineLoop:
     @property
     def num_open(self) -> int:
         """Requests taken and not ended."""
-        return len(self._owners) + self._num_compiling
+        return len(self._owners) + (self._grammars.num_requests if self._grammars else 0)
 
     def attach(self, connection: socket.socket) -> None:
         """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
@@ -127,6 +126,12 @@ class EngineLoop:
         """End `run` between two steps, and every request with `EngineStopped`; with `drains`, once all are done."""
         self._call(lambda: self._stop(drains))
 
+    def control(self, verb: str, **arguments: Any) -> Future[Any]:
+        """Tell the engine something (`EngineControl`); done between two steps."""
+        answer: Future[Any] = Future()
+        self._call(lambda: self._desk.obey(verb, arguments, answer))
+        return answer
+
     def _call(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         try:
@@ -136,7 +141,7 @@ class EngineLoop:
 
     def _stop(self, drains: bool) -> None:
         self._is_draining = True
-        self._is_over = not drains
+        self._is_over = not drains or self.engine.gate.is_shut  # what is paused would never end
 
     # ---- the engine's thread ----
 
@@ -196,7 +201,7 @@ class EngineLoop:
             self._lose(client)
         return client in self._clients
 
-    def _obey(self, client: ClientConnection, message: Submit | Cancel | Finish | Ask | Record) -> None:
+    def _obey(self, client: ClientConnection, message: ToEngine) -> None:
         if isinstance(message, Submit):
             self._submit(client, message)
         elif isinstance(message, Cancel):
@@ -213,6 +218,8 @@ class EngineLoop:
             if answer is None:
                 raise ValueError(f"what can be asked for is {', '.join(self._answers)}, found {message.what!r}")
             client.replies.append(pack_reply(message.number, answer()))
+        elif isinstance(message, Control):
+            self._desk.obey(message.verb, message.arguments, reply_to(client, message.number))
         elif self._on_record is not None:
             self._on_record(message.payload)
 
@@ -230,8 +237,8 @@ class EngineLoop:
         elif num_waiting > 0 and num_waiting + len(handles) > self._max_waiting:
             problem = EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
         elif message.grammar is not None:
-            if self._constrain is not None:
-                self._compile(client, message)
+            if self._grammars is not None:
+                self._grammars.compile(client, message, self._compiled)
                 return
             problem = RejectedGrammar("this engine has no grammars")
         if problem is not None:
@@ -239,31 +246,9 @@ class EngineLoop:
         else:
             self._begin(client, message, None)
 
-    def _compile(self, client: ClientConnection, message: Submit) -> None:
-        """Off this thread: a grammar may take seconds."""
-        client.compiling |= set(message.handles)
-        self._num_compiling += len(message.params)
-
-        def work() -> None:
-            made: list[Constraint] | Exception
-            try:
-                assert self._constrain is not None and message.grammar is not None
-                made = [self._constrain(message.grammar, message.opening) for _ in message.params]
-            except Exception as error:  # told to the request, whatever it is
-                made = error if isinstance(error, RequestError) else RejectedGrammar(str(error))
-            self._call(lambda: self._compiled(client, message, made))
-
-        self._compiler.submit(work)
-
     def _compiled(self, client: ClientConnection, message: Submit, made: list[Constraint] | Exception) -> None:
-        handles = message.handles
-        self._num_compiling -= len(handles)
-        wanted = client.compiling >= set(handles) and client in self._clients
-        client.compiling -= set(handles)
-        if not wanted:
-            return
         if isinstance(made, Exception):
-            self._refuse(client, handles, made)
+            self._refuse(client, message.handles, made)
         else:
             self._begin(client, message, made)
 
@@ -275,12 +260,12 @@ class EngineLoop:
             for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
                 constraint = None if constraints is None else constraints[place]
                 prepared.append(self.engine.prepare(prompts[owner], params, constraint))
-        except RequestError as error:
+        except (RequestError, WeightsIncomplete) as error:
             self._refuse(client, handles, error)
             return
         client.accepted.append(message.first)
         for handle, request in zip(handles, prepared, strict=True):
-            client.requests[handle] = request
+            client.requests[handle], request.name = request, message.name
             self._owners[request] = (client, handle)
             self.engine.submit(request)
 
@@ -288,7 +273,7 @@ class EngineLoop:
         client.ends += [end_of(handle, problem) for handle in handles]
 
     def _drop(self, client: ClientConnection, handle: int) -> None:
-        client.compiling.discard(handle)
+        client.compiling.pop(handle, None)
         request = client.requests.get(handle)
         if request is not None:
             self.engine.abort(request)
@@ -360,7 +345,7 @@ class EngineLoop:
         for place, request in enumerate(requests):
             client, handle = self._owners[request]
             if handle not in client.started:
-                self._start(client, handle, request)
+                client.start(handle, request)
             places.setdefault(client, []).append(place)
             handles.setdefault(client, []).append(handle)
         self._routed = requests
@@ -370,15 +355,7 @@ class EngineLoop:
         for row, place in enumerate(places, start=client.num_tokens):
             logprobs = tokens.logprobs.get(place)
             if logprobs is not None:
-                client.logprobs.append((row, pack_logprobs([logprobs])))
-                tokens.requests[place].logprobs.clear()  # the client has it
-
-    def _start(self, client: ClientConnection, handle: int, request: Request) -> None:
-        scores: PackedLogprobs | None = None
-        if request.params.prompt_logprobs is not None:
-            scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
-        client.started.add(handle)
-        client.starts.append(Start(handle, request.num_cached_tokens, scores))
+                client.add_logprobs(row, tokens.requests[place], logprobs)
 
     def _end(self, request: Request) -> None:
         client, handle = self._owners[request]
@@ -390,7 +367,7 @@ class EngineLoop:
         else:
             assert request.finish_reason is not None
             if handle not in client.started:  # its prompt was only scored
-                self._start(client, handle, request)
+                client.start(handle, request)
             client.ends.append(End(handle, request.finish_reason.value))
         self._forget(request)
 
@@ -403,9 +380,28 @@ class EngineLoop:
                 self._end(request)
             self._is_over = True
 
+    # ---- commands ----
+
+    def _end_early(self, is_meant: Callable[[str], bool]) -> int:
+        """End requests by their names, with what they have; how many there were."""
+        meant = [request for request in self._owners if is_meant(request.name)]
+        for request in meant:
+            self.engine.finish(request, FinishReason.ABORT)
+            self._end(request)
+        for client in self._clients:
+            client.end_compiling(is_meant)
+        return len(meant)
+
+    def _announce(self, fingerprint: str, version: str) -> None:
+        """Other weights run from now on."""
+        self.info = msgspec.structs.replace(self.info, fingerprint=fingerprint, weight_version=version)
+        for client in self._clients:
+            client.announce(self.info)
+
     # ---- sockets ----
 
     def _flush(self, seconds: float) -> None:
+        self._desk.settle(has_work=self.engine.has_work)
         for client in [one for one in self._clients if one.has_news]:
             client.pack(seconds)
             self._send(client)
@@ -437,13 +433,15 @@ class EngineLoop:
             client.ends.append(end_of(handle, problem))
             self.engine.abort(request)
             self._forget(request)
+        self._desk.close(problem)
         for client in self._clients:
             client.ends += [end_of(handle, problem) for handle in client.compiling]
         self._flush(time.perf_counter())
         for client in self._clients:
             client.close(_FLUSH_SECONDS)
         self._clients.clear()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._grammars:
+            self._grammars.close()
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)

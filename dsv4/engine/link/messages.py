@@ -1,6 +1,6 @@
 """Messages between an engine and its clients: MessagePack, each after its length in four bytes. Nothing is unpickled.
 
-    client -> engine   Submit, Cancel, Finish, Ask, Record
+    client -> engine   Submit, Cancel, Finish, Ask, Record, Control
     engine -> client   Hello once, then Step (at most one a step and client), Reply
 
 A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4 import errors
+from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
 from dsv4.errors import Dsv4Error
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
@@ -38,6 +39,10 @@ class EngineLost(RequestAborted):
     """The engine's process has died or does not answer."""
 
 
+class ControlFailed(Dsv4Error, RuntimeError):
+    """The engine could not do what it was told, for a reason without a name of its own."""
+
+
 class RejectedGrammar(RequestError):
     """The engine cannot enforce the request's grammar; the text says why."""
 
@@ -47,7 +52,7 @@ class RejectedGrammar(RequestError):
 
 class Submit(msgspec.Struct, tag=0, array_like=True):
     """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`. All
-    follow `grammar`, whose text must be able to go on after the ids `opening`."""
+    follow `grammar`, whose text must be able to go on after the ids `opening`. `name` is what `abort` knows them by."""
 
     first: int
     prompts: list[bytes]
@@ -55,6 +60,7 @@ class Submit(msgspec.Struct, tag=0, array_like=True):
     params: list[SamplingParams]
     grammar: str | None = None
     opening: list[int] = []
+    name: str = ""
 
     @property
     def handles(self) -> range:
@@ -95,11 +101,19 @@ class Record(msgspec.Struct, tag=4, array_like=True):
     payload: bytes
 
 
+class Control(msgspec.Struct, tag=5, array_like=True):
+    """A command (`EngineControl`), answered by `Reply` between two steps."""
+
+    number: int
+    verb: str
+    arguments: dict[str, Any] = {}
+
+
 # ---- from the engine ----
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What clients must know of an engine before they send it anything.
+    """What clients must know of an engine before they send it anything. It comes again when the weights change.
 
     fingerprint   checkpoint, numerics, kernels and processor in one word
     records       "": nothing is recorded; "whole", or "hashes": what `Record` lines hold. The engine keeps them
@@ -112,6 +126,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_slots: int
     num_blocks: int
     records: Literal["", "whole", "hashes"] = ""
+    weight_version: str = "0"
 
 
 class Hello(msgspec.Struct, tag=10, array_like=True):
@@ -129,11 +144,12 @@ class PackedLogprobs(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True):
-    """A request's prompt has been read."""
+    """A request's prompt has been read; once more where the weights change under it (`Completion.weight_versions`)."""
 
     handle: int
     num_cached: int
     prompt_logprobs: PackedLogprobs | None = None
+    weight_versions: list[tuple[int, str]] = []
 
 
 class End(msgspec.Struct, array_like=True):
@@ -158,11 +174,16 @@ class Step(msgspec.Struct, tag=11, array_like=True):
 
 
 class Reply(msgspec.Struct, tag=12, array_like=True):
+    """An answer, or the name of an error and its text."""
+
     number: int
-    payload: bytes
+    payload: bytes = b""
+    error: str = ""
+    text: str = ""
+    field: str | None = None
 
 
-ToEngine = Submit | Cancel | Finish | Ask | Record
+ToEngine = Submit | Cancel | Finish | Ask | Record | Control
 FromEngine = Hello | Step | Reply
 _ENCODER = msgspec.msgpack.Encoder()
 TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
@@ -240,6 +261,7 @@ def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
 _ERRORS: dict[str, type[Exception]] = {
     "failed": RequestFailed, "expired": DeadlinePassed, "aborted": RequestAborted, "busy": EngineBusy,
     "stopped": EngineStopped, "lost": EngineLost, "invalid": RequestError, "grammar": RejectedGrammar,
+    "incomplete": WeightsIncomplete,
 }  # fmt: skip
 _KINDS = {error: kind for kind, error in _ERRORS.items()}
 
@@ -255,3 +277,21 @@ def error_of(end: End) -> Exception | None:
     if error is None:
         return None
     return error(end.text, field=end.field) if issubclass(error, RequestError) else error(end.text)
+
+
+# errors of commands that arrive as what they were; any other is a `ControlFailed`
+_COMMAND_ERRORS = ("CheckpointError", "ConfigError", "RequestError", "RequestAborted", "WeightsIncomplete")
+
+
+def pack_error(number: int, error: BaseException) -> Reply:
+    kinds = [one.__name__ for one in type(error).__mro__ if one.__name__ in _COMMAND_ERRORS]
+    text = str(error) if kinds else f"{type(error).__name__}: {error}"
+    return Reply(number, b"", kinds[0] if kinds else "ControlFailed", text, getattr(error, "field", None))
+
+
+def error_in(reply: Reply) -> Exception | None:
+    """What went wrong, if something did."""
+    if not reply.error:
+        return None
+    kind = getattr(errors, reply.error) if reply.error in _COMMAND_ERRORS else ControlFailed
+    return kind(reply.text, field=reply.field) if kind is RequestError else kind(reply.text)

@@ -43,13 +43,14 @@ class ErrorEvent:
 
 @dataclass(frozen=True)
 class EndEvent:
-    """The request `choice` ended without a token: it only scored its prompt."""
+    """The request `choice` ended without a token: it only scored its prompt, or was ended early (`ABORT`). `text` was
+    held back before."""
 
     choice: int
     finish_reason: FinishReason
     seconds: float
+    text: str = ""
     token_id: ClassVar[None] = None
-    text: ClassVar[str] = ""
     logprobs: ClassVar[None] = None
 
 
@@ -156,8 +157,7 @@ class RequestStream:
         if item.token_id is None:
             assert item.finish_reason is not None
             self._open.discard(choice)
-            output.finish_reason = item.finish_reason
-            return EndEvent(choice, item.finish_reason, item.seconds)
+            return EndEvent(choice, item.finish_reason, item.seconds, output.end(item.finish_reason))
         text = output.take(item.token_id, item.logprobs, item.finish_reason)
         if output.finish_reason is not None:
             self._open.discard(choice)

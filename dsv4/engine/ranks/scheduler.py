@@ -22,10 +22,10 @@ from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.request import Request
+from dsv4.engine.request import Request, expire
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.schedule.plan_builder import starts_block
-from dsv4.engine.schedule.scheduler import Scheduler, expire
+from dsv4.engine.schedule.scheduler import Scheduler
 
 IMBALANCE_TOKENS = BLOCK_TOKENS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from dsv4.engine.draft.host_copy import launch_drafts
 from dsv4.engine.ranks.scheduler import StepSize
 from dsv4.engine.run.bucket import Forwarded
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.schedule.kept import Outcome
+from dsv4.engine.schedule.kept import Outcome, kept_rows
 from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
 from dsv4.engine.step.masks import Masks
@@ -53,13 +53,18 @@ class InFlightStep:
     stuck_elsewhere: Sequence[dict[int, str]] = ()
 
     @classmethod
-    def launch(cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize) -> InFlightStep:
+    def launch(
+        cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize, *, tells_experts: bool = False
+    ) -> InFlightStep:  # fmt: skip
         """The forward call of a plan whose pieces are all this process's."""
         target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
         forwarded = runner.forward(step.batch, step.draw_rows)
-        return cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
+        made = cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
+        if tells_experts:
+            made.experts = HostCopy([torch.stack(forwarded.experts)[:, : step.num_tokens]], runner.cache.device)
+        return made
 
     def draw(self, runner: Runner, masks: Masks) -> None:
         """The draw, and the drafter behind it. Precondition: earlier tokens of requests with rules have been read."""
@@ -76,6 +81,18 @@ class InFlightStep:
         self.drafted = launch_drafts(runner, self.forwarded, step, token_ids, self.num_drafts)
         self.stuck = masks.stuck
         self.forwarded = None  # its memory may be used again
+
+    def tell_experts(self, observers: Sequence[Callable[[Tensor], None]], drawn: Sequence[Outcome]) -> None:
+        """To each observer, of the tokens that count. `drawn`: what the pieces besides rows drew here."""
+        if self.experts is None or not observers:
+            return
+        chosen = self.experts.wait()[0]
+        if any(piece.num_drafts for piece in self.own.others):
+            num_rows = len(self.own.rows)
+            kept = [*range(num_rows), *(num_rows + row for row in kept_rows(self.own.others, drawn))]
+            chosen = chosen[:, kept]
+        for observer in tuple(observers):  # one may remove itself
+            observer(chosen)
 
     def outcomes(self, found: Sequence[Tensor]) -> list[Outcome]:
         """What the pieces besides rows drew here; `found` is what `drawn` brought."""

@@ -41,7 +41,7 @@ from dsv4.cache.errors import RequestNeverFits, require_integrity
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.request import Request
+from dsv4.engine.request import Request, expire
 from dsv4.engine.schedule.plan import CacheBooks, Piece, StepPlan
 from dsv4.engine.schedule.plan_builder import (
     PlanBuilder,
@@ -117,9 +117,7 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {request.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
-        if (
-            request.chain is None and request.params.prompt_logprobs is None
-        ):  # whose prompt is scored must read all of it
+        if request.chain is None and request.params.prompt_logprobs is None:  # a scored prompt is read whole
             request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
         request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
@@ -235,6 +233,14 @@ class Scheduler:
             self._leave(request, keep=keep)
             request.is_aborted = True
             self.num_aborted += 1
+
+    def start_anew(self, *, clears: bool) -> None:
+        """The cache knows no prefix any more. With `clears` running requests are preempted: all is computed again."""
+        for request in self.running if clears else ():
+            self._displace(request, keep=False)
+        for request in (*self._waiting, *self._running):
+            if request.chain is not None:
+                request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
 
     def check_integrity(self) -> None:
         """Recompute the truth: order, slots, positions, blocks and counts. Between two steps."""
@@ -425,7 +431,10 @@ class Scheduler:
         draft.num_blocks += self._freed(draft, [request])
         draft.num_tokens += draft.lengths.pop(request, 0)
         draft.preempted.append(request)
-        self._give_back(request)
+        self._displace(request)
+
+    def _displace(self, request: Request, *, keep: bool = True) -> None:
+        self._give_back(request, keep=keep)
         request.num_processed = 0
         request.drafts = ()
         insort(self._waiting, request, key=order_of)
@@ -464,13 +473,3 @@ class Scheduler:
         self._leave(request)
         request.error = reason
         self.num_failed += 1
-
-
-def expire(request: Request) -> str:
-    """Mark a request whose deadline has passed; returns why it fails."""
-    request.is_expired = True
-    most = request.max_len - request.prompt_len
-    return (
-        f"the deadline of {request.params.deadline:g} s passed with {request.num_output} of at most "
-        f"{most} tokens written"
-    )

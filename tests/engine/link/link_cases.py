@@ -15,7 +15,7 @@ from dsv4.text.output import TextOutput
 
 def start_engine(llm, **options):
     """`EngineThread` of an `LLM`, started."""
-    thread = EngineThread(EngineLoop(llm.engine, engine_info(llm), **options))
+    thread = EngineThread(EngineLoop(llm.engine, engine_info(llm), llm.control, **options))
     thread.start()
     return thread
 

@@ -20,6 +20,8 @@ from dsv4.engine.link.messages import (
     TO_ENGINE,
     Ask,
     Cancel,
+    Control,
+    ControlFailed,
     EngineBusy,
     EngineInfo,
     EngineLost,
@@ -34,14 +36,17 @@ from dsv4.engine.link.messages import (
     Submit,
     encode,
     end_of,
+    error_in,
     error_of,
+    pack_error,
     pack_ids,
     pack_logprobs,
     pack_reply,
     unpack_ids,
     unpack_logprobs,
 )
-from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed
+from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
+from dsv4.loader.header import CheckpointError
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
 PARAMS = SamplingParams(
@@ -53,6 +58,7 @@ MESSAGES = [
     Finish([]),
     Ask(0, "stats"),
     Record(b"\x00\xff"),
+    Control(3, "update_weights", {"source": "folder", "clear_cache": True}),
 ]
 
 
@@ -119,6 +125,20 @@ def test_errors_keep_their_type(kind):
     assert str(found) == "why"
 
 
+@pytest.mark.parametrize(
+    "error", [CheckpointError("x"), WeightsIncomplete("y"), RequestError("z", field="mode"), OSError("no disk")]
+)
+def test_errors_of_commands_keep_their_type(error):
+    (body,) = frames_of(encode(pack_error(7, error)), [])
+    found = error_in(FROM_ENGINE.decode(body))
+    if isinstance(error, OSError):
+        assert (type(found), str(found)) == (ControlFailed, "OSError: no disk")
+    else:
+        assert (type(found), str(found)) == (type(error), str(error))
+        assert getattr(found, "field", None) == getattr(error, "field", None)
+    assert error_in(pack_reply(1, None)) is None
+
+
 def test_an_error_keeps_its_field_and_a_subclass_its_base():
     class TooLong(RequestError):
         pass
@@ -161,6 +181,7 @@ HOSTILE = {
     "a huge length": b"\xff\xff\xff\xff",
     "no MessagePack": struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
     "an unknown message": struct.pack("<I", 2) + msgspec.msgpack.encode([99]),
+    "a command to no engine": encode(Control(1, "explode")) + b"\xff\xff\xff\xff",
     "a message of ours": encode(Hello(EngineInfo("f", 1, 1, 1, 1, 1))),
 }
 REFUSED = {
