@@ -1,4 +1,5 @@
-"""The trained model: the shipped miniature as transformers' `DeepseekV4ForCausalLM`, in fp32, and its gradient."""
+"""The trained model: the shipped miniature as transformers' `DeepseekV4ForCausalLM`, in fp32, and its gradient. The
+server gets its weights in bf16."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MAX_WEIGHT = 2.0  # of a token, where trainer and rollout disagree about its pro
 
 
 def write_start(folder: Path) -> None:
-    """The miniature without rounded weights and without its drafter: what both sides begin with."""
+    """The miniature in bf16 and without its drafter: what both sides begin with."""
     source = find_checkpoint(None)
     config = ModelConfig.from_pretrained(source)
     checkpoint = Checkpoint.open(source)
@@ -34,8 +35,10 @@ def write_start(folder: Path) -> None:
     for one in plan_load(checkpoint, config).sources:
         if not one.tensor.name.startswith("mtp."):
             weight = read_weight(checkpoint, one, config)
-            is_table = one.tensor.role is Role.TABLE
-            tensors[one.tensor.name] = weight.clone() if is_table else dequantize(weight, torch.float32).clone()
+            if one.tensor.role is not Role.TABLE:
+                dtype = torch.float32 if one.tensor.role is Role.CONTROL else torch.bfloat16
+                weight = dequantize(weight, dtype)  # in bf16 without loss
+            tensors[one.tensor.name] = weight.clone()
     raw = json.loads((source / "config.json").read_text())
     del raw["quantization_config"], raw["expert_dtype"]
     raw |= {"num_nextn_predict_layers": 0, "compress_ratios": raw["compress_ratios"][: config.num_hidden_layers]}
@@ -54,7 +57,11 @@ def write_weights(model: DeepseekV4ForCausalLM, folder: Path, start: Path) -> No
     """A folder that a server may read: complete, or not there."""
     fresh = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    model.save_pretrained(fresh)
+    state = {
+        name: value.bfloat16() if name.endswith(("weight", "_proj")) else value  # as the server loaded them
+        for name, value in model.state_dict().items()
+    }
+    model.save_pretrained(fresh, state_dict=state)
     shutil.copy(start / "config.json", fresh)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)

@@ -80,10 +80,10 @@ class Loop:
                 file.write(json.dumps(found) + "\n")
             self.step += 1
             self.save()
-            text = found["text"].replace("\n", " ")
-            print(
-                f"{found['step']:3} reward {found['reward']:.3f}  kl {found['kl']:.1e}  equal {found['equal']:.0%}  {text}"
+            numbers = (
+                f"{found['step']:3} reward {found['reward']:.3f}  kl {found['kl']:.1e}  equal {found['equal']:.0%}"
             )
+            print(numbers, found["text"].replace("\n", " "), flush=True)
 
     def once(self, group: int, num_tokens: int) -> dict[str, Any]:
         """New weights to the server, rollouts, their scores, a step."""
@@ -110,7 +110,8 @@ class Loop:
         }  # fmt: skip
         return {
             "reward": round(sum(rewards) / len(rewards), 4), "kl": kl, "equal": equal,
-            "tokens": sum(len(one.token_ids) for one in rollouts), "digest": hashlib.sha256(drawn_tokens.encode()).hexdigest(),
+            "tokens": sum(len(one.token_ids) for one in rollouts),
+            "digest": hashlib.sha256(drawn_tokens.encode()).hexdigest(),
             "seconds": {name: round(value, 2) for name, value in seconds.items()},
             "text": rollouts[self.step % len(rollouts)].text,
         }  # fmt: skip
@@ -158,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--group", type=int, default=8, help="answers to each of the four prompts")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--numerics", default="exact", choices=("exact", "official"), help="of the server")
+    parser.add_argument("--numerics", default="official", choices=("official", "exact"), help="of the server")
     parser.add_argument("--no-plot", action="store_true")
     given = parser.parse_args(arguments)
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,8 @@ class AnswerReader:
                 self._has_complete_call = True
         if event.finish_reason is not None:
             ended: FinishWord = "tool_calls" if self._has_complete_call else "stop"
-            self.finish = ended if event.finish_reason is FinishReason.STOP else event.finish_reason.value
+            early: dict[FinishReason, FinishWord] = {FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+            self.finish = early.get(event.finish_reason, ended)
         return events
 
 

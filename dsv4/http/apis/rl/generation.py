@@ -110,10 +110,9 @@ class InferenceAssembler:
 
     def whole(self) -> str:
         outputs = self._job.outputs
+        shows = self._job.shows_logprobs
         choices = [
-            self._choice(
-                place, list(one.token_ids), list(one.logprobs) if self._job.shows_logprobs else None, str(one.finish_reason)
-            )
+            self._choice(place, [*one.token_ids], [*one.logprobs] if shows else None, str(one.finish_reason))
             for place, one in enumerate(outputs)
         ]  # fmt: skip
         prompt = None

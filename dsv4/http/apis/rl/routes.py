@@ -13,7 +13,7 @@ from dsv4.http.body import parse_json
 from dsv4.http.errors import ApiError
 
 CALLS: tuple[Call, ...] = (*vllm.CALLS, *sglang.CALLS)
-PATHS = tuple(one.path for one in (*CALLS, *ROLLOUTS, RENDER))
+PATHS = (*(call.path for call in CALLS), *(api.path for api in ROLLOUTS), RENDER.path)
 _LISTS = ("tags",)  # may be there several times
 _WORDS = {"true": True, "false": False}
 

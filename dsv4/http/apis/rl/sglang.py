@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dsv4 import __version__
 from dsv4.http.apis.fields import Name, Strict
@@ -71,7 +71,7 @@ class Group(Strict):
 
 
 class Anything(Strict):
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
 
 class Memory(Strict):
