@@ -12,6 +12,7 @@ import sys
 
 CASES = {
     "ops": "every op at the shapes of Flash and Pro, against what the chip was measured to do; --compare, --markdown",
+    "bits": "random whole models in one go, in pieces and beside another request: equal bits?",
     "model": "four Flash layers: steps, prompts, memory, bits; Hugging Face's beside them; 43 layers offloaded",
     "step": "a decode step through the engine against the GPU's busy time, by batch and kind of request",
     "timeline": "a decode step kernel by kernel, as the profiler saw it",

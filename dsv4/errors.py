@@ -17,7 +17,7 @@ DEFINED_IN = {
     "ConfigError": "dsv4.config.model",
     "DeadlinePassed": "dsv4.engine.request",
     "EngineBusy": "dsv4.engine.link.messages",
-    "WeightsIncomplete": "dsv4.engine.request",
+    "HubError": "dsv4.hub",
     "KernelRefused": "dsv4.engine.run.kernel_record",
     "OffloadError": "dsv4.engine.offload.placement",
     "OutOfBlocks": "dsv4.cache.errors",
@@ -26,6 +26,7 @@ DEFINED_IN = {
     "RequestError": "dsv4.request",
     "RequestFailed": "dsv4.engine.request",
     "TokenizerError": "dsv4.text.tokenizer",
+    "WeightsIncomplete": "dsv4.engine.request",
 }
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dsv4.engine.offload.placement import OffloadError
     from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
     from dsv4.engine.run.kernel_record import KernelRefused
+    from dsv4.hub import HubError
     from dsv4.loader.header import CheckpointError
     from dsv4.request import RequestError
     from dsv4.text.tokenizer import TokenizerError
@@ -46,6 +48,7 @@ __all__ = [
     "DeadlinePassed",
     "Dsv4Error",
     "EngineBusy",
+    "HubError",
     "KernelRefused",
     "OffloadError",
     "OutOfBlocks",

@@ -25,14 +25,15 @@ MAY_IMPORT = {
     "ops": {"cache", "formats"},
     "dist": {"ops", "cache", "formats"},
     "model": {"dist", "ops", "cache", "formats"},
-    "loader": {"model", "ops", "cache", "formats"},
+    "hub": set(),
+    "loader": {"hub", "model", "ops", "cache", "formats"},
     "text": set(),
     "engine": {"text", *BELOW_ENGINE},
     "llm_input": {"model", "cache", "formats"},
     "llm": {"llm_input", "text", "engine", *BELOW_ENGINE},
     "async_llm": {"llm", "llm_input", "text", "engine"},
     "rank": {"llm", "dist"},
-    "tools": {"llm", "text", "engine", *BELOW_ENGINE},
+    "tools": {"hub", "llm", "text", "engine", *BELOW_ENGINE},
     "http": {"tools", "async_llm", "llm", "text", "engine", *BELOW_ENGINE},
     "cli": {"http", "tools", "llm", "text", "engine", *BELOW_ENGINE},
 }
@@ -42,12 +43,13 @@ TOP = {"__init__", "__main__", "errors", "testing"}
 SELFTEST = "dsv4.tools.selftest"
 
 TORCH_FREE = [
-    "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.cache.schema", "dsv4.cache.allocator",
+    "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.hub",
+    "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
     "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
     "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
     "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
-    "dsv4.engine.link.throughput", "dsv4.cli.serve",
+    "dsv4.engine.link.throughput", "dsv4.cli.serve.*",
 ]  # fmt: skip
 if importlib.util.find_spec("fastapi") is not None:  # whatever a front end and the supervisor load
     TORCH_FREE += [

@@ -55,7 +55,6 @@ EXCEPTIONS = {
         "http": 20,  # the life of a connection and of the server; apis, grammar, page and processes have folders
         "loader": 17,  # each file is one step of reading a checkpoint; four files write one
         "testing": 17,  # each file checks another property: bits, compiled kernels, imports, sum orders
-        "cli": 16,  # one file a command
         "ops/lib": 16,  # each file is one library of device functions or launch helpers
     },
 }

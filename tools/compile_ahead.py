@@ -1,6 +1,7 @@
 """Kernels compiled on a machine without a GPU, for one that has it, whatever its Python and its build of Triton.
 
     python tools/compile_ahead.py cases FOLDER [--op OP ...]      what benchmark cases launch
+    python tools/compile_ahead.py models FOLDER NUMBER            what `benchmarks bits --models NUMBER` launches
     python -m pytest -p tools.compile_ahead --compile-into FOLDER [--compile-on meta] ...      what tests launch
     python tools/compile_ahead.py pack FOLDER FILE                binaries alone, without what they were made from
     python tools/compile_ahead.py unpack FILE                     on that machine, into Triton's cache
@@ -76,6 +77,25 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
         print(f"{number + 1} of {len(cases)}: {case.key}", flush=True)
         with suppress(Exception), offline(ARCHITECTURE):  # what does not compile says so when it is run
             case.build(torch.device("meta")).call()
+
+
+def compile_models(folder: Path, number: int) -> None:
+    import torch
+
+    from dsv4.ops import TRITON
+    from dsv4.testing import model_cuts
+    from dsv4.testing.compile_check import offline
+    from dsv4.testing.random_shapes import FAMILY, random_model
+
+    record_into(folder)
+    with offline(ARCHITECTURE):
+        pass  # its driver stays
+    for first in range(0, number, FAMILY):
+        family = range(first, min(first + FAMILY, number))
+        device = torch.device("cpu")
+        models = [model_cuts.CutModel(random_model(one), 400, TRITON, device) for one in family]
+        model_cuts.compile_models(models, lambda done, total: print(f"\r{done} of {total}", end="", flush=True))
+        print(f": models {family[0]} to {family[-1]}", flush=True)
 
 
 # ---- as a plugin of pytest ----
@@ -170,6 +190,9 @@ def main() -> None:
     cases = commands.add_parser("cases", help="compile what benchmark cases launch")
     cases.add_argument("folder", type=Path)
     cases.add_argument("--op", action="append", default=[], help="only cases of this op; may be repeated")
+    models = commands.add_parser("models", help="compile what random models launch")
+    models.add_argument("folder", type=Path)
+    models.add_argument("number", type=int)
     packing = commands.add_parser("pack", help="binaries of a folder into a file")
     packing.add_argument("folder", type=Path)
     packing.add_argument("file", type=Path)
@@ -178,6 +201,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "cases":
         compile_cases(options.folder, options.op)
+    elif options.command == "models":
+        compile_models(options.folder, options.number)
     elif options.command == "pack":
         print(f"{pack(options.folder, options.file)} kernels, {options.file.stat().st_size:,} bytes")
     else:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4.request import RequestError
-from dsv4.tools.model_loading import MODEL_HELP, find_model
+from dsv4.tools.model_loading import ModelArgument, ModelOption, RevisionOption, find_model
 
 if TYPE_CHECKING:
     from dsv4.tools.audit.report import AuditReport, Finding
@@ -23,7 +23,9 @@ _MAX_PRINTED = 40
 
 
 def audit_command(
-    directory: Annotated[Path | None, typer.Argument(help=MODEL_HELP)] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     against: Annotated[
         Path | None, typer.Option(help="Another checkpoint to compare with, or the JSON of an earlier audit.")
     ] = None,
@@ -50,7 +52,7 @@ def audit_command(
     """
     from dsv4.tools.audit.run import AuditOptions, audit_checkpoint
 
-    folder = find_model(directory, Console(stderr=True))
+    folder = find_model(model, Console(stderr=True), option=model_option, revision=revision)
     token_ids = None if text is None else _read_tokens(folder, text, max_tokens)
     report = audit_checkpoint(
         folder, AuditOptions(against=against, token_ids=token_ids, resume=resume, device=device, progress=True)

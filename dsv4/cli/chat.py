@@ -23,9 +23,11 @@ from dsv4.tools.model_loading import (
     DtypeOption,
     GpusOption,
     IgnoreSelftestOption,
+    ModelArgument,
     ModelOption,
     NumericsOption,
     OffloadOption,
+    RevisionOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
@@ -53,7 +55,9 @@ HELP = f"""\
 
 
 def chat_command(
-    model: ModelOption = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model think first; shown dimmed.")] = False,
     effort: Annotated[
@@ -82,14 +86,14 @@ def chat_command(
 
     \b
     Examples:
-      dsv4 chat --model ./checkpoint
-      dsv4 chat --model ./checkpoint --thinking --effort max --system "Answer briefly."
-      dsv4 chat --model ./checkpoint --device cuda --offload-experts auto
+      dsv4 chat ./checkpoint
+      dsv4 chat ./checkpoint --thinking --effort max --system "Answer briefly."
+      dsv4 chat ./checkpoint --device cuda --offload-experts auto
     """
     check_numerics(numerics, dtype)
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     notes = Console(stderr=True)
-    folder = find_model(model, notes)
+    folder = find_model(model, notes, option=model_option, revision=revision)
     config = ModelConfig.from_pretrained(folder)
     options = ChatOptions(thinking=thinking, reasoning_effort=effort, profile=effort_profile(config))
     check_tokenizer(folder, "a chat")

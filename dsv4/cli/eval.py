@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from dsv4.loader.shipped import shipped_text
-from dsv4.tools.model_loading import ModelOption, find_model
+from dsv4.tools.model_loading import ModelArgument, ModelOption, RevisionOption, find_model
 
 if TYPE_CHECKING:
     from dsv4.tools.evaluate import Evaluation
@@ -21,7 +21,9 @@ MISSING_MATPLOTLIB = "--plot needs matplotlib; install it with: pip install matp
 
 
 def eval_command(
-    model: ModelOption = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
     ] = None,
@@ -44,14 +46,17 @@ def eval_command(
     \b
     Examples:
       dsv4 eval --max-tokens 2048
-      dsv4 eval --model ./checkpoint --text book.txt --plot book.png
+      dsv4 eval ./checkpoint --text book.txt --plot book.png
     """
     from dsv4.text.tokenizer import Tokenizer
     from dsv4.tools.evaluate import EvaluationError, evaluate, total_tokens
 
     if plot is not None:
         _require_matplotlib()
-    folder, file = find_model(model, Console(stderr=True)), shipped_text() if text is None else text
+    folder, file = (
+        find_model(model, Console(stderr=True), option=model_option, revision=revision),
+        shipped_text() if text is None else text,
+    )
     try:
         words = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

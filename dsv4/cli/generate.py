@@ -20,6 +20,7 @@ from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
 from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
+    MODEL_HELP,
     DeviceOption,
     DraftsOption,
     DtypeOption,
@@ -28,6 +29,7 @@ from dsv4.tools.model_loading import (
     ModelOption,
     NumericsOption,
     OffloadOption,
+    RevisionOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
@@ -35,6 +37,7 @@ from dsv4.tools.model_loading import (
     engine_limits,
     find_model,
     load_llm,
+    one_model,
     parse_drafts,
     parse_offload,
     with_defaults,
@@ -49,8 +52,12 @@ FEW_EXPERTS = 16
 
 
 def generate_command(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
-    model: ModelOption = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT]", help=f"{MODEL_HELP} Then the text to continue; - reads stdin."),
+    ] = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file, as it stands.")] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum new tokens.")] = 128,
@@ -89,12 +96,13 @@ def generate_command(
     \b
     Examples:
       dsv4 generate "To be, or not" --temperature 0.7 --stats
-      dsv4 generate --model ./checkpoint "Once upon a time" --seed 7
+      dsv4 generate ./checkpoint "Once upon a time" --seed 7
       echo "Call me" | dsv4 generate -
-      dsv4 generate --model ./checkpoint --file chapter.txt --max-tokens 200
-      dsv4 generate --model ./checkpoint --ids 0,15,27 --temperature 0 --json
-      dsv4 generate --model ./checkpoint "Once upon a time" --device cuda --offload-experts auto
+      dsv4 generate ./checkpoint --file chapter.txt --max-tokens 200
+      dsv4 generate ./checkpoint --ids 0,15,27 --temperature 0 --json
+      dsv4 generate ./checkpoint "Once upon a time" --device cuda --offload-experts auto
     """
+    model, prompt = _model_and_prompt(words or [], model_option, is_elsewhere=file is not None or ids is not None)
     source = _source(prompt, file, ids)
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs needs --json")
@@ -110,7 +118,7 @@ def generate_command(
     check_numerics(numerics, dtype)
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     console = Console(stderr=True)
-    folder = find_model(model, console)
+    folder = find_model(model, console, revision=revision)
     params = with_defaults(params, options, folder, console)
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
     llm = load_llm(
@@ -201,10 +209,23 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _model_and_prompt(
+    words: list[str], option: Path | None, *, is_elsewhere: bool
+) -> tuple[Path | None, str | None]:  # fmt: skip
+    """MODEL and PROMPT of the command line. One word alone is the prompt, unless --file or --ids gives that."""
+    if len(words) > 2:
+        raise RequestError(f"expected MODEL and PROMPT, found {len(words)} words: put the prompt into quotes")
+    if len(words) == 2:
+        return one_model(Path(words[0]), option), words[1]
+    if words and is_elsewhere and option is None:
+        return Path(words[0]), None
+    return option, words[0] if words else None
+
+
 def _source(prompt: str | None, file: Path | None, ids: str | None) -> Prompt:
     """The one prompt that was given: as an argument, from stdin, from a file, or as ids."""
     if sum(one is not None for one in (prompt, file, ids)) != 1:
-        raise RequestError("give one prompt: as text (- for stdin), as --file, or as --ids")
+        raise RequestError("give one prompt: as text (- for stdin) behind MODEL, as --file, or as --ids")
     if ids is not None:
         return _parse_ids(ids)
     if prompt is not None and prompt != "-":

@@ -16,13 +16,15 @@ from rich.table import Column, Table
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import IndexKeyFormat, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
-from dsv4.tools.model_loading import MODEL_HELP, engine_limits, find_model
+from dsv4.tools.model_loading import ModelArgument, ModelOption, RevisionOption, engine_limits, find_model
 
 INDEX_KEY_FORMATS: tuple[IndexKeyFormat, ...] = ("fp4", "fp8")
 
 
 def info_command(
-    directory: Annotated[Path | None, typer.Argument(help=MODEL_HELP)] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
     """Show schedule, parameters, bytes by format and KV bytes per token. Reads headers only.
@@ -32,7 +34,7 @@ def info_command(
       dsv4 info ./checkpoint
       dsv4 info ./checkpoint --json
     """
-    info = checkpoint_info(find_model(directory, Console(stderr=True)))
+    info = checkpoint_info(find_model(model, Console(stderr=True), option=model_option, revision=revision))
     if as_json:
         print(json.dumps(info, indent=2))
     else:

@@ -1,12 +1,13 @@
-"""The `dsv4` command: registers the subcommands (one `*_command.py` each) and ends errors politely."""
+"""The `dsv4` command: registers the subcommands (one file or folder each) and ends errors politely."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dsv4 import __version__
 from dsv4.cli.audit import audit_command
@@ -21,9 +22,24 @@ from dsv4.cli.quantize import quantize_command
 from dsv4.cli.render import render_command
 from dsv4.cli.replay import replay_command
 from dsv4.cli.selftest import selftest_command
-from dsv4.cli.serve import serve_command
+from dsv4.cli.serve.command import serve_command
 from dsv4.cli.synth import synth_command
 from dsv4.dist.errors import RankFailed
+from dsv4.request import RequestError
+from dsv4.tools.option_names import FOREIGN_OPTIONS, error_text
+
+
+class Command(TyperCommand):
+    """A command that knows other servers' names of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for word in args[: args.index("--") if "--" in args else None]:
+            name = word.partition("=")[0]
+            if name not in own and name in FOREIGN_OPTIONS:
+                raise RequestError(f"{name} is another server's option: {FOREIGN_OPTIONS[name]}")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="dsv4",
@@ -56,7 +72,7 @@ def _summary(command: Callable[..., None]) -> str:
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 for _name, _command in _COMMANDS.items():
-    app.command(_name, short_help=_summary(_command))(_command)
+    app.command(_name, cls=Command, short_help=_summary(_command))(_command)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -73,9 +89,9 @@ def dsv4(
 ) -> None:
     """DeepSeek-V4 inference with bit-exact results.
 
-    A model is named the same way everywhere: a checkpoint folder, or the name of a shipped one (flash-mini,
-    flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash, pro and tiny name the published
-    architectures.
+    A model is named the same way everywhere: a checkpoint folder, a name on the hub (ORG/NAME, downloaded once), or
+    the name of a shipped one (flash-mini, flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash,
+    pro and tiny name the published architectures.
     """
 
 
@@ -87,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except (ValueError, OSError) as error:
-        print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"dsv4: error: {error_text(error)}", file=sys.stderr)
         sys.exit(2)
     except RankFailed as error:
         print(f"dsv4: error: {error}", file=sys.stderr)

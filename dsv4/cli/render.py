@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dsv4.text.chat import ChatError, encode_messages
+from dsv4.text.chat import ChatError, effort_profile, encode_messages
+from dsv4.tools.plan.targets import resolve_target
 
 _KEYS = ("messages", "tools", "response_format", "reasoning_effort")
 
@@ -53,12 +54,20 @@ def render_file(
 
 
 def render_command(
-    file: Annotated[Path, typer.Argument(help="JSON: a list of messages, or an object with messages and tools.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] FILE",
+            help="FILE is JSON: a list of messages, or an object with messages and tools. MODEL chooses the profile.",
+        ),
+    ],
     thinking: Annotated[bool, typer.Option("--thinking", help="Open the answer with reasoning.")] = False,
     reasoning_effort: Annotated[
         str | None, typer.Option(help="Reasoning effort: low, high or max, as the profile allows.")
     ] = None,
-    profile: Annotated[str, typer.Option(help="Effort prompts: preview (April) or final (0731, 0813).")] = "preview",
+    profile: Annotated[
+        str | None, typer.Option(help="Effort prompts: preview (April, default) or final (0731, 0813).")
+    ] = None,
     keep_thinking: Annotated[bool, typer.Option("--keep-thinking", help="Keep reasoning of earlier turns.")] = False,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the begin-of-sentence marker.")] = False,
 ) -> None:
@@ -67,13 +76,18 @@ def render_command(
     \b
     Examples:
       dsv4 render conversation.json
+      dsv4 render ./checkpoint conversation.json
       dsv4 render conversation.json --thinking --reasoning-effort max
     """
+    if len(words) > 2:
+        raise ChatError(f"expected MODEL and FILE, found {len(words)} words")
+    if profile is None and len(words) == 2:
+        profile = effort_profile(resolve_target(words[0]).config)
     prompt = render_file(
-        file,
+        Path(words[-1]),
         thinking=thinking,
         reasoning_effort=reasoning_effort,
-        profile=profile,
+        profile=profile or "preview",
         drop_thinking=not keep_thinking,
         add_bos=not no_bos,
     )

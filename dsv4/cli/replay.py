@@ -18,7 +18,6 @@ from dsv4.request import RequestError
 from dsv4.tools.model_loading import (
     DtypeOption,
     GpusOption,
-    ModelOption,
     OffloadOption,
     ThreadsOption,
     check_numerics,
@@ -40,7 +39,7 @@ _MAX_PRINTED = 20
 
 def replay_command(
     files: Annotated[list[Path], typer.Argument(help="Records of `dsv4 serve --record`.")],
-    model: ModelOption = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Another checkpoint than the recorded one.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Concurrent requests; 1 runs each alone. Default: as recorded.")
     ] = None,

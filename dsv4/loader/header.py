@@ -59,6 +59,8 @@ def read_header(file: Path) -> list[TensorInfo]:
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
                 raise CheckpointError(f"{file}: {file_bytes} bytes are too few for a safetensors file")
+            if is_lfs_pointer(prefix):
+                raise CheckpointError(pointer_text(file))
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise CheckpointError(f"{file}: header length {header_bytes} exceeds the file's {file_bytes} bytes")
             text = stream.read(header_bytes)
@@ -70,6 +72,21 @@ def read_header(file: Path) -> list[TensorInfo]:
     tensors.sort(key=lambda info: (info.start, info.end))
     _check_ranges(file, tensors, data_start, file_bytes)
     return tensors
+
+
+_POINTER = b"version https://git-lfs"
+
+
+def is_lfs_pointer(beginning: bytes) -> bool:
+    """Whether a file begins (8 bytes or more) as Git LFS writes in the place of one it has not fetched."""
+    return len(beginning) >= 8 and beginning.startswith(_POINTER[: len(beginning)])
+
+
+def pointer_text(file: Path) -> str:
+    return (
+        f"{file} is a Git LFS pointer of a few lines, not the file itself: run `git lfs pull` in {file.parent}, or "
+        "give the model's name on the hub (ORG/NAME)"
+    )
 
 
 def parse_json_object(file: Path, text: bytes, what: str) -> dict[str, Any]:

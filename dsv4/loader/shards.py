@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +78,7 @@ def shard_header(weights: Sequence[StoredWeight]) -> tuple[bytes, dict[str, int]
 def write_shard(file: Path, weights: Sequence[StoredWeight], advance: Callable[[int], None]) -> None:
     """Write one file, each weight at the place its header announces; it is on the disk when this returns."""
     prefix, starts = shard_header(weights)
-    with file.open("wb") as stream:
+    with _naming(file), file.open("wb") as stream:
         stream.write(prefix)
         for weight in weights:
             for part, data in zip(weight.parts, weight.make(), strict=True):
@@ -87,6 +89,17 @@ def write_shard(file: Path, weights: Sequence[StoredWeight], advance: Callable[[
                 advance(part.nbytes)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """A disk that is full is told with the file that had no room there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            error.filename = str(file)
+        raise
 
 
 def _in_file_order(weights: Sequence[StoredWeight]) -> list[StoredTensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from dsv4.hub import fetch_checkpoint, is_hub_name
 from dsv4.loader.header import CheckpointError
+from dsv4.loader.progress import byte_progress
 
 DEFAULT_SHIPPED = "flash-mini"
 DSPARK_TWIN = "flash-mini-dspark"  # the same model with a DSpark head instead of its MTP block
@@ -35,8 +37,9 @@ def shipped_text() -> Path:
     return file
 
 
-def find_checkpoint(path: str | Path | None) -> Path:
-    """A checkpoint folder as people name it: a path, the name of a shipped one, or None for the default shipped one.
+def find_checkpoint(path: str | Path | None, *, weights: bool = True) -> Path:
+    """A checkpoint folder as people name it: a path, the name of a shipped one, a name on the hub (`dsv4.hub`, which
+    downloads it, without its weights if they are not wanted), or None for the default shipped one.
 
     A folder that exists is always meant before a shipped one of that name. A path that leads nowhere is returned as it
     is, for the reader to refuse.
@@ -46,7 +49,7 @@ def find_checkpoint(path: str | Path | None) -> Path:
     folder = Path(path)
     if not folder.exists() and str(path) in (*shipped_names(), NVFP4_TWIN):
         return shipped_checkpoint(str(path))
-    return folder
+    return fetch_checkpoint(str(path), byte_progress, weights=weights) if is_hub_name(path) else folder
 
 
 def _demo_folder() -> Path:

@@ -23,6 +23,8 @@ from dsv4.testing.op_call import OpCall, op_call
 SETTINGS = HyperSettings(num_iters=3, hc_eps=1e-6, norm_eps=1e-6)
 EPS = {"hc_eps": SETTINGS.hc_eps, "norm_eps": SETTINGS.norm_eps}
 FP8_GROUP = 128  # an FP8 weight, or FP4 experts, have whole groups of columns
+FAMILY = 8  # models that share most of their kernels
+HIDDEN_GROUPS = (3, 5, 9, 6, 1, 7, 11, 2)  # of a family's hidden size
 
 
 class RandomModel(NamedTuple):
@@ -38,26 +40,37 @@ class RandomModel(NamedTuple):
         return f"{self.experts} " + " ".join(f"{name}={getattr(self.config, name)}" for name in names)
 
 
-def random_model(seed: int, *, most_groups: int = 9, num_layers: int = 3) -> RandomModel:
-    """Widths up to `most_groups` times 128."""
-    chance = random.Random(seed)
+def random_model(seed: int, *, most_groups: int = 11, num_layers: int = 3) -> RandomModel:
+    """Widths up to `most_groups` times 128, the first model's 384.
 
-    def width(most: int = most_groups) -> int:
-        return FP8_GROUP * chance.randint(1, most)
+    `FAMILY` seeds in a row share what most kernels are compiled for, and each has one of two choices of heads, of
+    indexer and of experts, so that a family costs the compiler as much as two models. Layers and routers are its own.
+    """
+    family, member = divmod(seed, FAMILY)
+    common, own = random.Random(family), random.Random(f"model {seed}")
 
-    o_groups = chance.choice([1, 2, 3, 4, 5])
-    num_experts = chance.choice([5, 7, 9, 12, 16, 17])
-    ratios = tuple(chance.sample([0, 4, 128], 3)) if num_layers == 3 else tuple(chance.choices([4, 128], k=num_layers))
+    def width(most: int) -> int:
+        return FP8_GROUP * common.randint(1, most)
+
+    hidden_size = FP8_GROUP * min(most_groups, HIDDEN_GROUPS[family % len(HIDDEN_GROUPS)])
+    o_groups, head_dim, q_lora_rank = common.choice([1, 2, 3, 4, 5]), common.choice([128, 256, 512]), width(4)
+    o_lora_rank = FP8_GROUP * common.choice([1, 2])
+    heads = common.sample([1, 2, 3], 2)[member & 1]
+    index = list(zip(common.sample([1, 3, 5, 6, 8, 11], 2), common.sample([8, 24, 40, 100], 2), strict=True))
+    experts = list(zip(common.sample([5, 7, 9, 12, 16, 17], 2), common.sample([1, 2, 3, 5], 2), strict=True))
+    formats: list[ExpertFormat] = common.sample(["mxfp4", "nvfp4"], 2)
+    moe_widths = [width(min(most_groups, 9)) for _ in range(2)]
+    of_index, of_experts = member >> 1 & 1, member >> 2 & 1
+    ratios = tuple(own.sample([0, 4, 128], 3)) if num_layers == 3 else tuple(own.choices([4, 128], k=num_layers))
     config = ModelConfig.tiny(
-        vocab_size=256, hidden_size=width(), num_hidden_layers=num_layers, num_hash_layers=chance.choice([0, 1]),
-        num_attention_heads=o_groups * chance.choice([1, 2, 3]), head_dim=chance.choice([128, 256, 512]),
-        q_lora_rank=width(4), o_groups=o_groups, o_lora_rank=FP8_GROUP * chance.choice([1, 2]),
-        n_routed_experts=num_experts, num_experts_per_tok=chance.choice([1, 2, 3, 5]),
-        moe_intermediate_size=width(), index_n_heads=chance.choice([1, 3, 5, 6, 8, 11]),
-        index_topk=chance.choice([8, 24, 40, 100]), compress_ratios=ratios, num_nextn_predict_layers=0,
+        vocab_size=256, hidden_size=hidden_size, num_hidden_layers=num_layers, num_hash_layers=own.choice([0, 1]),
+        num_attention_heads=o_groups * heads, head_dim=head_dim, q_lora_rank=q_lora_rank, o_groups=o_groups,
+        o_lora_rank=o_lora_rank, n_routed_experts=experts[of_experts][0], num_experts_per_tok=experts[of_experts][1],
+        moe_intermediate_size=moe_widths[of_experts], index_n_heads=index[of_index][0],
+        index_topk=index[of_index][1], compress_ratios=ratios, num_nextn_predict_layers=0,
         max_position_embeddings=1024,
     )  # fmt: skip
-    return RandomModel(config, chance.choice(["mxfp4", "nvfp4"]))
+    return RandomModel(config, formats[of_experts])
 
 
 # ---- ops ----

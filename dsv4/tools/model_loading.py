@@ -12,7 +12,9 @@ from rich.console import Console
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.options import Drafts, draft_limits, why_off
+from dsv4.hub import is_hub_name
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
+from dsv4.loader.header import is_lfs_pointer, pointer_text
 from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
@@ -23,8 +25,12 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
+_BEGINNING = 24  # bytes that tell a Git LFS pointer
 DEFAULT_CONTEXT = 16384
-MODEL_HELP = f"Checkpoint folder, or the name of a shipped one. Default: {DEFAULT_SHIPPED}, a miniature."
+MODEL_HELP = (
+    "Checkpoint folder, name on the hub (ORG/NAME, or ORG/NAME@REVISION; downloaded once), or a shipped one. "
+    f"Default: {DEFAULT_SHIPPED}, a miniature."
+)
 _THREADS_HELP = (
     "CPU threads. Default: OMP_NUM_THREADS, or 1 for small models (hidden_size below 2048), else one per core. "
     "Official numerics give the same bits with any number; exact ones may differ in the last bit."
@@ -43,7 +49,11 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 # options that several commands have
-ModelOption = Annotated[Path | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
+ModelArgument = Annotated[
+    Path | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)
+]
+ModelOption = Annotated[Path | None, typer.Option("--model", help="As MODEL.", autocompletion=complete_model)]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
 NumericsOption = Annotated[
     str,
     typer.Option(
@@ -75,20 +85,43 @@ TopPOption = Annotated[
 ]
 
 
-def find_model(model: Path | None, console: Console) -> Path:
-    """The folder a model's name means; if it was left out, a note says what runs instead."""
+def find_model(
+    model: Path | None, console: Console, *, option: Path | None = None, revision: str | None = None
+) -> Path:  # fmt: skip
+    """The folder a model's name means, given as MODEL or as `option` (--model); downloaded, if it is on a hub. If it
+    was left out, a note says what runs instead."""
+    model = one_model(model, option)
     if model is not None and str(model).lower() in PRESETS and not model.exists():
         raise RequestError(
             f"{str(model)!r} is a preset: an architecture, without weights. `dsv4 plan {model}` plans its memory, "
             f"`dsv4 synth FOLDER --preset {model}` writes a random checkpoint of it; shipped checkpoints: "
             f"{', '.join(shipped_names())}"
         )
+    if revision is not None:
+        if model is None or not is_hub_name(model) or "@" in str(model):
+            raise RequestError(f"--revision needs a name on the hub without one (ORG/NAME), found {model}")
+        model = Path(f"{model}@{revision}")
     folder = find_checkpoint(model)
+    for file in (folder / "config.json", folder / "tokenizer.json"):
+        if file.is_file() and is_lfs_pointer(file.open("rb").read(_BEGINNING)):
+            raise RequestError(pointer_text(file))
     if model is None:
-        print_note(
-            f"no --model, so the shipped {folder.name}: a miniature that continues text, answers nothing", console
-        )
+        print_note(f"no MODEL, so the shipped {folder.name}: a miniature that continues text, answers nothing", console)
     return folder
+
+
+def one_model(model: Path | None, option: Path | None) -> Path | None:
+    """The model of a command that takes it in two places."""
+    if model is not None and option is not None and model != option:
+        raise RequestError(f"give one model: MODEL is {model}, --model is {option}")
+    return option if model is None else model
+
+
+def model_name(model: Path | None, folder: Path) -> str:
+    """How clients call it: a name on the hub as it was given, else the folder's."""
+    if model is not None and is_hub_name(model):
+        return str(model).partition("@")[0]
+    return folder.resolve().name
 
 
 def print_note(text: str, console: Console) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+import typer.main
+
+from dsv4.cli.main import app
+from dsv4.loader.layout import StoredTensor
+from dsv4.loader.shards import StoredWeight, write_shard
+from dsv4.tools.option_names import FOREIGN_OPTIONS, error_text
 
 SHARD = "model-00001-of-00001.safetensors"
 
@@ -171,10 +180,10 @@ def test_a_broken_tokenizer(dsv4, damaged, content):
         (["--numerics", "fast"], ["--numerics", "official, exact", "fast"]),
         (["--dtype", "float16"], ["--dtype", "float16"]),
         (["--dtype", "float32"], ["numerics='official'", "float32"]),
-        (["--device", "tpu"], ["device", "tpu"]),
+        (["--device", "tpu"], ["--device must be", "tpu"]),
         (["--device", "cuda:77"], ["device", "cuda:77"]),
-        (["--context", "0"], ["max_context_tokens"]),
-        (["--context", "99999999"], ["max_context_tokens", "16384"]),
+        (["--context", "0"], ["--context must be"]),
+        (["--context", "99999999"], ["--context must be at most", "16384"]),
         (["--ids", "1,2"], ["give one prompt"]),
     ],
 )
@@ -192,7 +201,7 @@ def test_options_of_generate(dsv4, checkpoint, options, words):
         (["--ids", "1;2"], ["--ids", "1;2"]),
         (["--ids", "1,512"], ["prompt token 1 is 512", "0 to 511"]),
         (["--ids=-1"], ["prompt token 0 is -1"]),
-        (["Hello", "--context", "5"], ["5 tokens", "max_context_tokens is 5"]),
+        (["Hello", "--context", "5"], ["5 tokens", "--context is 5 and one must"]),
     ],
 )
 def test_prompts_of_generate(dsv4, checkpoint, prompt, words):
@@ -243,9 +252,9 @@ def test_synth_never_overwrites(dsv4, tmp_path):
     [
         (["--gpu", "abacus"], ["abacus"]),
         (["--gpus", "0"], ["gpus"]),
-        (["--context", "0"], ["max_context_tokens"]),
-        (["--context", "99999999"], ["max_context_tokens"]),
-        (["--requests", "-1"], ["max_concurrent_requests"]),
+        (["--context", "0"], ["--context must be"]),
+        (["--context", "99999999"], ["--context must be at most"]),
+        (["--requests", "-1"], ["--requests must be"]),
         (["--experts", "int4"], ["--experts"]),
         (["--index-keys", "fp2"], ["--index-keys", "fp2"]),
     ],
@@ -265,7 +274,6 @@ def test_render_names_the_message(dsv4, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "x", "y"],
         ["generate", "x", "--model"],
         ["generate", "x", "--model", "m", "--max-tokens", "many"],
         ["synth"],
@@ -279,3 +287,49 @@ def test_wrong_usage(dsv4, arguments):
     assert (ran.code, ran.out) == (2, "")
     assert "Error: " in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_one_model_and_one_prompt(dsv4, checkpoint, tmp_path):
+    assert_refused(dsv4("generate", "x", "y", "z"), "expected MODEL and PROMPT", "quotes")
+    assert_refused(dsv4("chat", checkpoint, "--model", tmp_path), "give one model", str(checkpoint), str(tmp_path))
+    assert_refused(dsv4("generate", checkpoint, "--revision", "v1", "--ids", "5"), "--revision needs a name on the hub")
+
+
+@pytest.mark.parametrize(
+    ("command", "foreign", "ours"),
+    [
+        ("serve", ["--tensor-parallel-size", "8"], "--gpus N"),
+        ("serve", ["--max-model-len=8192"], "--context"),
+        ("serve", ["--gpu-memory-utilization", "0.9"], "--memory"),
+        ("serve", ["--served-model-name", "x"], "--name"),
+        ("serve", ["--trust-remote-code"], "leave it out"),
+        ("serve", ["--mem-fraction-static", "0.9"], "--memory"),
+        ("generate", ["--max-model-len", "8192"], "--context"),
+        ("chat", ["-tp", "2"], "--gpus N"),
+    ],
+)
+def test_options_of_other_servers_have_a_pointer(dsv4, command, foreign, ours):
+    assert_refused(dsv4(command, "model", *foreign), f"{foreign[0].partition('=')[0]} is another server's option", ours)
+
+
+def test_no_pointer_names_an_option_that_is_not_there():
+    """Neither one of ours under another's name, nor advice that leads nowhere."""
+    command = typer.main.get_command(app).commands["serve"]
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    advised = {word.rstrip(",") for advice in FOREIGN_OPTIONS.values() for word in advice.split() if "--" in word}
+    assert not own & set(FOREIGN_OPTIONS)
+    assert advised - {"--memory"} <= own
+
+
+def test_errors_name_options_not_fields(dsv4, checkpoint):
+    assert_refused(dsv4("generate", checkpoint, "x", "--context", "0"), "--context must be a positive integer")
+    assert_refused(dsv4("generate", checkpoint, "x", "--gpus", "0"), "--gpus must be from 1")
+
+
+def test_a_full_disk_has_a_path(tmp_path):
+    """Where the disk is a file system of a few bytes: /dev/full."""
+    weight = StoredWeight((StoredTensor("a", "U8", (8,)),), lambda: [torch.zeros(8, dtype=torch.uint8)])
+    with pytest.raises(OSError, match="/dev/full") as raised:
+        write_shard(Path("/dev/full"), [weight], lambda count: None)
+    assert "/dev/full" in error_text(raised.value)
+    assert "full" in error_text(OSError(errno.ENOSPC, "No space left on device"))

@@ -9,7 +9,7 @@ import pytest
 from dsv4 import LLM, EngineConfig, SamplingParams
 from dsv4.loader.shipped import find_checkpoint, shipped_checkpoint
 
-NOTE = "dsv4: note: no --model, so the shipped flash-mini: a miniature that continues text, answers nothing\n"
+NOTE = "dsv4: note: no MODEL, so the shipped flash-mini: a miniature that continues text, answers nothing\n"
 PROMPT = "And the LORD spake unto"
 
 

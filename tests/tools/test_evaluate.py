@@ -21,6 +21,7 @@ from dsv4.config import ModelConfig
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.shipped import shipped_checkpoint
 from dsv4.loader.synth import write_checkpoint
+from dsv4.text.protocol import PROTOCOL
 from dsv4.tools.evaluate import (
     EvaluationError,
     cut_contexts,
@@ -32,8 +33,8 @@ from dsv4.tools.evaluate import (
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "demo_model"))
 
-import corpus
 import needle
+import tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,11 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "model"
     config = ModelConfig.tiny(vocab_size=320, index_topk=4, num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
     write_checkpoint(folder, config, seed=3)
-    corpus.train_tokenizer(["a small text with a few words in it, and a few more"], 300).save(
-        str(folder / "tokenizer.json")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        ["a small text with a few words in it, and a few more"], 300, special_tokens=list(PROTOCOL.markers)
     )
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -10,6 +10,7 @@ import sys
 from dsv4.dist.errors import RankFailed
 from dsv4.http.processes.child import Orders, leave
 from dsv4.http.processes.settings import EngineSettings, load_model
+from dsv4.tools.option_names import error_text
 
 if __name__ == "__main__":  # before anything slow
     ORDERS = Orders()
@@ -56,7 +57,7 @@ def main() -> None:
     try:
         run(ORDERS, ORDERS.settings(EngineSettings))
     except (ValueError, OSError) as error:
-        print(f"dsv4: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"dsv4: error: {error_text(error)}", file=sys.stderr)
         status = 2
     except RankFailed as error:
         print(f"dsv4: error: {error}", file=sys.stderr)

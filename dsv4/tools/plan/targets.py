@@ -36,11 +36,11 @@ def resolve_target(text: str) -> Target:
     preset = PRESETS.get(text.lower())
     if preset is not None:
         return Target(text.lower(), preset(), "mxfp4")
-    path = find_checkpoint(text)
+    path = find_checkpoint(text, weights=False)
     if not path.exists():
         raise ConfigError(
             f"{text!r} is neither a preset ({', '.join(PRESETS)}), a shipped checkpoint ({', '.join(shipped_names())}) "
-            "nor an existing folder or config.json"
+            "nor an existing folder or config.json, nor a name on the hub (ORG/NAME)"
         )
     config = ModelConfig.from_pretrained(path)
     return Target(path.resolve().name if path.is_dir() else str(path), config, _announced_experts(path))

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import __main__ as entry
 from benchmarks import runner, serving
 from benchmarks.runner import Session, is_bad
+from dsv4.testing.model_cuts import CutModel
 
 FOLDER = Path(entry.__file__).parent
 HELPERS = {"__main__", "runner", "serving", "rank_speed", "storm_clients"}
@@ -27,7 +28,7 @@ def test_every_benchmark_is_listed(capsys):
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in entry.CASES)
     assert entry.main(["nothing"]) == 2
-    assert "no 'nothing'; there are ops, model" in capsys.readouterr().err
+    assert "no 'nothing'; there are ops, bits, model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", entry.CASES)
@@ -63,6 +64,20 @@ def test_a_session_keeps_its_records(tmp_path, capsys):
     late = session_of(tmp_path, "--seconds", "-1")
     late.attempt("never", fails)
     assert late.records == [{"kind": "skipped", "what": "never"}]
+
+
+def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "bits.jsonl"
+    options = ["bits", "--device", "cpu", "--tokens", "12", "--models", "1", "--out", str(out)]
+    assert entry.main(options) == 0
+    assert capsys.readouterr().out.endswith("1 models, 0 with rows that differ\n")
+    monkeypatch.setattr(CutModel, "differing_rows", lambda self, cut: [3] if cut.beside else [])
+    monkeypatch.setattr(CutModel, "first_difference", lambda self, cut: f"an op, beside {len(cut.beside)}")
+    assert entry.main(options) == 1
+    good, bad = (json.loads(text) for text in out.read_text().splitlines())
+    assert good["differing_rows"] == {"tokens": 0, "chunks": 0, "batch": 0}
+    assert (bad["wrong"], bad["first"][:13]) == (1, "batch: an op,")
+    assert "batch: an op," in capsys.readouterr().out
 
 
 def test_bad_records():

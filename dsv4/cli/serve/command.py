@@ -28,15 +28,19 @@ from dsv4.tools.model_loading import (
     DtypeOption,
     GpusOption,
     IgnoreSelftestOption,
+    ModelArgument,
     ModelOption,
     NumericsOption,
     OffloadOption,
+    RevisionOption,
     ThreadsOption,
     check_loading,
     check_numerics,
     check_tokenizer,
     engine_limits,
     find_model,
+    model_name,
+    one_model,
     parse_drafts,
     parse_offload,
     print_note,
@@ -51,7 +55,9 @@ _LOG = logging.getLogger("dsv4.serve")
 
 
 def serve_command(
-    model: ModelOption = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     name: Annotated[str | None, typer.Option(help="Model name in the API. Default: the folder's name.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 8000,
@@ -134,14 +140,14 @@ def serve_command(
 
     \b
     Examples:
-      dsv4 serve --model ./checkpoint
-      DSV4_API_KEY=secret dsv4 serve --model ./checkpoint --host 0.0.0.0 --requests 32
-      dsv4 serve --model ./checkpoint --device cuda --offload-experts auto
-      dsv4 serve --model ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
-      dsv4 serve --model ./checkpoint --record receipts.jsonl
-      dsv4 serve --model ./checkpoint --device cuda --gpus 4 --requests 256
-      dsv4 serve --model ./checkpoint --device cuda --front-ends 4 --restart
-      dsv4 serve --model ./checkpoint --device cuda --rl --rl-root ./weights
+      dsv4 serve ./checkpoint
+      DSV4_API_KEY=secret dsv4 serve ./checkpoint --host 0.0.0.0 --requests 32
+      dsv4 serve ./checkpoint --device cuda --offload-experts auto
+      dsv4 serve ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
+      dsv4 serve ./checkpoint --record receipts.jsonl
+      dsv4 serve ./checkpoint --device cuda --gpus 4 --requests 256
+      dsv4 serve ./checkpoint --device cuda --front-ends 4 --restart
+      dsv4 serve ./checkpoint --device cuda --rl --rl-root ./weights
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
@@ -156,10 +162,11 @@ def serve_command(
     if not (math.isfinite(step_seconds) and step_seconds > 0):
         raise ConfigError(f"--step-seconds must be a positive number, found {step_seconds:g}")
     console = Console(stderr=True)
-    folder = find_model(model, console)
+    chosen = one_model(model, model_option)
+    folder = find_model(chosen, console, revision=revision)
     config = ModelConfig.from_pretrained(folder)
     settings = ServerConfig(
-        name=name if name is not None else folder.resolve().name,
+        name=name if name is not None else model_name(chosen, folder),
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),
