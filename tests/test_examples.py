@@ -52,6 +52,8 @@ def test_client(live, capsys):
 
 # ---- reinforcement learning ----
 
+PARTS = ("policy.py", "server.py")  # of the loop: its first line of work imports them
+
 
 def training(folder, *arguments):
     command = [sys.executable, str(EXAMPLES / "rl" / "train.py"), str(folder), "--group", "2", "--tokens", "6"]
@@ -69,7 +71,7 @@ def record(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_SERVER, reason="the server's libraries are not installed")
 def test_the_training_loop_goes_on_where_it_was_killed(tmp_path):
-    """A short form of examples/rl (train.py, policy.py, server.py), with the trainer killed in the middle: the record
+    """A short form of examples/rl, with the trainer killed in the middle: the record
     is that of a run in one go, down to every token and log-probability that was drawn."""
     assert training(tmp_path / "whole").wait(300) == 0
     lines, resumed = record(tmp_path / "whole")

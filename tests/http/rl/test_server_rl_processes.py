@@ -10,17 +10,13 @@ from server_cases import HEADERS
 from server_processes import front_ends_of, holder
 
 from dsv4 import LLM, SamplingParams
-from dsv4.cli.main import main
 
 
-def test_two_front_ends_and_one_engine(start, checkpoint, tmp_path):
+def test_two_front_ends_and_one_engine(start, dsv4, tmp_path):
     """Whichever front end takes the update, both answer with the new weights, and with those alone."""
     other = tmp_path / "weights" / "other"
     other.parent.mkdir()
-    try:
-        main(["synth", str(other), "--layers", "2", "--seed", "9"])
-    except SystemExit as ended:
-        assert not ended.code
+    assert dsv4("synth", other, "--layers", "2", "--seed", "9").code == 0
     process, url, _ = start("--rl", "--rl-root", str(tmp_path / "weights"), "--front-ends", "2")
     pids = front_ends_of(process)
     clients = {}
