@@ -27,7 +27,7 @@ help:
 	@echo "make quick     a first look, below a minute: formats, cache, scheduler, text, config, imports, single blocks"
 	@echo "make affected  the tests that what differs from BASE ($(BASE)) can turn red, by the imports"
 	@echo "make lint | types | unit-test | format    one part of it"
-	@echo "make client-test     openai, anthropic, litellm, langchain, trl, ... against a live server"
+	@echo "make client-test     openai, anthropic, langchain, trl, Claude Code, Codex, ... against a live server (needs npm)"
 	@echo "make ray-test        replicas on a local Ray, on the CPU"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
 	@echo "make slow-test       the tests that take long: a storm on a server"
@@ -78,12 +78,12 @@ unit-test: $(DEV)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
 # three environments: clients disagree about the version of openai, and one needs transformers
-client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/trl/.installed
+client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/trl/.installed $(CLIENTS)/npm/.installed
 	@echo "==> pytest (clients with openai 2 against a live server)"
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/openai-2/bin/python -m pytest -q -m client tests/clients/test_sdks.py $(OPENAI_2)
 	@echo "==> pytest (clients with openai 3 against a live server)"
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/openai-3/bin/python -m pytest -q -m client tests/clients $(OPENAI_2:%=--ignore %) \
-	  --ignore $(TRL)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. CLIENT_PROGRAMS=$(CLIENTS)/npm/node_modules/.bin \
+	  $(CLIENTS)/openai-3/bin/python -m pytest -q -m client tests/clients $(OPENAI_2:%=--ignore %) --ignore $(TRL)
 	@echo "==> pytest (TRL against a live server)"
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/trl/bin/python -m pytest -q -m client $(TRL)
 
@@ -92,6 +92,14 @@ $(CLIENTS)/%/.installed: pyproject.toml tests/clients/requirements/%.txt
 	@$(PYTHON) -m venv $(CLIENTS)/$*
 	@$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check --editable '.[serve]' \
 	  -r tests/clients/requirements/$*.txt
+	@touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/requirements/package.json
+	@command -v npm > /dev/null || { echo "make client-test runs Claude Code and Codex: install node and npm"; exit 1; }
+	@echo "==> installing Claude Code and Codex into $(CLIENTS)/npm"
+	@mkdir -p $(CLIENTS)/npm && cp $< $(CLIENTS)/npm/
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/npm
+	@node $(CLIENTS)/npm/node_modules/@anthropic-ai/claude-code/install.cjs  # puts the program in its place
 	@touch $@
 
 ray-test: $(RAY)/.installed

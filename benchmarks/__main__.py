@@ -19,22 +19,13 @@ CASES = {
     "server": "`dsv4 serve` under load beside the engine alone; CPU time by process",
     "drafts": "what drafts cost and bring in a step",
     "prefix": "what hits of the prefix cache cost, by tier",
-    "trace": "the prefix cache under an agent's trace (CPU)",
     "ranks": "several ranks on one GPU: bits; a model of their speed",
     "host": "the host's part of a step: allocator, cache, scheduler (CPU)",
     "storm": "`dsv4 serve` among badly behaved clients, with restarts (CPU)",
-    "quantize": "error and perplexity of `dsv4 quantize` (CPU)",
     "architectures": "every kernel compiled for six architectures; writes docs/architectures.md (CPU)",
     "plots": "tables and pictures of the documents from the records (CPU)",
 }  # name -> what it says
-OWN_OPTIONS = (
-    "ops",
-    "trace",
-    "storm",
-    "quantize",
-    "architectures",
-    "plots",
-)  # no session: `main(arguments)` of their own
+OWN_OPTIONS = ("ops", "storm", "architectures", "plots")  # no session: `main(arguments)` of their own
 
 
 def main(arguments: list[str]) -> int:

@@ -42,7 +42,9 @@ def run(session: Session) -> None:
 
 def compare_family(session: Session, family: range) -> None:
     backend = backend_for(session.device, "official")
-    models = [CutModel(random_model(number), session.options.tokens, backend, session.device) for number in family]
+    models = [
+        CutModel.random(random_model(number), session.options.tokens, backend, session.device) for number in family
+    ]
     if session.is_cuda:
         began = time.monotonic()
         compile_models(models)

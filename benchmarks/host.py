@@ -118,7 +118,7 @@ def _steps(num_requests: int, num_waiting: int, length: int | None) -> list[floa
     engine = make_engine(num_requests)
     for place in range(num_requests + num_waiting):
         tokens = 900 if length is None else 1 + place % length if place < num_requests else length
-        engine.add([TOKEN] * 20, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        engine.add([TOKEN] * 20, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0))
     seconds = []
     for _ in range(NUM_STEPS + 20):
         started = time.thread_time()

@@ -89,6 +89,8 @@ class AsyncLLM(AsyncControls):
     ) -> list[Completion]:  # fmt: skip
         """As `LLM.generate`; a caller that is cancelled drops its requests."""
         many = as_prompts(prompts)
+        if not many:
+            return []
         async with self._submit(many, as_params(params, len(many))) as stream:
             while await stream.next_batch():
                 pass
@@ -99,7 +101,10 @@ class AsyncLLM(AsyncControls):
     ) -> AsyncIterator[TokenEvent | EndEvent]:  # fmt: skip
         """Each token as it comes, with the text that became certain; the last has a `finish_reason`. A request that
         only scores its prompt gives one `EndEvent`. Leaving the loop drops the request."""
-        async with self._submit([prompt], as_params(params, 1)) as stream:
+        (one,) = as_params(params, 1)
+        if one.n != 1:
+            raise RequestError(f"n must be 1 in a stream, found {one.n}; generate() gives several answers", field="n")
+        async with self._submit([prompt], [one]) as stream:
             async for event in stream:
                 if isinstance(event, ErrorEvent):
                     raise event.error
@@ -125,8 +130,8 @@ class AsyncLLM(AsyncControls):
         return self._client
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> RequestStream:
-        pairs = zip(prompts, params, strict=True)
-        return self._connected.submit([self._output(self.llm.encode(prompt), one) for prompt, one in pairs])
+        pairs = [(self.llm.encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        return self._connected.submit([self._output(prompt, own) for prompt, one in pairs for own in one.answers()])
 
     def _output(self, prompt: Sequence[int], params: SamplingParams) -> TextOutput:
         info = self._info

@@ -2,6 +2,7 @@
 
     llm = LLM("path/to/checkpoint")  # or LLM(): the miniature that ships with the package
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64, seed=1))[0].text)
+    print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].text)
 
 Not a server (see `dsv4 serve`). Everything here runs on a machine without a GPU.
 """
@@ -11,18 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import perf_counter
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
-from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
-from dsv4.config import EngineConfig, ModelConfig, shown
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
@@ -30,9 +30,9 @@ from dsv4.engine.control import Controls, EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
-from dsv4.engine.draft.trace import DraftRound, trace_drafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
+from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
@@ -52,7 +52,6 @@ from dsv4.llm_input import (
     Prompt,
     as_params,
     as_prompts,
-    check_chunks,
     check_device,
     check_numerics,
     check_widths,
@@ -60,24 +59,27 @@ from dsv4.llm_input import (
     naming_what_does_not_fit,
     planned_cache_bytes,
 )
+from dsv4.llm_inside import Inside
+from dsv4.llm_outputs import EventOutput, answer_progress, check_last
 from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.weights import load_params
-from dsv4.model.block import BlockOutput
 from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.ops.shapes import check_shapes
-from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs, check_token_ids
+from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.output import TextOutput
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.text.tokenizer import Tokenizer, encode_chat
 
 __all__ = ["LLM", "Numerics", "Prompt"]
 _LOG = logging.getLogger("dsv4.engine")
 
 
-class LLM(Controls):
+class LLM(Inside, Controls):
     """A DeepSeek-V4 model, its cache and its tokenizer.
 
     path      a checkpoint folder (official FP8 + MXFP4, Base, NVFP4, BF16; official or Hugging Face names), or the name
@@ -132,11 +134,11 @@ class LLM(Controls):
         limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
-        has_tokenizer = (folder / "tokenizer.json").exists()
-        tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
+        tokenizer = Tokenizer.from_pretrained(folder) if (folder / "tokenizer.json").exists() else None
         checkpoint = Checkpoint.open(folder)
         chosen_backend, pool = backend or allowed_backend(
-            backend_for(chosen_device, numerics), chosen_device, is_ignored=ignore_selftest
+            backend_for(chosen_device, numerics), chosen_device, config, checkpoint.tensors.values(),
+            is_ignored=ignore_selftest,
         ), None  # fmt: skip
         if chosen_backend.has_kernels:
             check_shapes(config)
@@ -301,6 +303,12 @@ class LLM(Controls):
         self.model = LeadingTransformer(model, world.leader)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Finish the prefix cache's files, end the other ranks where there are any. Leaving the process does it too."""
         if self._end_ranks is not None:
@@ -324,27 +332,46 @@ class LLM(Controls):
     # ---- generation ----
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order.
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        progress: Progress = False,
+    ) -> list[Completion]:  # fmt: skip
+        """Continue each prompt (text or token ids) under one SamplingParams, or one each. Results in order; the `n`
+        answers to a prompt stand side by side.
 
         One prompt, as a string or as a flat list of ids, is a list of one.
+        progress  a bar on stderr, or a function of answers done and answers in all
         """
         many = as_prompts(prompts)
-        checked = [(self.encode(prompt), one) for prompt, one in zip(many, as_params(params, len(many)), strict=True)]
+        pairs = [(self.encode(prompt), one) for prompt, one in zip(many, as_params(params, len(many)), strict=True)]
         with self._lock:
-            prepared = [self._prepare(prompt, one) for prompt, one in checked]
+            prepared = [self._prepare(prompt, own) for prompt, one in pairs for own in one.answers()]
             for request, output in prepared:
                 self._submit(request, output)
         try:
-            while not all(output.is_done for _, output in prepared):
-                self.step()
+            with answer_progress(progress, [output for _, output in prepared]) as look:
+                while not all(output.is_done for _, output in prepared):
+                    self.step()
+                    look()
         finally:
             for request, _ in prepared:
                 self.abort(request)
         return [output.completion() for _, output in prepared]
+
+    def chat(
+        self, messages: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        progress: Progress = False, **options: Any,
+    ) -> list[Completion]:  # fmt: skip
+        """Answer a conversation (a list of messages), or each of several, as `generate` does. `options` are the fields
+        of `dsv4.text.chat.ChatOptions`: thinking, tools, ... The text is all the model writes: thoughts, `</think>` and
+        calls included (`dsv4.text.parse.parse_completion` takes them apart).
+        """
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json, and chat() needs one; use generate()")
+        chosen = ChatOptions(**{"profile": effort_profile(self.config), **options})
+        conversations = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
+        return self.generate(
+            [encode_chat(self.tokenizer, check_last(one), chosen) for one in conversations], params, progress=progress
+        )
 
     def start(
         self, prompt: Prompt, params: SamplingParams | None = None, constraint: Constraint | None = None
@@ -382,7 +409,7 @@ class LLM(Controls):
         request = self.engine.prepare(prompt, params, constraint)
         prompt_ids = request.token_ids[: request.prompt_len]
         return request, TextOutput(
-            prompt_ids, params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
+            prompt_ids, request.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
         )  # fmt: skip
 
     def _submit(self, request: Request, output: TextOutput) -> None:
@@ -428,24 +455,32 @@ class LLM(Controls):
         """
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
-        return self._stream(*self._prepare(self.encode(prompt), as_params(params, 1)[0]))
+        return (event.text for event in self.stream_tokens(prompt, params) if event.text)
 
-    def _stream(self, request: Request, output: TextOutput) -> Iterator[str]:
+    def stream_tokens(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[TokenEvent | EndEvent]:  # fmt: skip
+        """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
+        became certain; the last has a `finish_reason`. A request that only scores its prompt gives one `EndEvent`."""
+        request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
+        output = EventOutput(
+            plain.prompt_ids, plain.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
+        )
+        return self._stream(request, output)
+
+    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent | EndEvent]:
         """Queues the request at the first `next`, so that a stream never read costs nothing."""
         with self._lock:
             self._submit(request, output)
-        num_given = 0
         try:
-            while True:
-                piece = output.text[num_given:]
-                if piece:
-                    num_given += len(piece)
-                    yield piece
-                elif output.is_done:
-                    output.completion()  # raises if the request was dropped
-                    return
+            while not output.is_done or output.events:
+                if output.events:
+                    yield output.events.popleft()
                 else:
                     self.step()
+            completion = output.completion()  # raises if the request was dropped
+            if not completion.token_ids:
+                yield EndEvent(0, completion.finish_reason, perf_counter())
         finally:
             self.abort(request)
 
@@ -464,106 +499,3 @@ class LLM(Controls):
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; pass the prompt as a list of token ids")
         return self.tokenizer.encode(prompt)
-
-    # ---- looking inside ----
-
-    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """fp32 [len, vocab]: every position's logits, the tokens fed in pieces of `chunks` through the cached state."""
-        ids = self._check_ids(token_ids)
-        rows: list[Tensor] = []
-        self._run(ids, chunks, lambda batch, streams: rows.append(self.model.logits(streams).float()))
-        return torch.cat(rows)
-
-    def mtp_logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """fp32 [len - 1, vocab]: row t from the main streams of token t and the id of token t + 1, for token t + 2.
-
-        The main model sees the tokens in one go; `chunks` (which sum to len - 1) are how the MTP block gets its pairs.
-        """
-        if not self.model.params.mtp:
-            why = "no mtp.* tensors" if self.model.params.dspark is None else "a DSpark head: see draft_trace"
-            raise RequestError(f"this checkpoint has no MTP block ({why})")
-        ids = self._check_ids(token_ids)
-        if len(ids) < 2:
-            raise RequestError(f"mtp_logits needs at least two tokens, found {len(ids)}")
-        pieces = check_chunks(chunks, len(ids) - 1)
-        cache = self._make_cache(
-            EngineConfig(max_context_tokens=len(ids), max_concurrent_requests=1, prefix_cache_bytes=0),
-            self.model.schedule,
-        )
-        slot, handle = cache.admit(len(ids)), cache.handle(self.config.num_hidden_layers)
-        rows: list[Tensor] = []
-
-        def draft(batch: TokenBatch, streams: Tensor) -> None:
-            start = 0
-            for length in pieces:
-                here = slice(start, start + length)
-                pairs = TokenBatch.of([Chunk(slot, start, ids[start + 1 : start + length + 1])], cache.block_table)
-                rows.append(self.model.mtp_logits(0, self.model.mtp(0, streams[here], pairs, handle)).float())
-                start += length
-
-        self._run(ids, None, draft)
-        return torch.cat(rows)
-
-    def draft_trace(
-        self, prompt: Sequence[int], anchor: int, verified: Sequence[tuple[int, int]] = (),
-        chunks: Sequence[int] | None = None,
-    ) -> list[DraftRound]:  # fmt: skip
-        """What the checkpoint's drafter (MTP or DSpark) says behind `anchor`, the token after the prompt, greedily; and
-        again after each pair of `verified`: (accepted, bonus) keeps so many of the last drafts and goes on with bonus
-        as the new anchor. The prompt is fed in pieces of `chunks`.
-        """
-        ids = self._check_ids(prompt)
-        pieces = check_chunks(chunks, len(ids))
-        if not self.model.params.draft_blocks:
-            raise RequestError("this checkpoint has no drafter (no mtp.* tensors)")
-        return trace_drafts(self.model, self._make_cache, ids, pieces, anchor, verified)
-
-    def trace(self, token_ids: Sequence[int]) -> list[BlockOutput]:
-        """Per layer: streams after it, what its sublayers added, experts chosen, compressed entries picked."""
-        layers: list[BlockOutput] = []
-        self._run(self._check_ids(token_ids), None, observe=lambda _, output: layers.append(output))
-        return layers
-
-    def layer(self, layer_idx: int, streams: Tensor, token_ids: Sequence[int]) -> BlockOutput:
-        """One block alone, as a prefill from position 0 on given streams [T, 4, D]."""
-        config = self.config
-        if not isinstance(layer_idx, int) or not 0 <= layer_idx < config.num_hidden_layers:
-            raise RequestError(f"layer_idx must be from 0 to {config.num_hidden_layers - 1}, found {shown(layer_idx)}")
-        ids = self._check_ids(token_ids)
-        expected = (len(ids), config.hc_mult, config.hidden_size)
-        if tuple(streams.shape) != expected:
-            raise RequestError(f"streams must be {list(expected)} for {len(ids)} tokens, found {list(streams.shape)}")
-        with self._slot(ids) as slot:
-            batch = self.cache.make_batch([slot], [ids])
-            given = streams.to(device=self.cache.device, dtype=self.model.context.dtype)
-            return self.model.block(layer_idx, given, self.cache.handle(layer_idx), batch)
-
-    def _check_ids(self, token_ids: Iterable[int]) -> list[int]:
-        ids = check_token_ids(token_ids, self.config.vocab_size, "token")
-        if not ids:
-            raise RequestError("token_ids is empty; at least one token is needed")
-        return ids
-
-    def _run(
-        self, token_ids: list[int], chunks: Sequence[int] | None,
-        each: Callable[[TokenBatch, Tensor], None] | None = None,
-        observe: Callable[[int, BlockOutput], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Feed the tokens in pieces from position 0; `each` sees every piece's batch and final streams."""
-        pieces = check_chunks(chunks, len(token_ids))
-        remaining = list(token_ids)
-        with self._slot(token_ids) as slot:
-            for length in pieces:
-                batch = self.cache.make_batch([slot], [remaining[:length]])
-                streams = self.model.forward(batch, self.cache.handle, observe)
-                del remaining[:length]
-                if each is not None:
-                    each(batch, streams)
-
-    @contextmanager
-    def _slot(self, token_ids: list[int]) -> Iterator[int]:
-        slot = self.cache.admit(len(token_ids))
-        try:
-            yield slot
-        finally:
-            self.cache.release(slot)

@@ -88,9 +88,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, a list of token ids, or a list of those, found {shown(prompts)}")
     many = list(prompts)
-    if not many:
-        raise RequestError("prompts is empty; expected at least one prompt of at least one token")
-    if all(_is_token_id(item) for item in many):
+    if many and all(_is_token_id(item) for item in many):
         return [many]  # type: ignore[list-item]
     for place, item in enumerate(many):
         if _is_token_id(item) or isinstance(item, (bytes, Mapping)) or not isinstance(item, Iterable):

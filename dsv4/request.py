@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dsv4.config import shown
@@ -35,6 +36,7 @@ DRAW_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_p
 class SamplingParams:
     """How to continue one prompt. The defaults are the model card's: temperature 1, no filtering.
 
+    n                   answers to each prompt; answer i has the seed `seed + i`
     max_tokens          new tokens at most; 0, with prompt_logprobs, scores the prompt and writes nothing
     min_tokens          the text does not end before so many new tokens: not at the end of sequence, a stop id or string
     temperature         0 is greedy: the largest logit, the lower id on a tie
@@ -47,7 +49,8 @@ class SamplingParams:
     logit_bias          by token id, from -100 to 100, added to the logits before anything else; None: none
     allowed_token_ids   the only tokens that may come, besides the end of sequence where that may; None: all
     bad_words_ids       sequences of ids that are never completed
-    seed                the same seed gives the same text whatever else runs beside it; any 64-bit integer
+    seed                the same seed gives the same text whatever else runs beside it; any 64-bit integer. None: every
+                        answer has one of its own, which it names (`Completion.seed`)
     stop                strings that end the text; they are not part of it
     stop_token_ids      ids that end the text besides the model's end of sequence
     ignore_eos          go on past the model's end of sequence
@@ -58,6 +61,7 @@ class SamplingParams:
     deadline            seconds from its submission after which the request fails if it is not done; None waits
     """
 
+    n: int = 1
     max_tokens: int = 128
     min_tokens: int = 0
     temperature: float = 1.0
@@ -70,7 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    seed: int = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -107,6 +111,13 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", f"must be at most max_tokens ({self.max_tokens}), found {self.min_tokens}")
 
+    def answers(self) -> list[SamplingParams]:
+        """The parameters of each of the `n` answers: of one answer, with a seed."""
+        if self.n == 1 and self.seed is not None:
+            return [self]
+        seeds = [new_seed() if self.seed is None else later_seed(self.seed, place) for place in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -118,11 +129,21 @@ class SamplingParams:
         return bool(self.logit_bias) or self.allowed_token_ids is not None or has_bad_tokens
 
 
+def new_seed() -> int:
+    """A seed for who gave none: at random, and small enough for a number of JavaScript."""
+    return secrets.randbits(53)
+
+
+def later_seed(seed: int, place: int) -> int:
+    """That of the answer at `place` of a request; again one of 64 bits."""
+    return (seed + place + 2**63) % 2**64 - 2**63
+
+
 _INTEGER_RANGE = {
-    "max_tokens": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "top_k": (-1, 2**31 - 1),
+    "n": (1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (0, 100), "priority": (-10, 10),
 }  # fmt: skip
-_OPTIONAL = {"logprobs", "prompt_logprobs", "deadline", "allowed_token_ids"}
+_OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "deadline", "allowed_token_ids"}
 _MAX_BIAS = 100
 # name: (lowest, highest, lowest itself allowed)
 _REAL_RANGE = {
@@ -205,10 +226,12 @@ class Completion:
     """The result of one prompt. `text` is None where the checkpoint has no tokenizer.
 
     prompt_logprobs    where asked for, one per prompt token; None for the first
-    num_cached_tokens  tokens of the prompt that came from the prefix cache. It says how the result was reached, not
-                       what it is: two completions are equal whatever it is
+    num_cached_tokens  tokens of the prompt that came from the prefix cache
+    seed               that it was drawn with: `SamplingParams.seed`, or the one chosen for it
     weight_versions    which weights drew which tokens: pairs of a token's number, from 0, and the version from it on.
-                       One pair unless weights were updated in the middle (`pause("keep")`). It compares as nothing
+                       One pair unless weights were updated in the middle (`pause("keep")`)
+
+    Two completions are equal whatever these three are: they say how the result was reached, not what it is.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -218,6 +241,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = field(default=0, compare=False)
+    seed: int = field(default=0, compare=False)
     weight_versions: tuple[tuple[int, str], ...] = field(default=(), compare=False)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+import dsv4.request
 from dsv4.testing import interpreter
 
 # Without a GPU, kernels run in Triton's interpreter. It must be chosen before any test imports dsv4.ops.
@@ -20,6 +22,19 @@ settings.register_profile(
     "quick", deadline=None, derandomize=True, max_examples=10, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_are_drawn_alike():
+    """Requests without a seed get the same one in every run. `real_seeds` gives them others again."""
+    dsv4.request.new_seed, kept = lambda: 0, dsv4.request.new_seed
+    yield kept
+    dsv4.request.new_seed = kept
+
+
+@pytest.fixture
+def real_seeds(monkeypatch, _seeds_are_drawn_alike):
+    monkeypatch.setattr(dsv4.request, "new_seed", _seeds_are_drawn_alike)
 
 
 def pytest_report_header():

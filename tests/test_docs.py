@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import plots, timeline
-from benchmarks.model import whole_flash
+from benchmarks.model import conclusions
 from benchmarks.rank_speed import PUBLISHED
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
@@ -110,8 +110,10 @@ def test_links_of_the_documents_lead_somewhere():
 
 def test_the_table_of_clients_has_the_versions_that_are_tried():
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("## Clients that were tried")[2]
-    shown = set(re.findall(r"^\| ([a-z_-]+ \d+\.\d+) \|", text.partition("\n## ")[0], re.MULTILINE))
-    tried = set()
+    shown = set(re.findall(r"^\| ([a-zA-Z_ -]+ \d+\.\d+) \|", text.partition("\n## ")[0], re.MULTILINE))
+    programs = json.loads((ROOT / "tests" / "clients" / "requirements" / "package.json").read_text())["dependencies"]
+    names = {"@anthropic-ai/claude-code": "Claude Code", "@openai/codex": "Codex"}
+    tried = {(names[name], version.rpartition(".")[0]) for name, version in programs.items()}
     for file in (ROOT / "tests" / "clients" / "requirements").glob("*.txt"):
         tried |= set(re.findall(r"^([a-z_-]+)(?:\[.*\])?==(\d+\.\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
     beside = ("torch", "hypothesis", "pytest", "mcp", "requests", "httpx", "transformers")
@@ -347,7 +349,7 @@ def recorded_numbers():
     layers = {(r["attention"], r["batch"]): r for r in model if r["kind"] == "layer" and r["context"] == 2048}
     one = [layers[kind, 1] for kind in ("swa", "hca", "csa")]
     many = [r["times_floor"] for (_, batch), r in layers.items() if batch > 1]
-    sums = [re.search(r"batch (\d+), ctx (\d+): ([\d.]+) ms", line) for line in whole_flash(model)]
+    sums = [re.search(r"batch (\d+), ctx (\d+): ([\d.]+) ms", line) for line in conclusions(model)]
     steps = {(int(found[1]), int(found[2])): float(found[3]) for found in sums if found}
     theirs = [r["ms_per_layer"] for r in everything if r["kind"] == "huggingface" and r.get("batch") == 1]
     stream = [r["tokens_per_second"] for r in everything if r["kind"] == "stream"][-1]

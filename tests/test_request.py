@@ -17,6 +17,7 @@ HUGE = 10**5000  # cannot be a float, and Python refuses to print it
 NOT_A_NUMBER = [None, "1", "", [], math.nan, math.inf, -math.inf, True, False, HUGE, -HUGE, 1j]
 
 BAD = {
+    "n": [0, -1, 2**31, 1.0, *NOT_A_NUMBER],
     "max_tokens": [0, -1, 2**31, 1.0, 1.5, *NOT_A_NUMBER],
     "min_tokens": [-1, 129, 2**31, 1.0, *NOT_A_NUMBER],
     "temperature": [-1, -1e-9, 100.1, *NOT_A_NUMBER],
@@ -26,7 +27,7 @@ BAD = {
     "repetition_penalty": [0, 0.0, -1, 101, *NOT_A_NUMBER],
     "presence_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
     "frequency_penalty": [-100.5, 100.5, *NOT_A_NUMBER],
-    "seed": [-(2**63) - 1, 2**63, 0.0, *NOT_A_NUMBER],
+    "seed": [-(2**63) - 1, 2**63, 0.0, *NOT_A_NUMBER[1:]],
     "stop": [None, 3, [""], ["a", ""], [3], [None], {"a"}, b"a", [b"a"], ""],
     "stop_token_ids": [None, 3, "1", [-1], [1.0], [True], ["1"], [None], {1}],
     "logit_bias": [
@@ -55,6 +56,7 @@ BAD = {
 }
 
 GOOD = {
+    "n": [1, 64],
     "max_tokens": [1, 2**31 - 1],
     "min_tokens": [0, 1, 128],
     "temperature": [0, 0.0, 1e-45, 1, 100],
@@ -64,7 +66,7 @@ GOOD = {
     "repetition_penalty": [1e-3, 1, 100.0],
     "presence_penalty": [-100, 0, 100.0],
     "frequency_penalty": [-100.0, 0.5, 100],
-    "seed": [-(2**63), -1, 0, 2**63 - 1],
+    "seed": [None, -(2**63), -1, 0, 2**63 - 1],
     "logit_bias": [None, {}, {0: -100, 129279: 100.0}, {7: 0.5}],
     "allowed_token_ids": [None, (0,), (5, 129279)],
     "bad_words_ids": [(), ((0,),), ((5, 6), (129279,))],

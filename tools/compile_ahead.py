@@ -93,7 +93,7 @@ def compile_models(folder: Path, number: int) -> None:
     for first in range(0, number, FAMILY):
         family = range(first, min(first + FAMILY, number))
         device = torch.device("cpu")
-        models = [model_cuts.CutModel(random_model(one), 400, TRITON, device) for one in family]
+        models = [model_cuts.CutModel.random(random_model(one), 400, TRITON, device) for one in family]
         model_cuts.compile_models(models, lambda done, total: print(f"\r{done} of {total}", end="", flush=True))
         print(f": models {family[0]} to {family[-1]}", flush=True)
 

@@ -17,6 +17,7 @@ from dsv4.cache.errors import CacheError, require_integrity
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.paged import PagedCache
+from dsv4.cache.pool import Pool
 from dsv4.cache.prefix.snapshots import SnapshotStore
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import build_cache_schema
@@ -81,6 +82,22 @@ class KVCacheManager(CacheLedger):
         """Finish writing files. The cache is of no use for the prefix cache afterwards."""
         if self.tiers is not None:
             self.tiers.close()
+
+    def drop_rows(self) -> None:
+        """Give the memory of all rows back, until `restore_rows`. No slot may be taken, and no prefix kept."""
+        assert self.num_free_slots == self.schema.num_slots
+        for pool in self._pools():
+            pool.storage.untyped_storage().resize_(0)
+
+    def restore_rows(self) -> None:
+        """As they were when the cache was made."""
+        for pool in self._pools():
+            pool.storage.untyped_storage().resize_(pool.schema.total_bytes)
+            pool.storage.zero_()
+        self._state.reset()
+
+    def _pools(self) -> list[Pool]:
+        return [pool for part in (self._paged, self._state, self._snapshots) for pool in part.pools.values()]
 
     # ---- what ops and the engine read ----
 

@@ -22,11 +22,15 @@ class StateCache:
     def __init__(self, schema: CacheSchema, *, device: torch.device, plain_dtype: torch.dtype | None) -> None:
         self.schema = schema
         self.pools = {pool.name: Pool(pool, _dtype_of(pool, plain_dtype), device) for pool in schema.state_pools}
-        for pool in self.pools.values():
-            pool.all_layers.fill_(_fresh_value(pool.schema.name))
+        self.reset()
         self._windows = [self._window_view(layer) for layer in schema.layers]
         self._compressors = [self._compressor_view(layer, "compressor") for layer in schema.layers]
         self._index_compressors = [self._compressor_view(layer, "index_compressor") for layer in schema.layers]
+
+    def reset(self) -> None:
+        """Every slot is that of a new request."""
+        for pool in self.pools.values():
+            pool.all_layers.fill_(_fresh_value(pool.schema.name))
 
     def window(self, layer_idx: int) -> WindowView:
         return self._windows[layer_idx]

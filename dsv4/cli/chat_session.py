@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsv4.llm import LLM
-from dsv4.request import FinishReason, RequestError, SamplingParams
+from dsv4.request import FinishReason, RequestError, SamplingParams, new_seed
 from dsv4.text.chat import ChatOptions, render_segments
 from dsv4.text.parse import Event, StreamParser, parse_completion
 
@@ -47,7 +46,7 @@ class ChatSession:
         room = self.llm.cache.limits.max_context_tokens - len(prompt)
         if room < 1:
             raise RequestError(f"the conversation has {len(prompt)} tokens and no room for an answer: /reset it")
-        seed = self.seed if self.seed is not None else secrets.randbits(63)
+        seed = self.seed if self.seed is not None else new_seed()
         params = replace(self.params, seed=seed, max_tokens=min(self.params.max_tokens, room))
         request, output = self.llm.start(prompt, params)
         parser, num_read = StreamParser(self.options.thinking), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +13,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dsv4.tools.model_loading import MODEL_HELP, ModelOption, RevisionOption, complete_model, find_model, one_model
+
 if TYPE_CHECKING:
     from dsv4.tools.selftest.report import Check, SelftestReport
 
+_MODEL_HELP = MODEL_HELP.replace(MODEL_HELP[MODEL_HELP.index("Default:") :], "Default: all published shapes.")
 _MAX_PRINTED = 20
 _PARTS = {
     "oracle": "kernel against oracle", "batch": "alone against batch", "text": "recorded texts",
@@ -23,6 +27,11 @@ _PARTS = {
 
 
 def selftest_command(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help=_MODEL_HELP, autocompletion=complete_model)
+    ] = None,
+    model_option: ModelOption = None,
+    revision: RevisionOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes only, no table of speed.")] = False,
     op: Annotated[
         list[str] | None, typer.Option(help="Only this op; may be repeated. No verdict is written then.")
@@ -35,6 +44,9 @@ def selftest_command(
     On a GPU it takes a few minutes. Without one the kernels run in Triton's interpreter, at small shapes. The engine
     refuses kernels that failed here (--ignore-selftest).
 
+    With MODEL: at this checkpoint's shapes alone, with random weights. Each op against its oracle; a prompt in one go,
+    token by token, in chunks, and beside another request.
+
     Exit status 0: everything is right. 1: something is wrong. 2: it could not run.
 
     \b
@@ -42,17 +54,21 @@ def selftest_command(
       dsv4 selftest
       dsv4 selftest --json > selftest.json
       dsv4 selftest --op moe --op linear
+      dsv4 selftest CHECKPOINT
     """
     from dsv4.tools.selftest import choose_device
 
+    console = Console(stderr=True)
+    chosen = one_model(model, model_option)
+    folder = None if chosen is None else find_model(chosen, console, revision=revision)
     device = choose_device()
     from dsv4.tools.selftest.run import SelftestOptions, run_selftest
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         report = run_selftest(
-            device, SelftestOptions(is_quick=quick, ops=tuple(op or ()), is_kept=keep),
+            device, SelftestOptions(is_quick=quick, ops=tuple(op or ()), is_kept=keep, model=folder),
             lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total),
         )  # fmt: skip
     if as_json:

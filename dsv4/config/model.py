@@ -93,11 +93,6 @@ class ModelConfig:
     # ---- derived ----
 
     @property
-    def nope_head_dim(self) -> int:
-        """Dims of a head that rope does not touch; they come first, and only they are quantised in the cache."""
-        return self.head_dim - self.qk_rope_head_dim
-
-    @property
     def layer_ratios(self) -> tuple[int, ...]:
         """Compression ratio of each main layer (the published list also carries the MTP blocks' entries)."""
         return self.compress_ratios[: self.num_hidden_layers]

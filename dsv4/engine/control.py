@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from uuid import uuid4
@@ -21,6 +21,7 @@ from dsv4.engine.fingerprint import Identity
 from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
 from dsv4.engine.weight_update import WeightSource, WeightUpdate, open_source
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
@@ -56,8 +57,11 @@ class EngineControl:
         self.weights_name = ""
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
-            "update_weights": self.update_weights, "set_weight_version": self.set_weight_version, "info": self.info,
+            "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
+            "sleep": self.sleep, "wake": self.wake, "info": self.info,
         }  # fmt: skip
+        self._sleeper = Sleeper()
+        self._wakes_open = False  # whether waking is also going on
 
     def obey(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """`RequestError` for what is no verb, or not its arguments."""
@@ -85,6 +89,8 @@ class EngineControl:
     def resume(self) -> None:
         """Go on. `WeightsIncomplete` if there are no whole weights to go on with."""
         engine = self._llm.engine
+        if self._sleeper.asleep:
+            raise RequestError("the engine sleeps: wake() it first")
         if engine.gate.refusal is not None:
             raise engine.gate.refusal
         engine.resume()
@@ -108,6 +114,8 @@ class EngineControl:
         self, source: WeightSource, version: str | None = None, clear_cache: bool = False, progress: Progress = False
     ) -> str:  # fmt: skip
         """See `Controls.update_weights`."""
+        if WEIGHTS in self._sleeper.asleep:
+            raise RequestError("the weights sleep: wake(['weights']) first")
         llm = self._llm
         engine = llm.engine
         self._check_rest("weights can be updated")
@@ -140,6 +148,28 @@ class EngineControl:
         if engine.has_work:
             raise RequestError(f"{what} only while no request runs or waits, or while the engine is paused: pause() it")
 
+    # ---- sleep ----
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: of the weights, which level 1 keeps in host memory and level 2 drops, and of the cache.
+        Requests that are there wait, and compute their rows again after waking."""
+        llm, gate = self._llm, self._llm.engine.gate
+        self._check_rest("an engine can sleep")
+        if not self._sleeper.asleep and level in LEVELS:
+            self._wakes_open = not gate.is_shut
+            gate.shut("keep")
+            llm.engine.start_anew(llm.cache.fingerprint, clears=True)
+        self._sleeper.sleep(level, llm.model.params, llm.pool, llm.cache, llm.engine.runner)
+        if level == 2:
+            gate.refusal = WeightsIncomplete("the weights were dropped (sleep level 2); wake() and update them first")
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, of `weights`, `kv_cache` or both. Once both are there, goes on if it was not paused."""
+        self._sleeper.wake(tags, self._llm.cache, self._llm.engine.runner)
+        if self._wakes_open and not self._sleeper.asleep and self._llm.engine.gate.refusal is None:
+            self._wakes_open = False
+            self._llm.engine.resume()
+
     # ---- what it is ----
 
     def info(self) -> dict[str, Any]:
@@ -150,6 +180,8 @@ class EngineControl:
         return {
             "is_paused": self.is_paused,
             "pause_mode": engine.gate.mode,
+            "is_sleeping": bool(self._sleeper.asleep),
+            "asleep": sorted(self._sleeper.asleep),
             "weight_version": version,
             "weights_are_whole": engine.gate.refusal is None,
             "fingerprint": fingerprint,
@@ -229,6 +261,21 @@ class Controls:
         with self._lock:
             return self.control.set_weight_version(version)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to others on this device: level 1 keeps the weights in host memory, level 2 drops them; the
+        cache is dropped. Running requests stop as by `pause("keep")`. The bits after waking are the same."""
+        with self._lock:
+            self.pause("keep") if self.engine.has_work else None
+            self.control.sleep(level)
+            self._paused_by = threading.get_ident()
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again: of "weights", of "kv_cache", by default of both; then go on, unless it was paused.
+        After level 2 the engine refuses requests until `update_weights`; then `resume`."""
+        with self._lock:
+            self.control.wake(tags)
+            self._may_go_on.notify_all()
+
     def info(self) -> dict[str, Any]:
         """Where the engine stands, and its limits: see `EngineControl.info`."""
         with self._lock:
@@ -284,6 +331,12 @@ class AsyncControls:
     async def set_weight_version(self, version: str) -> str:
         found: str = await asyncio.wrap_future(self._tell("set_weight_version", version=version))
         return found
+
+    async def sleep(self, level: int = 1) -> None:
+        await asyncio.wrap_future(self._tell("sleep", level=level))
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        await asyncio.wrap_future(self._tell("wake", tags=tags))
 
     async def info(self) -> dict[str, Any]:
         found: dict[str, Any] = await asyncio.wrap_future(self._tell("info"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
 from dsv4.errors import Dsv4Error
-from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
+from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.tree import ChainKeys
@@ -100,6 +100,9 @@ class Request:
         constraint: Constraint | None = None,
     ) -> Request:  # fmt: skip
         """A checked prompt, not yet admitted."""
+        if params.n != 1:
+            raise RequestError(f"n must be 1 for one answer, found {params.n}; generate() gives several", field="n")
+        (params,) = params.answers()
         return cls(
             params=params,
             token_ids=list(prompt),
@@ -241,6 +244,7 @@ class Request:
         if problem is not None:
             raise problem
         assert self.finish_reason is not None, "the request is still running"
+        assert self.params.seed is not None, "a request has one"
         return Completion(
             prompt_token_ids=tuple(self.token_ids[: self.prompt_len]),
             token_ids=tuple(self.output_ids),
@@ -249,5 +253,6 @@ class Request:
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             num_cached_tokens=self.num_cached_tokens,
+            seed=self.params.seed,
             weight_versions=tuple(self.weight_versions),
         )

@@ -50,7 +50,8 @@ from dsv4.tools.receipts.lines import answer_of, now, request_line
 
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
-FINGERPRINT_HEADER = "x-system-fingerprint"  # for interfaces whose answers have no field for it
+# for interfaces whose answers have no field for it; the seed is that of the first answer
+FINGERPRINT_HEADER, SEED_HEADER = "x-system-fingerprint", "x-seed"
 _PUBLISH_SECONDS = 1.0  # how old the other front ends' numbers in /metrics may be
 _RECORD_SECONDS = 10.0  # for the last lines of a record
 _LOG = logging.getLogger("dsv4.serve")
@@ -163,7 +164,7 @@ class Server:
     ) -> Response:
         stream = await self._submit(job, name)
         ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
-        headers = {FINGERPRINT_HEADER: self.served.fingerprint}
+        headers = {FINGERPRINT_HEADER: self.served.fingerprint, SEED_HEADER: str(job.outputs[0].params.seed)}
         if is_stream:
             return EventStream(stream, assembler, self.metrics, timer, self._clock, headers=headers, on_end=ended)
         try:

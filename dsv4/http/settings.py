@@ -37,7 +37,7 @@ class ServerConfig:
     max_body_bytes     larger requests are refused (413)
     max_json_depth     deeper JSON is refused (400)
     max_messages       longer conversations are refused (400)
-    max_choices        prompts times `n` of one request
+    max_answer_bytes   memory that the answers to one request may take, by their longest
     max_output_tokens  most tokens one answer may ask for; None: the context
     max_waiting        requests that may wait for a slot before others are refused (503)
     header_seconds     how long the head of a request may take to arrive
@@ -62,7 +62,7 @@ class ServerConfig:
     max_body_bytes: int = 8 * MIB
     max_json_depth: int = 64
     max_messages: int = 16384
-    max_choices: int = 16
+    max_answer_bytes: int = 1024 * MIB
     max_output_tokens: int | None = None
     max_waiting: int = 256
     header_seconds: float = 15.0
@@ -83,7 +83,7 @@ class ServerConfig:
         for host in self.allowed_hosts:
             if not host or not host.isascii() or any(sign in host for sign in " /@"):
                 raise ConfigError(f"allowed_hosts must be names such as api.example.org, or *, found {shown(host)}")
-        for name in ("max_connections", "max_body_bytes", "max_json_depth", "max_messages", "max_choices",
+        for name in ("max_connections", "max_body_bytes", "max_json_depth", "max_messages", "max_answer_bytes",
                      "max_waiting"):  # fmt: skip
             if not is_size(getattr(self, name)):
                 raise ConfigError(f"{name} must be a positive integer, found {shown(getattr(self, name))}")

@@ -1,11 +1,12 @@
-"""A model's logits of a prompt in one go against the same prompt in pieces, row by row, bit for bit; and where they
-differ, the first call of an op whose row differs.
+"""A model's streams and logits of a prompt in one go against the same prompt in pieces, row by row, bit for bit; and
+where they differ, the first call of an op whose row differs.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -64,21 +65,35 @@ def random_cuts(num_tokens: int, seed: int) -> dict[str, Cut]:
 
 
 class CutModel:
-    """A random model with a cache for two requests of `num_tokens`; calls are made directly, without graphs."""
+    """A model with a cache of its own for two requests of `num_tokens`; calls are made directly, without graphs.
+    Logits are made for at most `head_rows` rows at once."""
 
-    def __init__(self, shape: RandomModel, num_tokens: int, backend: Backend, device: torch.device) -> None:
-        params = random_params(shape.config, experts=shape.experts, with_mtp=False, device=device)
-        self.shape = shape
-        self.model = Transformer(shape.config, prepare_params(params, backend), torch.bfloat16, backend=backend)
-        limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=2, max_chunk_tokens=2 * num_tokens)
-        self.cache = KVCacheManager(shape.config, self.model.schedule, limits, device=device, plain_dtype=None)
+    def __init__(
+        self, model: Transformer, num_tokens: int, shape: RandomModel | None = None, head_rows: int | None = None
+    ) -> None:  # fmt: skip
+        self.model, self.shape, self.head_rows = model, shape, head_rows or num_tokens
+        limits = EngineConfig(
+            max_context_tokens=num_tokens, max_concurrent_requests=2, max_chunk_tokens=2 * num_tokens,
+            prefix_cache_bytes=0,
+        )  # fmt: skip
+        schedule = model.schedule[: model.config.num_hidden_layers]
+        self.cache = KVCacheManager(
+            model.config, schedule, limits, device=model.params.embed.device, plain_dtype=None
+        )  # fmt: skip
         generator = torch.Generator().manual_seed(num_tokens)
-        drawn = torch.randint(shape.config.vocab_size, (2, num_tokens), generator=generator)
+        drawn = torch.randint(model.config.vocab_size, (2, num_tokens), generator=generator)
         self.token_ids, self.other_ids = drawn.tolist()
 
+    @classmethod
+    def random(cls, shape: RandomModel, num_tokens: int, backend: Backend, device: torch.device) -> CutModel:
+        params = random_params(shape.config, experts=shape.experts, with_mtp=False, device=device)
+        params = prepare_params(params, backend)
+        return cls(Transformer(shape.config, params, torch.bfloat16, backend=backend), num_tokens, shape)
+
     @torch.no_grad()
-    def logits(self, cut: Cut, begin: Callable[[int, int, int], None] = lambda start, stop, beside: None) -> Tensor:
-        """Of all tokens, on the CPU; `begin` hears which tokens the next call has, and behind how many others."""
+    def rows(self, cut: Cut, begin: Callable[[int, int, int], None] = lambda start, stop, beside: None) -> Tensor:
+        """Streams and logits of all tokens, on the CPU; `begin` hears which tokens the next call has, and behind how
+        many others."""
         num_tokens = len(self.token_ids)
         assert sum(cut.lengths) == num_tokens, cut
         slots = [self.cache.admit(num_tokens) for _ in range(2)]
@@ -89,7 +104,9 @@ class CutModel:
             batch = self.cache.make_batch(
                 slots[not beside :], [others, self.token_ids[start : start + length]][not beside :]
             )
-            rows.append(self.model.logits(self.model.forward(batch, self.cache.handle))[beside:].cpu())
+            streams = self.model.forward(batch, self.cache.handle)[beside:]
+            logits = torch.cat([self.model.logits(part) for part in streams.split(self.head_rows)])
+            rows.append(torch.cat([streams.flatten(1).float(), logits.float()], 1).cpu())
             start, before = start + length, before + beside
         for slot in slots:
             self.cache.release(slot)
@@ -100,15 +117,13 @@ class CutModel:
         return Cut([len(self.token_ids)])
 
     def differing_rows(self, cut: Cut) -> list[int]:
-        """Tokens whose logits are not those of one go."""
-        whole, pieces = self.logits(self.one_go), self.logits(cut)
+        """Tokens whose streams or logits are not those of one go."""
+        whole, pieces = self.rows(self.one_go), self.rows(cut)
         return (bits_of(whole) != bits_of(pieces)).any(-1).nonzero().flatten().tolist()
 
     def first_difference(self, cut: Cut) -> str:
         """Which call of which op first gives some row of a piece other bits than in one go."""
-        context, calls = self.model.context, dict[tuple[int, int, int], list[OpResult]]()
-        backend = context.backend
-        names = [field.name for field in fields(OpSet)]
+        calls = dict[tuple[int, int, int], list[OpResult]]()
         results: list[OpResult] = []
 
         def begin(*place: int) -> None:
@@ -123,19 +138,26 @@ class CutModel:
 
             return call
 
-        ops = {name: watched(name, getattr(backend.ops, name)) for name in names}
-        self.model.context = replace(context, backend=backend.with_ops(**ops))
-        try:
-            self.logits(self.one_go, begin)
+        with self.watching(watched):
+            self.rows(self.one_go, begin)
             whole = results
-            self.logits(cut, begin)
-        finally:
-            self.model.context = context
+            self.rows(cut, begin)
         for place, pieces in calls.items():
             found = next(_differences(whole, pieces, place, len(self.token_ids)), None)
             if found is not None:
                 return found
         return "no op's rows differ; what is left are rows in the cache"
+
+    @contextmanager
+    def watching(self, watched: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Inside, every op is what `watched` makes of its name and it."""
+        context = self.model.context
+        ops = {field.name: watched(field.name, getattr(context.ops, field.name)) for field in fields(OpSet)}
+        self.model.context = replace(context, backend=context.backend.with_ops(**ops))
+        try:
+            yield
+        finally:
+            self.model.context = context
 
 
 def compile_models(models: Sequence[CutModel], progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -146,14 +168,14 @@ def compile_models(models: Sequence[CutModel], progress: Callable[[int, int], No
         for one in models:
             resident = stand_in(one.model, one.cache)
             for size in sorted(SIZES, reverse=True):  # the kernels of many rows take longest
-                resident.launch(size, size)
+                resident.launch(size, min(size, one.head_rows))
 
 
 def _differences(
     whole: list[OpResult], pieces: list[OpResult], place: tuple[int, int, int], num_tokens: int
 ) -> Iterator[str]:
     start, stop, beside = place
-    for index, (one, other) in enumerate(zip(whole, pieces, strict=True)):
+    for index, (one, other) in enumerate(zip(whole, pieces, strict=False)):
         for output, (expected, found) in enumerate(zip(one.tensors, other.tensors, strict=True)):
             if expected.shape[:1] != (num_tokens,) or found.shape[:1] != (beside + stop - start,):
                 continue

@@ -109,6 +109,7 @@ class TextOutput:
         if self.error is not None:
             raise self.error
         assert self.finish_reason is not None, "the request is still running"
+        assert self.params.seed is not None, "a request has one"
         return Completion(
             prompt_token_ids=tuple(self.prompt_ids),
             token_ids=tuple(self.token_ids),
@@ -117,5 +118,6 @@ class TextOutput:
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
+            seed=self.params.seed,
             weight_versions=tuple(run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))),
         )

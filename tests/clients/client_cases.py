@@ -6,10 +6,17 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-CALL = (
-    "Let me look.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"get_weather\">\n"
-    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-)  # fmt: skip
+
+def call(name, **arguments):
+    """A call as the model writes it."""
+    lines = [
+        f'<｜DSML｜parameter name="{key}" string="true">{text}</｜DSML｜parameter>' for key, text in arguments.items()
+    ]
+    invoke = "\n".join([f'<｜DSML｜invoke name="{name}">', *lines, "</｜DSML｜invoke>"])
+    return f"\n\n<｜DSML｜tool_calls>\n{invoke}\n</｜DSML｜tool_calls>"
+
+
+CALL = "Let me look." + call("get_weather", city="Oslo")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": CITY}}
 THOUGHTFUL_CALL = "hm</think>" + CALL

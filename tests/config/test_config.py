@@ -17,7 +17,6 @@ PUBLISHED = [
     ("num_attention_heads", 64, 128),
     ("head_dim", 512, 512),
     ("qk_rope_head_dim", 64, 64),
-    ("nope_head_dim", 448, 448),
     ("q_lora_rank", 1024, 1536),
     ("o_groups", 8, 16),
     ("o_lora_rank", 1024, 1024),

@@ -107,7 +107,7 @@ def test_closing_drops_what_runs(make_llm):
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ([], SamplingParams(), "prompts is empty"),
+        ([], SamplingParams(), "prompt is empty"),
         ([999], SamplingParams(), "prompt token 0 is 999"),
         ([5] * 600, SamplingParams(), "max_context_tokens"),
         ([5], SamplingParams(stop_token_ids=(999,)), "stop_token_ids"),
@@ -116,11 +116,11 @@ def test_closing_drops_what_runs(make_llm):
 )
 def test_mistakes_are_those_of_llm(make_llm, prompt, params, message):
     with pytest.raises(RequestError, match=message):
-        make_llm().generate([prompt] if prompt else prompt, params)
+        make_llm().generate([prompt], params)
 
     async def work(engine):
         with pytest.raises(RequestError, match=message):
-            await engine.generate([prompt] if prompt else prompt, params)
+            await engine.generate([prompt], params)
 
     run(make_llm(), work)
 

@@ -55,7 +55,6 @@ def test_several_prompts_of_both_kinds_with_their_own_params(make_llm):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "prompts is empty"),
         ("", "the prompt is empty"),
         ([[]], "the prompt is empty"),
         (["ok", ""], "the prompt is empty"),

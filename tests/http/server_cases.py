@@ -112,7 +112,8 @@ def start_server(llm, recorder=None, **settings):
 def let_it_say(llm, *answers, in_turn=False):
     """A request with seed s says `answers[s]` (text or ids), then ends, as far as its constraint allows. in_turn: the
     seed does not matter, the first request says the first answer, and so on."""
-    scripts = [TOKENIZER.encode(one, allow_special=True) if isinstance(one, str) else list(one) for one in answers]
+    tokenizer, eos = llm.tokenizer, llm.config.eos_token_id
+    scripts = [tokenizer.encode(one, allow_special=True) if isinstance(one, str) else list(one) for one in answers]
     turns, turn_of = itertools.count(), {}
 
     def sample(logits, rows, state):
@@ -121,7 +122,7 @@ def let_it_say(llm, *answers, in_turn=False):
         for row, (slot, seed, step) in enumerate(zip(slots, seeds, rows.steps(state).tolist(), strict=True)):
             if in_turn and step == 0:
                 turn_of[slot] = next(turns)
-            script = [*scripts[turn_of.get(slot, seed) % len(scripts)], SERVED.eos_token_id]
+            script = [*scripts[turn_of.get(slot, seed) % len(scripts)], eos]
             wanted = script[min(step, len(script) - 1)]
             is_free = bool(torch.isfinite(logits[row, wanted]))
             chosen.append(wanted if is_free else int(logits[row].argmax()))

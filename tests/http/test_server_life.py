@@ -171,7 +171,7 @@ def test_an_api_key(start):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"name": ""}, {"port": 70000}, {"port": True}, {"api_key": ""}, {"api_key": "é"}, {"max_choices": 0},
+    [{"name": ""}, {"port": 70000}, {"port": True}, {"api_key": ""}, {"api_key": "é"}, {"max_answer_bytes": 0},
      {"max_body_bytes": -1}, {"drain_seconds": 0}, {"max_output_tokens": 0}, {"stall_seconds": float("nan")}],
 )  # fmt: skip
 def test_impossible_settings(settings):
@@ -232,7 +232,7 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
     llm = make_llm(served_params)
     thread, metrics = EngineThread(engine_loop(llm)), Metrics(NAME)
     thread.start()
-    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    params = SamplingParams(max_tokens=2000, seed=0, ignore_eos=True)
     output = TextOutput([5], params, eos_token_id=llm.config.eos_token_id, tokenizer=TOKENIZER)
 
     async def run():

@@ -34,7 +34,7 @@ def test_random_models_in_pieces(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def small_model():
-    model = CutModel(random_model(3, most_groups=2), NUM_TOKENS, BACKEND, DEVICE)
+    model = CutModel.random(random_model(3, most_groups=2), NUM_TOKENS, BACKEND, DEVICE)
     if DEVICE.type == "cuda":
         compile_models([model])
     return model

@@ -60,7 +60,7 @@ class Tiers:
         self._loads: dict[bytes, _Load] = {}  # by the key of the last file
         self._from_disk: set[bytes] = set()  # loaded, and not yet of use
         self._promised: list[Segment] = []  # pinned
-        self.num_stored = self.num_not_stored = 0
+        self.num_stored = 0
 
     # ---- looking ----
 
@@ -143,7 +143,6 @@ class Tiers:
         num_bytes = self._payload.num_bytes(len(blocks))
         units = self.host.reserve(num_bytes, parent)
         if units is None:
-            self.num_not_stored += 1
             return
         flat = self._payload.gather(blocks, node.snapshot)  # type: ignore[arg-type]
         self.host.write(units, flat)

@@ -6,7 +6,6 @@ workspace, graphs and context, room for slots, and how slots are divided. No tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig
@@ -34,26 +33,14 @@ class OffloadError(Dsv4Error, ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """Slots of every layer: `num_fixed` for experts that stay, `num_cached` for those that come and go.
-
-    `hottest[layer]`, where given, lists experts by falling use; the first `num_fixed` stay. Otherwise the lowest do.
-    """
+    """Slots of every layer: `num_fixed` for the lowest experts, which stay, `num_cached` for those that come and go."""
 
     num_fixed: int
     num_cached: int
-    hottest: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_slots(self) -> int:
         return self.num_fixed + self.num_cached
-
-    def fixed_ids(self, layer_idx: int, num_experts: int) -> list[int]:
-        if self.hottest is None:
-            return list(range(self.num_fixed))
-        order = self.hottest[layer_idx]
-        if sorted(order) != list(range(num_experts)):
-            raise OffloadError(f"layer {layer_idx}: expected every expert 0 to {num_experts - 1} once in `hottest`")
-        return sorted(order[: self.num_fixed])
 
     def check(self, num_experts: int, top_k: int) -> None:
         if min(self.num_fixed, self.num_cached) < 0 or self.num_slots > num_experts:
@@ -62,12 +49,6 @@ class Placement:
             )
         if self.num_cached < min(top_k, num_experts - self.num_fixed):
             raise OffloadError(f"expected cached slots for one token's {top_k} experts, found {self.num_cached}")
-
-
-def placement_by_use(counts: Sequence[Sequence[int]], num_fixed: int, num_cached: int) -> Placement:
-    """From measured use, counts[layer][expert] (`tools.experts.ExpertCounter`); ties go to the lower expert."""
-    orders = tuple(tuple(sorted(range(len(layer)), key=lambda e: (-layer[e], e))) for layer in counts)
-    return Placement(num_fixed, num_cached, orders)
 
 
 def divide_slots(num_slots: int, config: ModelConfig, engine: EngineConfig) -> Placement:

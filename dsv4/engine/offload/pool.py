@@ -79,7 +79,7 @@ class LayerExperts:
         self.pool = pool
         self.layer_idx = layer_idx
         self.following: LayerExperts | None = None
-        self._fixed = placement.fixed_ids(layer_idx, self.num_experts)
+        self._fixed = list(range(placement.num_fixed))
         self._offloaded = sorted(set(range(self.num_experts)) - set(self._fixed))
         self._host_row = {expert: row for row, expert in enumerate(self._offloaded)}
         num_slots = placement.num_slots
@@ -283,7 +283,7 @@ class ExpertPool:
         self.stages_always = False
         self.inner = inner
         self._num_staging = num_staging
-        self._staging: dict[Any, _Staging] = {}  # by what an expert looks like: layers may differ in format
+        self.staging: dict[Any, _Staging] = {}  # by what an expert looks like: layers may differ in format
         self._is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._is_cuda else None
 
@@ -386,9 +386,9 @@ class ExpertPool:
         return out
 
     def _staging_for(self, layer: LayerExperts) -> _Staging:
-        if layer.kind not in self._staging:
-            self._staging[layer.kind] = _Staging(layer, self._num_staging)
-        return self._staging[layer.kind]
+        if layer.kind not in self.staging:
+            self.staging[layer.kind] = _Staging(layer, self._num_staging)
+        return self.staging[layer.kind]
 
     def _stage(
         self, staging: _Staging, layer: LayerExperts, needed: Iterable[int], in_use: int | None = None
@@ -402,7 +402,7 @@ class ExpertPool:
     def forget_copies(self, layer: LayerExperts) -> None:
         """After new weights were put: the next call fetches them. Nothing may run."""
         layer.forget_copies()
-        for staging in self._staging.values():
+        for staging in self.staging.values():
             staging.staged[:] = [None if one is layer else one for one in staging.staged]
 
     # ---- memory and streams ----
@@ -440,7 +440,7 @@ class ExpertPool:
     def device_bytes(self) -> int:
         """Slots and staging."""
         trees = [layer.stack for layer in self.layers]
-        trees += [stack for staging in self._staging.values() for stack in staging.stacks]
+        trees += [stack for staging in self.staging.values() for stack in staging.stacks]
         return sum(part.numel() * part.element_size() for tree in trees for part in tensors_of(tree))
 
     def host_bytes(self) -> int:

@@ -259,6 +259,7 @@ def _decode_scores(values: Iterator[int]) -> tuple[TokenLogprobs, ...]:
 
 def _encode_params(params: SamplingParams) -> list[int]:
     """Of `drawing_params`."""
+    assert params.seed is not None, "a request has one"
     optional = (_NONE if value is None else value for value in (params.logprobs, params.prompt_logprobs))
     numbers = [params.top_k, params.seed, *optional, *(float_bits(getattr(params, name)) for name in DRAW_REALS)]
     biases = params.logit_bias or {}

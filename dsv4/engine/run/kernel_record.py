@@ -1,8 +1,9 @@
 """What the last `dsv4 selftest` said of this GPU's kernels, for the engine to ask before it uses them.
 
 One JSON file in the user's cache folder (`$XDG_CACHE_HOME/dsv4/selftest`, or `~/.cache/...`) for each GPU, driver,
-version of the kernels and of the libraries that compile them. Without a file nothing is known, and the kernels are
-used. A kernel that failed is refused; one that cannot run on the architecture is served by its oracle.
+version of the kernels and of the libraries that compile them; and one for each checkpoint's shapes on them. Without a
+file nothing is known, and the kernels are used. A kernel that failed is refused; one that cannot run on the
+architecture is served by its oracle.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.engine.fingerprint import source_digest
 from dsv4.errors import Dsv4Error
+from dsv4.loader.header import TensorInfo
 from dsv4.ops import TORCH, Backend
 from dsv4.ops.lib.assembler import assembler_of
 
@@ -32,7 +36,8 @@ class KernelRefused(Dsv4Error, ValueError):
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """`key`: of which GPU and kernels; ops that failed, and ops whose kernels cannot run there."""
+    """`key`: of which GPU and kernels, and maybe of which model's shapes; ops that failed, or what of the model did;
+    ops whose kernels cannot run there."""
 
     key: dict[str, str]
     failed: tuple[str, ...]
@@ -49,6 +54,13 @@ def kernel_key(device: torch.device) -> dict[str, str]:
         "triton": importlib.metadata.version("triton"),
         "assembler": assembler_of(torch.cuda.get_device_capability(device)),
     }
+
+
+def model_key(device: torch.device, config: ModelConfig, tensors: Iterable[TensorInfo]) -> dict[str, str]:
+    """The same, and the shapes that a checkpoint gives the kernels."""
+    shapes = sorted({(info.dtype, info.shape) for info in tensors})
+    digest = hashlib.blake2b(repr((config, shapes)).encode(), digest_size=8).hexdigest()
+    return kernel_key(device) | {"model": digest}
 
 
 def verdict_file(key: dict[str, str]) -> Path:
@@ -80,23 +92,33 @@ def read_verdict(key: dict[str, str]) -> KernelVerdict | None:
     return verdict if verdict.key == key else None
 
 
-def allowed_backend(backend: Backend, device: torch.device, *, is_ignored: bool) -> Backend:
-    """The backend as this GPU's self-test allows it: oracles serve where a kernel cannot run, and then nothing is
-    captured. `KernelRefused` where one failed, unless that is ignored.
+def allowed_backend(
+    backend: Backend, device: torch.device, config: ModelConfig, tensors: Iterable[TensorInfo], *, is_ignored: bool
+) -> Backend:  # fmt: skip
+    """The backend as this GPU's self-tests allow it, of all shapes and of this checkpoint's: oracles serve where a
+    kernel cannot run, and then nothing is captured. `KernelRefused` where one failed, unless that is ignored.
     """
     if not backend.has_kernels or device.type != "cuda" or is_ignored:
         return backend
-    verdict = read_verdict(kernel_key(device))
+    for key in (model_key(device, config, tensors), kernel_key(device)):
+        verdict = read_verdict(key)
+        if verdict is not None:
+            refuse(verdict)
     if verdict is None:
         return backend
-    if verdict.failed:
-        raise KernelRefused(
-            f"`dsv4 selftest` found wrong results on this {verdict.key['gpu']}: {', '.join(verdict.failed)}; run it "
-            "again for the details (after a change of driver or version it is asked anew), or use the model anyway "
-            "with ignore_selftest=True or --ignore-selftest"
-        )
     oracles = {op: getattr(TORCH.ops, op) for op in verdict.missing if hasattr(TORCH.ops, op)}
     return replace(backend.with_ops(**oracles), graph_devices=frozenset()) if oracles else backend
+
+
+def refuse(verdict: KernelVerdict) -> None:
+    """`KernelRefused` if something failed."""
+    if verdict.failed:
+        argument, where = (" MODEL", ", at this model's shapes") if "model" in verdict.key else ("", "")
+        raise KernelRefused(
+            f"`dsv4 selftest{argument}` found wrong results on this {verdict.key['gpu']}{where}: "
+            f"{', '.join(verdict.failed)}; run it again for the details (after a change of driver or version it is "
+            "asked anew), or use the model anyway with ignore_selftest=True or --ignore-selftest"
+        )
 
 
 def _driver_version() -> str:

@@ -114,15 +114,22 @@ class Runner:
                     self._compile(size)
                     progress("first calls", done + 1, len(sizes))
                 torch.cuda.synchronize()
-            if self.use_graphs:
-                # the largest first: the smaller ones then find room in its memory
-                wanted = [bucket for bucket in reversed(self.buckets) if self._can_capture(bucket)]
-                for done, bucket in enumerate(wanted):
-                    self._graphs[bucket] = self._make_graph(bucket)
-                    progress("capturing", done + 1, len(wanted))
+            self.capture_graphs(progress)
         self._compiles.names.clear()
         if self.experts is not None:
             self.experts.stats.reset()
+
+    def capture_graphs(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Of every bucket, if there are to be graphs: the largest first, whose memory the smaller ones then share."""
+        wanted = [bucket for bucket in reversed(self.buckets) if self.use_graphs and self._can_capture(bucket)]
+        for done, bucket in enumerate(wanted):
+            self._graphs[bucket] = self._make_graph(bucket)
+            progress("capturing", done + 1, len(wanted))
+
+    def drop_graphs(self) -> None:
+        """Let go of them and their memory: the addresses they know are about to change."""
+        self._graphs.clear()
+        self._pool = self._stream = None
 
     def padded(self, num_tokens: int) -> int:
         """Rows to give a call of `num_tokens` tokens, at least as many. The rest is padding."""

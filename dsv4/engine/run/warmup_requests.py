@@ -39,7 +39,7 @@ def rehearse_requests(engine: Engine) -> None:
     if num_tokens < 1:
         return
     kinds: list[SamplingParams] = [
-        SamplingParams(max_tokens=num_tokens, ignore_eos=True, **kind)
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=0, **kind)
         for kind in (
             {"temperature": 0.0},
             {"top_p": 0.9, "top_k": 40},

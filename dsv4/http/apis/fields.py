@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 MAX_INT = 2**31 - 1
+MAX_LOGPROBS = 100  # the engine's own limit
 MAX_NAME = 64
+MAX_FUNCTION_NAME = 2 * MAX_NAME  # with the namespace it is in
 _MAX_STOPS = 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -146,7 +148,7 @@ class SamplingFields(HarmlessFields):
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     n: int | None = Field(default=None, ge=1, le=MAX_INT)
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     priority: int | None = Field(default=None, ge=-10, le=10)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     request_id: Name | None = None

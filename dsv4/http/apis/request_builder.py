@@ -3,7 +3,6 @@ the engine is refused here."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +17,16 @@ from dsv4.http.errors import ApiError
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
 from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import ContentRule, content_rule, shown_schema
-from dsv4.http.settings import ServerConfig
-from dsv4.request import RequestError, SamplingParams, check_params, check_prompt
+from dsv4.http.settings import MIB, ServerConfig
+from dsv4.request import RequestError, SamplingParams, check_params, check_prompt, later_seed, new_seed
 from dsv4.text.chat import ChatError, ChatOptions, Segment, render_segments
 from dsv4.text.output import TextOutput
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
 
 _DEFAULT_COMPLETION_TOKENS = 16
+# what an answer, one of its tokens and one of the log-probabilities shown take at most, engine and JSON included
+_ANSWER_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 32768, 12, 100
 _ANSWER_OPENINGS = (PROTOCOL.think_open, PROTOCOL.think_close, *PROTOCOL.tasks.values())
 # An effort of OpenAI's or Anthropic's scale as the nearest one a release of the model knows (`dsv4.text.chat`).
 _EFFORTS = {
@@ -158,9 +159,6 @@ class RequestBuilder:
         """`ApiError` for prompts or options that cannot be served."""
         self.check_model(request.model)
         given = _prompts(request)
-        if len(given) > self._config.max_choices:
-            found = f"at most {self._config.max_choices} prompts in one request, found {len(given)}"
-            raise _wrong("prompt", f"{found}; send the others in another")
         prompts = [self.encode(prompt, bool(request.add_special_tokens)) for prompt in given]
         for prompt in prompts:
             self._check_prompt(prompt, "prompt")
@@ -265,22 +263,35 @@ class RequestBuilder:
         max_tokens: int | None, default_tokens: int | None,
     ) -> tuple[TextOutput, ...]:  # fmt: skip
         count = request.n or 1
-        if count * len(prompts) > self._config.max_choices:
-            found = f"{count}" if len(prompts) == 1 else f"{len(prompts)} prompts times {count}"
-            raise _wrong("n", f"at most {self._config.max_choices} answers to one request, found {found}")
-        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        limits = [self._max_tokens(len(prompt), max_tokens, default_tokens) for prompt in prompts]
+        self._check_memory([*map(len, prompts)], limits, count, options)
+        seed = request.seed if request.seed is not None else new_seed()
         outputs: list[TextOutput] = []
-        for prompt in prompts:
-            limit = self._max_tokens(len(prompt), max_tokens, default_tokens)
+        for prompt, limit in zip(prompts, limits, strict=True):
             token_ids = refusing(check_prompt, prompt, self.vocab_size, self.max_context_tokens)
-            for _ in range(count):
-                place = (seed + len(outputs) + 2**63) % 2**64 - 2**63  # within 64 bits
-                params = refusing(SamplingParams, max_tokens=limit, seed=place, **options)
-                refusing(check_params, params, self.vocab_size)
-                outputs.append(
-                    TextOutput(token_ids, params, eos_token_id=self._info.eos_token_id, tokenizer=self.tokenizer)
-                )
+            first = later_seed(seed, len(outputs))
+            asked = refusing(SamplingParams, n=count, max_tokens=limit, seed=first, **options)
+            refusing(check_params, asked, self.vocab_size)
+            outputs += [
+                TextOutput(token_ids, params, eos_token_id=self._info.eos_token_id, tokenizer=self.tokenizer)
+                for params in asked.answers()
+            ]
         return tuple(outputs)
+
+    def _check_memory(self, lengths: Sequence[int], limits: Sequence[int], count: int, options: dict[str, Any]) -> None:
+        """Refuse what could take more memory than one request may: its prompts, its answers, what is shown of them."""
+        read, written = sum(lengths), count * sum(limits)
+        scored = (read * count, options["prompt_logprobs"]), (written, options["logprobs"])
+        shown = sum(tokens * (num_top + 1) for tokens, num_top in scored if num_top is not None)
+        answers = count * len(lengths)
+        needed = answers * _ANSWER_BYTES + (read * count + written) * _TOKEN_BYTES + shown * _LOGPROB_BYTES
+        if needed > self._config.max_answer_bytes:
+            name = "prompt" if len(lengths) > count else "n" if count > 1 else "max_tokens"
+            raise _wrong(
+                name, f"{answers} answers of up to {max(limits)} tokens with {shown} log-probabilities may take "
+                f"{needed / MIB:.0f} MiB; one request may take {self._config.max_answer_bytes / MIB:.0f}: lower "
+                "max_tokens, logprobs or n, or send several requests",
+            )  # fmt: skip
 
     def _max_tokens(self, prompt_len: int, asked: int | None, default: int | None) -> int:
         """What was asked for, if there is room for it; otherwise the default or all there is."""

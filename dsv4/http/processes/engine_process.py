@@ -28,6 +28,12 @@ def run(orders: Orders, settings: EngineSettings) -> None:
     record = settings.record  # opened before the weights are read: a mistake in its name should not cost minutes
     file = None if record is None else RecordFile(record.path, max_bytes=record.max_bytes, num_files=record.num_files)
     llm = load_model(settings.model, Console(stderr=True))
+    if llm.cache.device.type == "cuda":
+        from dsv4.tools.selftest.own import check_once
+
+        told = check_once(llm, is_ignored=settings.model.ignore_selftest)
+        if told is not None:
+            logging.getLogger("dsv4.engine").info(told)
 
     from dsv4.http.engine_side import engine_loop
     from dsv4.tools.receipts.recorder import Recorder, header_of

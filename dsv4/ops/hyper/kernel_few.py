@@ -93,7 +93,7 @@ def _sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
         _pick(values, 16), _pick(values, 17), _pick(values, 18), _pick(values, 19),
         _pick(values, 20), _pick(values, 21), _pick(values, 22), _pick(values, 23),
         eps, NUM_ITERS,
-    )  # fmt: skip
+    )
     mixes = tl.arange(0, _MIX_COLS)
     comb = c00
     comb = tl.where(mixes == 9, c01, comb)
@@ -118,7 +118,7 @@ def _sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
 def _partial_dots(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
     D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_MIXES: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
+):
     """Step 1: new streams, their partial dots with fn and their partial squares into partials [FEW_ROWS, splits,
     MIX_COLS]."""
     cols = split * SPLIT + tl.arange(0, SPLIT)
@@ -132,7 +132,7 @@ def _partial_dots(
     mask = row_mask[:, None] & (cols < D)[None, :]
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, False
-    )  # fmt: skip
+    )
     x0, x1, x2, x3 = mix_streams(before, SOURCE)
     if SOURCE != _FROM_STREAMS:
         store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
@@ -154,14 +154,14 @@ def hyper_kernel(
     SPLIT_BLOCK: tl.constexpr, NUM_WORKERS: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
     CODES: tl.constexpr,
-):  # fmt: skip
+):
     """Up to FEW_ROWS tokens: the programs that arrive last finish them. `result`: `HyperResult`."""
     split = tl.program_id(0)
     base, scale = load_scales(base_ptr, scale_ptr, NUM_MIXES)
     _partial_dots(
         out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, result.streams, partial_ptr, split, num_tokens,
         D, SPLIT, NUM_SPLITS, NUM_MIXES, SOURCE,
-    )  # fmt: skip
+    )
     worker, num_workers, complete = arrive_and_share(counter_ptr, num_tokens, NUM_SPLITS, NUM_WORKERS)
     if worker >= 0:
         cols = tl.arange(0, BLOCK)[None, :]
@@ -183,4 +183,4 @@ def hyper_kernel(
             store_hidden(
                 x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token,
                 cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
-            )  # fmt: skip
+            )

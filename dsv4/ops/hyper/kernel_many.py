@@ -80,7 +80,7 @@ def _sinkhorn(values_ptr, STRIDE: tl.constexpr, comb_ptr, tokens, mask, eps, NUM
         c10, c11, c12, c13,
         c20, c21, c22, c23,
         c30, c31, c32, c33, eps, NUM_ITERS,
-    )  # fmt: skip
+    )
     _store_four(to_ptr, c00, c01, c02, c03, mask)
     _store_four(to_ptr + 4, c10, c11, c12, c13, mask)
     _store_four(to_ptr + 8, c20, c21, c22, c23, mask)
@@ -92,7 +92,7 @@ def _partial_dots(
     out_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, streams_ptr, partial_ptr, split, num_tokens,
     D: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, NUM_MIXES: tl.constexpr,
     SOURCE: tl.constexpr,
-):  # fmt: skip
+):
     """Step 1 of a tile's num_tokens (pointers start at the tile): new streams, their partial dots with fn and their
     partial squares into the tile's partials [TILE, splits, MIX_COLS]."""
     cols = split * SPLIT + tl.arange(0, SPLIT)
@@ -106,11 +106,11 @@ def _partial_dots(
     mask = row_mask[:, None] & (cols < D)[None, :]
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, True
-    )  # fmt: skip
+    )
     fn0, fn1, fn2, fn3 = keep_layout(fn0), keep_layout(fn1), keep_layout(fn2), keep_layout(fn3)
     parts0, parts1, parts2, parts3 = (
         _rows_of_parts(fn0), _rows_of_parts(fn1), _rows_of_parts(fn2), _rows_of_parts(fn3)
-    )  # fmt: skip
+    )
     for _ in range(TILE // _SUB_ROWS):
         x0, x1, x2, x3 = mix_streams(before, SOURCE)
         if SOURCE != _FROM_STREAMS:
@@ -122,7 +122,7 @@ def _partial_dots(
         mask = row_mask[:, None] & (cols < D)[None, :]
         before = load_before(
             out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, True
-        )  # fmt: skip
+        )
         x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
         left0, left1 = in_product_order(x0), in_product_order(x1)
         left2, left3 = in_product_order(x2), in_product_order(x3)
@@ -166,7 +166,7 @@ def hyper_many_kernel(
     SPLIT_BLOCK: tl.constexpr, TILE: tl.constexpr, FINISH: tl.constexpr,
     NUM_MIXES: tl.constexpr, NUM_ITERS: tl.constexpr, SOURCE: tl.constexpr, HAS_NORM: tl.constexpr,
     CODES: tl.constexpr,
-):  # fmt: skip
+):
     """Many tokens: programs of their own finish them (`program_of_many`). `result`: `HyperResult`."""
     is_finisher, tile, place = program_of_many(tl.cdiv(num_tokens, TILE), lag, NUM_SPLITS, TILE // FINISH)
     tile_tokens = tl.minimum(num_tokens - tile * TILE, TILE)
@@ -177,7 +177,7 @@ def hyper_many_kernel(
             post_ptr + first_token * 4, comb_ptr + first_token * 16, fn_ptr, result.streams + first_token * (4 * D),
             partial_ptr + first_token * (NUM_SPLITS * _MIX_COLS), place, tile_tokens,
             D, SPLIT, NUM_SPLITS, TILE, NUM_MIXES, SOURCE,
-        )  # fmt: skip
+        )
         tl.debug_barrier()  # all threads have stored before one of them says so
         tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
     else:
@@ -206,14 +206,14 @@ def hyper_many_kernel(
                 store_hidden(
                     x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale,
                     token, cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
-                )  # fmt: skip
+                )
             tl.debug_barrier()
             if NUM_MIXES > 4:
                 rows = first + tl.arange(0, FINISH)
                 _sinkhorn(
                     partial_ptr, NUM_SPLITS * _MIX_COLS, result.comb, first_token + rows,
                     rows < tile_tokens, hc_eps, NUM_ITERS,
-                )  # fmt: skip
+                )
             # the tile's last finisher clears its counter for the next launch
             num_finishers = tl.cdiv(tile_tokens, FINISH)
             if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS + num_finishers - 1:

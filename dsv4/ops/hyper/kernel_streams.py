@@ -55,7 +55,7 @@ def _load_four_at_once(ptr):
     return tl.inline_asm_elementwise(
         "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [ptr.to(tl.int64)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -80,7 +80,7 @@ def _new_stream(out, x0, x1, x2, x3, post, c0, c1, c2, c3):
 def load_before(
     out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, last_row, D: tl.constexpr, SOURCE: tl.constexpr,
     IS_MANY: tl.constexpr,
-):  # fmt: skip
+):
     """What `mix_streams` makes the four streams [rows, cols] of."""
     if SOURCE == _FROM_EMBEDDING:
         x0 = tl.load(x_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
@@ -108,7 +108,7 @@ def load_before(
                 c10, c11, c12, c13,
                 c20, c21, c22, c23,
                 c30, c31, c32, c33,
-            )  # fmt: skip
+            )
 
 
 @jit
@@ -123,7 +123,7 @@ def mix_streams(before, SOURCE: tl.constexpr):
             c10, c11, c12, c13,
             c20, c21, c22, c23,
             c30, c31, c32, c33,
-        ) = before  # fmt: skip
+        ) = before
         return (
             _new_stream(out, x0, x1, x2, x3, post0, c00, c10, c20, c30),
             _new_stream(out, x0, x1, x2, x3, post1, c01, c11, c21, c31),
@@ -145,7 +145,7 @@ def store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D: tl.constexpr
 def hc_post_kernel(
     out_ptr, x_ptr, post_ptr, comb_ptr, streams_ptr, num_tokens,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     pdl_wait()
     pdl_trigger()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -154,7 +154,7 @@ def hc_post_kernel(
     mask = row_mask[:, None] & (cols < D)[None, :]
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, _FROM_SUBLAYER, False
-    )  # fmt: skip
+    )
     x0, x1, x2, x3 = mix_streams(before, _FROM_SUBLAYER)
     store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
 

@@ -76,7 +76,7 @@ def _reciprocal(x):
         return 1.0 / x
     guess = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    )
     return tl.fma(tl.fma(-x, guess, 1.0), guess, guess)
 
 
@@ -100,7 +100,7 @@ def iterate(
     c10, c11, c12, c13,
     c20, c21, c22, c23,
     c30, c31, c32, c33, eps, NUM_ITERS: tl.constexpr,
-):  # fmt: skip
+):
     """Exponentials -> comb. The 4 x 4 matrix is sixteen variables, so that no step leaves a thread."""
     # comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
     c00, c01, c02, c03 = _softmax_row(c00, c01, c02, c03, eps)
@@ -128,7 +128,7 @@ def iterate(
         c10, c11, c12, c13,
         c20, c21, c22, c23,
         c30, c31, c32, c33,
-    )  # fmt: skip
+    )
 
 
 # ---- collapse ----
@@ -165,7 +165,7 @@ def _collapse(x0, x1, x2, x3, values):
 @jit
 def _store_codes(
     codes_ptr, scale_ptr, hidden, token, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr
-):  # fmt: skip
+):
     """FP8 codes of a row [1, BLOCK], as `_rms_norm_kernel` of ops/norm writes them; or what they stand for."""
     groups = tl.arange(0, BLOCK // GROUP)
     wide = tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP])
@@ -183,7 +183,7 @@ def _store_codes(
 def store_hidden(
     x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, CODES: tl.constexpr,
-):  # fmt: skip
+):
     """Collapse a token's streams [1, BLOCK], norm and encode the result, store both."""
     hidden = _collapse(x0, x1, x2, x3, values)
     if HAS_NORM:

@@ -86,7 +86,7 @@ def _tensor(fn: AnyWeight) -> Tensor:
 def hc_enter(
     source: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor, norm_weight: Tensor, settings: HyperSettings,
     has_codes: bool,
-) -> HyperInput:  # fmt: skip
+) -> HyperInput:
     """See `hc_enter_ref`. One launch for up to MAX_ROWS rows."""
     return launch_hyper(HyperCall(source, _tensor(fn), base, scale, settings, norm_weight, has_codes))
 
@@ -94,7 +94,7 @@ def hc_enter(
 def hc_boundary(
     out: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: AnyWeight, base: Tensor, scale: Tensor,
     norm_weight: Tensor, settings: HyperSettings, has_codes: bool, has_rounded: bool = False,
-) -> HyperInput:  # fmt: skip
+) -> HyperInput:
     """See `hc_boundary_ref`. One launch for up to MAX_ROWS rows."""
     mixing = streams, _tensor(fn), base, scale, settings, norm_weight
     return launch_hyper(HyperCall(*mixing, has_codes, out, post, comb, has_rounded=has_rounded))
@@ -133,7 +133,7 @@ def hc_post(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         hc_post_kernel[grid](
             _dense(out), _dense(streams), _dense(post), _dense(comb), new_streams, num_tokens,
             D=hidden_size, ROWS=HC_POST_CONFIG.rows, COLS=HC_POST_COLS, **HC_POST_CONFIG.options,
-        )  # fmt: skip
+        )
     return new_streams
 
 
@@ -176,14 +176,14 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
             result.streams, result.hidden, codes if quant is None else code_tensor(quant.codes),
             result.hidden if quant is None else quant.scale, result.post, result.comb,
         ),
-    )  # fmt: skip
+    )
     numbers = num_tokens, call.settings.norm_eps, call.settings.hc_eps
     constants: dict[str, Any] = {
         "D": hidden_size, "BLOCK": block, "GROUP": ACTIVATION_GROUP, "SPLIT": split_cols, "NUM_SPLITS": num_splits,
         "SPLIT_BLOCK": padded_splits(num_splits), "NUM_MIXES": call.num_mixes,
         "NUM_ITERS": call.settings.num_iters, "SOURCE": call.source, "HAS_NORM": call.norm_weight is not None,
         "CODES": AS_CODES if quant is not None else AS_VALUES if result.rounded is not None else NO_CODES,
-    }  # fmt: skip
+    }
 
     def empty_partial(num_rows: int) -> Tensor:
         return torch.empty(num_rows, num_splits, MIX_COLS, dtype=torch.float32, device=device)
@@ -193,14 +193,14 @@ def _launch_rows(call: HyperCall, result: HyperInput, tiles: HyperTiles | None) 
             *tensors, empty_partial(FEW_ROWS), arrival_counters(f"hyper, {num_splits} splits", device), *numbers,
             NUM_WORKERS=min(NUM_WORKERS, num_splits), **constants, **blackwell_registers(168),
             **LaunchConfig(FEW_ROWS, config.num_warps, launch_pdl=True).options,
-        )  # fmt: skip
+        )
     else:
         num_tiles, num_finishers = -(-num_tokens // tiles.tile_rows), tiles.tile_rows // tiles.finish_rows
         hyper_many_kernel[(num_tiles * (num_splits + num_finishers),)](
             *tensors, empty_partial(num_tiles * tiles.tile_rows), arrival_counters("hyper, cleared", device), *numbers,
             tiles.lag, TILE=tiles.tile_rows, FINISH=tiles.finish_rows, **constants, maxnreg=MANY_REGISTERS,
             **LaunchConfig(tiles.tile_rows, config.num_warps, launch_pdl=True).options,
-        )  # fmt: skip
+        )
 
 
 def _empty_result(call: HyperCall) -> HyperInput:

@@ -60,10 +60,6 @@ class Architecture:
         return self.number == 90
 
     @property
-    def has_tensor_memory(self) -> bool:
-        return 100 <= self.number < 120
-
-    @property
     def shared_bytes(self) -> int:
         """That one program may have."""
         return 1024 * {80: 163, 89: 99, 120: 99}.get(self.number, 227)

@@ -19,4 +19,4 @@ __all__ = [
     "LinearBundle", "Segment", "grouped_codes", "grouped_codes_ref", "grouped_linear", "grouped_linear_ref",
     "is_kernel_weight", "launch_grouped", "launch_linears", "launch_shuffled", "linear", "linear_ref", "linears",
     "linears_ref", "num_splits", "prepare_grouped", "segments_ref", "takes_codes", "widened",
-]  # fmt: skip
+]

@@ -64,14 +64,14 @@ def _load_weights(data_ptr, scale_ptr, tile, BM: tl.constexpr, BLOCKS: tl.conste
 def _shuffled_range(
     data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks,
     BM: tl.constexpr, BT: tl.constexpr, BLOCKS: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """`num_blocks` tiles from first_tile on, times columns of x from first_col on: [BM, BT]."""
     acc = tl.zeros([BM, BT], tl.float32)
     for block in tl.range(0, num_blocks, num_stages=STAGES):
         weights = _load_weights(data_ptr, scale_ptr, first_tile + block, BM, BLOCKS)
         x_tile = load_tile(
             x, first_token, first_col + block * _COLS, num_tokens, stride_x, 0, BT, _COLS, True, X_DESC
-        )  # fmt: skip
+        )
         acc = _settled(tl.dot(weights, tl.trans(x_tile), acc))
     return acc
 
@@ -91,7 +91,7 @@ def _total(tile_ptrs, mask, SPLITS: tl.constexpr, SIZE: tl.constexpr):
 def _store_codes(
     acc, factor, out, partial_ptr, counter_ptr, tile, split, group, col, num_tokens,
     RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+):
     """Leave a partial tile of 64 outputs; the last of two neighbouring tiles adds both up and stores their codes: 128
     outputs are one group. `out`: `GroupedCodes`. The last one sets the counter back.
     """
@@ -126,7 +126,7 @@ def grouped_shuffled_kernel(
     data_ptr, scale_ptr, out_scale_ptr, x, out_ptr, partial_ptr, counter_ptr, num_tokens, stride_x,
     K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, BAND: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr,
-):  # fmt: skip
+):
     """A program: BM (64 or 128) outputs, BT tokens, one split of K. CODES (64 outputs, one tile of tokens): out_ptr is
     `GroupedCodes`, and what is stored the codes of the result.
     """
@@ -145,18 +145,18 @@ def grouped_shuffled_kernel(
     acc = _shuffled_range(
         data_ptr, scale_ptr, x, first_tile, first_col, first_token, num_tokens, stride_x, num_blocks,
         BM, BT, BLOCKS, X_DESC, STAGES,
-    )  # fmt: skip
+    )
     out_scale = tl.load(out_scale_ptr)
     if CODES:
         _store_codes(
             acc, out_scale, out_ptr, partial_ptr, counter_ptr, tile, split, group, col, num_tokens,
             RANK, GROUPS, SPLITS,
-        )  # fmt: skip
+        )
     elif SPLITS > 1:
         acc, is_last = sum_of_splits(
             acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, num_tokens - first_token,
             SPLITS, False,
-        )  # fmt: skip
+        )
         if is_last:
             acc, out_ptr = acc * out_scale, out_ptr + group * RANK
             store_tile(acc, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, False)
@@ -184,7 +184,7 @@ def _range_of_group(
     w, x, first_row, num_rows, first_col, first_token, num_tokens, stride_x, first_step, last_step,
     K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Steps of GROUPED_STEP columns of two bf16 matrices; those of x begin at first_col."""
     IS_EVEN: tl.constexpr = K // _STEP * _STEP == K
     acc = zeros(BM, BT, TOKENS_FIRST)
@@ -193,7 +193,7 @@ def _range_of_group(
         w_tile = load_tile(w, first_row, col, num_rows, K, K, BM, _STEP, IS_EVEN, W_DESC)
         x_tile = load_tile(
             x, first_token, first_col + col, num_tokens, stride_x, first_col + K, BT, _STEP, IS_EVEN, X_DESC
-        )  # fmt: skip
+        )
         acc = dot(w_tile, x_tile, acc, TOKENS_FIRST)
     return acc
 
@@ -204,7 +204,7 @@ def grouped_plain_kernel(
     K: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, BAND: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     GROUP_TILES: tl.constexpr = (RANK + BM - 1) // BM
     STEPS: tl.constexpr = (K + _STEP - 1) // _STEP
     # in whole tiles of the shuffled form, so that both are cut at the same columns
@@ -226,19 +226,19 @@ def grouped_plain_kernel(
                 w, x, first_row, GROUPS * RANK, group * K, first_token, num_tokens, stride_x,
                 index * PER_SPLIT, tl.minimum(index * PER_SPLIT + PER_SPLIT, STEPS),
                 K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
-            )  # fmt: skip
+            )
     else:
         acc = _range_of_group(
             w, x, first_row, GROUPS * RANK, group * K, first_token, num_tokens, stride_x,
             split * PER_SPLIT, tl.minimum(split * PER_SPLIT + PER_SPLIT, STEPS),
             K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES,
-        )  # fmt: skip
+        )
     out_ptr += group * RANK
     if IS_SPLIT and SPLITS > 1:
         acc, is_last = sum_of_splits(
             acc, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, num_tokens - first_token,
             SPLITS, TOKENS_FIRST,
-        )  # fmt: skip
+        )
         if is_last:
             store_tile(acc, out_ptr, GROUPS * RANK, col, RANK, first_token, num_tokens, BM, BT, TOKENS_FIRST)
     else:

@@ -63,7 +63,7 @@ class LinearSizes(NamedTuple):
 def load_tile(
     source, first_row, col, num_rows, stride, last_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, IS_EVEN: tl.constexpr, HAS_DESC: tl.constexpr,
-):  # fmt: skip
+):
     """[ROWS, COLS] of a matrix with contiguous columns, zero from `last_col` on; `source` is a pointer or a tensor
     descriptor.
     """
@@ -112,7 +112,7 @@ def _fp8_range(
     w, w_scale_ptr, x, x_scale_ptrs, first_row, num_rows, first_token, num_tokens, stride_x, first_block, last_block,
     K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, PER_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """Blocks [first_block, last_block) of 128 columns. w_scale_ptr: the scales of these rows, one a block;
     x_scale_ptrs [BT]: those of the tokens. With QUANTISE x is bf16, and its codes and scales are made here.
 
@@ -156,7 +156,7 @@ def _plain_range(
     w, x, first_row, num_rows, first_token, num_tokens, stride_x, first_step, last_step,
     K: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr, PER_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """Steps [first_step, last_step) of PLAIN_STEP columns of two bf16 matrices; PER_SPLIT as above."""
     IS_EVEN: tl.constexpr = K // _PLAIN_STEP * _PLAIN_STEP == K
     acc = zeros(BM, BT, TOKENS_FIRST)
@@ -181,7 +181,7 @@ def _plain_range(
 def store_tile(
     acc, out_ptr, stride_out, col, num_cols, first_token, num_tokens,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """Columns [col, col + BM) of the tile's tokens, those below num_cols, rounded to the output's dtype."""
     tokens = first_token + tl.arange(0, BT)
     cols = col + tl.arange(0, BM)
@@ -272,17 +272,17 @@ def segment_of(tile, SEGMENTS: tl.constexpr):
 def _store_segment(
     acc, out_ptr, wide_ptr, is_wide, out_col, col, num_cols, first_token, num_tokens,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """A segment's output is a matrix [T, num_cols] of its own, behind those of the segments before it."""
     start = out_col * num_tokens.to(tl.int64)
     if is_wide == 1:
         store_tile(
             acc, wide_ptr + start, num_cols, col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST
-        )  # fmt: skip
+        )
     else:
         store_tile(
             acc, out_ptr + start, num_cols, col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST
-        )  # fmt: skip
+        )
 
 
 @jit
@@ -290,20 +290,20 @@ def _finish_item(
     acc, out_ptr, wide_ptr, partial_ptr, counter_ptr, tile, split, is_wide, out_col, col, num_cols, first_token,
     num_tokens, BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """Store a tile, or its partial; then whoever is last stores the sum."""
     if IS_SPLIT and SPLITS > 1:
         acc, is_last = sum_of_splits(
             acc, partial_ptr, counter_ptr, tile, split, num_tokens - first_token, SPLITS, TOKENS_FIRST
-        )  # fmt: skip
+        )
         if is_last:
             _store_segment(
                 acc, out_ptr, wide_ptr, is_wide, out_col, col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST
-            )  # fmt: skip
+            )
     else:
         _store_segment(
             acc, out_ptr, wide_ptr, is_wide, out_col, col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST
-        )  # fmt: skip
+        )
 
 
 @jit
@@ -313,7 +313,7 @@ def _fp8_item(
     K: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     BLOCKS: tl.constexpr = K // _FP8_STEP
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
@@ -328,11 +328,11 @@ def _fp8_item(
         w, w_scale_ptr, x, x_scale_ptr + tokens * stride_xs, first_row, num_rows, first_token, num_tokens, stride_x,
         first_block, BLOCKS if WALKS else tl.minimum(first_block + PER_SPLIT, BLOCKS),
         K, BM, BT, TOKENS_FIRST, QUANTISE, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
-    )  # fmt: skip
+    )
     _finish_item(
         acc, out_ptr, wide_ptr, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, is_wide, out_col,
         col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST, SPLITS, IS_SPLIT,
-    )  # fmt: skip
+    )
 
 
 @jit
@@ -341,7 +341,7 @@ def _plain_item(
     num_rows, num_tokens, stride_x, K: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr,
     W_DESC: tl.constexpr, X_DESC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     STEPS: tl.constexpr = (K + _PLAIN_STEP - 1) // _PLAIN_STEP
     PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     WALKS: tl.constexpr = SPLITS > 1 and not IS_SPLIT
@@ -354,11 +354,11 @@ def _plain_item(
         w, x, first_row, num_rows, first_token, num_tokens, stride_x,
         first_step, STEPS if WALKS else tl.minimum(first_step + PER_SPLIT, STEPS),
         K, BM, BT, TOKENS_FIRST, W_DESC, X_DESC, STAGES, PER_SPLIT if WALKS else 0,
-    )  # fmt: skip
+    )
     _finish_item(
         acc, out_ptr, wide_ptr, partial_ptr, counter_ptr, tile * num_token_tiles + token_tile, split, is_wide, out_col,
         col, num_cols, first_token, num_tokens, BM, BT, TOKENS_FIRST, SPLITS, IS_SPLIT,
-    )  # fmt: skip
+    )
 
 
 @jit(do_not_specialize=("num_tokens",))
@@ -369,7 +369,7 @@ def linear_kernel(
     TOKENS_FIRST: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISE: tl.constexpr,
     W_DESC: tl.constexpr, X8_DESC: tl.constexpr, X16_DESC: tl.constexpr,
     STAGES8: tl.constexpr, STAGES16: tl.constexpr,
-):  # fmt: skip
+):
     """Items: the FP8 tiles (times their splits, where splits are programs), then the bf16 tiles. With QUANTISE x8 is
     the bf16 input. w8, w16, x8, x16: descriptors or pointers; result: `LinearResult`; sizes: `LinearSizes`.
     """
@@ -386,32 +386,32 @@ def linear_kernel(
             w8, w8_scale_ptr, x8, x8_scale_ptr, result.out, result.wide, result.partial, result.counter, item,
             token_tile, num_token_tiles, sizes.rows8, num_tokens, sizes.x8, sizes.x8_scale, K, SEGMENTS8, SPLITS8,
             BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTISE, W_DESC, X8_DESC, STAGES8,
-        )  # fmt: skip
+        )
     elif TILES8 == 0:
         _plain_item(
             w16, x16, result.out, result.wide, partial16_ptr, counter16_ptr, item, token_tile,
             num_token_tiles, sizes.rows16, num_tokens, sizes.x16, K, SEGMENTS16, SPLITS16,
             BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
-        )  # fmt: skip
+        )
     elif item < ITEMS8:
         _fp8_item(
             w8, w8_scale_ptr, x8, x8_scale_ptr, result.out, result.wide, result.partial, result.counter, item,
             token_tile, num_token_tiles, sizes.rows8, num_tokens, sizes.x8, sizes.x8_scale, K, SEGMENTS8, SPLITS8,
             BM, BT, TOKENS_FIRST, IS_SPLIT, QUANTISE, W_DESC, X8_DESC, STAGES8,
-        )  # fmt: skip
+        )
     else:
         _plain_item(
             w16, x16, result.out, result.wide, partial16_ptr, counter16_ptr, item - ITEMS8, token_tile,
             num_token_tiles, sizes.rows16, num_tokens, sizes.x16, K, SEGMENTS16, SPLITS16,
             BM, BT, TOKENS_FIRST, IS_SPLIT, W_DESC, X16_DESC, STAGES16,
-        )  # fmt: skip
+        )
 
 
 @jit(do_not_specialize=("num_groups",))
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, num_groups, stride_x, ROW_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """x [T, K] -> codes [T, K] and scales [T, K / GROUP]; TILE groups a program."""
     pdl_trigger()
     groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

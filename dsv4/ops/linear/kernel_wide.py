@@ -119,7 +119,7 @@ def _previous(stage, STAGES: gl.constexpr):
 def _copy_tile(
     operands, stages, first_row, first_token, stage, phase,
     K: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The steps of a tile, COLS columns each, as soon as a stage is free."""
     for step in range(K // COLS):
         full = stages.full.index(stage)
@@ -138,7 +138,7 @@ def _copy_tile(
 def _fp8_tile(
     scales, stages, scale_row, first_token, num_tokens, stage, phase, turn,
     GROUP: gl.constexpr, K: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, TAKES_TURNS: gl.constexpr,
-):  # fmt: skip
+):
     """As `_fp8_range` of kernel_linear.py: a group's sums [64, 128] over all of K, split after split."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _OUTPUTS, 32])
     BLOCKS: gl.constexpr = K // _FP8_COLS
@@ -220,7 +220,7 @@ def _multiply(
     scales, result, stages, num_tokens, GROUP: gl.constexpr, K: gl.constexpr, SEGMENTS8: gl.constexpr,
     SEGMENTS16: gl.constexpr, TILES8: gl.constexpr, TILES16: gl.constexpr, SPLITS8: gl.constexpr,
     SPLITS16: gl.constexpr, HAS_WIDE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, TAKES_TURNS: gl.constexpr,
-):  # fmt: skip
+):
     """What a group of warps does."""
     num_token_tiles = gl.cdiv(num_tokens, _TILE_TOKENS)
     stage, phase, turn = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 - GROUP)
@@ -232,23 +232,23 @@ def _multiply(
             acc, stage, phase, turn = _fp8_tile(
                 scales, stages, scale_row + inside, first_token, num_tokens, stage, phase, turn, GROUP, K, SPLITS8,
                 STAGES, TAKES_TURNS,
-            )  # fmt: skip
+            )
             _store_tile(
                 acc, result, is_wide, out_col, inside * _OUTPUTS, num_cols, first_token, num_tokens, HAS_WIDE
-            )  # fmt: skip
+            )
         if TILES16 > 0 and item >= TILES8:
             inside, num_cols, _, _, is_wide, out_col = segment_of(item - TILES8, SEGMENTS16)
             acc, stage, phase = _plain_tile(stages, stage, phase, GROUP, K, SPLITS16, STAGES)
             _store_tile(
                 acc, result, is_wide, out_col, inside * _OUTPUTS, num_cols, first_token, num_tokens, HAS_WIDE
-            )  # fmt: skip
+            )
 
 
 @gluon_jit
 def _copy_tiles(
     fp8, plain, stages, num_tokens, K: gl.constexpr, SEGMENTS8: gl.constexpr, SEGMENTS16: gl.constexpr,
     TILES8: gl.constexpr, TILES16: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """What the warp that copies does."""
     num_token_tiles = gl.cdiv(num_tokens, _TILE_TOKENS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
@@ -259,13 +259,13 @@ def _copy_tiles(
             inside, _, first_row, _, _, _ = segment_of(item, SEGMENTS8)
             stage, phase = _copy_tile(
                 fp8, stages, first_row + inside * _OUTPUTS, first_token, stage, phase, K, _FP8_COLS, STAGES
-            )  # fmt: skip
+            )
         if TILES16 > 0 and item >= TILES8:
             inside, _, first_row, _, _, _ = segment_of(item - TILES8, SEGMENTS16)
             stage, phase = _copy_tile(
                 plain, _as_plain(stages, _TILE_TOKENS, STAGES), first_row + inside * _OUTPUTS, first_token, stage,
                 phase, K, _PLAIN_COLS, STAGES,
-            )  # fmt: skip
+            )
 
 
 @gluon_jit(do_not_specialize=("num_tokens",))
@@ -274,7 +274,7 @@ def wide_linear_kernel(
     K: gl.constexpr, SEGMENTS8: gl.constexpr, SEGMENTS16: gl.constexpr, TILES8: gl.constexpr, TILES16: gl.constexpr,
     SPLITS8: gl.constexpr, SPLITS16: gl.constexpr, HAS_WIDE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
+):
     """`linear_kernel` with programs that stay. w8, x8, w16, x16: tensor descriptors, or any tensors where
     there is no such weight; scales: `WideScales`; result: `WideResult`."""
     pdl_trigger()
@@ -295,4 +295,4 @@ def wide_linear_kernel(
             )),
         ],
         [4, 1], [REGISTERS, _COPY_REGISTERS],
-    )  # fmt: skip
+    )

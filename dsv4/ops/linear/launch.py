@@ -76,7 +76,7 @@ def linear(x: Tensor | QuantActivation, weight: AnyWeight, out_dtype: torch.dtyp
 def linears(
     x: Tensor | QuantActivation, weights: Sequence[AnyWeight] | LinearBundle,
     out_dtypes: Sequence[torch.dtype | None], codes: QuantActivation | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """See `linears_ref`. One launch for a bundle (two where a long input is quantised first); else one each."""
     plain_dtype = torch.bfloat16 if isinstance(x, QuantActivation) else x.dtype
     dtypes = tuple(dtype or plain_dtype for dtype in out_dtypes)
@@ -140,7 +140,7 @@ def _has_kernel(x: Tensor | QuantActivation, weight: Weight, out_dtypes: Sequenc
 def launch_linears(
     x: Tensor | QuantActivation, bundle: LinearBundle, out_dtypes: Sequence[torch.dtype],
     codes: QuantActivation | None = None, tile: LinearTile | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """`linear_kernel` for a bundle. The tile follows from the number of rows unless a benchmark chooses it.
 
     Launches on one device share counters, so they must not overlap in time: one stream, or ordered ones.
@@ -202,7 +202,7 @@ def launch_linears(
         TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, QUANTISE=quantize,
         W_DESC=has_w_desc, X8_DESC=x8_source[1], X16_DESC=x16_source[1],
         STAGES8=tile.stages, STAGES16=tile.plain_stages, **tile.options,
-    )  # fmt: skip
+    )
     return outputs.tensors()
 
 
@@ -243,14 +243,14 @@ def _launch_shuffled(
     num_shares = splits if scale is None else 2 * splits  # of what one program adds up: two tiles for codes
     partial, counters = _workspace(
         x.device, tile, num_token_tiles * tiles * splits, num_token_tiles * tiles, num_shares
-    )  # fmt: skip
+    )
     x_source = _source(rows, (tile.tokens, TILE_COLS))
     grouped_shuffled_kernel[(num_token_tiles * tiles * splits,)](
         weight.data, weight.scale, weight.out_scale, x_source[0],
         out if scale is None else GroupedCodes(code_tensor(out), scale), partial, counters, num_tokens, rows.stride(0),
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
         X_DESC=x_source[1], STAGES=tile.stages, CODES=scale is not None, **tile.options,
-    )  # fmt: skip
+    )
 
 
 def widened(weight: ShuffledTensor) -> Tensor:
@@ -285,7 +285,7 @@ def launch_grouped(x: Tensor, weight: Tensor, tile: LinearTile | None = None) ->
         K=width, RANK=rank, GROUPS=num_groups, SPLITS=splits, BM=tile.outputs, BT=tile.tokens, BAND=tile.band,
         TOKENS_FIRST=tile.tokens_first, IS_SPLIT=tile.is_split, W_DESC=w_source[1], X_DESC=x_source[1],
         STAGES=tile.stages, **tile.options,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -303,7 +303,7 @@ def _common_splits(bundle: LinearBundle, is_fp8: bool, width: int, kind: str) ->
     """The splits of the segments of one format. A bundle has one number, that of its largest weight."""
     return min(
         num_splits(segment.num_rows, width, kind) for segment in bundle.segments if segment.is_fp8 == is_fp8
-    )  # fmt: skip
+    )
 
 
 def _quantize(x: Tensor) -> QuantActivation:
@@ -316,7 +316,7 @@ def _quantize(x: Tensor) -> QuantActivation:
     quantize_kernel[(-(-num_groups // QUANTISE_GROUPS),)](
         x, code_tensor(codes), scale, num_groups, x.stride(0),
         ROW_GROUPS=row_groups, GROUP=ACTIVATION_GROUP, TILE=QUANTISE_GROUPS, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return QuantActivation(codes, scale)
 
 

@@ -43,7 +43,7 @@ def takes_wide(fp8: QuantTensor | None, plain: Tensor | None, x8: Tensor, x16: T
 def launch_wide(
     fp8: QuantTensor | None, plain: Tensor | None, codes: QuantActivation, x16: Tensor, outputs: Outputs,
     splits8: int, splits16: int,
-) -> None:  # fmt: skip
+) -> None:
     """`wide_linear_kernel`: as `linear_kernel`, into `outputs`. Where there is no FP8 weight, any codes."""
     num_tokens, width = x16.shape
     segments8, tiles8 = outputs.table(True, TILE_OUTPUTS)
@@ -59,7 +59,7 @@ def launch_wide(
         TILES16=tiles16, SPLITS8=splits8, SPLITS16=splits16, HAS_WIDE=any(outputs.is_wide),
         BAND=WIDE.band_in_turns if takes_turns else WIDE.band, STAGES=WIDE.stages, TAKES_TURNS=takes_turns,
         REGISTERS=WIDE.registers, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
 
 
 def _operands(weight: Tensor, x: Tensor) -> tuple[Any, Any]:

@@ -16,12 +16,11 @@ from dsv4.ops.moe.plan import (
     Ranges,
     pick_moe_config,
 )
-from dsv4.ops.moe.sort import SORT_CONFIG, SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
+from dsv4.ops.moe.sort import expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 
 __all__ = [
-    "FEW_CONFIG", "FEW_TOKENS", "NARROW_ROWS", "SORT_CONFIG", "TILES_CONFIG", "WIDE_CONFIG", "Form", "GemmConfig",
-    "Matrices", "MoeConfig", "Ranges", "SortConfig", "expert_sort", "expert_sort_ref", "experts_ref", "fp4_linear",
-    "launch_expert_sort", "launch_fp4_linear", "launch_moe", "max_tiles", "moe", "moe_fold", "moe_fold_ref",
-    "moe_parts", "moe_parts_ref", "moe_ref", "moe_shared", "moe_shared_ref", "pick_moe_config", "prepare_experts",
-    "takes_rounded",
+    "FEW_CONFIG", "FEW_TOKENS", "NARROW_ROWS", "TILES_CONFIG", "WIDE_CONFIG", "Form", "GemmConfig", "Matrices",
+    "MoeConfig", "Ranges", "expert_sort", "expert_sort_ref", "experts_ref", "fp4_linear", "launch_expert_sort",
+    "launch_fp4_linear", "launch_moe", "max_tiles", "moe", "moe_fold", "moe_fold_ref", "moe_parts", "moe_parts_ref",
+    "moe_ref", "moe_shared", "moe_shared_ref", "pick_moe_config", "prepare_experts", "takes_rounded",
 ]

@@ -32,17 +32,16 @@ def _prepare_row(
 def _moe_prepare_kernel(
     experts_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
     num_pairs, num_chunks, num_tiles, x_ptr, ordered_ptr, quantised_ptr, arrivals_ptr, num_sort_programs,
-    TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ARRIVALS: tl.constexpr, ARRIVALS_BLOCK: tl.constexpr,
+    E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, ARRIVALS: tl.constexpr, ARRIVALS_BLOCK: tl.constexpr,
     COUNT_HERE: tl.constexpr, PLAIN: tl.constexpr, ORDER: tl.constexpr,
 ):
     """The sort's CTAs, then one for each token: x as the products take it, and its arrivals set to zero."""
     program = tl.program_id(0)
     if program < num_sort_programs:
         _expert_sort_kernel(
-            experts_ptr, experts_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr,
-            tile_starts_ptr, num_pairs, num_chunks, num_tiles,
-            TOP_K, E, E_BLOCK, CHUNK, TILE_ROWS, TILES, False, False, COUNT_HERE,
+            experts_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
+            num_pairs, num_chunks, num_tiles, E, E_BLOCK, CHUNK, TILE_ROWS, TILES, COUNT_HERE,
         )
     else:
         token = (program - num_sort_programs).to(tl.int64)

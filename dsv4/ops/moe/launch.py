@@ -42,10 +42,9 @@ from dsv4.ops.moe.plan import (
     MoeConfig,
     pick_moe_config,
 )
-from dsv4.ops.moe.sort import SORT_CONFIG, TILE_BLOCK, ExpertOrder, _count_experts_kernel, max_tiles
+from dsv4.ops.moe.sort import COUNT_FIRST, SORT_OPTIONS, ExpertOrder, begin_sort
 
 FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
-COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts for the sort
 SUM_BLOCK = 2, 1024  # tokens and columns of a program that sums parts
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
 
@@ -288,30 +287,20 @@ def _prepare(call: _Call, num_arrivals: int, column_order: int) -> tuple[ExpertO
     """The sort (if routed experts run), x as it is and rounded to E4M3 groups [T, D], and `num_arrivals` zeroed
     counters for each token. Columns are in `column_order`; x as it is only where routed experts take it.
     """
-    x, experts, sort = call.x, call.experts, SORT_CONFIG
-    (num_tokens, top_k), num_pairs, num_experts, device = experts.shape, experts.numel(), call.num_experts, x.device
+    x, experts, device = call.x, call.experts, call.x.device
+    num_tokens, num_pairs = len(x), experts.numel()
     has_plain = call.routed[0].format is QuantFormat.NVFP4
-    bound = max_tiles(num_pairs, num_experts, call.config.rows)
-    sizes = num_experts, num_experts + 1, num_pairs, bound, bound
-    order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    order, chunk_counts, num_chunks, num_sort_programs, flags = begin_sort(
+        experts, call.num_experts, call.config.rows, COUNT_FIRST, is_wanted=call.has_routed
+    )
     quantised = torch.empty_like(x)
     ordered = torch.empty_like(x) if has_plain else x
     arrivals = torch.empty(num_tokens, num_arrivals, dtype=torch.int64, device=device)
-    num_chunks = -(-num_pairs // sort.chunk)
-    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": sort.chunk}
-    chunk_counts, is_counted = order.counts, num_pairs > COUNT_FIRST
-    if is_counted and call.has_routed:
-        chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
-        _count_experts_kernel[(num_chunks,)](
-            experts, experts, chunk_counts, num_pairs, **flags, HAS_SLOTS=False, **sort.options
-        )
-    num_sort_programs = num_chunks + -(-bound // TILE_BLOCK) if call.has_routed else 0
     _moe_prepare_kernel[(num_sort_programs + num_tokens,)](
-        experts, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
-        num_pairs, num_chunks, bound, x, ordered, quantised, arrivals, num_sort_programs, **flags,
-        TILE_ROWS=call.config.rows, TILES=TILE_BLOCK, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
-        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), COUNT_HERE=not is_counted,
-        PLAIN=has_plain, ORDER=column_order, **sort.options,
+        experts, chunk_counts, *vars(order).values(), num_pairs, num_chunks, len(order.tile_experts), x, ordered,
+        quantised, arrivals, num_sort_programs, **flags, D=x.shape[1], GROUPS=QUANTISE_GROUPS,
+        ARRIVALS=num_arrivals, ARRIVALS_BLOCK=next_power_of_2(num_arrivals), PLAIN=has_plain, ORDER=column_order,
+        **SORT_OPTIONS,
     )
     return order, ordered, quantised, arrivals
 

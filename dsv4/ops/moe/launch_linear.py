@@ -14,7 +14,7 @@ from dsv4.ops.moe.kernel_fp4_linear import _fp4_linear_kernel, _wide_linear_kern
 from dsv4.ops.moe.kernel_prepare import _prepare_rows_kernel
 from dsv4.ops.moe.launch import FORMATS, QUANTISE_GROUPS, matrix_of
 from dsv4.ops.moe.plan import BLOCK, GemmConfig, pick_linear_config
-from dsv4.ops.moe.sort import SORT_CONFIG
+from dsv4.ops.moe.sort import SORT_OPTIONS
 
 _WIDE_BLOCK = 128  # weight rows of a CTA with two warp groups
 
@@ -56,7 +56,7 @@ def launch_fp4_linear(
     is_quantised = weight.format is QuantFormat.MXFP4
     prepared = torch.empty(num_rows, padded_cols, dtype=x.dtype, device=x.device)
     _prepare_rows_kernel[(num_rows,)](
-        x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_CONFIG.options
+        x.contiguous(), prepared, K=cols, GROUPS=QUANTISE_GROUPS, QUANTISE=is_quantised, **SORT_OPTIONS
     )
     _wide_linear_kernel[(-(-num_rows // tile_rows) * -(-num_outs // block),)](
         prepared, *matrix_of(weight), out, num_rows, N=num_outs, K=padded_cols, FORMAT=FORMATS[weight.format],

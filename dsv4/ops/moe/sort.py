@@ -1,16 +1,15 @@
 """Rows for the grouped product: (token, choice) pairs grouped by expert, and the tiles that cover them.
 
-Kernel: a counting sort. Chunks of CHUNK pairs are counted by a first launch (left out when one chunk holds
-everything); in the second every program sums the chunks' counts itself, so that it knows where each expert starts and
-what earlier chunks put there, and places its own pairs by counting equal experts before them. Further programs of that
-launch write the tile map. Nothing is decided by an arrival order: the result is the stable sort. All sizes are bounds
-known on the host.
+Kernel: a counting sort. Every program counts all pairs, or beyond COUNT_FIRST pairs sums the counts that a first launch
+made chunk by chunk. So it knows where each expert starts and what earlier chunks put there, and places its own pairs by
+counting equal experts before them. Further programs of that launch write the tile map. Nothing is decided by an arrival
+order: the result is the stable sort. All sizes are bounds known on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,16 +42,13 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return met + (num_pairs - met) // tile_rows
 
 
-def expert_sort_ref(experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | None = None) -> ExpertOrder:
+def expert_sort_ref(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
     """experts [T, k] (any integer dtype) -> the pairs in ascending (expert, token, choice) order, and their tiles.
 
-    Padded rows are left out: ids outside 0 .. num_experts - 1 (-1 by convention), and all of a token whose slot is -1
-    where `slots` [T] is given.
+    Padded rows are left out: ids outside 0 .. num_experts - 1 (-1 by convention).
     """
     flat = experts.flatten().long()
     is_used = (flat >= 0) & (flat < num_experts)
-    if slots is not None:
-        is_used &= (slots >= 0).repeat_interleave(experts.shape[1])
     keys = torch.where(is_used, flat, num_experts)
     order = keys.sort(stable=True).indices
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
@@ -69,51 +65,33 @@ def expert_sort_ref(experts: Tensor, num_experts: int, tile_rows: int, slots: Te
     return ExpertOrder(*(part.int() for part in parts))
 
 
-@dataclass(frozen=True)
-class SortConfig:
-    """How the work is divided; results do not depend on it."""
-
-    chunk: int = 128
-    single_chunk: int = 128  # up to this many pairs: one chunk, one launch
-    num_warps: int = 4
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
-
-
-SORT_CONFIG = SortConfig()
+CHUNK = 128  # pairs that a program places
+COUNT_FIRST = 2048  # with more pairs than this a launch of its own counts
 TILE_BLOCK = 16  # entries of the tile map a program writes
+SORT_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @jit
-def _load_experts(
-    experts_ptr, slots_ptr, pairs, num_pairs, TOP_K: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr
-):
+def _load_experts(experts_ptr, pairs, num_pairs, E: tl.constexpr):
     """Expert of each pair, E where the pair is padding or beyond the last."""
     expert = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=-1)
-    is_used = (expert >= 0) & (expert < E)
-    if HAS_SLOTS:
-        is_used = is_used & (tl.load(slots_ptr + pairs // TOP_K, mask=pairs < num_pairs, other=-1) >= 0)
-    return tl.where(is_used, expert, E).to(tl.int32)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @jit(do_not_specialize=("num_pairs",))
 def _count_experts_kernel(
-    experts_ptr, slots_ptr, chunk_counts_ptr, num_pairs,
-    TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    experts_ptr, chunk_counts_ptr, num_pairs, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     chunk = tl.program_id(0)
-    expert = _load_experts(experts_ptr, slots_ptr, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, TOP_K, E, HAS_SLOTS)
+    expert = _load_experts(experts_ptr, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, E)
     tl.store(chunk_counts_ptr + chunk * E_BLOCK + tl.arange(0, E_BLOCK), tl.histogram(expert, E_BLOCK, mask=expert < E))
 
 
 @jit(do_not_specialize=("num_pairs", "num_chunks", "num_tiles"))
 def _expert_sort_kernel(
-    experts_ptr, slots_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
-    num_pairs, num_chunks, num_tiles,
-    TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ONE_CHUNK: tl.constexpr, COUNT_HERE: tl.constexpr = False,
+    experts_ptr, chunk_counts_ptr, counts_ptr, offsets_ptr, pairs_ptr, tile_experts_ptr, tile_starts_ptr,
+    num_pairs, num_chunks, num_tiles, E: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILES: tl.constexpr, COUNT_HERE: tl.constexpr,
 ):
     """Programs below num_chunks place the pairs of a chunk; those from there on write TILES entries of the tile map.
 
@@ -121,23 +99,17 @@ def _expert_sort_kernel(
     """
     program = tl.program_id(0)
     ids = tl.arange(0, E_BLOCK)
-    if HAS_ONE_CHUNK:
-        all_experts = _load_experts(experts_ptr, slots_ptr, tl.arange(0, CHUNK), num_pairs, TOP_K, E, HAS_SLOTS)
-        counts = tl.histogram(all_experts, E_BLOCK, mask=all_experts < E)
-        before = tl.zeros([E_BLOCK], dtype=tl.int32)
-    elif COUNT_HERE:
-        counts, before = _count_all(experts_ptr, slots_ptr, program * CHUNK, num_pairs, TOP_K, E, E_BLOCK, HAS_SLOTS)
+    if COUNT_HERE:
+        counts, before = _count_all(experts_ptr, program * CHUNK, num_pairs, E, E_BLOCK)
     else:
         counts, before = _sum_counts(chunk_counts_ptr, program, num_chunks, E_BLOCK)
     offsets = tl.cumsum(counts, 0) - counts
     total = tl.sum(counts, 0)
     if program < num_chunks:
         pairs = program * CHUNK + tl.arange(0, CHUNK)
-        expert = _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K, E, HAS_SLOTS)
+        expert = _load_experts(experts_ptr, pairs, num_pairs, E)
         base = tl.gather(offsets + before, tl.minimum(expert, E_BLOCK - 1), 0)
-        place = base + _equal_before(
-            experts_ptr, slots_ptr, expert, pairs, program, num_pairs, TOP_K, E, CHUNK, HAS_SLOTS
-        )
+        place = base + _equal_before(experts_ptr, expert, pairs, program, num_pairs, E, CHUNK)
         tl.store(pairs_ptr + place, pairs, mask=expert < E)
         tl.store(pairs_ptr + pairs, tl.full([CHUNK], -1, tl.int32), mask=(pairs >= total) & (pairs < num_pairs))
         if program == 0:
@@ -170,26 +142,20 @@ def _sum_counts(chunk_counts_ptr, chunk, num_chunks, E_BLOCK: tl.constexpr):
 
 
 @jit
-def _count_all(
-    experts_ptr, slots_ptr, own, num_pairs,
-    TOP_K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-):
+def _count_all(experts_ptr, own, num_pairs, E: tl.constexpr, E_BLOCK: tl.constexpr):
     """Counts [E_BLOCK] over all pairs, and over those before the pair `own`."""
     STEP: tl.constexpr = 1024
     counts, before = tl.zeros([E_BLOCK], dtype=tl.int32), tl.zeros([E_BLOCK], dtype=tl.int32)
     for start in range(0, num_pairs, STEP):
         pairs = start + tl.arange(0, STEP)
-        expert = _load_experts(experts_ptr, slots_ptr, pairs, num_pairs, TOP_K, E, HAS_SLOTS)
+        expert = _load_experts(experts_ptr, pairs, num_pairs, E)
         counts += tl.histogram(expert, E_BLOCK, mask=expert < E)
         before += tl.histogram(expert, E_BLOCK, mask=(expert < E) & (pairs < own))
     return counts, before
 
 
 @jit
-def _equal_before(
-    experts_ptr, slots_ptr, expert, pairs, chunk, num_pairs,
-    TOP_K: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
-):
+def _equal_before(experts_ptr, expert, pairs, chunk, num_pairs, E: tl.constexpr, CHUNK: tl.constexpr):
     """How many earlier pairs of the chunk have the same expert. The chunk is read again: from cache, as the other
     side.
     """
@@ -197,56 +163,65 @@ def _equal_before(
     place = tl.zeros([CHUNK], dtype=tl.int32)
     for start in range(0, CHUNK, OTHERS):
         others = chunk * CHUNK + start + tl.arange(0, OTHERS)
-        other_expert = _load_experts(experts_ptr, slots_ptr, others, num_pairs, TOP_K, E, HAS_SLOTS)
+        other_expert = _load_experts(experts_ptr, others, num_pairs, E)
         is_equal = (other_expert[None, :] == expert[:, None]) & (others[None, :] < pairs[:, None])
         place += tl.sum(is_equal.to(tl.int32), 1)
     return place
 
 
-def expert_sort(experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | None = None) -> ExpertOrder:
-    """See `expert_sort_ref`."""
-    return launch_expert_sort(experts, num_experts, tile_rows, slots, SORT_CONFIG)
+class SortPlan(NamedTuple):
+    """One sort: its result's tensors, where a first launch counts (`counts` of the result where none does), and the
+    constants of the kernel. `num_programs`: of the second launch."""
+
+    order: ExpertOrder
+    chunk_counts: Tensor
+    num_chunks: int
+    num_programs: int
+    flags: dict[str, int]
 
 
-def launch_expert_sort(
-    experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | None, config: SortConfig
-) -> ExpertOrder:
-    """`expert_sort` with the work divided as `config` says."""
-    _check(experts, num_experts, tile_rows, slots)
-    num_pairs, top_k = experts.numel(), experts.shape[1]
+def begin_sort(
+    experts: Tensor, num_experts: int, tile_rows: int, count_first: int, is_wanted: bool = True
+) -> SortPlan:
+    """Allocate, and count chunk by chunk where there are more than `count_first` pairs. Not `is_wanted`: no program
+    sorts, and nothing is counted."""
+    num_pairs, device = experts.numel(), experts.device
     bound = max_tiles(num_pairs, num_experts, tile_rows)
     sizes = num_experts, num_experts + 1, num_pairs, bound, bound
-    order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes))
-    if num_pairs == 0:
-        order.counts.zero_()
-        order.offsets.zero_()
-        return order
-    experts = experts.contiguous()
-    given = experts if slots is None else slots.contiguous()
-    has_one_chunk = num_pairs <= config.single_chunk
-    chunk = max(next_power_of_2(num_pairs), 16) if has_one_chunk else config.chunk
-    num_chunks = -(-num_pairs // chunk)
-    e_block = max(next_power_of_2(num_experts), 32)
-    flags = {"TOP_K": top_k, "E": num_experts, "E_BLOCK": e_block, "CHUNK": chunk, "HAS_SLOTS": slots is not None}
+    order = ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    num_chunks, is_counted = -(-num_pairs // CHUNK), num_pairs > count_first
+    flags = {"E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "CHUNK": CHUNK}
     chunk_counts = order.counts
-    if not has_one_chunk:
-        chunk_counts = torch.empty(num_chunks, e_block, dtype=torch.int32, device=experts.device)
-        _count_experts_kernel[(num_chunks,)](experts, given, chunk_counts, num_pairs, **flags, **config.options)
-    _expert_sort_kernel[(num_chunks + -(-bound // TILE_BLOCK),)](
-        experts, given, chunk_counts, order.counts, order.offsets, order.pairs, order.tile_experts, order.tile_starts,
-        num_pairs, num_chunks, bound, TILE_ROWS=tile_rows, TILES=TILE_BLOCK, HAS_ONE_CHUNK=has_one_chunk,
-        **flags, **config.options,
-    )
-    return order
+    if is_counted and is_wanted:
+        chunk_counts = torch.empty(num_chunks, flags["E_BLOCK"], dtype=torch.int32, device=device)
+        _count_experts_kernel[(num_chunks,)](experts, chunk_counts, num_pairs, **flags, **SORT_OPTIONS)
+    flags |= {"TILE_ROWS": tile_rows, "TILES": TILE_BLOCK, "COUNT_HERE": not is_counted}
+    num_programs = num_chunks + -(-bound // TILE_BLOCK)
+    return SortPlan(order, chunk_counts, num_chunks, num_programs * is_wanted, flags)
 
 
-def _check(experts: Tensor, num_experts: int, tile_rows: int, slots: Tensor | None) -> None:
-    check_launch(experts, slots)
+def expert_sort(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
+    """See `expert_sort_ref`."""
+    return launch_expert_sort(experts, num_experts, tile_rows, COUNT_FIRST)
+
+
+def launch_expert_sort(experts: Tensor, num_experts: int, tile_rows: int, count_first: int) -> ExpertOrder:
+    """`expert_sort`, counted by a launch of its own from `count_first` pairs on."""
+    check_launch(experts)
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(f"expected int32 or int64 experts [T, k], found {experts.dtype} {tuple(experts.shape)}")
     if not 0 < num_experts <= 4096 or tile_rows < 1:
         raise KernelInputError(
             f"expected 1 to 4096 experts and tiles of a row or more, found {num_experts} and {tile_rows}"
         )
-    if slots is not None and slots.shape != experts.shape[:1]:
-        raise KernelInputError(f"expected slots ({experts.shape[0]},), found {tuple(slots.shape)}")
+    experts = experts.contiguous()
+    order, chunk_counts, num_chunks, num_programs, flags = begin_sort(experts, num_experts, tile_rows, count_first)
+    if experts.numel() == 0:
+        order.counts.zero_()
+        order.offsets.zero_()
+        return order
+    _expert_sort_kernel[(num_programs,)](
+        experts, chunk_counts, *vars(order).values(), experts.numel(), num_chunks, len(order.tile_experts), **flags,
+        **SORT_OPTIONS,
+    )
+    return order

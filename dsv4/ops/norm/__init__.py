@@ -6,4 +6,4 @@ from dsv4.ops.norm.plan import KERNEL_DTYPES, ROW_CONFIGS
 
 __all__ = [
     "KERNEL_DTYPES", "ROW_CONFIGS", "rms_norm", "rms_norm_quant", "rms_norm_quant_ref", "rms_norm_ref",
-]  # fmt: skip
+]

@@ -19,7 +19,7 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, codes_ptr, scale_ptr, num_rows, stride_xr, stride_xk, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_OUT: tl.constexpr, HAS_CODES: tl.constexpr,
-):  # fmt: skip
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < K)[None, :]

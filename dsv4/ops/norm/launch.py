@@ -55,4 +55,4 @@ def _launch(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None, qu
         K=width, BLOCK=block, ROWS=config.rows, GROUP=ACTIVATION_GROUP,
         HAS_WEIGHT=weight is not None, HAS_OUT=out is not None, HAS_CODES=quant is not None,
         **config.options, **overlapping(),
-    )  # fmt: skip
+    )

@@ -6,4 +6,4 @@ from dsv4.ops.router.plan import GATE_CONFIGS, GateConfig
 
 __all__ = [
     "GATE_CONFIGS", "GateConfig", "activation_topk", "activation_topk_ref", "launch_route", "route", "route_ref",
-]  # fmt: skip
+]

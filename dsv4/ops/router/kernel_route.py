@@ -25,7 +25,7 @@ _SPLIT_LEN, _BLOCK_K = tl.constexpr(SPLIT_LEN), tl.constexpr(BLOCK_K)
 def _split_product(
     x_ptr, gate_ptr, rows, experts, split, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
     D: tl.constexpr, E: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
+):
     """gate x^T of one split, fp32 [experts, rows]. The gate is the left operand: its 64 rows fill the tensor core's
     tile. WAITS: the gate is asked for before the launch that makes x has ended.
     """
@@ -52,7 +52,7 @@ def _store_products(
     x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
     D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """Logits [1, T, E], or (`IS_SPLIT`) the partial sums [NUM_SPLITS, T, E]: one program's part."""
     rows = tl.program_id(1).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
     NUM_TILES: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE
@@ -79,7 +79,7 @@ def _choose_row(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, row, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
-):  # fmt: skip
+):
     """One token: sum the splits, score, choose (or look up), sort, renormalise."""
     ids = tl.arange(0, E_BLOCK)
     lanes = tl.arange(0, K_BLOCK)
@@ -128,11 +128,11 @@ def _gate_kernel(
     x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd,
     D: tl.constexpr, E: tl.constexpr, NUM_SPLITS: tl.constexpr,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
         EXPERT_TILE, ROW_TILE, IS_SPLIT,
-    )  # fmt: skip
+    )
 
 
 @jit(do_not_specialize=("num_rows", "stride_ls"))
@@ -140,14 +140,14 @@ def _choose_kernel(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
-):  # fmt: skip
+):
     pdl_wait()
     pdl_trigger()
     _choose_row(
         logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
         stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK, NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
         IS_UNIFORM,
-    )  # fmt: skip
+    )
 
 
 @jit(do_not_specialize=("num_rows", "stride_ls"))
@@ -157,13 +157,13 @@ def _route_kernel(
     num_ids, scale, D: tl.constexpr, EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
     E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
-):  # fmt: skip
+):
     """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
     NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
     _store_products(
         x_ptr, gate_ptr, logits_ptr, num_rows, stride_xt, stride_xd, stride_ge, stride_gd, D, E, NUM_SPLITS,
         EXPERT_TILE, ROW_TILE, True,
-    )  # fmt: skip
+    )
     tile = tl.program_id(1)
     tile_rows = tl.minimum(num_rows - tile * ROW_TILE, ROW_TILE)
     worker, num_workers, complete = arrive_and_share(counter_ptr + tile, tile_rows, NUM_PROGRAMS, NUM_PROGRAMS)
@@ -174,4 +174,4 @@ def _route_kernel(
                 logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,
                 tile.to(tl.int64) * ROW_TILE + row, stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK,
                 NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE, IS_UNIFORM,
-            )  # fmt: skip
+            )

@@ -27,7 +27,7 @@ def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: f
 def route(
     x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
     scale: float, uniform_hash_weights: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """See `route_ref`. bf16 or fp16 x and a plain gate of the same dtype, any strides; weights are fp32.
 
     A token id outside the table, which the oracle rejects, gets experts -1 and weights 0.
@@ -39,7 +39,7 @@ def route(
 def launch_route(
     x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, top_k: int, scale: float,
     uniform_hash_weights: bool, config: GateConfig,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """`route` with the gate product divided as `config` says."""
     _check(x, gate, tid2eid, token_ids, top_k)
     assert isinstance(gate, Tensor)
@@ -63,7 +63,7 @@ def _gate_products(x: Tensor, gate: Tensor, config: GateConfig) -> Tensor:
         x, gate, products, x.shape[0], *x.stride(), *gate.stride(), D=width, E=num_experts,
         NUM_SPLITS=-(-width // SPLIT_LEN), EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile,
         IS_SPLIT=config.is_split, **config.options,
-    )  # fmt: skip
+    )
     return products
 
 
@@ -75,7 +75,7 @@ def _empty_products(x: Tensor, gate: Tensor, config: GateConfig) -> Tensor:
 def _route_in_one(
     x: Tensor, gate: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor, top_k: int, scale: float,
     config: GateConfig,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     products = _empty_products(x, gate, config)
     num_splits, num_rows, num_experts = products.shape
     arguments, flags = _choice_arguments(products, bias, table, token_ids, top_k, scale, False)
@@ -84,14 +84,14 @@ def _route_in_one(
         x, gate, *x.stride(), *gate.stride(), arrival_counters(f"route, {num_programs} programs", x.device), *arguments,
         D=x.shape[1], EXPERT_TILE=config.expert_tile, ROW_TILE=config.row_tile, **flags, **config.options,
         **blackwell_registers(168),
-    )  # fmt: skip
+    )
     return arguments[4], arguments[5]
 
 
 def _choose(
     logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float,
     is_uniform: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """logits fp32 [splits, T, E] (not read if uniform)."""
     arguments, flags = _choice_arguments(logits, bias, table, token_ids, top_k, scale, is_uniform)
     if logits.shape[1]:
@@ -103,7 +103,7 @@ def _choose(
 def _choice_arguments(
     logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float,
     is_uniform: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `_choose_row` is given: arguments, of which [4] and [5] are the results, and constants."""
     num_splits, num_rows, num_experts = logits.shape
     if not 0 < top_k <= num_experts <= 4096:
@@ -117,12 +117,12 @@ def _choice_arguments(
         logits, logits if bias is None else bias.contiguous(), experts if table is None else table.contiguous(),
         experts if token_ids is None else token_ids.contiguous(), experts, weights, num_rows, *logits.stride(),
         0 if table is None else table.shape[0], scale,
-    )  # fmt: skip
+    )
     flags = {
         "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "NUM_SPLITS": num_splits, "TOP_K": top_k,
         "K_BLOCK": next_power_of_2(top_k), "HAS_BIAS": bias is not None, "HAS_TABLE": table is not None,
         "IS_UNIFORM": is_uniform,
-    }  # fmt: skip
+    }
     return arguments, flags
 
 

@@ -100,7 +100,7 @@ def _finish(token_ids_ptr, state, row, slot, remembers, token, vocab_size):
 def _draw_kernel(
     slots_ptr, positions_ptr, remembers, state, scratch, token_ids_ptr, vocab_size, chunk_len, num_chunks,
     C_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     fields_ptr = scratch.row_fields + row * _ROW_FIELDS
@@ -118,7 +118,7 @@ def _draw_kernel(
         limits = (
             largest, inverse, tl.minimum(tl.load(state.min_p + slot), 1.0),
             tl.load(fields_ptr + _LAST).to(tl.uint32), tl.load(fields_ptr + _KEPT).to(tl.int32), is_limited,
-        )  # fmt: skip
+        )
         step = tl.load(positions_ptr + row) + 1 - tl.load(state.prompt_lens + slot)
         start = chunk * chunk_len
         # a chunk without a token that could win makes no noise

@@ -29,7 +29,7 @@ def _exp_sum_kernel(
 def _logprob_kernel(
     logits_ptr, chunk_max_ptr, chunk_sum_ptr, token_ids_ptr, top_ids_ptr, chosen_ptr, top_ptr, stride_lr, stride_lv,
     num_chunks, NUM_TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, C_BLOCK)
     places, is_chunk = row * num_chunks + chunks, chunks < num_chunks

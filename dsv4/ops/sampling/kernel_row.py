@@ -239,11 +239,11 @@ def _open_row(fields_ptr, state, slot, temperature, is_poisoned, largest, index,
     do_not_specialize=(
         "slots_ptr", "has_mask", "mask_ptr", "is_masked_ptr", "drafts_ptr", "num_drafts", "chunk_len", "num_chunks"
     )
-)  # fmt: skip
+)
 def _scan_kernel(
     logits_ptr, slots_ptr, has_mask, mask_ptr, is_masked_ptr, drafts_ptr, num_drafts, state, scratch, stride_lr,
     vocab_size, chunk_len, num_chunks, C_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Where has_mask is 0, mask_ptr [R, words] and is_masked_ptr [R] are not read; drafts_ptr is [R, num_drafts]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -257,7 +257,7 @@ def _scan_kernel(
         settings = (
             tl.load(state.repetition_penalty + slot), tl.load(state.presence_penalty + slot),
             tl.load(state.frequency_penalty + slot),
-        )  # fmt: skip
+        )
         is_masked = tl.full([], 0, tl.int32)
         if has_mask != 0:
             is_masked = tl.load(is_masked_ptr + row)
@@ -271,7 +271,7 @@ def _scan_kernel(
             values, has_nan = _load_allowed(
                 logits_ptr + row * stride_lr, mask_ptr, is_masked, state, slot, flags, settings, drafts, columns,
                 vocab_size,
-            )  # fmt: skip
+            )
             is_poisoned = is_poisoned | has_nan
             largest = tl.max(values, 0)
             index = tl.min(tl.where(values == largest, columns, _MAX_INDEX), 0)
@@ -291,7 +291,7 @@ def _scan_kernel(
             _open_row(
                 fields_ptr, state, slot, temperature, tl.min(all_indices, 0) < 0, largest, index,
                 tl.min(all_smallest, 0), vocab_size,
-            )  # fmt: skip
+            )
             tl.store(
                 scratch.histogram + row * _NUM_DIGITS + tl.arange(0, _NUM_DIGITS), tl.zeros([_NUM_DIGITS], tl.int64)
             )

@@ -61,14 +61,14 @@ def launch_sample(logits: Tensor, rows: SamplingRows, state: SamplingState, conf
     _scan_kernel[grid](
         logits, slots, int(rows.mask is not None), mask, is_masked, drafts, num_drafts, slot_arguments, scratch,
         logits.stride(0), vocab_size, *sizes, C_BLOCK=c_block, **options,
-    )  # fmt: skip
+    )
     for _ in range(NUM_PASSES):
         _narrow_kernel[grid](slots, slot_arguments, scratch, *sizes, **options)
     _tie_kernel[grid](scratch, *sizes, **options)
     _draw_kernel[grid](
         slots, rows.positions.contiguous(), int(rows.drafts is None), slot_arguments, scratch, token_ids, vocab_size,
         *sizes, C_BLOCK=c_block, **options,
-    )  # fmt: skip
+    )
     return token_ids
 
 
@@ -84,7 +84,7 @@ def _scratch(num_rows: int, pitch: int, num_chunks: int, device: torch.device) -
         histogram=empty(NUM_DIGITS, dtype=torch.int64), chunk_max=empty(num_chunks), chunk_argmax=integers(),
         chunk_min=empty(num_chunks), chunk_ties=integers(), best=empty(num_chunks), best_index=integers(),
         arrivals=arrival_counters("sample", device),
-    )  # fmt: skip
+    )
 
 
 def sampled_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +108,7 @@ def sampled_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[T
     _logprob_kernel[(num_rows,)](
         logits, chunk_max, chunk_sum, token_ids.contiguous(), top_ids, chosen, top, *logits.stride(), num_chunks,
         NUM_TOP=num_top, TOP_BLOCK=next_power_of_2(max(num_top, 1)), C_BLOCK=next_power_of_2(num_chunks), **options,
-    )  # fmt: skip
+    )
     return chosen, top_ids, top
 
 
@@ -123,7 +123,7 @@ def resolve_tokens(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Ten
         _resolve_kernel[(-(-out.numel() // RESOLVE_BLOCK),)](
             token_ids.contiguous(), slots.contiguous(), last_tokens.contiguous(), out, out.numel(),
             BLOCK=RESOLVE_BLOCK, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -143,7 +143,7 @@ def _check(logits: Tensor, rows: SamplingRows, state: SamplingState) -> None:
         ("is_masked", rows.is_masked, torch.int32, (num_rows,)),
         ("mask", rows.mask, torch.int32, (num_rows, -(-vocab_size // 32))),
         ("drafts", rows.drafts, torch.int64, (num_rows, 0 if rows.drafts is None else rows.drafts.shape[-1])),
-    ):  # fmt: skip
+    ):
         if row_column is not None:
             _expect(name, row_column, dtype, shape)
     dtypes = dict.fromkeys(("top_k", "seeds", "prompt_lens", "last_tokens"), torch.int64)

@@ -6,4 +6,4 @@ from dsv4.ops.select.plan import MAX_COLUMNS, MAX_K, TOPK_CONFIG, TopkConfig
 
 __all__ = [
     "MAX_COLUMNS", "MAX_K", "TOPK_CONFIG", "TopkConfig", "launch_topk", "select", "topk_select", "topk_select_ref",
-]  # fmt: skip
+]

@@ -103,7 +103,7 @@ def arrive_and_wait(counter_ptr, PROGRAMS: tl.constexpr):
 def _load_lines(
     row_ptr, program, first, stride_n, length,
     PROGRAMS: tl.constexpr, TILE: tl.constexpr, THREADS: tl.constexpr, IS_FULL: tl.constexpr,
-):  # fmt: skip
+):
     """Scores [THREADS, TILE / THREADS] of this program's lines from line `first` of the row on, -inf from `length` on,
     and their columns. `IS_FULL`: all of them lie below `length`.
     """
@@ -209,7 +209,7 @@ def _is_chosen(keys, columns, threshold, last):
 @jit
 def _place_share(
     list_ptr, picks_ptr, keys, columns, own, program, total, threshold, last, PROGRAMS: tl.constexpr
-):  # fmt: skip
+):
     """This program's places of the list: those chosen, each where the chosen in lower columns end."""
     ones = _is_chosen(keys, columns, threshold, last).to(tl.int32)
     first = program * _SHARE
@@ -243,7 +243,7 @@ def _collect_own(own_ptr, keys, columns, threshold, last, start, end, num_before
 def _place_part(
     list_ptr, own_ptr, picks_ptr, keys, columns, program, size, total, threshold, last,
     PROGRAMS: tl.constexpr, RANKED: tl.constexpr,
-):  # fmt: skip
+):
     """The chosen of this program's part of the columns, one part behind the other, in ascending order: each where the
     chosen in lower columns end.
     """
@@ -277,7 +277,7 @@ def _place_part(
 def _place_listed(
     list_ptr, own_ptr, picks_ptr, keys, columns, highest, own, program, size, total, bound,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKED: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
+):
     """The K best of a list that is wholly in `keys` and `columns`, this program's share of them."""
     wanted = tl.minimum(K, total)
     threshold, last = _last_chosen(list_ptr, keys, highest, total, wanted, bound)
@@ -295,7 +295,7 @@ def _place_listed(
 def _place_counted(
     row_ptr, counters_ptr, scratch_ptr, picks_ptr, program, stride_n, length, size,
     K: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, DROP: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
+):
     """The K best of a row that has more, without a list. A program now has neighbouring columns."""
     counts_ptr = scratch_ptr + _COUNTS
     programs, steps = tl.arange(0, PROGRAMS), tl.arange(0, _BASE)
@@ -348,7 +348,7 @@ def topk_long_kernel(
     K: tl.constexpr, K_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     THREADS: tl.constexpr, MAXIMA: tl.constexpr, SMALL: tl.constexpr, RANKED: tl.constexpr, SCRATCH: tl.constexpr,
     FEW: tl.constexpr, ASCENDING: tl.constexpr, DROP: tl.constexpr, HAS_LENGTHS: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
+):
     """Lists int64 [T, LIST]: a score's bits and its column. MAXIMA of every program, SMALL places of the list read
     first, RANKED columns of a program ranked at once. Counters [T, COUNTERS].
     """
@@ -432,15 +432,15 @@ def topk_long_kernel(
             _place_listed(
                 list_ptr, own_ptr, picks_ptr, keys, columns, highest, own, program, size, total, bound,
                 K, K_BLOCK, PROGRAMS, RANKED, FEW,
-            )  # fmt: skip
+            )
         elif total <= _LIST:
             all_keys, all_columns = _load_list(list_ptr, total, _LIST)
             _place_listed(
                 list_ptr, own_ptr, picks_ptr, all_keys, all_columns, tl.max(all_keys, 0), own, program, size, total,
                 bound, K, K_BLOCK, PROGRAMS, RANKED, FEW,
-            )  # fmt: skip
+            )
         else:
             _place_counted(
                 row_ptr, counters_ptr, scratch_ptr, picks_ptr, program, stride_sn, length, size,
                 K, PROGRAMS, CHUNK, DROP, PHASE,
-            )  # fmt: skip
+            )

@@ -26,7 +26,7 @@ _GROUP = tl.constexpr(8)  # neighbours that share a maximum
 def _select_row(
     row_ptr, picks_ptr, stride_n, length, size,
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DROP: tl.constexpr,
-):  # fmt: skip
+):
     """The K largest of a row of up to BLOCK columns, ascending, then -1 where there are fewer."""
     keys = load_keys(row_ptr, tl.arange(0, BLOCK), stride_n, length, size, DROP)
     wanted = tl.minimum(K, tl.sum((keys != EMPTY).to(tl.int32), 0))
@@ -55,7 +55,7 @@ def topk_short_kernel(
     scores_ptr, lengths_ptr, picks_ptr, num_columns, stride_st, stride_sn,
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ASCENDING: tl.constexpr, DROP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     picks_ptr += row * K
     length, size = row_sizes(lengths_ptr, row, num_columns, ASCENDING, HAS_LENGTHS)
@@ -78,7 +78,7 @@ def _composite(keys, columns):
 def topk_rank_kernel(
     scores_ptr, lengths_ptr, picks_ptr, out_ptr, num_columns, stride_st, stride_sn,
     K: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-):  # fmt: skip
+):
     """Place each of the K chosen by the number of chosen that come before it."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = scores_ptr + row * stride_st

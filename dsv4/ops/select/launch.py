@@ -44,7 +44,7 @@ def launch_topk(scores: Tensor, k: int, lengths: Tensor | None, ascending: bool,
     topk_rank_kernel[(num_rows, -(-k // block))](
         scores, given, picks, out, num_columns, *scores.stride(), K=k, BLOCK=block, OTHERS=64,
         HAS_LENGTHS=lengths is not None, num_warps=4, **OPTIONS,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -67,7 +67,7 @@ def _select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkCo
     topk_short_kernel[(num_rows,)](
         scores, lengths, picks, num_columns, *scores.stride(), K=k, K_BLOCK=max(next_power_of_2(k), 32), BLOCK=block,
         TILE=min(block, tile), num_warps=config.short_warps(block), **flags, **options,
-    )  # fmt: skip
+    )
 
 
 def _select_long(
@@ -93,7 +93,7 @@ def _select_long(
             RANKED=min(max(2 * k_block // programs, 16), 128), SCRATCH=length, FEW=spread.is_few, PHASE=phase,
             num_warps=config.long_warps, maxnreg=min(65536 // (32 * config.long_warps * spread.resident), 255),
             **flags, **OPTIONS,
-        )  # fmt: skip
+        )
 
 
 def _check(scores: Tensor, k: int, lengths: Tensor | None) -> None:

@@ -12,14 +12,13 @@ import torch
 from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat
-from dsv4.ops.moe import SORT_CONFIG, SortConfig, fp4_linear, launch_expert_sort, max_tiles, takes_rounded
+from dsv4.ops.moe import expert_sort, fp4_linear, max_tiles, takes_rounded
 from dsv4.testing.bench import BenchCase, Work, nbytes
 from dsv4.testing.op_call import op_call
 
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "small": (256, 128, 4, 2)}
 LIMIT = 10.0
 TOP_K = 6
-SORT_CONFIGS = {"": SORT_CONFIG, "-chunk256": SortConfig(256, 512, num_warps=8)}
 
 
 def random_weight(shape: tuple[int, ...], fmt: QuantFormat, device: torch.device) -> ShuffledTensor:
@@ -154,16 +153,15 @@ def _fp4_linear(fmt: QuantFormat, rows: int, num_outs: int, num_cols: int) -> Be
     return BenchCase("fp4_linear", f"{fmt.value}-{rows}x{num_outs}x{num_cols}", shape, build)
 
 
-def _expert_sort(num_experts: int, tokens: int, tile_rows: int, variant: str = "") -> BenchCase:
+def _expert_sort(num_experts: int, tokens: int, tile_rows: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         experts = torch.randint(0, num_experts, (tokens, TOP_K), device=device)
         num_pairs = tokens * TOP_K
         written = 4 * (2 * num_experts + 1 + num_pairs + 2 * max_tiles(num_pairs, num_experts, tile_rows))
-        config = SORT_CONFIGS[variant]
-        return Work(lambda: launch_expert_sort(experts, num_experts, tile_rows, None, config), nbytes(experts), written)
+        return Work(lambda: expert_sort(experts, num_experts, tile_rows), nbytes(experts), written)
 
-    shape: dict[str, int | str] = {"experts": num_experts, "tokens": tokens, "tile_rows": tile_rows, "variant": variant}
-    return BenchCase("expert_sort", f"{num_experts}-{tokens}x{TOP_K}{variant}", shape, build)
+    shape: dict[str, int | str] = {"experts": num_experts, "tokens": tokens, "tile_rows": tile_rows}
+    return BenchCase("expert_sort", f"{num_experts}-{tokens}x{TOP_K}", shape, build)
 
 
 CASES = [
@@ -177,7 +175,6 @@ CASES = [
     *(_fp4_linear(QuantFormat.MXFP4, rows, 4096, 4096) for rows in (1, 4096)),
     *(_expert_sort(num_experts, tokens, 16) for num_experts in (256, 384) for tokens in (1, 16, 64)),
     *(_expert_sort(num_experts, tokens, 64) for num_experts in (256, 384) for tokens in (256, 4096)),
-    *(_expert_sort(256, tokens, 64, variant) for tokens in (64, 4096) for variant in list(SORT_CONFIGS)[1:]),
 ]
 SMALL = [
     *(_moe("small", fmt, 3) for fmt in (QuantFormat.NVFP4, QuantFormat.MXFP4)),

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX
 from dsv4.formats.fp4 import e2m1_decode, e2m1_encode
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
-from dsv4.tools.audit.report import Comparison, Finding, TensorRecord, fault, note
+from dsv4.tools.audit.report import Comparison, Finding, fault, note
 from dsv4.tools.audit.tensors import digests, take_rows
 
 # relative error (Frobenius) of a weight rounded to a format: Gaussian weights give 0.12, 0.095, 0.027 and 0.0017
@@ -54,17 +54,17 @@ def compare(name: str, weight: Weight, other: Weight) -> tuple[Comparison, list[
     return Comparison(name, error, moved), findings
 
 
-def compare_digests(units: Mapping[str, TensorRecord], before: Mapping[str, TensorRecord]) -> list[Finding]:
+def compare_digests(units: Mapping[str, str], before: Mapping[str, str]) -> list[Finding]:
     """Against an earlier audit's records: which weights have other bytes now."""
     findings = [
         fault("missing", name, "the earlier audit has it, this checkpoint does not")
         for name in before
         if name not in units
     ]
-    for name, record in units.items():
+    for name, digest in units.items():
         if name not in before:
             findings.append(fault("unexpected", name, "the earlier audit does not have it"))
-        elif before[name].digest != record.digest:
+        elif before[name] != digest:
             findings.append(fault("differs", name, "other bytes than at the earlier audit"))
     return findings
 

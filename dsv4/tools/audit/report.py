@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -61,11 +61,6 @@ class TensorRecord:
     scales: tuple[float, float, float] | None = None
     codes: str = ""
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> TensorRecord:
-        scales = raw["scales"]
-        return cls(**{**raw, "shape": tuple(raw["shape"]), "scales": None if scales is None else tuple(scales)})
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -96,17 +91,6 @@ class UnitRecord:
     scale_counts: dict[int, int] = field(default_factory=dict)
     routing: Routing | None = None
     comparisons: list[Comparison] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> UnitRecord:
-        return cls(
-            name=raw["name"],
-            tensors=[TensorRecord.from_dict(item) for item in raw["tensors"]],
-            findings=[Finding(**item) for item in raw["findings"]],
-            scale_counts={int(key): value for key, value in raw["scale_counts"].items()},
-            routing=None if raw["routing"] is None else Routing(**raw["routing"]),
-            comparisons=[Comparison(**item) for item in raw["comparisons"]],
-        )
 
 
 @dataclass(frozen=True)
@@ -192,5 +176,6 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def by_name(units: Iterable[UnitRecord]) -> dict[str, TensorRecord]:
-    return {record.name: record for unit in units for record in unit.tensors}
+def digests_of(units: Iterable[UnitRecord]) -> dict[str, str]:
+    """By the name of the weight."""
+    return {record.name: record.digest for unit in units for record in unit.tensors}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ from dsv4.tools.audit.relations import (
     check_units,
     mean_row,
 )
-from dsv4.tools.audit.report import AuditReport, Finding, TensorRecord, UnitRecord, by_name, fault, note
+from dsv4.tools.audit.report import AuditReport, Finding, UnitRecord, digests_of, fault, note
 from dsv4.tools.audit.tensors import look_at
 from dsv4.tools.audit.text_run import TextAudit
 
@@ -63,7 +64,7 @@ def audit_checkpoint(folder: Path, options: AuditOptions | None = None) -> Audit
     options = options or AuditOptions()
     started = time.perf_counter()
     opened = open_for_audit(folder)
-    other, records = _open_other(options.against)
+    other, digests = _open_other(options.against)
     report = AuditReport(
         path=str(folder),
         against=None if options.against is None else str(options.against),
@@ -76,7 +77,7 @@ def audit_checkpoint(folder: Path, options: AuditOptions | None = None) -> Audit
         report.units = _run_units(opened, other, options)
         report.findings += (finding for unit in report.units for finding in unit.findings)
         report.findings += check_units(report.units)
-        report.findings += _compare_all(report.units, other, records)
+        report.findings += _compare_all(report.units, other, digests)
         if options.token_ids is not None:
             _run_text(opened, opened.config, options, report)
     report.seconds = time.perf_counter() - started
@@ -94,13 +95,13 @@ class _Other:
     sources: dict[str, Source]
 
 
-def _open_other(against: Path | None) -> tuple[_Other | None, dict[str, TensorRecord] | None]:
+def _open_other(against: Path | None) -> tuple[_Other | None, dict[str, str] | None]:
     if against is None:
         return None, None
     if against.is_file():
         try:
             raw = json.loads(against.read_bytes())
-            return None, by_name(UnitRecord.from_dict(unit) for unit in raw["units"])
+            return None, {one["name"]: one["digest"] for unit in raw["units"] for one in unit["tensors"]}
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{against} is not the JSON of an audit: {type(error).__name__} {error}") from None
     opened = open_for_audit(against)
@@ -204,12 +205,10 @@ def _compare_one(source: Source, weight: Weight, other: _Other, unit: UnitRecord
     unit.findings += findings
 
 
-def _compare_all(
-    units: Sequence[UnitRecord], other: _Other | None, records: dict[str, TensorRecord] | None
-) -> list[Finding]:
-    ours = by_name(units)
-    if records is not None:
-        return compare_digests(ours, records)
+def _compare_all(units: Sequence[UnitRecord], other: _Other | None, digests: dict[str, str] | None) -> list[Finding]:
+    ours = digests_of(units)
+    if digests is not None:
+        return compare_digests(ours, digests)
     if other is None:
         return []
     missing = [name for name in other.sources if name not in ours]
@@ -255,10 +254,11 @@ class _Finished:
             first, *rest = [json.loads(line) for line in whole]
             if first["fingerprint"] != fingerprint:
                 raise CheckpointError(f"{file} belongs to the audit of other files; delete it to start anew")
-            self.units = {unit.name: unit for unit in map(UnitRecord.from_dict, rest)}
+            units = msgspec.convert(rest, list[UnitRecord], str_keys=True)
+            self.units = {unit.name: unit for unit in units}
         except CheckpointError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
             raise CheckpointError(f"{file} is not a progress file ({error}); delete it to start anew") from None
         file.write_bytes(b"".join(line + b"\n" for line in whole))
 

@@ -124,7 +124,7 @@ class _Run:
     def go_on(self, prompts: Sequence[Sequence[int]], first_seed: int) -> list[list[int]]:
         """Tokens of requests served together; their time counts from their first tokens on."""
         engine = self._engine
-        params = SamplingParams(max_tokens=self._output_tokens, temperature=self._temperature, ignore_eos=True)
+        params = SamplingParams(max_tokens=self._output_tokens, temperature=self._temperature, ignore_eos=True, seed=0)
         requests = [
             engine.add(list(prompt), replace(params, seed=seed)) for seed, prompt in enumerate(prompts, first_seed)
         ]

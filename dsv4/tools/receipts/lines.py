@@ -82,7 +82,8 @@ class Answer:
     def of(cls, params: SamplingParams, completion: Completion) -> Answer:
         """From `LLM.generate`."""
         return cls(
-            prompt=completion.prompt_token_ids, params=params, output=completion.token_ids,
+            prompt=completion.prompt_token_ids, params=replace(params, n=1, seed=completion.seed),
+            output=completion.token_ids,
             finish=completion.finish_reason.value, logprobs=completion.logprobs,
             prompt_logprobs=completion.prompt_logprobs,
         )  # fmt: skip

@@ -93,23 +93,31 @@ def check_ops(cases: list[OpCase], backend: Backend, device: torch.device) -> It
 
 def _checks(case: OpCase, backend: Backend, device: torch.device) -> Iterator[Check]:
     torch.manual_seed(SEED)
-    call: OpCall | None = None
+    try:
+        call = case.case.build(device).op_call
+    except Exception as error:
+        yield _of_error("oracle", case.name, case.case.op, error, 0.0)
+        return
+    assert call is not None, case.name
+    yield from checks_of(call, case.name, backend, device)
+
+
+def checks_of(call: OpCall, name: str, backend: Backend, device: torch.device) -> Iterator[Check]:
+    """Both parts of one call. Raises `DeviceLost`."""
     for part, compare in PARTS.items():
         start = time.perf_counter()
         try:
-            call = call or case.case.build(device).op_call
-            assert call is not None, case.name
             measures = compare(call, backend)
             if device.type == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:  # whatever a kernel raises is this check's result, and the others go on
-            check = _of_error(part, case, call, error, time.perf_counter() - start)
+            check = _of_error(part, name, call.op, error, time.perf_counter() - start)
             if _is_lost(device, error):
                 raise DeviceLost(check) from error
             yield check
             return
         if measures:
-            yield of_measures(part, case.name, call.op, measures, time.perf_counter() - start)
+            yield of_measures(part, name, call.op, measures, time.perf_counter() - start)
 
 
 def _is_lost(device: torch.device, error: Exception) -> bool:
@@ -124,8 +132,7 @@ def _is_lost(device: torch.device, error: Exception) -> bool:
     return False
 
 
-def _of_error(part: str, case: OpCase, call: OpCall | None, error: Exception, seconds: float) -> Check:
-    op, name = case.case.op if call is None else call.op, case.name
+def _of_error(part: str, name: str, op: str, error: Exception, seconds: float) -> Check:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return Check(part, name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
     is_compiler = type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)

@@ -6,17 +6,21 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from dsv4 import __version__
-from dsv4.engine.run.kernel_record import KernelVerdict, kernel_key, write_verdict
+from dsv4.config import ModelConfig
+from dsv4.engine.run.kernel_record import KernelVerdict, kernel_key, model_key, write_verdict
 from dsv4.errors import Dsv4Error
+from dsv4.loader.checkpoint import Checkpoint
 from dsv4.ops import TRITON, Backend
 from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
 from dsv4.tools.selftest.model import check_model, check_vectors
 from dsv4.tools.selftest.ops import DeviceLost, check_ops, compile_ahead, op_cases
+from dsv4.tools.selftest.own import check_shapes_of, verdict_of
 from dsv4.tools.selftest.report import Check, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
@@ -30,13 +34,15 @@ class SelftestOptions:
     """What is run.
 
     is_quick: small shapes only, no speed. ops: only the checks of these ops. backend: whose ops; the kernels unless
-    told otherwise. is_kept: write the verdict that the engine reads, after a complete run on a GPU
+    told otherwise. is_kept: write the verdict that the engine reads, after a complete run on a GPU. model: a checkpoint
+    folder, for its shapes alone
     """
 
     is_quick: bool = False
     ops: tuple[str, ...] = ()
     backend: Backend | None = None
     is_kept: bool = True
+    model: Path | None = None
 
 
 Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
@@ -50,6 +56,8 @@ def run_selftest(
     if not HAS_TRITON:
         raise SelftestError("Triton is not installed, so there is no kernel to test; pip install triton")
     report = SelftestReport(_machine(device), is_interpreted=device.type != "cuda")
+    if options.model is not None:
+        return _of_model(report, options.model, options, device, progress, start)
     cases = op_cases(device, has_real_shapes=not options.is_quick, ops=options.ops)
     if not cases:
         raise SelftestError(f"no op is called {', '.join(options.ops)}")
@@ -75,6 +83,24 @@ def run_selftest(
     report.seconds = round(time.perf_counter() - start, 1)
     if options.is_kept and device.type == "cuda" and not options.ops and options.backend is None:
         _keep(report, device)
+    return report
+
+
+def _of_model(
+    report: SelftestReport, folder: Path, options: SelftestOptions, device: torch.device, progress: Progress,
+    start: float,
+) -> SelftestReport:  # fmt: skip
+    if options.ops or options.is_quick:
+        raise SelftestError("a MODEL is tested whole: leave out --op and --quick")
+    config = ModelConfig.from_pretrained(folder)
+    try:
+        report.checks.extend(check_shapes_of(folder, device, options.backend or TRITON, progress))
+    except DeviceLost as lost:
+        report.checks.append(lost.check)
+    report.seconds = round(time.perf_counter() - start, 1)
+    if options.is_kept and device.type == "cuda" and options.backend is None:
+        key = model_key(device, config, Checkpoint.open(folder).tensors.values())
+        write_verdict(verdict_of(report.checks, key))
     return report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.engine.run import kernel_record
 from dsv4.engine.run.kernel_record import KernelRefused, KernelVerdict, allowed_backend, read_verdict, verdict_file
 from dsv4.ops import TORCH, TRITON
@@ -20,13 +21,17 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def allowed(backend, device, *, is_ignored):
+    return allowed_backend(backend, device, ModelConfig.tiny(), [], is_ignored=is_ignored)
+
+
 def keep(failed=(), missing=(), key=KEY):
     return kernel_record.write_verdict(KernelVerdict(key, tuple(failed), tuple(missing)))
 
 
 def test_without_a_verdict_the_kernels_are_used():
     assert read_verdict(KEY) is None
-    assert allowed_backend(TRITON, CUDA, is_ignored=False) is TRITON
+    assert allowed(TRITON, CUDA, is_ignored=False) is TRITON
 
 
 def test_a_green_verdict_changes_nothing(home):
@@ -35,21 +40,21 @@ def test_a_green_verdict_changes_nothing(home):
     assert file.is_relative_to(home)
     assert file.name.startswith("nvidia-test-9000-")
     assert read_verdict(KEY) == KernelVerdict(KEY, (), ())
-    assert allowed_backend(TRITON, CUDA, is_ignored=False) is TRITON
+    assert allowed(TRITON, CUDA, is_ignored=False) is TRITON
 
 
 def test_failed_kernels_are_refused_unless_ignored():
     keep(failed=("moe", "rope"))
     with pytest.raises(KernelRefused, match=r"NVIDIA Test 9000: moe, rope;.*--ignore-selftest"):
-        allowed_backend(TRITON, CUDA, is_ignored=False)
-    assert allowed_backend(TRITON, CUDA, is_ignored=True) is TRITON
-    assert allowed_backend(TORCH, CUDA, is_ignored=False) is TORCH, "oracles were not tested"
-    assert allowed_backend(TRITON, torch.device("cpu"), is_ignored=False) is TRITON
+        allowed(TRITON, CUDA, is_ignored=False)
+    assert allowed(TRITON, CUDA, is_ignored=True) is TRITON
+    assert allowed(TORCH, CUDA, is_ignored=False) is TORCH, "oracles were not tested"
+    assert allowed(TRITON, torch.device("cpu"), is_ignored=False) is TRITON
 
 
 def test_oracles_serve_where_kernels_cannot_run_and_nothing_is_captured():
     keep(missing=("moe", "hc_pre"))
-    backend = allowed_backend(TRITON, CUDA, is_ignored=False)
+    backend = allowed(TRITON, CUDA, is_ignored=False)
     assert backend.ops.moe is TORCH.ops.moe
     assert backend.ops.rope is TRITON.ops.rope
     assert backend.layout is TRITON.layout
@@ -60,7 +65,7 @@ def test_oracles_serve_where_kernels_cannot_run_and_nothing_is_captured():
 def test_another_driver_gpu_or_version_is_asked_anew(monkeypatch, changed):
     keep(failed=("moe",))
     monkeypatch.setattr(kernel_record, "kernel_key", lambda device: KEY | changed)
-    assert allowed_backend(TRITON, CUDA, is_ignored=False) is TRITON
+    assert allowed(TRITON, CUDA, is_ignored=False) is TRITON
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"key": {}}', '{"key": {}, "failed": ["moe"], "missing": []}'])

@@ -122,6 +122,7 @@ class ChatOracle:
             last = ChatChunkChoice(index=event.choice, delta=ChatMessage(), finish_reason=state.reader.finish)
             if self._job.outputs[event.choice].stopped_by is not None:
                 last.stop_reason = self._job.outputs[event.choice].stopped_by
+            last.seed = self._job.outputs[event.choice].params.seed
             choices.append(last)
         if not choices:
             return []
@@ -228,6 +229,7 @@ def _whole_choice(index, pieces):
     choice = ChatChoice(index=index, message=message, finish_reason=last.finish_reason)
     if last.stop_reason is not None:
         choice.stop_reason = last.stop_reason
+    choice.seed = last.seed
     logprobs = [one for piece in pieces if piece.logprobs is not None for one in piece.logprobs.content]
     choice.logprobs = ChatLogprobs(content=logprobs) if logprobs else None
     if any(piece.token_ids is not None for piece in pieces):
@@ -286,6 +288,7 @@ class TextOracle:
             choice.finish_reason = "length" if event.finish_reason == "length" else "stop"
             if output.stopped_by is not None:
                 choice.stop_reason = output.stopped_by
+            choice.seed = output.params.seed
         return [self._chunk(choice)]
 
     def closing(self):
@@ -306,6 +309,7 @@ class TextOracle:
             choice.finish_reason = pieces[-1].finish_reason
             if pieces[-1].stop_reason is not None:
                 choice.stop_reason = pieces[-1].stop_reason
+            choice.seed = pieces[-1].seed
             parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
             choice.logprobs = _joined(parts) if parts else None
             if self._asked.return_token_ids:

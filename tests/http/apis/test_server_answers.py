@@ -103,7 +103,12 @@ def case_of(kind, seed, is_stream):
     outputs, queues = [], []
     for choice in range(chance.choice([1, 1, 3]) if kind in ("chat", "text") else 1):
         params = SamplingParams(
-            max_tokens=999, stop=("END",) if flag() else (), stop_token_ids=(5,), prompt_logprobs=0, temperature=0.7
+            max_tokens=999,
+            stop=("END",) if flag() else (),
+            stop_token_ids=(5,),
+            prompt_logprobs=0,
+            temperature=0.7,
+            seed=choice - 1,
         )
         output = TextOutput([7, 8, 9], params, eos_token_id=EOS, tokenizer=TOKENIZER)
         output.prompt_logprobs = [None, *(scored(chance, one, 2) for one in (8, 9))]

@@ -16,6 +16,7 @@ from dsv4.text.tokenizer import encode_chat
 HELLO = [{"role": "user", "content": "Hello"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOL = {"name": "look", "description": "Look.", "input_schema": CITY}
+TOOL_SHOWN = {"name": "look", "description": "Look.", "parameters": CITY}
 CALL = (
     "So.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"look\">\n"
     '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
@@ -124,8 +125,7 @@ def test_a_tool_round_trip(server, called):
         {"role": "tool", "tool_call_id": call["id"], "content": "cold"},
         {"role": "user", "content": "So?"},
     ]
-    shown = {"name": "look", "description": "Look.", "parameters": CITY}
-    expected = encode_chat(TOKENIZER, plain, ChatOptions(tools=[shown], thinking=True))
+    expected = encode_chat(TOKENIZER, plain, ChatOptions(tools=[TOOL_SHOWN], thinking=True))
     assert prompt_tokens(second["usage"]) == len(expected)
     counted = post(server, path="/v1/messages/count_tokens", messages=messages, tools=[TOOL], thinking=thinking)
     assert counted.json() == {"input_tokens": len(expected)}
@@ -155,6 +155,37 @@ def test_a_last_message_of_the_assistants_is_continued(server):
     assert answer["content"] == [{"type": "text", "text": "Hello there."}]
     expected = encode_chat(TOKENIZER, [*HELLO, {"role": "assistant", "content": "Well, ", "wo_eos": True}])
     assert answer["usage"]["input_tokens"] == len(expected)
+
+
+def test_a_system_message_in_a_conversation_is_a_reminder(server):
+    """Claude Code ends its list with one (`mid-conversation-system`). It joins the user's turn, wherever it stands;
+    before the conversation it is the system's text."""
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {"city": "Oslo"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "cold"}
+    late = [{"type": "text", "text": "Stay calm."}, {"type": "text", "text": "Be kind."}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "system", "content": "Use look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": late},
+    ]
+    function = {"id": "t", "function": {"name": "look", "arguments": '{"city": "Oslo"}'}}
+    plain = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello\n\n<system-reminder>\nUse look.\n</system-reminder>"},
+        {"role": "assistant", "content": "", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "t", "content": "cold"},
+        *({"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+          for text in ("Stay calm.", "Be kind.")),
+    ]  # fmt: skip
+    expected = encode_chat(TOKENIZER, plain, ChatOptions(tools=[TOOL_SHOWN]))
+    counted = post(server, path="/v1/messages/count_tokens", messages=messages, tools=[TOOL])
+    assert counted.json() == {"input_tokens": len(expected)}
+    assert said(server, messages=messages, tools=[TOOL])["content"] == [{"type": "text", "text": "Hello there."}]
+    alone = [{"role": "assistant", "content": "Hi."}, {"role": "system", "content": "Go on."}]
+    assert said(server, messages=alone)["stop_reason"] == "end_turn"
 
 
 def test_json_follows_its_schema(server):
@@ -205,6 +236,8 @@ def test_a_stream_adds_up(server, called):
          "messages[0].content[0].type", "leave it out"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages",
          "belongs into an assistant"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages",
+         "belongs into a user"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages",
          "belongs into a user"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]}, "tools[0].type",

@@ -20,12 +20,13 @@ CALL = (
     "So.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"look\">\n"
     '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 )  # fmt: skip
-SAYS, THINKS, CALLS, JSON = range(4)  # the seeds
+SPACE_CALL = CALL.replace('"look"', '"near.look"')
+SAYS, THINKS, CALLS, JSON, SPACED = range(5)  # the seeds
 
 
 @pytest.fixture(scope="module")
 def server(served_params):
-    llm = let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL, '{"city": "Oslo"}')
+    llm = let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL, '{"city": "Oslo"}', SPACE_CALL)
     running = start_server(llm)
     yield running
     running.wait_until_free()
@@ -199,6 +200,40 @@ def test_a_turn_of_codex(ask):
     assert second.usage.input_tokens == len(encode_chat(TOKENIZER, plain, options))
 
 
+def test_functions_of_a_namespace_can_be_called(ask):
+    """Codex offers such tools. A call says name and namespace apart, streamed and whole, and is sent back so."""
+    far = {**TOOL, "name": "gaze", "description": None}
+    space = {"type": "namespace", "name": "near", "description": "What is near.", "tools": [TOOL, far]}
+    fields = {"tools": [TOOL, space], "tool_choice": {"type": "function", "name": "look", "namespace": "near"}}
+    first = ask(SPACED, **fields)
+    call = first.output[-1]
+    assert (call.type, call.name, call.namespace) == ("function_call", "look", "near")
+    assert first.tools[1].model_dump()["tools"][1]["name"] == "gaze"
+    added, done = (
+        [event for event in ask(SPACED, stream=True, **fields) if event.type == f"response.{kind}"][-1]
+        for kind in ("output_item.added", "output_item.done")
+    )
+    assert added.item.namespace == done.item.namespace == "near"
+    items = [{"role": "user", "content": "Hello"}, *(item.model_dump() for item in first.output)]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "cold"})
+    second = ask(SAYS, items, tools=fields["tools"])
+    look = {"description": "Look.", "parameters": CITY}
+    shown = [
+        {"name": "look", **look},
+        {"name": "near.look", **look, "description": "What is near.\n\nLook."},
+        {"name": "near.gaze", "parameters": CITY},
+    ]
+    plain = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": first.output_text, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "near.look", "arguments": call.arguments}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "cold"},
+    ]  # fmt: skip
+    assert second.usage.input_tokens == len(encode_chat(TOKENIZER, plain, ChatOptions(tools=shown)))
+    plain_call = ask(CALLS, **fields | {"tool_choice": "auto"}).output[-1]
+    assert (plain_call.name, plain_call.namespace) == ("look", None)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -211,6 +246,8 @@ def test_a_turn_of_codex(ask):
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type",
          "offer functions"),
         ({"tools": [{"type": "custom", "name": "patch", "format": {}}]}, "tools[0].type", "offer functions"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type",
+         "offer functions"),
         ({"tools": [{"type": "strange"}]}, "tools[0].type", "'function'"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gA"}]}, "input[0].encrypted_content",
          "leave it out"),

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.moe import SortConfig, expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
+from dsv4.ops.moe import expert_sort, expert_sort_ref, launch_expert_sort, max_tiles
 from dsv4.testing.inputs import around, generator, kernel_device, strided
 from dsv4.testing.numeric import assert_bitwise
-
-MANY_CHUNKS = SortConfig(chunk=32, single_chunk=32, num_warps=4)
 
 
 def random_experts(tokens, top_k, num_experts, seed=0):
@@ -24,14 +22,14 @@ def assert_same(found, expected):
         assert_bitwise(getattr(found, field.name), getattr(expected, field.name), field.name)
 
 
-def naive(experts, num_experts, tile_rows, slots):
+def naive(experts, num_experts, tile_rows):
     pairs, tiles, counts = [], [], []
     for expert in range(num_experts):
         own = [
             token * len(row) + place
             for token, row in enumerate(experts)
             for place, id_ in enumerate(row)
-            if id_ == expert and (slots is None or slots[token] >= 0)
+            if id_ == expert
         ]
         tiles += [(expert, len(pairs) + start) for start in range(0, len(own), tile_rows)]
         pairs += own
@@ -40,12 +38,10 @@ def naive(experts, num_experts, tile_rows, slots):
 
 
 @pytest.mark.parametrize("tile_rows", [1, 4, 16])
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_the_oracle_is_the_naive_version(tile_rows, has_slots):
+def test_the_oracle_is_the_naive_version(tile_rows):
     experts = random_experts(40, 3, 7)
-    slots = torch.randint(-1, 2, (40,), generator=generator(1)).to(experts.device) if has_slots else None
-    order = expert_sort_ref(experts, 7, tile_rows, slots)
-    counts, pairs, tiles = naive(experts.tolist(), 7, tile_rows, slots)
+    order = expert_sort_ref(experts, 7, tile_rows)
+    counts, pairs, tiles = naive(experts.tolist(), 7, tile_rows)
     assert order.counts.tolist() == counts
     assert order.offsets.tolist() == [sum(counts[:expert]) for expert in range(8)]
     assert order.pairs.tolist() == pairs + [-1] * (120 - len(pairs))
@@ -67,26 +63,18 @@ def test_the_bound_of_tiles_is_reached_and_never_passed(num_pairs, num_experts, 
         assert ((counts + tile_rows - 1) // tile_rows).sum() <= bound
 
 
-@pytest.mark.parametrize("tokens", around(16))
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_one_launch(tokens, has_slots):
+@pytest.mark.parametrize("tokens", [1, *around(21), *around(43)])  # chunks have 128 pairs
+@pytest.mark.parametrize("count_first", [0, 2048], ids=["counted first", "one launch"])
+def test_follows_the_oracle(tokens, count_first):
     experts = random_experts(tokens, 6, 40, seed=tokens)
-    slots = torch.randint(-1, 3, (tokens,), generator=generator(2)).to(experts.device) if has_slots else None
-    assert_same(expert_sort(experts, 40, 4, slots), expert_sort_ref(experts, 40, 4, slots))
-
-
-@pytest.mark.parametrize("tokens", [8, 21, 32, 33])
-def test_many_chunks(tokens):
-    experts = random_experts(tokens, 4, 9, seed=tokens)
-    slots = torch.randint(-1, 3, (tokens,), generator=generator(3)).to(experts.device)
-    assert_same(launch_expert_sort(experts, 9, 8, slots, MANY_CHUNKS), expert_sort_ref(experts, 9, 8, slots))
+    assert_same(launch_expert_sort(experts, 40, 4, count_first), expert_sort_ref(experts, 40, 4))
 
 
 @pytest.mark.parametrize("expert", [0, 4, -1, 5, 1 << 40])
 def test_all_pairs_alike(expert):
     experts = torch.full((12, 4), expert, device=kernel_device())
-    for config in (SortConfig(), MANY_CHUNKS):
-        assert_same(launch_expert_sort(experts, 5, 16, None, config), expert_sort_ref(experts, 5, 16))
+    for count_first in (0, 2048):
+        assert_same(launch_expert_sort(experts, 5, 16, count_first), expert_sort_ref(experts, 5, 16))
 
 
 def test_dtypes_strides_and_empty():
@@ -94,8 +82,6 @@ def test_dtypes_strides_and_empty():
     expected = expert_sort_ref(experts, 30, 16)
     assert_same(expert_sort(experts.int(), 30, 16), expected)
     assert_same(expert_sort(strided(experts, 1), 30, 16), expected)
-    slots = torch.arange(20, device=experts.device) - 5
-    assert_same(expert_sort(experts, 30, 16, strided(slots, 0)), expert_sort_ref(experts, 30, 16, slots))
     assert_same(expert_sort(experts[:0], 30, 16), expert_sort_ref(experts[:0], 30, 16))
 
 
@@ -116,7 +102,6 @@ def test_rejects():
         ((experts.float(), 4, 4), "float32"),
         ((experts[0], 4, 4), r"\(2,\)"),
         ((experts, 0, 4), "found 0"),
-        ((experts, 4, 4, experts[:2, 0]), r"\(2,\)"),
     ]:
         with pytest.raises(KernelInputError, match=part):
             expert_sort(*arguments)

@@ -202,7 +202,7 @@ ARGUMENTS = {
     "topk_select": lambda: (normal((2, 50), torch.float32), 5, integers(50, (2,)), True),
     "activation_topk": lambda: (normal((2, 16), torch.float32), None, 3, 1.5),
     "route": lambda: (normal((2, 128)), normal((16, 128)), None, integers(16, (9, 3)), integers(9, (2,)), 3, 1.5),
-    "expert_sort": lambda: (integers(16, (4, 3)), 16, 2, integers(3, (4,)) - 1),
+    "expert_sort": lambda: (integers(16, (4, 3)), 16, 2),
     "sample": sample_arguments,
     "resolve_tokens": lambda: (integers(9, (4,)) - 5, integers(4, (4,)) - 1, integers(9, (3,))),
     "sampled_logprobs": lambda: (normal((2, 30), torch.float32), integers(30, (2,)), 3),

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import asdict
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 import torch
 from audit_cases import audit, faults, poke, trimmed
@@ -78,7 +79,7 @@ def test_shipped_miniatures_are_sound():
 
 def test_records_survive_json(mini):
     for unit in audit(mini).units:
-        assert UnitRecord.from_dict(json.loads(json.dumps(asdict(unit)))) == unit
+        assert msgspec.convert(json.loads(json.dumps(asdict(unit))), UnitRecord, str_keys=True) == unit
 
 
 class Stop(BaseException):

@@ -66,9 +66,10 @@ class ChatAssembler:
             if delta is not None:
                 chunks.append(self._chunk(state, delta, '"finish_reason":null'))
         if state.reader.finish is not None:
-            stopped_by = self._job.outputs[event.choice].stopped_by
-            reason = "" if stopped_by is None else f',"stop_reason":{to_json(stopped_by)}'
-            chunks.append(self._chunk(state, "", f'"finish_reason":"{state.reader.finish}"{reason}'))
+            output = self._job.outputs[event.choice]
+            reason = "" if output.stopped_by is None else f',"stop_reason":{to_json(output.stopped_by)}'
+            finish = f'"finish_reason":"{state.reader.finish}"{reason},"seed":{output.params.seed}'
+            chunks.append(self._chunk(state, "", finish))
         return "".join(chunks)
 
     def closing(self) -> str:
@@ -164,5 +165,6 @@ class ChatAssembler:
             logprobs=f'{{"content":{self._names.tokens(output.logprobs)}}}' if has_logprobs else "null",
             finish_reason=f'"{finish}"',
             stop_reason=None if output.stopped_by is None else to_json(output.stopped_by),
+            seed=str(output.params.seed),
             token_ids=to_json(list(output.token_ids)) if self._keeps_ids else None,
         )

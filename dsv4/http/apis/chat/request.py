@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from dsv4.http.apis.fields import MAX_INT, MAX_NAME, SamplingFields, Strict
+from dsv4.http.apis.fields import MAX_FUNCTION_NAME, MAX_INT, MAX_LOGPROBS, SamplingFields, Strict
 
 _MAX_TOOLS = 128
 
@@ -81,7 +81,7 @@ class Message(Strict):
 
 
 class Function(Strict):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=MAX_NAME)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=MAX_FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -151,7 +151,7 @@ class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

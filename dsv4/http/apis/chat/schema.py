@@ -52,6 +52,7 @@ class ChatChoice(Answer):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
     stop_reason: str | int | None = None
+    seed: int | None = None
     token_ids: list[int] | None = None
 
 
@@ -61,6 +62,7 @@ class ChatChunkChoice(Answer):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: str | int | None = None
+    seed: int | None = None
     token_ids: list[int] | None = None
 
 

@@ -135,11 +135,12 @@ class TextAssembler:
         )
 
     def _finish(self, index: int) -> str:
-        """Why a choice ended: the value of `finish_reason`, and `stop_reason` where there is one."""
+        """How a choice ended: the value of `finish_reason`, `stop_reason` where there is one, and its seed."""
         output = self._job.outputs[index]
         reason = quote(str(output.finish_reason))
-        stopped_by = output.stopped_by
-        return reason if stopped_by is None else f'{reason},"stop_reason":{to_json(stopped_by)}'
+        if output.stopped_by is not None:
+            reason += f',"stop_reason":{to_json(output.stopped_by)}'
+        return f'{reason},"seed":{output.params.seed}'
 
     def _usage(self) -> str:
         return to_json(usage_of(self._job, sum(state.num_tokens for state in self._states)))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dsv4.http.apis.fields import Pattern, SamplingFields, TokenId
+from dsv4.http.apis.fields import MAX_LOGPROBS, Pattern, SamplingFields, TokenId
 
 
 class CompletionRequest(SamplingFields):
@@ -17,7 +17,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
         list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)
     ]  # fmt: skip
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
     json_schema: Pattern | None = None

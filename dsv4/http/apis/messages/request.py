@@ -2,6 +2,8 @@
 
 Blocks of text, thinking, tool use and tool results are taken; the model reads no others. `cache_control` is taken and
 has nothing to do: prefixes need no marks here. Claude Code's line for Anthropic's accounts is left out of the prompt.
+A system message after the conversation has begun joins the user's turn, as a reminder: the model's protocol has system
+text at the beginning only.
 """
 
 from __future__ import annotations
@@ -168,6 +170,7 @@ _SAME_NAMES = (
 # What Claude Code writes in front of its system prompt for Anthropic's accounts. It differs in every request: a prompt
 # that began with it would have no beginning in common with the one before.
 _BILLING = "x-anthropic-billing-header:"
+_REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as Claude Code writes one into a user's text
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -209,13 +212,20 @@ def _messages(asked: CountRequest) -> list[dict[str, Any]]:
         system = [block for block in system if not block.text.startswith(_BILLING)]
     if system is not None:
         messages.append({"role": "system", "content": _text(system)})
+    has_begun = False
     for message in asked.messages:
-        if isinstance(message.content, str):
-            messages.append({"role": message.role, "content": message.content})
-        elif message.role == "assistant":
+        has_begun = has_begun or message.role != "system"
+        if message.role == "assistant" and not isinstance(message.content, str):
             messages.append(_assistant(message.content))
+            continue
+        content = message.content
+        if isinstance(content, str):
+            given = [{"role": message.role, "content": content}]
         else:
-            messages += _inputs(message.role, message.content)
+            given = _inputs(message.role, content)
+        if message.role == "system" and has_begun:
+            given = [{"role": "user", "content": _REMINDER.format(one["content"])} for one in given]
+        messages += given
     return messages
 
 
@@ -238,15 +248,16 @@ def _assistant(blocks: list[AnyBlock]) -> dict[str, Any]:
 
 
 def _inputs(role: str, blocks: list[AnyBlock]) -> list[dict[str, Any]]:
-    """A user's message: every tool result a message of its own, text as it stands."""
+    """The blocks of a user or of the system: every tool result a message of its own, text as it stands."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, ToolResultBlock) and role == "user":
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
         elif isinstance(block, TextBlock):
             messages.append({"role": role, "content": block.text})
         else:
-            raise ValueError(f"messages: a {block.type} block belongs into an assistant message")
+            owner = "a user" if isinstance(block, ToolResultBlock) else "an assistant"
+            raise ValueError(f"messages: a {block.type} block belongs into {owner} message")
     return messages
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.request_builder import Job, ModelInfo
-from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest
+from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest, model_name
 from dsv4.http.apis.sse import PING, named_event, quote, to_json
 from dsv4.http.errors import ApiError
 from dsv4.text.collected import GrowingText
@@ -30,6 +30,7 @@ class ResponsesAssembler:
         self._asked = asked
         self._served = served
         self._names = served.names(by_id=False)
+        self._functions = {model_name(space, tool.name): (space, tool.name) for space, tool in asked.functions}
         self._reader = AnswerReader(job.thinking)
         self._id = "resp_" + (asked.request_id or new_id(""))
         self._created = int(time.time())
@@ -97,7 +98,9 @@ class ResponsesAssembler:
         events = self._close("completed")
         item: dict[str, Any] = {"type": kind, "id": new_id(_ID_PREFIXES[kind])}
         if kind == "function_call":
+            namespace, name = self._functions.get(name, (None, name))
             item |= {"call_id": new_id("call_"), "name": name, "arguments": ""}
+            item |= {} if namespace is None else {"namespace": namespace}
         else:
             item["content"] = []
             item["summary" if kind == "reasoning" else "role"] = [] if kind == "reasoning" else "assistant"

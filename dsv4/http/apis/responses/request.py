@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
 from dsv4.http.apis.chat.request import TemplateOptions
-from dsv4.http.apis.fields import MAX_INT, Bias, IdText, Name, StopText, Strict, StructuredOutputs, TokenId
+from dsv4.http.apis.fields import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    Bias,
+    IdText,
+    Name,
+    StopText,
+    Strict,
+    StructuredOutputs,
+    TokenId,
+)
 
 # ---- input ----
 
@@ -37,6 +47,7 @@ class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: Name
+    namespace: Name | None = None
     arguments: str
     parsed_arguments: JsonValue = None
     id: str | None = None
@@ -92,6 +103,15 @@ class FlatFunction(Strict):
     defer_loading: Literal[False] | None = None
 
 
+class NamespaceTool(Strict):
+    """Functions under a common name. The model knows each as `namespace.name`."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: list[FlatFunction] = Field(min_length=1)
+
+
 class HostedTool(Strict):
     """A tool that OpenAI's servers run and Codex always offers. The model is not told of it and so never calls it."""
 
@@ -102,17 +122,22 @@ class HostedTool(Strict):
 
 def _tool_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<hosted>" if kind in ("web_search", "image_generation") else "<function>"
+    known = {"web_search": "<hosted>", "image_generation": "<hosted>", "namespace": "<namespace>"}
+    return known.get(kind, "<function>") if isinstance(kind, str) else "<function>"
 
 
 AnyTool = Annotated[
-    Annotated[FlatFunction, Tag("<function>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_tool_kind)
+    Annotated[FlatFunction, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(_tool_kind),
 ]
 
 
 class FlatChoice(Strict):
     type: Literal["function"]
     name: Name
+    namespace: Name | None = None
 
 
 class FlatAllowed(Strict):
@@ -162,7 +187,7 @@ class ResponsesRequest(Strict):
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
     parallel_tool_calls: bool | None = None
@@ -207,6 +232,19 @@ class ResponsesRequest(Strict):
         return self
 
     @property
+    def functions(self) -> list[tuple[str | None, FlatFunction]]:
+        """All functions, each with the namespace it is in. The first of a namespace tells what that is for."""
+        found: list[tuple[str | None, FlatFunction]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, FlatFunction):
+                found.append((None, tool))
+            elif isinstance(tool, NamespaceTool):
+                first, *others = tool.tools
+                about = "\n\n".join(text for text in (tool.description, first.description) if text) or None
+                found += [(tool.name, one) for one in (first.model_copy(update={"description": about}), *others)]
+        return found
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
@@ -226,10 +264,12 @@ def chat_fields(asked: ResponsesRequest) -> dict[str, Any]:
     if asked.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
     fields["tools"] = [
-        {"type": "function", "function": tool.model_dump(exclude={"type", "defer_loading"}, exclude_none=True)}
-        for tool in asked.tools or ()
-        if isinstance(tool, FlatFunction)
-    ] or None
+        {"type": "function", "function": {
+            **tool.model_dump(exclude={"type", "defer_loading"}, exclude_none=True),
+            "name": model_name(namespace, tool.name),
+        }}
+        for namespace, tool in asked.functions
+    ] or None  # fmt: skip
     fields["tool_choice"] = _tool_choice(asked)
     fields["reasoning_effort"] = None if asked.reasoning is None else asked.reasoning.effort
     for name in ("chat_template_kwargs", "structured_outputs"):
@@ -244,6 +284,11 @@ def chat_fields(asked: ResponsesRequest) -> dict[str, Any]:
     return fields
 
 
+def model_name(namespace: str | None, name: str) -> str:
+    """A function's name as the model reads and writes it."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
 def _tool_choice(asked: ResponsesRequest) -> Any:
     choice = asked.tool_choice
     if isinstance(choice, FlatChoice):
@@ -255,7 +300,7 @@ def _tool_choice(asked: ResponsesRequest) -> Any:
 
 
 def _named(choice: FlatChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}
+    return {"type": "function", "function": {"name": model_name(choice.namespace, choice.name)}}
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -287,7 +332,7 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem) -> None:
         parts = item.content or item.summary or []
         turn["reasoning_content"] = "\n\n".join(part.text for part in parts)
     elif isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": model_name(item.namespace, item.name), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, InputMessage):
         earlier = [turn["content"]] if "content" in turn else []
