@@ -25,6 +25,7 @@ from dsv4.cli.selftest import selftest_command
 from dsv4.cli.serve.command import serve_command
 from dsv4.cli.synth import synth_command
 from dsv4.dist.errors import RankFailed
+from dsv4.loader.shipped import shipped_names
 from dsv4.request import RequestError
 from dsv4.tools.option_names import FOREIGN_OPTIONS, error_text
 
@@ -81,18 +82,20 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(
+    help=f"""DeepSeek-V4 inference with bit-exact results.
+
+    A model is named the same way everywhere: a checkpoint folder, a name on the hub (ORG/NAME, downloaded once), or
+    the name of a shipped one ({", ".join(shipped_names())}). Where no weights are needed, flash, pro and tiny name
+    the published architectures.
+    """
+)
 def dsv4(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """DeepSeek-V4 inference with bit-exact results.
-
-    A model is named the same way everywhere: a checkpoint folder, a name on the hub (ORG/NAME, downloaded once), or
-    the name of a shipped one (flash-mini, flash-mini-dspark, flash-mini-nvfp4). Where no weights are needed, flash,
-    pro and tiny name the published architectures.
-    """
+    """What every command has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsv4.config import ModelConfig
 from dsv4.dist.errors import RankFailed
+from dsv4.loader.shipped import how_to_install
 from dsv4.request import RequestError
 from dsv4.tools.model_loading import (
     DtypeOption,
@@ -153,7 +154,7 @@ def _constrainer(llm: LLM) -> Any:
             try:
                 from dsv4.http.grammar.compiler import GrammarCompiler
             except ModuleNotFoundError as error:
-                raise RequestError(f"a grammar needs {error.name}: pip install -e '.[serve]' in a checkout") from None
+                raise RequestError(f"a grammar needs {error.name}: {how_to_install('serve')}") from None
             compiler.append(
                 GrammarCompiler(llm.tokenizer, vocab_size=llm.config.vocab_size, eos_token_id=llm.config.eos_token_id)
             )

@@ -52,5 +52,13 @@ def find_checkpoint(path: str | Path | None, *, weights: bool = True) -> Path:
     return fetch_checkpoint(str(path), byte_progress, weights=weights) if is_hub_name(path) else folder
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds an extra to this installation."""
+    checkout = Path(str(resources.files("dsv4"))).parent
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]' in {checkout}"
+    return f"pip install 'dsv4[{extra}]'"  # of what is there already: no index is asked for dsv4
+
+
 def _demo_folder() -> Path:
     return Path(str(resources.files("dsv4"))) / "demo"

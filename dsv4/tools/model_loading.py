@@ -164,6 +164,8 @@ def check_numerics(numerics: str, dtype: str | None) -> None:
     check_choice("--numerics", numerics, _NUMERICS)
     if dtype is not None:
         check_choice("--dtype", dtype, _DTYPES)
+        if numerics != "exact":
+            raise RequestError(f"--dtype {dtype} needs --numerics exact; official numerics always compute in bfloat16")
 
 
 def parse_offload(text: str | None) -> str | int | None:

@@ -20,6 +20,7 @@ from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_mod
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
+from dsv4.loader.shipped import how_to_install
 from dsv4.text.chat import effort_profile
 from dsv4.tools.model_loading import (
     DEFAULT_CONTEXT,
@@ -151,7 +152,7 @@ def serve_command(
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
-        raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: pip install -e '.[serve]' in a checkout")
+        raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
     check_numerics(numerics, dtype)
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":

@@ -19,6 +19,7 @@ from types import FrameType
 
 from dsv4.http.address import address_url
 from dsv4.http.heartbeat import PulseReader, PulseWatch, make_pulse_file
+from dsv4.http.processes.announce import announce_end, announce_ready
 from dsv4.http.processes.child import FORCE, STOP, Child
 from dsv4.http.processes.folder import private_folder
 from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
@@ -29,6 +30,7 @@ _TICK_SECONDS = 0.25
 _SILENT_SECONDS = 10.0  # clients are told after 1.5 s; an engine that stays silent so long does not come back
 _FLUSH_SECONDS = 5.0  # for a front end's last words, beyond the drain
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
+_END_SECONDS = 5.0  # for the cache's files and the processes' ends
 _MAX_EARLY_ENDS = 3  # of children that end before they are ready, one after the other
 _BACKLOG = 64
 _LOG = logging.getLogger("dsv4.serve")
@@ -139,6 +141,7 @@ class Supervisor:
                 self._kill_the_rest()
                 return
             _LOG.info("shutting down: what runs is finished, for at most %g s", self._server.drain_seconds)
+            announce_end(self._server.drain_seconds + _FLUSH_SECONDS + _STEP_SECONDS + _END_SECONDS)
             self._stop_front_ends(STOP, self._server.drain_seconds)
         else:
             self._stop_front_ends(FORCE, 0.0)
@@ -167,6 +170,7 @@ class Supervisor:
         if is_complete and not self._is_announced and self._status is None:
             self._is_announced = True
             place = address_url(self._server, self._listener)
+            announce_ready(place)
             _LOG.info("serving %s, running on %s (Ctrl-C stops it)", self._server.name, place)
 
     def _on_front_end_end(self, child: Child) -> None:
