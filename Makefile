@@ -6,6 +6,7 @@ VENV ?= .venv
 CLIENTS ?= .venv-clients
 RAY ?= .venv-ray
 OPENAI_2 := tests/clients/test_instructor.py tests/clients/test_litellm.py
+TRL := tests/clients/test_trl.py
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
 BASE ?= main
@@ -26,7 +27,7 @@ help:
 	@echo "make quick     a first look, below a minute: formats, cache, scheduler, text, config, imports, single blocks"
 	@echo "make affected  the tests that what differs from BASE ($(BASE)) can turn red, by the imports"
 	@echo "make lint | types | unit-test | format    one part of it"
-	@echo "make client-test     openai, anthropic, langchain, Claude Code, Codex, ... against a live server (needs npm)"
+	@echo "make client-test     openai, anthropic, langchain, trl, Claude Code, Codex, ... against a live server (needs npm)"
 	@echo "make ray-test        replicas on a local Ray, on the CPU"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
 	@echo "make slow-test       the tests that take long: a storm on a server"
@@ -76,13 +77,15 @@ unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
-# two environments: clients disagree about the version of openai
-client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/npm/.installed
+# three environments: clients disagree about the version of openai, and one needs transformers
+client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/trl/.installed $(CLIENTS)/npm/.installed
 	@echo "==> pytest (clients with openai 2 against a live server)"
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/openai-2/bin/python -m pytest -q -m client tests/clients/test_sdks.py $(OPENAI_2)
 	@echo "==> pytest (clients with openai 3 against a live server)"
 	@OMP_NUM_THREADS=1 PYTHONPATH=. CLIENT_PROGRAMS=$(CLIENTS)/npm/node_modules/.bin \
-	  $(CLIENTS)/openai-3/bin/python -m pytest -q -m client tests/clients $(OPENAI_2:%=--ignore %)
+	  $(CLIENTS)/openai-3/bin/python -m pytest -q -m client tests/clients $(OPENAI_2:%=--ignore %) --ignore $(TRL)
+	@echo "==> pytest (TRL against a live server)"
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(CLIENTS)/trl/bin/python -m pytest -q -m client $(TRL)
 
 $(CLIENTS)/%/.installed: pyproject.toml tests/clients/requirements/%.txt
 	@echo "==> installing clients into $(CLIENTS)/$* (a gigabyte or more, minutes the first time)"

@@ -116,7 +116,7 @@ def test_the_table_of_clients_has_the_versions_that_are_tried():
     tried = {(names[name], version.rpartition(".")[0]) for name, version in programs.items()}
     for file in (ROOT / "tests" / "clients" / "requirements").glob("*.txt"):
         tried |= set(re.findall(r"^([a-z_-]+)(?:\[.*\])?==(\d+\.\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
-    beside = ("torch", "hypothesis", "pytest", "mcp")
+    beside = ("torch", "hypothesis", "pytest", "mcp", "requests", "httpx", "transformers")
     assert shown == {f"{name} {version}" for name, version in tried if name not in beside}
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import json
 import re
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from server_cases import SERVED, make_llm
 from server_fixtures import live, served_params
+
+from dsv4 import LLM, AsyncLLM, SamplingParams
+from dsv4.loader.synth import write_checkpoint
 
 __all__ = ["live", "served_params"]  # fixtures
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -37,6 +48,86 @@ def test_custom_op(capsys):
 def test_client(live, capsys):
     run("client.py", live.url)
     assert re.search(r"the sea is (calm|rough)\n", capsys.readouterr().out)
+
+
+# ---- reinforcement learning ----
+
+PARTS = ("policy.py", "server.py")  # of the loop: its first line of work imports them
+
+
+def training(folder, *arguments):
+    command = [sys.executable, str(EXAMPLES / "rl" / "train.py"), str(folder), "--group", "2", "--tokens", "6"]
+    return subprocess.Popen([*command, "--no-plot", "--steps", "3", *arguments], cwd=EXAMPLES.parent)
+
+
+def record(folder):
+    """Everything of a run that is not a time, and where it went on."""
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if name not in ("seconds", "resumed")} for line in lines], [
+        line["step"] for line in lines if line["resumed"]
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SERVER, reason="the server's libraries are not installed")
+def test_the_training_loop_goes_on_where_it_was_killed(tmp_path):
+    """A short form of examples/rl, with the trainer killed in the middle: the record
+    is that of a run in one go, down to every token and log-probability that was drawn."""
+    assert training(tmp_path / "whole").wait(300) == 0
+    lines, resumed = record(tmp_path / "whole")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert resumed == []
+    assert {line["equal"] for line in lines} == {1.0}, "a log-probability is not that of the recomputation"
+    assert all(0 < line["kl"] < 0.1 for line in lines)
+    killed = training(tmp_path / "killed")
+    while not (tmp_path / "killed" / "state.pt").exists():
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(60)
+    assert training(tmp_path / "killed").wait(300) == 0
+    again, resumed = record(tmp_path / "killed")
+    assert resumed in ([1], [2])
+    assert again == lines
+
+
+def test_verl_adapter(served_params, tmp_path):
+    """Rollouts, new weights between an abort and the next, and rollouts of those."""
+    server_class = runpy.run_path(str(EXAMPLES / "rl" / "verl_adapter.py"))["RolloutServer"]
+    prompt, asked = [0, 261, 106], {"max_tokens": 6, "logprobs": True, "temperature": 1.0, "top_k": -1}
+    write_checkpoint(tmp_path / "next", SERVED, experts="bf16", seed=2)
+    weights = {}
+    for file in (tmp_path / "next").glob("*.safetensors"):
+        weights |= load_file(file)
+
+    def wanted(llm):
+        completion = llm.generate(prompt, SamplingParams(max_tokens=6, seed=7, logprobs=0))[0]
+        return list(completion.token_ids), [one.logprob for one in completion.logprobs]
+
+    async def run():
+        async with AsyncLLM.over(make_llm(served_params)) as llm:
+            server = server_class(llm)
+            first = await server.generate(prompt, {**asked, "seed": 7})
+            assert (first.token_ids, first.log_probs) == wanted(make_llm(served_params))
+            assert first.stop_reason == "completed"
+            long = asyncio.create_task(server.generate(prompt, {"ignore_eos": True}))
+            while (await llm.stats()).num_output_tokens < 10:
+                await asyncio.sleep(0.01)
+            await server.abort_all_requests()
+            ended = await long
+            assert ended.stop_reason == "aborted"
+            assert 0 < len(ended.token_ids) < 2000
+            waiting = asyncio.create_task(server.generate(prompt, {**asked, "seed": 7}))
+            assert await server.update_weights(weights.items(), version="next") == "next"
+            assert not waiting.done()
+            await server.resume_generation()
+            found = await waiting
+            assert (found.token_ids, found.log_probs) == wanted(LLM(tmp_path / "next", numerics="exact"))
+            assert found.weight_versions == ((0, "next"),)
+            with pytest.raises(ValueError, match="sampling_params: lora"):
+                await server.generate(prompt, {"lora": 1})
+
+    asyncio.run(run())
 
 
 def test_every_example_is_run_here():

@@ -98,11 +98,6 @@ class ModelConfig:
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
-    def num_mtp_layers(self) -> int:
-        """MTP blocks this config announces. A DSpark head uses the same names but is not MTP."""
-        return 0 if self.dspark is not None else self.num_nextn_predict_layers
-
-    @property
     def num_draft_layers(self) -> int:
         """Blocks under `mtp.*`: MTP blocks, or the layers of a DSpark head, which has one ratio for each of them."""
         if self.dspark is None:

@@ -60,6 +60,12 @@ class EngineConnection:
         if self._client is not None:
             self._client.close()
 
+    @property
+    def info(self) -> EngineInfo:
+        """Its limits, and which weights it runs now."""
+        assert self._client is not None, "asked for after `open`"
+        return self._client.info
+
     # ---- requests ----
 
     @property
@@ -81,21 +87,28 @@ class EngineConnection:
         return self.problem is None and not self._is_draining
 
     async def submit(
-        self, outputs: Sequence[TextOutput], grammar: str | None = None, opening: Sequence[int] = ()
+        self, outputs: Sequence[TextOutput], grammar: str | None = None, opening: Sequence[int] = (), name: str = ""
     ) -> RequestStream:  # fmt: skip
-        """Send requests and wait until the engine has taken them; raises its reason if it does not."""
+        """Send requests and wait until the engine has taken them; raises its reason if it does not. `name`: for
+        `abort`."""
         if self._is_draining:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         if self.problem is not None:
             raise EngineLost(self.problem)
         assert self._client is not None
-        stream = self._client.submit(outputs, grammar=grammar, opening=opening)
+        stream = self._client.submit(outputs, grammar=grammar, opening=opening, name=name)
         try:
             await stream.accepted()
         except BaseException:
             stream.cancel()
             raise
         return stream
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """Have the engine obey a command (`EngineControl`); however long it takes."""
+        if self._client is None or self._problem is not None:
+            raise EngineLost(self.problem or "the engine is starting")
+        return await self._client.control(verb, **arguments)
 
     def record(self, line: bytes) -> None:
         if self._client is not None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from dsv4.http.apis.registry import GENERATING, QUESTIONS
+from dsv4.http.apis.rl.routes import PATHS as RL_PATHS
 from dsv4.http.errors import ApiError
 from dsv4.http.metrics import Metrics
 from dsv4.http.settings import ServerConfig, is_loopback_name
@@ -23,7 +24,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MAX_ID_LEN = 128
 _GUARDED = ("/v1/", "/live", "/tokenize", "/detokenize")
-_ROUTES = (
+_ROUTES = {
     *(api.path for api in (*GENERATING, *QUESTIONS)),
     "/v1/models",
     "/version",
@@ -33,7 +34,12 @@ _ROUTES = (
     "/metrics",
     "/openapi.json",
     "/",
-)
+}
+
+
+def guarded_paths(*, rl: bool) -> tuple[str, ...]:
+    """How the paths begin that need the key."""
+    return (*_GUARDED, *RL_PATHS) if rl else _GUARDED
 
 
 class Gate:
@@ -43,6 +49,8 @@ class Gate:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._guarded = guarded_paths(rl=config.rl)
+        self._routes = _ROUTES | set(RL_PATHS) if config.rl else _ROUTES
         self._key = None if config.api_key is None else config.api_key.encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +66,7 @@ class Gate:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.responded(_route(scope["path"]), message["status"])
+                self._metrics.responded(self._route(scope["path"]), message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
@@ -69,13 +77,17 @@ class Gate:
             return
         await self._app(scope, self._limited(receive), counted)
 
+    def _route(self, path: str) -> str:
+        """The route's own name: paths come from outside, and each would be a metric of its own."""
+        return path if path in self._routes else "/v1/models/{name}" if path.startswith("/v1/models/") else "other"
+
     def _check(self, scope: Scope, headers: Mapping[bytes, list[bytes]]) -> None:
         self._check_host((headers.get(b"host") or [b""])[0].decode("latin-1").lower())
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # A proxy may believe one and this server the other: what follows could be somebody else's request.
             message = "content-length: not allowed together with transfer-encoding"
             raise ApiError(400, message, code="ambiguous_length", closes=True)
-        is_guarded = self._key is not None and scope["path"].startswith(_GUARDED)
+        is_guarded = self._key is not None and scope["path"].startswith(self._guarded)
         if is_guarded and not hmac.compare_digest(_token(headers), self._key or b""):
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         if b"content-encoding" in headers:
@@ -130,11 +142,6 @@ def _token(headers: Mapping[bytes, list[bytes]]) -> bytes:
         return given[0][7:].strip() if len(given) == 1 and given[0][:7].lower() == b"bearer " else b""
     keys = headers.get(b"x-api-key") or []
     return keys[0].strip() if len(keys) == 1 else b""
-
-
-def _route(path: str) -> str:
-    """The route's own name: paths come from outside, and each would be a metric of its own."""
-    return path if path in _ROUTES else "/v1/models/{name}" if path.startswith("/v1/models/") else "other"
 
 
 async def send_error(send: Send, error: ApiError) -> None:

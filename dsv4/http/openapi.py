@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from dsv4.http.apis.chat.schema import ChatCompletionChunk
-from dsv4.http.apis.registry import GENERATING, QUESTIONS
+from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
+from dsv4.http.apis.rl.calls import Call
+from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
+from dsv4.http.apis.rl.routes import CALLS
 from dsv4.http.apis.schemas import ErrorBody, Health, Live, ModelCard, ModelList, Version
+from dsv4.http.gate import guarded_paths
 
 API_VERSION = "1.0"  # of the interface, not of the package
 _REFERENCE = "#/components/schemas/{model}"
-_REQUESTS: tuple[type[BaseModel], ...] = tuple(api.request for api in (*GENERATING, *QUESTIONS))
-_ANSWERS: tuple[type[BaseModel], ...] = (
-    *(api.answer for api in (*GENERATING, *QUESTIONS)),
-    ChatCompletionChunk, ModelCard, ModelList, Health, Live, Version, ErrorBody,
-)  # fmt: skip
+_ANSWERS = (ChatCompletionChunk, ModelCard, ModelList, Health, Live, Version, ErrorBody)
 _STATUS = {
     400: "A field is wrong, missing or not supported; the message names it.",
     401: "No valid API key.",
-    403: "A host name this server does not answer to.",
+    403: "A host name this server does not answer to, or a folder that weights may not be read from.",
     404: "No such model.",
+    409: "The weights are not whole: an update failed half way.",
     413: "The body is too large.",
     415: "The body is not application/json, or is compressed.",
     500: "This request could not be continued; others go on.",
@@ -30,10 +32,13 @@ _STATUS = {
 }
 
 
-def openapi_document(*, has_key: bool) -> dict[str, Any]:
-    """The whole document; `has_key`: the server wants an API key."""
-    requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REFERENCE)[1]
-    answers = models_json_schema([(model, "serialization") for model in _ANSWERS], ref_template=_REFERENCE)[1]
+def openapi_document(*, has_key: bool, rl: bool) -> dict[str, Any]:
+    """The whole document. has_key: the server wants an API key. rl: it has the routes for trainers."""
+    generating = (*GENERATING, *ROLLOUTS) if rl else GENERATING
+    questions = (*QUESTIONS, RENDER) if rl else QUESTIONS
+    calls = CALLS if rl else ()
+    requests = _schemas((one.request for one in (*generating, *questions, *calls)), "validation")
+    answers = _schemas((*(one.answer for one in (*generating, *questions)), *_ANSWERS), "serialization")
     components: dict[str, Any] = {"schemas": {**requests["$defs"], **answers["$defs"]}}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -42,19 +47,25 @@ def openapi_document(*, has_key: bool) -> dict[str, Any]:
             "version": API_VERSION,
             "description": "DeepSeek-V4 behind OpenAI's and Anthropic's interfaces.",
         },
-        "paths": _paths(),
+        "paths": _paths(generating, questions, calls),
         "components": components,
     }
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in document["paths"].items():
-            if path.startswith(("/v1/", "/live", "/tokenize", "/detokenize")):
+            if path.startswith(guarded_paths(rl=rl)):
                 for operation in methods.values():
                     operation["security"] = [{"key": []}]
     return document
 
 
-def _paths() -> dict[str, Any]:
+def _schemas(models: Iterable[type[BaseModel]], mode: JsonSchemaMode) -> dict[str, Any]:
+    return models_json_schema([(one, mode) for one in dict.fromkeys(models)], ref_template=_REFERENCE)[1]
+
+
+def _paths(
+    generating: Sequence[Api], questions: Sequence[SyncEndpoint], calls: Sequence[Call]
+) -> dict[str, Any]:  # fmt: skip
     posting = (400, 401, 403, 404, 413, 415, 500, 503)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     page = {"description": "The chat page.", "content": {"text/html": {"schema": {"type": "string"}}}}
@@ -63,8 +74,9 @@ def _paths() -> dict[str, Any]:
     ready = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down, or failed.")}}
     asking = (400, 401, 403, 404, 413, 415)
     return {
-        **{api.path: {"post": _posting(api.summary, api.request, api.answer, posting)} for api in GENERATING},
-        **{one.path: {"post": _asking(one.summary, one.request, one.answer, asking)} for one in QUESTIONS},
+        **{api.path: {"post": _posting(api.summary, api.request, api.answer, posting)} for api in generating},
+        **{one.path: {"post": _asking(one.summary, one.request, one.answer, asking)} for one in questions},
+        **{one.path: {name.lower(): _calling(one, name) for name in one.methods} for one in calls},
         "/version": {"get": {"summary": "The version", "responses": _answers(Version, (403,))}},
         "/v1/models": {"get": {"summary": "The model", "responses": _answers(ModelList, (401, 403))}},
         "/v1/models/{name}": {
@@ -91,6 +103,16 @@ def _asking(
 ) -> dict[str, Any]:  # fmt: skip
     body = {"required": True, "content": {"application/json": {"schema": _schema(request)}}}
     return {"summary": summary, "requestBody": body, "responses": _answers(answer, statuses)}
+
+
+def _calling(call: Call, method: str) -> dict[str, Any]:
+    """A trainer's call: its fields may also stand in the query."""
+    done = {"description": "Done.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    responses = {"200": done, **_errors((400, 401, 403, 409, 413, 415, 500, 503))}
+    if method == "GET":
+        return {"summary": call.summary, "responses": responses}
+    body = {"required": False, "content": {"application/json": {"schema": _schema(call.request)}}}
+    return {"summary": call.summary, "requestBody": body, "responses": responses}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.http.apis.fields import Strict
 from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
 from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder, refused, unsupported
+from dsv4.http.apis.rl.calls import Call, Controls
+from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
+from dsv4.http.apis.rl.routes import CALLS, fields_of
 from dsv4.http.apis.schemas import Answer, Health, Live, ModelCard, ModelList
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
@@ -74,9 +78,18 @@ class Server:
     async def open(self) -> None:
         info = await self.engine.open()
         self._records = info.records
-        self.served = ModelInfo(self.config.name, self._tokenizer, info.fingerprint)
+        self._served = ModelInfo(self.config.name, self._tokenizer, info.fingerprint)
         self.jobs = RequestBuilder(info, self._tokenizer, self.config)
+        self._controls = Controls(self.engine, self.config, info.max_context_tokens)
         self._publishing = asyncio.create_task(self._publish())
+
+    @property
+    def served(self) -> ModelInfo:
+        """The model as answers name it; other weights have another fingerprint."""
+        fingerprint = self.engine.info.fingerprint
+        if fingerprint != self._served.fingerprint:
+            self._served = replace(self._served, fingerprint=fingerprint)
+        return self._served
 
     async def close(self) -> None:
         """After the last request."""
@@ -101,12 +114,19 @@ class Server:
         asked, job = await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
-        return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream))
+        given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)
+        name = given or request.scope["state"]["request_id"]  # what `abort` knows it by
+        return await self._answer(request, job, assembler, timer, is_stream=bool(asked.stream), name=name)
 
     async def reply(self, request: Request, *, question: SyncEndpoint) -> Response:
         """Any interface that answers at once."""
         body = await self._body(request)
         return _json(await self._beside(self._reply, question, body))
+
+    async def control(self, request: Request, *, call: Call) -> Response:
+        """A trainer's call."""
+        asked = validate(call.request, await fields_of(request, self.config.max_json_depth))
+        return JSONResponse(await call.answer(self._controls, asked))
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -140,9 +160,9 @@ class Server:
         return question.reply(self.jobs, self._checked(question.request, body))
 
     async def _answer(
-        self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool
+        self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool, name: str
     ) -> Response:
-        stream = await self._submit(job)
+        stream = await self._submit(job, name)
         ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint, SEED_HEADER: str(job.outputs[0].params.seed)}
         if is_stream:
@@ -159,13 +179,13 @@ class Server:
         ended(None)
         return Response(answer, media_type="application/json", headers=headers)
 
-    async def _submit(self, job: Job) -> RequestStream:
+    async def _submit(self, job: Job, name: str) -> RequestStream:
         """The job's stream, once the engine has taken it."""
         rule = job.rule
         try:
             if rule is None:
-                return await self.engine.submit(job.outputs)
-            return await self.engine.submit(job.outputs, rule.lark, rule.opening)
+                return await self.engine.submit(job.outputs, name=name)
+            return await self.engine.submit(job.outputs, rule.lark, rule.opening, name)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
         except EngineStopped:
@@ -277,6 +297,12 @@ def create_app(
         app.add_route(api.path, partial(server.generate, api=api), methods=["POST"])
     for question in QUESTIONS:
         app.add_route(question.path, partial(server.reply, question=question), methods=["POST"])
+    if config.rl:
+        for api in ROLLOUTS:
+            app.add_route(api.path, partial(server.generate, api=api), methods=["POST"])
+        app.add_route(RENDER.path, partial(server.reply, question=RENDER), methods=["POST"])
+        for call in CALLS:
+            app.add_route(call.path, partial(server.control, call=call), methods=[*call.methods])
     app.add_route("/version", server.show_version, methods=["GET"])
     app.add_route("/v1/models", server.models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", server.model, methods=["GET"])
@@ -285,7 +311,7 @@ def create_app(
     app.add_route("/ready", server.ready, methods=["GET"])
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
-    document = openapi_document(has_key=config.api_key is not None)
+    document = openapi_document(has_key=config.api_key is not None, rl=config.rl)
     app.openapi = lambda: document  # type: ignore[method-assign]
     return app
 

@@ -45,6 +45,8 @@ class ServerConfig:
     stall_seconds      a client that takes nothing for so long is dropped
     drain_seconds      how long a shutdown waits for what runs
     log_format         "text", or "json": one object a line
+    rl                 whether trainers may drive the engine (`dsv4.http.apis.rl`)
+    rl_roots           folders that they may have weights read from
     """
 
     name: str
@@ -68,6 +70,8 @@ class ServerConfig:
     stall_seconds: float = 60.0
     drain_seconds: float = 60.0
     log_format: str = "text"
+    rl: bool = False
+    rl_roots: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():

@@ -63,13 +63,12 @@ def poison(x: Tensor) -> Tensor:
     return x
 
 
-def strided(x: Tensor, dim: int = -2, step: int = 2, offset: int = 1) -> Tensor:
-    """The same values as a view with gaps of NaN: along `dim` every `step`-th slice of a larger tensor is real."""
-    dim = dim % x.dim()
-    shape = list(x.shape)
-    shape[dim] = offset + shape[dim] * step
+def strided(x: Tensor, dim: int = -2) -> Tensor:
+    """The same values as a view with gaps of NaN: along `dim` every second slice of a larger tensor is real."""
+    dim, shape = dim % x.dim(), list(x.shape)
+    shape[dim] = 1 + 2 * shape[dim]
     storage = poison(torch.empty(shape, dtype=x.dtype, device=x.device))
-    view = storage.narrow(dim, offset, x.shape[dim] * step).unflatten(dim, (x.shape[dim], step)).select(dim + 1, 0)
+    view = storage.narrow(dim, 1, 2 * x.shape[dim]).unflatten(dim, (x.shape[dim], 2)).select(dim + 1, 0)
     view.copy_(x)
     return view
 

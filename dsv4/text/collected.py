@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 from dsv4.request import TokenLogprobs
@@ -33,14 +33,12 @@ class GrowingText:
 class LogprobList(Sequence[TokenLogprobs]):
     """A list of `TokenLogprobs` as arrays: 20 bytes a token, and 12 for each of the most likely ones beside it."""
 
-    def __init__(self, given: Iterable[TokenLogprobs] = ()) -> None:
+    def __init__(self) -> None:
         self._ids = array("i")
         self._values = array("d")
         self._top_ids = array("i")
         self._top_values = array("d")
         self._top_ends = array("q")
-        for one in given:
-            self.append(one)
 
     def append(self, one: TokenLogprobs) -> None:
         for token_id, logprob in one.top:

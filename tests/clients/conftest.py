@@ -15,7 +15,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1] / "http"), str(Path(__file__).parent)]
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # no look into the network
 
-if importlib.util.find_spec("anthropic") is None:  # every one of those environments has it
+if not any(map(importlib.util.find_spec, ("anthropic", "trl"))):  # every one of those environments has one of them
     collect_ignore_glob = ["test_*.py"]
 
 

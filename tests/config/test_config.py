@@ -29,7 +29,7 @@ PUBLISHED = [
     ("swiglu_limit", 10.0, 10.0),
     ("num_hash_layers", 3, 3),
     ("num_nextn_predict_layers", 1, 1),
-    ("num_mtp_layers", 1, 1),
+    ("num_nextn_predict_layers", 1, 1),
     ("hc_mult", 4, 4),
     ("hc_sinkhorn_iters", 20, 20),
     ("hc_eps", 1e-6, 1e-6),
@@ -81,7 +81,7 @@ def test_tiny_has_every_mechanism_and_takes_changes():
     tiny = ModelConfig.tiny()
     assert set(tiny.layer_ratios) == {0, 4, 128}
     assert 0 < tiny.num_hash_layers < tiny.num_hidden_layers
-    assert tiny.num_mtp_layers == 1
+    assert tiny.num_nextn_predict_layers == 1
     assert ModelConfig.tiny(vocab_size=300).vocab_size == 300
     with pytest.raises(ConfigError, match="hidden_size must be a positive integer, found -1"):
         ModelConfig.tiny(hidden_size=-1)

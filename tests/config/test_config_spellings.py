@@ -62,7 +62,6 @@ def test_dspark_is_recognised_and_is_not_mtp():
         block_size=5, noise_token_id=128799, target_layer_ids=(40, 41, 42), markov_rank=256
     )
     assert config.num_nextn_predict_layers == 1
-    assert config.num_mtp_layers == 0
     assert config.layer_ratios == ModelConfig.flash().layer_ratios
 
     with pytest.raises(ConfigError, match="missing dspark_markov_rank"):

@@ -30,7 +30,7 @@ def answer(prompt, tokens, **fields):
     """The answer to a completion whose prompt is scored and whose tokens are these; as a stream and whole."""
     asked = validate(CompletionRequest, {"model": NAME, "prompt": prompt, **fields})
     ids = TOKENIZER.encode(prompt)
-    params = SamplingParams(max_tokens=len(tokens), prompt_logprobs=0)
+    params = SamplingParams(max_tokens=len(tokens), prompt_logprobs=0, seed=0)
     output = TextOutput(ids, params, eos_token_id=1, tokenizer=TOKENIZER)
     best = [*ids[1:], 5]
     output.prompt_logprobs = [
@@ -73,7 +73,7 @@ def test_a_score_alone():
     assert choice["logprobs"]["token_logprobs"] == [None, -1 / 8, -2 / 8]
     assert whole["usage"]["completion_tokens"] == 0
     assert answer("abc", [], echo=True, max_tokens=0)["choices"][0] == {
-        "index": 0, "text": "abc", "finish_reason": "length",
+        "index": 0, "text": "abc", "logprobs": None, "finish_reason": "length", "seed": 0,
     }  # fmt: skip
 
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from loader_cases import SET_A, same_bits
 from safetensors.torch import save_file
 
-from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
 from dsv4.loader.header import read_header
-from dsv4.testing.shipped_data import OP_VECTORS
 
 
 def small_tensors():
@@ -69,21 +67,6 @@ def test_byte_ranges_are_those_of_the_file(small_file):
         expected = small_tensors()[info.name].flatten().view(torch.uint8).numpy().tobytes()
         assert raw[info.start : info.end] == expected
         assert info.nbytes == len(expected)
-
-
-def test_vectors_decode_through_the_checkpoint():
-    with Checkpoint.open(OP_VECTORS) as checkpoint:
-        read = checkpoint.read
-        fp8 = QuantTensor(read("linear_fp8.weight"), read("linear_fp8.scale"), QuantFormat.FP8_BLOCK)
-        assert same_bits(fp8.dequantize(torch.bfloat16)[120:136], read("linear_fp8.dequantised_rows_120_136"))
-        packed = read("linear_mxfp4.weight").view(torch.uint8)
-        mxfp4 = QuantTensor(packed, read("linear_mxfp4.scale"), QuantFormat.MXFP4)
-        assert same_bits(mxfp4.dequantize(torch.bfloat16)[:8], read("linear_mxfp4.dequantised_rows_0_8"))
-        nvfp4 = QuantTensor(
-            read("linear_nvfp4.weight"), read("linear_nvfp4.weight_scale"), QuantFormat.NVFP4,
-            read("linear_nvfp4.weight_scale_2"),
-        )  # fmt: skip
-        assert same_bits(nvfp4.dequantize()[:8], read("linear_nvfp4.dequantised_rows_0_8"))
 
 
 def test_folder_forms(small_file, tmp_path):

@@ -49,6 +49,9 @@ from dsv4.tools.model_loading import (
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _MAX_FRONT_ENDS = 8
+# a trainer sends its whole batch in one request, and the names of all tensors in another
+_RL_LIMITS = {"max_choices": 4096, "max_body_bytes": 64 * MIB}
+_RL_MAX_WAITING = 65536
 _LOG = logging.getLogger("dsv4.serve")
 
 
@@ -83,7 +86,9 @@ def serve_command(
     ] = None,
     chunk: Annotated[int, typer.Option(help="Maximum prompt tokens in one step (prefill chunk).")] = 2048,
     max_tokens: Annotated[int | None, typer.Option(help="Largest max_tokens that a request may ask for.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Maximum queued requests; further ones get 503.")] = 256,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Maximum queued requests; further ones get 503. Default: 256, 65536 with --rl.")
+    ] = None,
     max_connections: Annotated[int, typer.Option(help="Maximum open connections; further ones get 503.")] = 1024,
     drain_seconds: Annotated[float, typer.Option(help="Seconds that a shutdown waits for running requests.")] = 60.0,
     numerics: NumericsOption = "official",
@@ -116,6 +121,14 @@ def serve_command(
     ] = False,
     record_mib: Annotated[int, typer.Option(help="Size in MiB at which the record is rotated to FILE.1.")] = 256,
     record_files: Annotated[int, typer.Option(help="Number of record files to keep.")] = 4,
+    rl: Annotated[
+        bool,
+        typer.Option("--rl", help="Routes for trainers (docs/rl.md): pause, new weights, rollouts by token ids."),
+    ] = False,
+    rl_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --rl: a folder that weights may be read from; can be given several times."),
+    ] = None,
     front_ends: Annotated[
         int | None, typer.Option(help="HTTP processes. Default: one for every four cores, at most 8.")
     ] = None,
@@ -135,6 +148,7 @@ def serve_command(
       dsv4 serve ./checkpoint --record receipts.jsonl
       dsv4 serve ./checkpoint --device cuda --gpus 4 --requests 256
       dsv4 serve ./checkpoint --device cuda --front-ends 4 --restart
+      dsv4 serve ./checkpoint --device cuda --rl --rl-root ./weights
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
@@ -163,10 +177,13 @@ def serve_command(
         effort_profile=effort_profile(config),
         sampling_defaults=read_sampling_defaults(folder) if generation_config else {},
         max_output_tokens=max_tokens,
-        max_waiting=max_waiting,
+        max_waiting=max_waiting if max_waiting is not None else _RL_MAX_WAITING if rl else 256,
         max_connections=max_connections,
         drain_seconds=drain_seconds,
         log_format=log_format,
+        rl=rl,
+        rl_roots=_roots(rl_root or [], rl=rl),
+        **(_RL_LIMITS if rl else {}),
     )
     check_tokenizer(folder, "a server")
     host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
@@ -192,6 +209,8 @@ def serve_command(
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)
+        if rl:
+            print_note("with --rl everyone who reaches it can replace the weights", console)
     logging.config.dictConfig(log_config(log_format))
     if settings.sampling_defaults:
         described = describe(settings.sampling_defaults)
@@ -244,6 +263,15 @@ def _record(path: Path | None, max_mib: int, num_files: int, *, hashes_only: boo
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, found {value}")
     return RecordSettings(path=str(path), max_bytes=max_mib * MIB, num_files=num_files, hashes_only=hashes_only)
+
+
+def _roots(folders: list[Path], *, rl: bool) -> tuple[str, ...]:
+    if folders and not rl:
+        raise ConfigError("--rl-root needs --rl")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--rl-root: {folder} is no folder")
+    return tuple(str(folder.resolve()) for folder in folders)
 
 
 def _gib(option: str, value: float) -> int:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.http.apis.fields import SamplingFields
 from dsv4.http.apis.request_builder import Job
+from dsv4.request import FinishReason
 from dsv4.text.parse import Event, StreamParser, ToolCallEnd
 
-FinishWord = Literal["stop", "length", "tool_calls"]
+FinishWord = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class AnswerReader:
@@ -38,7 +39,8 @@ class AnswerReader:
                 self._has_complete_call = True
         if event.finish_reason is not None:
             ended: FinishWord = "tool_calls" if self._has_complete_call else "stop"
-            self.finish = "length" if event.finish_reason == "length" else ended
+            early: dict[FinishReason, FinishWord] = {FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+            self.finish = early.get(event.finish_reason, ended)
         return events
 
 

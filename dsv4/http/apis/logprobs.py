@@ -53,7 +53,7 @@ class TokenNames:
         return {
             str(token_id): {
                 "logprob": finite(logprob),
-                "rank": ranks.get(token_id),
+                "rank": ranks.get(token_id, len(ranks) + 1),
                 "decoded_token": self.name(token_id),
             }
             for token_id, logprob in shown.items()

@@ -34,10 +34,10 @@ class Usage(Answer):
 
 
 class PromptLogprob(Answer):
-    """A token at one place of a prompt; rank 1 is the likeliest, None one that is not among those asked for."""
+    """A token at one place of a prompt; rank 1 is the likeliest. One that is not among those asked for ranks behind."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 

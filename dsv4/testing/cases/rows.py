@@ -21,12 +21,12 @@ POSITION = 5000
 ROPE_DIM = 64
 
 
-def one_chunk(tokens: int, device: torch.device, start: int = 0, num_blocks: int = 1) -> TokenBatch:
+def one_chunk(tokens: int, device: torch.device, num_blocks: int = 1) -> TokenBatch:
     """One request in slot 0; its blocks in order."""
-    positions = torch.arange(start, start + tokens, device=device)
+    positions = torch.arange(tokens, device=device)
     slots = torch.zeros(tokens, dtype=torch.int64, device=device)
     table = torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(0)
-    return TokenBatch(slots, positions, slots, slots + start, slots + start + tokens, table)
+    return TokenBatch(slots, positions, slots, slots, slots + tokens, table)
 
 
 def decode(requests: int, device: torch.device, position: int = POSITION) -> TokenBatch:

@@ -73,10 +73,10 @@ def _is_sound(findings: list[Finding]) -> bool:
     return all(finding.severity != FAULT for finding in findings)
 
 
-def sample_rows(weight: QuantTensor, num_rows: int = SAMPLED_ROWS) -> Tensor:
+def sample_rows(weight: QuantTensor) -> Tensor:
     """fp32 values of evenly spaced rows, all rows of a small weight."""
     rows = weight.data.shape[0]
-    return take_rows(weight, torch.arange(0, rows, max(1, rows // num_rows))).dequantize()
+    return take_rows(weight, torch.arange(0, rows, max(1, rows // SAMPLED_ROWS))).dequantize()
 
 
 def take_rows(weight: QuantTensor, rows: Tensor) -> QuantTensor:

@@ -95,7 +95,7 @@ def cut_config(
 
 def build_model(
     target: str | None = None, *, layers: int | None = None, schedule: Sequence[str] | None = None,
-    hash_layers: int | None = None, experts: ExpertFormat = "mxfp4", device: str = "cpu", seed: int = 0,
+    hash_layers: int | None = None, experts: ExpertFormat = "mxfp4", device: str = "cpu",
 ) -> BenchModel:  # fmt: skip
     """A preset with random weights, or a checkpoint (whole: its layers cannot be cut)."""
     where = torch.device(device)
@@ -110,14 +110,14 @@ def build_model(
         return BenchModel(resolved.name, config, prepare_params(params, backend), resolved.experts, where, backend)
     config = cut_config(PRESETS[target.lower()](), layers, schedule, hash_layers)
     _check_memory(count_weights(config, experts, with_draft=False).total_bytes, where)
-    params = random_params(config, experts=experts, seed=seed, device=where, with_mtp=False)
+    params = random_params(config, experts=experts, device=where, with_mtp=False)
     name = f"{target.lower()}-{config.num_hidden_layers}"
     return BenchModel(name, config, prepare_params(params, backend), experts, where, backend)
 
 
 def build_offloaded(
     target: str | None = None, *, layers: int | None = None, experts: ExpertFormat = "nvfp4", device: str = "cpu",
-    seed: int = 0, placement: Placement | None = None, context: int = 8192,
+    placement: Placement | None = None, context: int = 8192,
 ) -> BenchModel:  # fmt: skip
     """A preset with random weights, or a checkpoint, with offloaded experts, placed as the memory plan says.
 
@@ -131,7 +131,7 @@ def build_offloaded(
         return _load_offloaded(find_checkpoint(target), where, placement, context)
     preset = target.lower()
     config = cut_config(PRESETS[preset](), layers)
-    recipe = Recipe(config, experts, seed=seed)
+    recipe = Recipe(config, experts)
     store = _StoreWithoutExperts(config, where)
     templates: dict[str, Weight] = {}
     for tensor in expected_tensors(config, with_mtp=False):
@@ -148,7 +148,7 @@ def build_offloaded(
     if placement is None:
         placement = _planned_placement(config, experts, where, context)
     pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, backend, device=where)
-    generator = torch.Generator(device=where).manual_seed(seed)
+    generator = torch.Generator(device=where).manual_seed(0)
     moved = []
     for block in like.layers:
         experts_of_layer = pool.add_layer(single)

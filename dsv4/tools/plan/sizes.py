@@ -136,10 +136,3 @@ def _format_of(tensor: LogicalTensor, experts: ExpertFormat, is_draft: bool) -> 
 
 def _part_of(name: str) -> str:
     return next((part for marker, part in _MARKERS if marker in name), "draft projections")
-
-
-def active_parameters(config: ModelConfig) -> int:
-    """Parameters one token uses in the main model: all but the routed experts that are not chosen."""
-    sizes = count_weights(config, "bf16", with_draft=False)
-    routed = sum(t.num_parameters * t.count for t in sizes.tensors if t.part == "routed experts")
-    return sizes.num_parameters - routed + routed * config.num_experts_per_tok // config.n_routed_experts

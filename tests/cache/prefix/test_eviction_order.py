@@ -6,18 +6,20 @@ from dsv4.cache.tiers.segments import Segment, SegmentTree
 
 
 def tree_of_three():
-    """Three prefixes of one block with a snapshot each, left in the order 0, 1, 2; then 0 was of use again."""
+    """Three prefixes with a snapshot at their ends, left in the order 0, 1, 2; then 0 was of use again. Neither the
+    longest nor the shortest first is the order of their last use."""
     allocator = BlockAllocator(8)
     tree = PrefixTree(allocator, num_snapshots=3)
     nodes = []
-    for slot in range(3):
-        (node,) = tree.enter(slot, ChainKeys([slot] * 128, None).first(1), None)
-        (block,) = allocator.acquire(1)
-        tree.keep_block(slot, node, block)
-        tree.own_snapshot(node, tree.take_snapshot(), is_rolling=False)
-        tree.leave(slot, [node])
-        allocator.release([block])
-        nodes.append(node)
+    for slot, num_blocks in enumerate((2, 3, 1)):
+        path = tree.enter(slot, ChainKeys([slot] * 128 * num_blocks, None).first(num_blocks), None)
+        blocks = allocator.acquire(num_blocks)
+        for node, block in zip(path, blocks, strict=True):
+            tree.keep_block(slot, node, block)
+        tree.own_snapshot(path[-1], tree.take_snapshot(), is_rolling=False)
+        tree.leave(slot, path)
+        allocator.release(blocks)
+        nodes.append(path[-1])
     tree.touch(nodes[0])
     tree.check_integrity(0)
     return allocator, tree, nodes

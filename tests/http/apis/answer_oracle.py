@@ -62,7 +62,7 @@ class TokenNames:
         shown[logprobs.token_id] = logprobs.logprob
         return {
             str(token_id): PromptLogprob(
-                logprob=finite(logprob), rank=ranks.get(token_id), decoded_token=self.name(token_id)
+                logprob=finite(logprob), rank=ranks.get(token_id, len(ranks) + 1), decoded_token=self.name(token_id)
             )
             for token_id, logprob in shown.items()
         }
@@ -231,8 +231,7 @@ def _whole_choice(index, pieces):
         choice.stop_reason = last.stop_reason
     choice.seed = last.seed
     logprobs = [one for piece in pieces if piece.logprobs is not None for one in piece.logprobs.content]
-    if logprobs:
-        choice.logprobs = ChatLogprobs(content=logprobs)
+    choice.logprobs = ChatLogprobs(content=logprobs) if logprobs else None
     if any(piece.token_ids is not None for piece in pieces):
         choice.token_ids = [one for piece in pieces for one in piece.token_ids or ()]
     return choice
@@ -312,8 +311,7 @@ class TextOracle:
                 choice.stop_reason = pieces[-1].stop_reason
             choice.seed = pieces[-1].seed
             parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-            if parts:
-                choice.logprobs = _joined(parts)
+            choice.logprobs = _joined(parts) if parts else None
             if self._asked.return_token_ids:
                 choice.token_ids = [one for piece in pieces for one in piece.token_ids or ()]
             choices.append(choice)

@@ -162,9 +162,9 @@ class ChatAssembler:
         return json_object(
             index=str(index),
             message=message,
-            logprobs=f'{{"content":{self._names.tokens(output.logprobs)}}}' if has_logprobs else None,
+            logprobs=f'{{"content":{self._names.tokens(output.logprobs)}}}' if has_logprobs else "null",
             finish_reason=f'"{finish}"',
             stop_reason=None if output.stopped_by is None else to_json(output.stopped_by),
             seed=str(output.params.seed),
-            token_ids=to_json(list(output.token_ids)) if self._keeps_ids and output.num_output else None,
+            token_ids=to_json(list(output.token_ids)) if self._keeps_ids else None,
         )

@@ -126,7 +126,7 @@ class TextAssembler:
         output, scores = self._job.outputs[index], self._echoed_scores(index)
         if self._keeps_logprobs and len(output.logprobs):
             scores = self._add(scores or _Scores(), self._states[index], output.logprobs)
-        logprobs = "" if scores is None else f',"logprobs":{scores.json()}'
+        logprobs = f',"logprobs":{"null" if scores is None else scores.json()}'
         ids = f',"token_ids":{to_json(list(output.token_ids))}' if self._keeps_ids else ""
         text = quote(self._echo(index) + output.text)
         return (
@@ -137,7 +137,7 @@ class TextAssembler:
     def _finish(self, index: int) -> str:
         """How a choice ended: the value of `finish_reason`, `stop_reason` where there is one, and its seed."""
         output = self._job.outputs[index]
-        reason = '"length"' if output.finish_reason == "length" else '"stop"'
+        reason = quote(str(output.finish_reason))
         if output.stopped_by is not None:
             reason += f',"stop_reason":{to_json(output.stopped_by)}'
         return f'{reason},"seed":{output.params.seed}'

@@ -18,7 +18,7 @@ class TextChoice(Answer):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None
     seed: int | None = None
     token_ids: list[int] | None = None

@@ -119,7 +119,7 @@ class MessagesAssembler:
     def _answer(self) -> dict[str, Any]:
         usage, finish = usage_of_chat(self._job, [self._reader]), self._reader.finish
         stopped_by = None if finish is None else self._job.outputs[0].stopped_by
-        words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         stop_text = stopped_by if finish == "stop" and isinstance(stopped_by, str) else None
         return {

@@ -55,7 +55,7 @@ class ResponsesAssembler:
             self._num_scored += 1
         events = "".join([self._read(one) for one in self._reader.take(event)])
         if self._reader.finish is not None:
-            events += self._close("incomplete" if self._reader.finish == "length" else "completed")
+            events += self._close("incomplete" if self._reader.finish in ("length", "abort") else "completed")
         return events
 
     def closing(self) -> str:
@@ -184,7 +184,7 @@ class ResponsesAssembler:
         return named_event({"type": kind, "sequence_number": number, **fields})
 
     def _status(self) -> str:
-        return "incomplete" if self._reader.finish == "length" else "completed"
+        return "incomplete" if self._reader.finish in ("length", "abort") else "completed"
 
     def _usage(self) -> dict[str, Any]:
         usage = usage_of_chat(self._job, [self._reader])

@@ -1,0 +1,197 @@
+"""vLLM's words: what TRL, prime-rl and others send to pause, update, and put to sleep."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dsv4.http.apis.fields import Name, Strict
+from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
+
+_GET = ("GET",)
+TensorName = Annotated[str, Field(min_length=1, max_length=512)]
+Shape = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=8)]
+
+
+class Pause(Strict):
+    mode: PauseMode = "abort"
+    clear_cache: bool = True
+
+
+class Abort(Strict):
+    """Without ids: every request."""
+
+    request_ids: list[Name] | None = None
+
+
+class ResetCache(Strict):
+    reset_running_requests: bool | None = None
+    reset_external: bool | None = None  # every tier is forgotten
+
+
+class Sleep(Strict):
+    """level 0: pause. 1: weights to host memory. 2: weights and cache are dropped."""
+
+    level: int = Field(default=1, ge=0, le=2)
+    mode: PauseMode = "abort"
+
+
+class WakeUp(Strict):
+    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
+
+
+class GroupInfo(Strict):
+    """Where the trainer waits: it is rank 0 of the group, these workers come from `rank_offset` on."""
+
+    master_address: Name
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    backend: Literal["nccl", "gloo"] = "nccl"
+    packed: bool = True
+
+
+class InitTransfer(Strict):
+    init_info: GroupInfo
+
+
+class StartUpdate(Strict):
+    is_checkpoint_format: Literal[True] | None = None
+
+
+class TensorList(Strict):
+    """Tensors in the order they are sent."""
+
+    names: list[TensorName] = Field(min_length=1)
+    dtype_names: list[Name]
+    shapes: list[Shape]
+    packed: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        lengths = {len(self.names), len(self.dtype_names), len(self.shapes)}
+        if len(lengths) > 1:
+            found = f"{len(self.names)}, {len(self.dtype_names)} and {len(self.shapes)}"
+            raise ValueError(f"names: expected as many as dtype_names and shapes, found {found}")
+        return self
+
+
+class UpdateWeights(Strict):
+    update_info: TensorList | None = None
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    weight_version: Name | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise ValueError("update_info: expected it or weight_dir")
+        return self
+
+
+class FinishUpdate(Strict):
+    weight_version: Name | None = None
+
+
+class NewVersion(Strict):
+    """`new_version` is SGLang's word."""
+
+    weight_version: Name | None = None
+    new_version: Name | None = None
+    abort_all_requests: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.weight_version is None) == (self.new_version is None):
+            raise ValueError("weight_version: expected it or new_version")
+        return self
+
+
+async def pause(engine: Controls, asked: Pause) -> dict[str, Any]:
+    await engine.pause(asked.mode, clears=asked.clear_cache)
+    return {"status": "paused"}
+
+
+async def resume(engine: Controls, asked: Strict) -> dict[str, Any]:
+    await engine.control("resume")
+    return {"status": "resumed"}
+
+
+async def abort(engine: Controls, asked: Abort) -> dict[str, Any]:
+    return {"aborted": await engine.control("abort", names=asked.request_ids)}
+
+
+async def reset_cache(engine: Controls, asked: ResetCache) -> dict[str, Any]:
+    await engine.control("reset_prefix_cache", running=bool(asked.reset_running_requests))
+    return {"success": True}
+
+
+async def sleep(engine: Controls, asked: Sleep) -> dict[str, Any]:
+    if asked.level == 0:
+        return await pause(engine, Pause(mode=asked.mode, clear_cache=False))
+    return await engine.control("sleep", level=asked.level)
+
+
+async def wake_up(engine: Controls, asked: WakeUp) -> dict[str, Any]:
+    return await engine.control("wake", tags=asked.tags)
+
+
+async def init_transfer(engine: Controls, asked: InitTransfer) -> dict[str, Any]:
+    await engine.control("init_group", **asked.init_info.model_dump())
+    return {"message": "the engine has joined the group"}
+
+
+async def start_update(engine: Controls, asked: StartUpdate) -> dict[str, Any]:
+    return {"message": "send the tensors"}
+
+
+async def update(engine: Controls, asked: UpdateWeights) -> dict[str, Any]:
+    if asked.weight_dir is not None:
+        source: Any = engine.folder(asked.weight_dir, "weight_dir")
+    else:
+        assert asked.update_info is not None
+        source = asked.update_info.model_dump(exclude={"packed"})
+    return {"status": "ok", "weight_version": await engine.update(source, asked.weight_version)}
+
+
+async def name_version(engine: Controls, asked: FinishUpdate | NewVersion) -> dict[str, Any]:
+    version = asked.weight_version or getattr(asked, "new_version", None)
+    if version is not None:
+        await engine.control("set_weight_version", version=version)
+    return await weight_info(engine, asked)
+
+
+async def weight_info(engine: Controls, asked: Strict) -> dict[str, Any]:
+    found = await engine.info()
+    return {"weight_version": found["weight_version"]}
+
+
+async def is_paused(engine: Controls, asked: Strict) -> dict[str, Any]:
+    return {"is_paused": (await engine.info())["is_paused"]}
+
+
+async def is_sleeping(engine: Controls, asked: Strict) -> dict[str, Any]:
+    return {"is_sleeping": (await engine.info()).get("is_sleeping", False)}
+
+
+async def world_size(engine: Controls, asked: Strict) -> dict[str, Any]:
+    return {"world_size": (await engine.info())["world_size"]}
+
+
+CALLS = (
+    Call("/pause", "Stop between two steps", pause, Pause),
+    Call("/resume", "Go on", resume),
+    Call("/abort_requests", "End requests; what they have written is their answer", abort, Abort),
+    Call("/reset_prefix_cache", "Forget every prefix, in every tier", reset_cache, ResetCache),
+    Call("/sleep", "Give device memory back", sleep, Sleep),
+    Call("/wake_up", "Take it again", wake_up, WakeUp),
+    Call("/init_weight_transfer_engine", "Join the trainer's group", init_transfer, InitTransfer),
+    Call("/start_weight_update", "Tensors will follow", start_update, StartUpdate),
+    Call("/update_weights", "New weights, of a folder or of the trainer's group", update, UpdateWeights),
+    Call("/finish_weight_update", "All tensors were sent", name_version, FinishUpdate),
+    Call("/update_weight_version", "Name the weights", name_version, NewVersion),
+    Call("/weight_info", "Which weights run", weight_info, methods=_GET),
+    Call("/is_paused", "Whether the engine is paused", is_paused, methods=_GET),
+    Call("/is_sleeping", "Whether the engine sleeps", is_sleeping, methods=_GET),
+    Call("/get_world_size", "Ranks of the engine", world_size, methods=_GET),
+)
