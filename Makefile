@@ -10,7 +10,7 @@ TRL := tests/clients/test_trl.py
 DEMO_PROMPT ?= SCENE I. A street in Verona.
 DEMO_SEED ?= 7
 BASE ?= main
-QUICK := tests/formats tests/cache tests/text tests/engine/schedule/test_scheduler.py tests/engine/test_step.py \
+QUICK := tests/formats tests/cache tests/text tests/engine/schedule/test_scheduler.py tests/engine/step/test_step.py \
   tests/config tests/test_request.py tests/test_imports.py tests/test_public_names.py tests/test_style.py \
   tests/model/test_vectors.py::test_single_blocks
 BIN := $(VENV)/bin

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 
 
 def test_systemd_hears_when_a_server_serves_and_how_long_it_ends(start, tmp_path, monkeypatch):

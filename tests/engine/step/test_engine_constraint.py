@@ -158,6 +158,6 @@ def test_observers_come_and_go_one_by_one(make_llm, monkeypatch):
     assert (len(once), len(always)) == (1, 3)
     llm.engine.observers.remove(always.append)
     assert llm.engine.observers == []
-    monkeypatch.setattr("dsv4.engine.engine.torch", None)  # stacks what observers are told
+    monkeypatch.setattr("dsv4.engine.run.in_flight.torch", None)  # stacks what observers are told
     llm.generate([5, 6, 7], params)
     assert len(always) == 3

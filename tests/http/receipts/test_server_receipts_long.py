@@ -18,7 +18,7 @@ from receipt_cases import ask_all, mixed_requests, small_checkpoint
 
 from dsv4.tools.receipts.files import read_record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def start(folder, log, *options, limit=None):

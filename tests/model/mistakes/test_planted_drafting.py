@@ -13,7 +13,7 @@ from dsv4.model.dspark import DSparkDrafter
 from dsv4.model.mtp_drafter import MtpDrafter
 from dsv4.testing.draft_vectors import DraftSet
 
-VECTORS = Path(__file__).parents[1] / "vectors"
+VECTORS = Path(__file__).parents[2] / "vectors"
 DRAFT_A, MTP_A = DraftSet.open(VECTORS / "draftA"), DraftSet.open(VECTORS / "mtpA.json")
 WIDE_FACTOR = 100  # a mistake moves a value by at least this many limits
 

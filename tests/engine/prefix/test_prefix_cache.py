@@ -238,7 +238,7 @@ def test_host_disk_and_restart(folder, tmp_path):
 
 _KILLED = """
 import json, os, signal, sys
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 from test_prefix_cache import PARAMS, STEM, engine_of
 from dsv4.llm import LLM
 

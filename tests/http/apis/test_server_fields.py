@@ -26,7 +26,7 @@ from dsv4.http.grammar.compiler import GrammarCompiler
 from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.settings import ServerConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIELDS = json.loads((ROOT / "tests" / "data" / "request_fields.json").read_text(encoding="utf-8"))
 PLAIN = {
     "chat": {"model": NAME, "messages": [{"role": "user", "content": "x"}], "seed": 0},
