@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch: several ranks on one GPU
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +58,7 @@ FORMATS = ("nvfp4", "mxfp4")
 RANKS = (2, 4)
 STEPS = 3  # decode steps of a batch
 _HOST = "127.0.0.1"
+_ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch's own switch: several ranks on one GPU
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,9 @@ def run_processes(folder: Path, what: str, works: list[Record], seconds: float) 
         out.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.ranks", json.dumps(work | {"out": str(out)})]
         with log.open("wb") as file:
-            processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | _ONE_GPU)
+            )
         outputs.append((out, log))
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < until:

@@ -115,6 +115,7 @@ def test_an_error_in_a_rank_is_the_end_of_all(make_ranks, overlap):
         ranks.run([(PROMPT, PARAMS)])
     with pytest.raises(RankFailed, match="out of everything"):
         ranks.run([(PROMPT, PARAMS)])
+    ranks.engine.take_results()
     assert not ranks.engine.has_work
     assert [str(error) for error in told] == ["rank 1: RuntimeError: out of everything"]
 

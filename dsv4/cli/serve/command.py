@@ -50,7 +50,7 @@ from dsv4.tools.model_loading import (
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _MAX_FRONT_ENDS = 8
 # a trainer sends its whole batch in one request, and the names of all tensors in another
-_RL_LIMITS = {"max_choices": 4096, "max_body_bytes": 64 * MIB}
+_RL_MAX_BODY_BYTES = 64 * MIB
 _RL_MAX_WAITING = 65536
 _LOG = logging.getLogger("dsv4.serve")
 
@@ -183,7 +183,7 @@ def serve_command(
         log_format=log_format,
         rl=rl,
         rl_roots=_roots(rl_root or [], rl=rl),
-        **(_RL_LIMITS if rl else {}),
+        **({"max_body_bytes": _RL_MAX_BODY_BYTES} if rl else {}),
     )
     check_tokenizer(folder, "a server")
     host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib

@@ -104,6 +104,7 @@ def test_drafts_that_never_arrive(monkeypatch):
         llm.engine.step()
     monkeypatch.undo()
     assert lost.is_aborted
+    assert llm.engine.take_results().ended == (lost,)
     assert not llm.engine.has_work
     assert run(llm, PROMPTS[2:], PARAMS[2:], lambda engine: tell(engine, expected())) == expected()[2:]
 

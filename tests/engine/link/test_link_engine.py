@@ -100,7 +100,7 @@ def test_a_group_is_one_stream(make_llm, started):
 
 
 def test_text_logprobs_and_finish_reason_come_along(make_llm, started):
-    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True, seed=1)
     (expected,) = make_llm().generate([5, 6], params)
     llm, thread = started()
     output = output_of(llm, [5, 6], params)

@@ -226,7 +226,7 @@ class _Greedy(Scheduler):
 class _Leaky(Scheduler):
     """Forgets the blocks of who leaves."""
 
-    def _give_back(self, request):
+    def _give_back(self, request, *, keep=True):
         self._running.remove(request)
         request.slot = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 
 import httpx
 from server_cases import NAME, make_llm, start_server
@@ -17,8 +18,9 @@ PROMPT = [0, 261, 106, 107]
 
 
 def start_rl(params, root=None, **settings):
+    """New weights are written in place, and other tests share `params`."""
     roots = () if root is None else (str(root),)
-    return start_server(make_llm(params), rl=True, rl_roots=roots, **settings)
+    return start_server(make_llm(deepcopy(params)), rl=True, rl_roots=roots, **settings)
 
 
 def greedy(server, prompt=PROMPT, **fields):
