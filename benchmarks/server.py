@@ -98,7 +98,6 @@ def run(session: Session) -> None:
 
 def run_resident(session: Session, folder: Path) -> None:
     """One model for all sections."""
-    options = session.options
     sections = {section: loads_of(section, session) for section in SECTIONS if session.wants(section)}
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
     llm = resident_model(session, folder, limits)
