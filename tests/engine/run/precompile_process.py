@@ -25,7 +25,7 @@ from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.precompile import precompile
 from dsv4.engine.run.runner import Runner, _CompileWatch
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON
