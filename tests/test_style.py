@@ -51,11 +51,7 @@ EXCEPTIONS = {
         "ops/attention/kernel_attend.py:_attend_kernel": 31,  # one more than the limit: where a run's state goes
     },
     "folder files": {
-        "ops/moe": 21,  # five forms of the experts, one FP4 linear, and what they share
         "http": 20,  # the life of a connection and of the server; apis, grammar, page and processes have folders
-        "loader": 17,  # each file is one step of reading a checkpoint; four files write one
-        "testing": 17,  # each file checks another property: bits, compiled kernels, imports, sum orders
-        "ops/lib": 16,  # each file is one library of device functions or launch helpers
     },
 }
 
