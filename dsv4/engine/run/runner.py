@@ -188,7 +188,7 @@ class Runner:
 
     @torch.no_grad()
     def score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
-        """Log-probabilities of given tokens after the batch rows `rows`, as `sampled_logprobs`; `num_top` 0 lists none."""
+        """Log-probabilities of given tokens after the batch rows `rows`, as `sampled_logprobs`; 0 lists none."""
         assert rows.shape == token_ids.shape
         assert rows.shape[0] in SCORED_ROWS, f"one of {SCORED_ROWS} rows"
         listed = self._num_top(num_top)

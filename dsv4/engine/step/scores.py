@@ -57,7 +57,8 @@ class Scores:
             numbers = torch.zeros(2, size, dtype=torch.int64)
             num_here = len(rows[here])
             numbers[:, :num_here] = torch.tensor([rows[here], token_ids[here]])
-            scores = runner.score(forwarded, *to_device(numbers, device).unbind(0), self._num_top)  # [size] each
+            score_rows, score_ids = to_device(numbers, device).unbind(0)  # [size] each
+            scores = runner.score(forwarded, score_rows, score_ids, self._num_top)
             self._parts.append((num_here, HostCopy(scores, device)))
             start += size
 
