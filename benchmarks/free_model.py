@@ -16,7 +16,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Draws, Forwarded
 from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.ops.sampling import SamplingRows
 from dsv4.text.tokenizer import Tokenizer
 

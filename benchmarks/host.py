@@ -20,7 +20,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.engine import Engine
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.model import time_calls

@@ -3,7 +3,7 @@
     python -m benchmarks server                                    four Flash layers, written to disk first
     python -m benchmarks server --layers 34 --resident             as many as one H200 holds; nothing is written
     python -m benchmarks server --model FOLDER                     a checkpoint that is there
-    python -m benchmarks server --preset mini --device cpu         the shipped miniature, small numbers: a try
+    python -m benchmarks server --preset mini --small --device cpu  the shipped miniature: a try
     python -m benchmarks server --preset free --device cpu         a model that costs nothing: the host alone
 
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
@@ -30,7 +30,7 @@ from dsv4.config import EngineConfig
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.bench.context import build_model, cut_config
@@ -64,7 +64,7 @@ PLAN = {
     ),
 }  # fmt: skip
 SECTIONS = tuple(PLAN)
-SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  # of --preset mini
+SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  # of --small
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="the preset's first layers instead of one or two of each kind")
     parser.add_argument("--model", help="a checkpoint instead")
     parser.add_argument("--resident", action="store_true", help="random weights made on the GPU, not on the disk")
+    parser.add_argument("--small", action="store_true", help="short prompts and answers of few streams: a try")
     parser.add_argument("--step-ms", type=float, default=0.0, help="--preset free: how long a step takes")
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--processes", type=int, default=8, help="client processes")
@@ -152,7 +153,7 @@ def whole_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def loads_of(section: str, session: Session) -> list[Load]:
-    fields, is_small = dict(PLAN[section].load), session.options.preset == "mini"
+    fields, is_small = dict(PLAN[section].load), session.options.small
     waves, shape = fields.pop("waves", 1), fields.pop("shape", "fixed")
     if is_small:
         fields |= {name: value for name, value in SMALL.items() if name in fields or name in ("prompt", "output")}
