@@ -14,7 +14,7 @@ from dsv4.loader.files import weight_files
 from dsv4.request import RequestError
 
 _GIB = 1024**3
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def check_host_memory(
@@ -59,7 +59,7 @@ def _the_cache(limits: EngineConfig) -> str:
 
 
 def _cache_bytes(config: ModelConfig, limits: EngineConfig, *, numerics: str, dtype: str | None) -> int:
-    itemsize = _ITEM_BYTES[dtype or "float32"] if numerics == "exact" else None
+    itemsize = ITEM_BYTES[dtype or "float32"] if numerics == "exact" else None
     return build_cache_schema(config, build_schedule(config), limits, plain_itemsize=itemsize).total_bytes
 
 
