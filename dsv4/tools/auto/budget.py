@@ -119,7 +119,7 @@ class Budget:
         """The limits with the smallest cache that can serve them: a slot for each request, blocks for the longest."""
         per_rank = -(-limits.max_concurrent_requests // self.num_ranks)
         return replace(
-            limits, num_blocks=max(blocks_for_tokens(limits.max_context_tokens), per_rank), prefix_cache_bytes=0
+            limits, num_blocks=max(blocks_for_tokens(limits.max_context_tokens), per_rank), prefix_cache_bytes=1
         )
 
     def snapshot_share(self, limits: EngineConfig) -> float:
@@ -137,7 +137,7 @@ class Budget:
         if spare < 0:
             return None
         share = self.snapshot_share(limits)
-        with_snapshots = replace(least, prefix_cache_bytes=int(spare * share))
+        with_snapshots = replace(least, prefix_cache_bytes=max(1, int(spare * share)))
         block_bytes = self.schema(least).bytes_per_block
         if not block_bytes:  # nothing is kept for each token
             return with_snapshots
@@ -149,4 +149,4 @@ class Budget:
         num_more = largest(lambda n: self.total(more(n), num_experts) <= usable, min(spare // block_bytes, room))
         found = more(num_more)
         most_snapshots = int(share / (1 - share) * block_bytes * (found.num_blocks or 0))  # where blocks are capped
-        return replace(found, prefix_cache_bytes=min(found.prefix_cache_bytes, most_snapshots))
+        return replace(found, prefix_cache_bytes=max(1, min(found.prefix_cache_bytes, most_snapshots)))

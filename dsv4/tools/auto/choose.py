@@ -7,22 +7,25 @@ choosing, so that the same machine chooses the same, on every rank, before the w
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from dsv4.cache.schema import blocks_for_tokens
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.draft.options import Drafts, draft_limits, why_off
 from dsv4.engine.offload.placement import ModelBytes, OffloadError, exchange_bytes, place_experts
 from dsv4.errors import Dsv4Error
+from dsv4.loader.files import find_tensors
 from dsv4.tools.auto.budget import Budget, WeightBytes
 from dsv4.tools.auto.machine import Machine
 from dsv4.tools.auto.nearest import nearest
 from dsv4.tools.auto.place import Place, choose_place
 from dsv4.tools.auto.settings import GIVEN, Choice, DoesNotFit, Settings, Wishes, size
+from dsv4.tools.memory_check import ITEM_BYTES
 from dsv4.tools.plan.plan import largest
 
 # tokens/s of a prompt in chunks of so many tokens: Flash's layers, MXFP4, on an H200 (the last records of kind
 # `prefill` in benchmarks/results/nvidia-h200-model.jsonl)
-CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178376.0}
+CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178375.6}
 GOOD_SPEED = 0.95  # of the best: more would keep the other requests waiting
 TYPICAL_TOKENS = 8192  # of a request: a chat, or an agent's turn
 MOST_REQUESTS = 512  # of one GPU: a step of more takes longer than 60 ms
@@ -37,6 +40,12 @@ def choose(config: ModelConfig, weights: WeightBytes, wishes: Wishes, machine: M
     except _NoRoom as problem:
         found = nearest(wishes, config, machine, lambda others: _fits(config, weights, others, machine))
         raise DoesNotFit(f"{problem}. {found}") from None
+
+
+def choose_for(folder: Path, config: ModelConfig, wishes: Wishes, machine: Machine, dtype: str | None) -> Settings:
+    """`choose`, for the weights of a folder: reads their headers."""
+    itemsize = ITEM_BYTES[dtype or "float32"] if wishes.numerics == "exact" else None
+    return choose(config, WeightBytes.of(find_tensors(folder).values(), config, itemsize), wishes, machine)
 
 
 def _settings(config: ModelConfig, weights: WeightBytes, wishes: Wishes, machine: Machine) -> Settings:
