@@ -77,7 +77,7 @@ def _check_room(cache: int, weights: int, free: int, limits: EngineConfig, where
 
 
 def free_host_bytes() -> int | None:
-    """Memory this process can still take: the machine's, or what its control group leaves. None if nobody says."""
+    """Memory this process can still take: the machine's, or what its control group leaves. None if unknown."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -86,7 +86,7 @@ def free_host_bytes() -> int | None:
         group = Path("/sys/fs/cgroup")
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
-            # the page cache counts as used, but is given back when somebody needs the memory
+            # the page cache counts as used, but is given back when the memory is needed
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
             used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat.get("inactive_file", 0))
             found.append(max(int(limit) - used, 0))
