@@ -23,7 +23,7 @@ from dsv4.tools.auto.settings import GIVEN, Choice, DoesNotFit, Settings, Wishes
 from dsv4.tools.memory_check import ITEM_BYTES
 from dsv4.tools.plan.plan import largest
 
-# tokens/s of a prompt in chunks of so many tokens: Flash's layers, MXFP4, on an H200 (the last records of kind
+# tokens/s of a prompt by the tokens of a chunk: Flash's layers, MXFP4, on an H200 (the last records of kind
 # `prefill` in benchmarks/results/nvidia-h200-model.jsonl)
 CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178375.6}
 GOOD_SPEED = 0.95  # of the best: more would keep the other requests waiting

@@ -12,7 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine.walk import storages_of
 from dsv4.llm import LLM
 from dsv4.loader.files import find_tensors
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.tools.auto import machine as machine_module
 from dsv4.tools.auto import nvml
 from dsv4.tools.auto.budget import WeightBytes
