@@ -5,10 +5,11 @@
     python -m benchmarks storm --seconds 600 --kills 30          # of the engine and of front ends, at random
 
 A process of its own serves the model; clients (`storm_clients.py`) ask the same few questions over and over, leave,
-dawdle, send half of something or nonsense. Processes that are killed are started again (`--restart`). Every answer that comes whole must equal the same question asked alone; at
-the end every slot and block must be free; memory, descriptors and threads must have stayed what they were; the log must
-hold no traceback and about a line a request. Printed: what became of the clients, tokens/s, the server's own share per
-token. With --out also a JSON record and, where matplotlib is there, a plot. Exit status 1 if anything was wrong.
+dawdle, send half of something or nonsense. Processes that are killed are started again (`--restart`). Every answer that
+comes whole must equal the same question asked alone; at the end every slot and block must be free; memory, descriptors
+and threads must have stayed what they were; the log must hold no traceback and about a line a request. Printed: what
+became of the clients, tokens/s, the server's own share per token. With --out also a JSON record and, where matplotlib
+is there, a plot. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
