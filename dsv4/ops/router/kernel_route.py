@@ -78,20 +78,19 @@ def _store_products(
 def _choose_row(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, row, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     """One token: sum the splits, score, choose (or look up), sort, renormalise."""
     ids = tl.arange(0, E_BLOCK)
     lanes = tl.arange(0, K_BLOCK)
-    picks, values = tl.full([K_BLOCK], E_BLOCK, tl.int32), tl.full([K_BLOCK], 1.0, tl.float32)
-    if not IS_UNIFORM:
-        logits = tl.zeros([E_BLOCK], dtype=tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            place = split * stride_ls + row * stride_lt + ids * stride_le
-            # other multiprocessors may have written it: .cg reads from the cache they share
-            logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0, cache_modifier=".cg")
-        # softplus(logits.double()).sqrt().to(logits.dtype)
-        scores = tl.sqrt(softplus(logits.to(tl.float64))).to(tl.float32)
+    picks = tl.full([K_BLOCK], E_BLOCK, tl.int32)
+    logits = tl.zeros([E_BLOCK], dtype=tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        place = split * stride_ls + row * stride_lt + ids * stride_le
+        # other multiprocessors may have written it: .cg reads from the cache they share
+        logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0, cache_modifier=".cg")
+    # softplus(logits.double()).sqrt().to(logits.dtype)
+    scores = tl.sqrt(softplus(logits.to(tl.float64))).to(tl.float32)
     if HAS_TABLE:
         token_id = tl.load(token_ids_ptr + row)
         is_known = (token_id >= 0) & (token_id < num_ids)
@@ -107,8 +106,7 @@ def _choose_row(
             pick = 0xFFFF - (tl.max(composite, 0) & 0xFFFF).to(tl.int32)
             composite = tl.where(ids == pick, -1, composite)
             picks = tl.where(lanes == place, pick, picks)
-    if not IS_UNIFORM:
-        values = tl.gather(scores, tl.minimum(tl.maximum(picks, 0), E_BLOCK - 1), 0)
+    values = tl.gather(scores, tl.minimum(tl.maximum(picks, 0), E_BLOCK - 1), 0)
     # experts.sort(-1), by counting; a table may name an expert twice
     is_before = (picks[None, :] < picks[:, None]) | (
         (picks[None, :] == picks[:, None]) & (lanes[None, :] < lanes[:, None])
@@ -139,14 +137,13 @@ def _gate_kernel(
 def _choose_kernel(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     pdl_wait()
     pdl_trigger()
     _choose_row(
         logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
         stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK, NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
-        IS_UNIFORM,
     )
 
 
@@ -156,7 +153,7 @@ def _route_kernel(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
     num_ids, scale, D: tl.constexpr, EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
     E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
     NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
@@ -173,5 +170,5 @@ def _route_kernel(
             _choose_row(
                 logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,
                 tile.to(tl.int64) * ROW_TILE + row, stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK,
-                NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE, IS_UNIFORM,
+                NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
             )
