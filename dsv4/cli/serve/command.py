@@ -204,6 +204,20 @@ def serve_command(
     chosen = one_model(model, model_option)
     folder = find_model(chosen, console, revision=revision)
     config = ModelConfig.from_pretrained(folder)
+    check_tokenizer(folder, "a server")
+    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
+    tiers = EngineConfig(
+        cache_dir=None if cache_dir is None else str(cache_dir),
+        cache_host_bytes=_gib("--cache-host-gib", host_gib),
+        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
+        verify_hits=verify_hits,
+    )
+    wishes = Wishes(
+        device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
+        offload_experts=offload, memory=memory, numerics=numerics, limits=tiers,
+    )  # fmt: skip
+    machine = read_machine()
+    found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     settings = ServerConfig(
         name=name if name is not None else model_name(chosen, folder),
         host=host,
@@ -220,23 +234,12 @@ def serve_command(
         drain_seconds=drain_seconds,
         log_format=log_format,
         rl=rl,
+        profile_dir=None if profile_dir is None else str(profile_dir.resolve()),
+        choices=found.choices,
+        planned_bytes=found.planned,
         rl_roots=_roots(rl_root or [], rl=rl),
         **({"max_body_bytes": _RL_MAX_BODY_BYTES} if rl else {}),
     )
-    check_tokenizer(folder, "a server")
-    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
-    tiers = EngineConfig(
-        cache_dir=None if cache_dir is None else str(cache_dir),
-        cache_host_bytes=_gib("--cache-host-gib", host_gib),
-        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
-        verify_hits=verify_hits,
-    )
-    wishes = Wishes(
-        device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
-        offload_experts=offload, memory=memory, numerics=numerics, limits=tiers,
-    )  # fmt: skip
-    machine = read_machine()
-    found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     loading = ModelSettings(
         folder=str(folder), numerics=numerics, dtype=dtype, device=found.device, limits=found.limits,
         offload_experts=found.offload_experts, drafts=found.drafts, gpus=found.gpus, threads=threads,
