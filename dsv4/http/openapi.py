@@ -95,7 +95,7 @@ def _posting(
     summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
 ) -> dict[str, Any]:  # fmt: skip
     operation = _asking(summary, request, answer, statuses)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
 
 
