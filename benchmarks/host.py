@@ -23,7 +23,7 @@ from dsv4.config.layers import build_schedule
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Draws, Forwarded
 from dsv4.engine.run.runner import Runner
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops.sampling import SamplingRows
 from dsv4.request import SamplingParams

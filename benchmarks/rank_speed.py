@@ -37,7 +37,7 @@ from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import capture_graph
 from dsv4.engine.run.precompile import precompile
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import backend_for

@@ -28,7 +28,7 @@ from dsv4.config import EngineConfig
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.bench.context import build_model, cut_config

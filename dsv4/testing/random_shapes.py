@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantFormat
-from dsv4.loader.config_write import ExpertFormat
+from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.ops.hyper import HyperSettings
 from dsv4.testing.cases.hyper import make_inputs
 from dsv4.testing.cases.linear import random_fp8, random_plain, random_shuffled

@@ -18,7 +18,7 @@ from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World
 from dsv4.engine.offload.placement import Placement
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 PARAMS = [

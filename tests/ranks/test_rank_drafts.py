@@ -25,7 +25,7 @@ from dsv4.engine.request import RequestFailed
 from dsv4.engine.schedule import kept
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 MTP = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 128, 0))

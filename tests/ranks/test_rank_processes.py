@@ -31,7 +31,7 @@ from dsv4.engine.ranks.load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
 
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.ops.lib.order import in_product_order
+from dsv4.ops.lib.maths import in_product_order
 from dsv4.ops.moe.kernel_rows import SUB, with_item
 from dsv4.ops.moe.plan import NATURAL, OPERAND, PRODUCT
 

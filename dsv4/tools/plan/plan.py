@@ -26,7 +26,7 @@ from dsv4.engine.offload.placement import (
     graph_bytes,
     workspace_bytes,
 )
-from dsv4.loader.config_write import ExpertFormat
+from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
 

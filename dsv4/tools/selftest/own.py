@@ -127,7 +127,7 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
     if read_verdict(key) is not None:  # a red one was refused when the model was loaded
         return None
     began = time.perf_counter()
-    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS)
+    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS[-1])
     checks = [*check_ops_of(small, SHORT_SIZES, lambda what, done, total: None), *check_cuts(small)]
     verdict = verdict_of(checks, key)
     write_verdict(verdict)

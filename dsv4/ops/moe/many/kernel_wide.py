@@ -12,7 +12,7 @@ from __future__ import annotations
 from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
-from dsv4.ops.lib.order import in_product_order
+from dsv4.ops.lib.maths import in_product_order
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_hidden import store_hidden
 from dsv4.ops.moe.kernel_parts import combine, store_parts
