@@ -72,8 +72,7 @@ _REGISTERS = gl.constexpr(32)  # of producer and epilogue warps; MMA warps then 
 # barriers: the ring's `full` from 0 on and `free`; the accumulator is there, and taken; a description in either place
 _FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS = gl.constexpr(128)  # bytes after the first barrier
-_FIRST_TILE = gl.constexpr(128 // 16)  # descriptions have 16 bytes
+_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(128), gl.constexpr(128 // 16)  # bytes after the first barrier; of 16 each
 _X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
 _SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
@@ -127,9 +126,8 @@ def _allocate(FORMAT: gl.constexpr):
     barriers = rest.reinterpret(gl.int64, [SIZE // 2, 1], _barrier.MBarrierLayout())
     init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
-    _barrier.init(barriers.index(_TAKEN), count=1)
-    _barrier.init(barriers.index(_DESCRIBED), count=1)
-    _barrier.init(barriers.index(_DESCRIBED + 1), count=1)
+    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
+        _barrier.init(barriers.index(barrier), count=1)
     gl.barrier()
     return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers)
 
