@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from dsv4.config import shown
 from dsv4.errors import Dsv4Error
@@ -212,8 +213,7 @@ def _check_tokens(params: SamplingParams) -> None:
     object.__setattr__(params, "logit_bias", dict(params.logit_bias))
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """One token: its log-probability under the model, and the most likely tokens there, best first."""
 
     token_id: int

@@ -204,8 +204,7 @@ class Request:
     @property
     def can_have_row(self) -> bool:
         """Whether its next tokens need nothing but to be fed and drawn."""
-        is_plain = self.params.logprobs is None and not self.has_rules and not self.drafts
-        return is_plain and len(self.end_ids) <= MAX_END_IDS
+        return not self.has_rules and not self.drafts and len(self.end_ids) <= MAX_END_IDS
 
     def ends_at(self, token_id: int) -> bool:
         """Whether this token would be its last, whatever comes before."""

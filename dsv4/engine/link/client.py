@@ -30,6 +30,7 @@ from dsv4.engine.link.messages import (
     error_in,
     error_of,
     pack_ids,
+    unpack_ids,
     unpack_logprobs,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
@@ -220,7 +221,9 @@ class EngineClient(asyncio.Protocol):
                 output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
-        logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for rows, packed in step.logprobs:
+            logprobs.update(zip(unpack_ids(rows), unpack_logprobs(packed), strict=True))
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()

@@ -169,7 +169,7 @@ class Step(msgspec.Struct, tag=11, array_like=True):
     token_ids: bytes
     accepted: list[int] = []
     starts: list[Start] = []
-    logprobs: list[tuple[int, PackedLogprobs]] = []  # by row
+    logprobs: list[tuple[bytes, PackedLogprobs]] = []  # of these rows; those that list as many tokens together
     ends: list[End] = []
 
 
