@@ -32,12 +32,17 @@ from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
+from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
-from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
-from dsv4.engine.ranks.worker import RankExecutor, follow
+from dsv4.engine.ranks.agreement import Agreement
+from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
+from dsv4.engine.ranks.control import RanksControl
+from dsv4.engine.ranks.engine import RanksEngine
+from dsv4.engine.ranks.loading import Share, check_alike, failing_together, rank_device
+from dsv4.engine.ranks.remote import RemoteRank
+from dsv4.engine.ranks.serve import serve_rank
 from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import step_buckets
@@ -45,6 +50,7 @@ from dsv4.engine.run.cpu_threads import set_threads
 from dsv4.engine.run.kernel_record import allowed_backend
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
+from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
 from dsv4.llm_input import (
@@ -262,10 +268,11 @@ class LLM(Inside, Controls):
                 # an engine of its own: nothing of it is counted
                 uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
                 rehearse_requests(Engine(self.model, self.cache, runner=runner, experts=pool, drafts=uncounted))
+        self.engine: Serving
         if world is None:
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
-            self._take_place(world, runner, choice)
+            self._take_place(world, runner, choice, backend)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
@@ -286,21 +293,23 @@ class LLM(Inside, Controls):
         schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
         return run_fingerprint(self.identity(), self.config, schema)
 
-    def _take_place(self, world: World, runner: Runner, choice: FixedDrafts | None) -> None:
+    def _take_place(
+        self, world: World, runner: Runner, choice: FixedDrafts | None, backend: Backend
+    ) -> None:  # fmt: skip
         """Rank 0 leads from now on; every other rank serves until it ends, and exits."""
-        model, cache = self.model, self.cache
+        model, cache, small = self.model, self.cache, EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
+        serve = padding_server(model, cache, lambda: self._make_cache(small, model.schedule))
+        agreement = Agreement(world.mesh.steps, world.link, world.progress, serve)
+        own = Engine(model, cache, runner=runner, experts=self.pool, drafts=choice, sizes=agreement)
+        self.engine = own
         if world.rank:
-            drafts = EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
-            follow(
-                RankExecutor(runner), world.follower, world.rank, world.size,
-                lambda: self._make_cache(drafts, model.schedule),
-            )  # fmt: skip
+            serve_rank(own, self.control, engine_info(self), world.mesh.requests[0], world.follower)
             cache.close()
             raise SystemExit(0)
-        self.engine = RankEngine(
-            model, cache, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice
-        )  # fmt: skip
-        self.model = LeadingTransformer(model, world.leader)
+        remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
+        self.engine = ranks = RanksEngine(own, remotes, world.leader)
+        self.control = RanksControl(weakref.proxy(self), backend, ranks)
+        self.model = LeadingTransformer(model, agreement)
         self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def __enter__(self) -> Self:
@@ -418,6 +427,8 @@ class LLM(Inside, Controls):
 
     def _deliver(self, tokens: StepTokens) -> None:
         """What a step drew becomes text; requests that are over are forgotten."""
+        for part in tokens.rest:
+            self._deliver(part)
         last = tokens.last_tokens()
         ended = [*tokens.ended]
         for place, (request, token_id) in enumerate(zip(tokens.requests, tokens.token_ids.tolist(), strict=True)):

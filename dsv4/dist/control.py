@@ -1,6 +1,7 @@
-"""`Leader` and `Follower`: rank 0 tells the others what to do, and every rank notices within seconds when one is gone.
+"""`Leader` and `Follower`: rank 0 and the others watch one another; each notices within seconds when one is gone.
 
-One TCP connection from each follower to the leader carries work, answers, and a beat every second in both directions.
+One TCP connection from each follower to the leader carries what they say while loading, and a beat every second in
+both directions.
 A rank has failed when it says so, when its connection ends, when it is silent, or when it stands still while others
 wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest is known by its count.
 
@@ -32,6 +33,7 @@ STALLED_SECONDS = 8.0  # behind the others without a step
 _BLAME_SECONDS = 2.0  # a rank that lost its peer speaks before the peer's end is seen
 _CONNECT_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
+_STOP_SECONDS = 0.5  # a rank that ends as it should may be seen before the word that all do
 _STUCK_SECONDS = 3.0  # after a failure: a silent rank on a GPU ends all within 10 s
 
 
@@ -167,15 +169,6 @@ class Leader:
             raise RankFailed(self._wait_for_failure()) from error
         finally:
             self._working_since = None
-
-    def tell(self, payload: bytes) -> None:
-        """Work for every follower, in this order; some of it is answered."""
-        self._progress.tick()
-        for peer in self._peers.values():
-            try:
-                peer.channel.send(Kind.WORK, payload)
-            except OSError:
-                raise RankFailed(self._wait_for_failure()) from None
 
     def answers(self, while_waiting: Callable[[], None] = lambda: None) -> list[bytes]:
         """One answer from every follower, by rank."""
@@ -328,8 +321,9 @@ class Follower:
         self._channel = Channel(socket.create_connection(address, timeout=_CONNECT_SECONDS))
         self._channel.send(Kind.HELLO, pack([rank]) + token)
         self._heard_at = time.monotonic()
-        self._work: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._is_over = False
+        self._stopped = threading.Event()
+        self._on_stop: Callable[[], None] = lambda: None
         for task in (self._read, self._beat):
             threading.Thread(target=task, name=f"dsv4-{task.__name__.strip('_')}", daemon=True).start()
 
@@ -338,12 +332,34 @@ class Follower:
         """Whether the leader has gone, or has ended the work."""
         return self._is_over
 
-    def work(self) -> bytes | None:
-        """The next thing to do; None at the end."""
-        payload = self._work.get()
-        if payload is not None:
-            self._progress.tick()
-        return payload
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the leader has ended the work, or has gone."""
+        return self._stopped.is_set()
+
+    def when_stopped(self, stop: Callable[[], None]) -> None:
+        """`stop` is called, in a thread, at the end of the work; at once if that has come."""
+        self._on_stop = stop
+        if self.is_stopped:
+            stop()
+
+    def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
+        """A failure elsewhere ends this process."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what ranks do together. An error here is the end of all."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                self._stopped.wait(_STOP_SECONDS)
+            if self._is_over:
+                raise RankFailed("the ranks were ended") from error
+            if isinstance(error, RankFailed):
+                raise
+            self.report(error)
+            raise RankFailed(f"rank {self._rank}: {_described(error)}") from error
 
     def answer(self, payload: bytes) -> None:
         self._progress.tick()
@@ -364,13 +380,12 @@ class Follower:
 
     def _read(self) -> None:
         while (message := self._channel.receive()) is not None:
-            kind, payload = message
+            kind, _ = message
             self._heard_at = time.monotonic()
-            if kind is Kind.WORK:
-                self._work.put(payload)
-            elif kind is Kind.STOP:
+            if kind is Kind.STOP:
                 self._is_over = True
-                self._work.put(None)
+                self._stopped.set()
+                self._on_stop()
                 return
         if not self._is_over:
             self._lose("rank 0 has gone")
@@ -389,7 +404,8 @@ class Follower:
     def _lose(self, why: str) -> None:
         self._is_over = True
         self._on_lost(why)
-        self._work.put(None)
+        self._stopped.set()
+        self._on_stop()
 
     def _end(self, why: str) -> None:
         _end_process(f"dsv4: rank {self._rank} ends: {why}")

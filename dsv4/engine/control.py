@@ -21,6 +21,7 @@ from dsv4.engine.fingerprint import Identity
 from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.serving import Serving
 from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
 from dsv4.engine.weight_update import WeightSource, WeightUpdate, open_source
 from dsv4.loader.checkpoint import Checkpoint
@@ -199,7 +200,7 @@ class Controls:
     """The verbs as methods of `LLM`, for any of its threads. Other threads' requests go on, or wait, meanwhile."""
 
     control: EngineControl
-    engine: Engine
+    engine: Serving
     _lock: threading.RLock
 
     @property

@@ -70,8 +70,8 @@ def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits, overlap)
     one before it is collected, or after."""
     ranks = make_ranks(size, numerics, limits, overlap=overlap)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone[numerics]
-    homes = [books.num_free_slots for books in ranks.engine.scheduler.books]
-    assert homes == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
+    ranks.engine.check_integrity()
+    assert [cache.num_free_slots for cache in ranks.caches] == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,8 @@ def test_padding_is_poisoned(make_ranks, alone):
     def poison(rank, made):
         made.model.params.embed = made.model.params.embed.clone()
         made.model.params.embed[0] = float("nan")
-        made.runner.padded = lambda rows: rows + 3
+        agree = made.agreement.agree
+        made.agreement.agree = lambda own: (size := agree(own)) and size._replace(num_rows=size.num_rows + 3)
 
     ranks = make_ranks(2, change=poison)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone["official"]

@@ -27,7 +27,7 @@ from dsv4.dist.errors import RankFailed
 from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
-from dsv4.engine.ranks.load import check_alike, rank_device
+from dsv4.engine.ranks.loading import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint

@@ -13,6 +13,7 @@ from dsv4.engine.link.messages import (
     EngineInfo,
     Frames,
     Hello,
+    Load,
     PackedLogprobs,
     Reply,
     Start,
@@ -42,7 +43,7 @@ class ClientConnection:
         self.requests: dict[int, Request] = {}
         self.compiling: dict[int, str] = {}
         self.started: set[int] = set()
-        self.replies: list[Reply | Hello] = []
+        self.replies: list[Reply | Hello | Load] = []
         self._clear()
 
     def _clear(self) -> None:
