@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
 
@@ -78,7 +79,7 @@ class _Rank:
             )
         self.pool, backend = pool, TORCH if pool is None else pool.backend
         self.model = Transformer(config, params, ranks.dtype, backend=backend, exchange=exchange)
-        choice = ranks.drafts
+        choice = self.choice = ranks.drafts if rank == 0 else copy.deepcopy(ranks.drafts)
         self.cache = self.make_cache(
             rank_folder(ranks.limits, rank), build_schedule(config, with_mtp=choice is not None)
         )

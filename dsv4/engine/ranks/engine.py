@@ -49,6 +49,7 @@ class RanksEngine:
         self, own: Engine, remotes: Sequence[RemoteRank], link: Leader, *, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
         self.own, self.remotes = own, tuple(remotes)
+        self.observers: list[Callable[[Tensor], None]] = own.observers  # of rank 0's own tokens
         self._link, self._clock = link, clock
         self._router = Router(own.cache.limits.max_chunk_tokens)
         self._report = LoadReport(own)
@@ -78,11 +79,6 @@ class RanksEngine:
     @property
     def sizes(self) -> Sizes:
         return self.own.sizes
-
-    @property
-    def observers(self) -> list[Callable[[Tensor], None]]:
-        """Of rank 0's own tokens."""
-        return self.own.observers
 
     @property
     def num_slots(self) -> int:
