@@ -88,18 +88,18 @@ def arrivals(models):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_arrivals_at_random(make_ranks, arrivals, overlap):
-    """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
+    """Six requests at once, others while they run, on three ranks with two slots and few blocks each; some are dropped."""
     generator = torch.Generator().manual_seed(4)
     prompts, params, expected = arrivals
     ranks = make_ranks(
         3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
     )
-    engine, requests, dropped = ranks.engine, [], set()
+    engine, requests, dropped = ranks.engine, [ranks.engine.add(*one) for one in zip(prompts[:6], params)], set()
     while len(requests) < 10 or engine.has_work:
         for _ in range(int(torch.randint(0, 4, (), generator=generator))):
             if len(requests) < 10:
                 requests.append(engine.add(prompts[len(requests)], params[len(requests)]))
-        if len(requests) == 9 and not dropped:
+        if len(requests) > 8 and not dropped:
             engine.abort(requests[8])
             engine.abort(requests[2])
             dropped |= {i for i in (2, 8) if requests[i].is_aborted}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from math import inf
 from types import FrameType
 from typing import Any
 
@@ -59,6 +60,7 @@ class RanksEngine:
         self._ended: list[Request] = []  # that never got a rank
         self._pauses: list[Future[Any]] = []
         self._num_aborted = self._num_failed = 0
+        self._answers([one.ask("stats") for one in self.remotes], inf)  # and their loads, with what their files hold
 
     # ---- as of an engine ----
 
@@ -217,15 +219,15 @@ class RanksEngine:
         self._pauses = [one for one in self._pauses if not one.done()]
         return bool(self._pauses)
 
-    def _answers(self, asked: list[Future[Any]]) -> list[Any]:
+    def _answers(self, asked: list[Future[Any]], seconds: float = _PATIENCE_SECONDS) -> list[Any]:
         """Steps that other ranks have begun go on meanwhile."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + seconds
         with self._ending():
             while not all(one.done() for one in asked):
                 if self._link.failure is not None:
                     raise self._link.failure
                 if time.monotonic() > until:
-                    raise RankFailed(f"a rank has not answered within {_PATIENCE_SECONDS:g} s")
+                    raise RankFailed(f"a rank has not answered within {seconds:g} s")
                 if self.own.sizes.is_called:
                     self._step()
                 self._wait(_WAIT_SECONDS)
