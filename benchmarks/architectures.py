@@ -24,7 +24,7 @@ from typing import Any
 from dsv4.ops import OpSet
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
 from dsv4.testing.bench import BenchCase, case_modules, load_cases
-from dsv4.testing.compile_check import compile_case
+from dsv4.testing.compiled.compile_check import compile_case
 
 RECORDS = Path(__file__).parent / "results" / "architectures.json"
 PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "architectures.md"
@@ -39,8 +39,8 @@ KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 
 Written by `python -m benchmarks architectures` from `benchmarks/results/architectures.json`. Every kernel of
-a Flash step, compiled as it is launched (`dsv4/testing/compile_check.py`), by ptxas of Triton {triton}. Only
-Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
+a Flash step, compiled as it is launched (`dsv4/testing/compiled/compile_check.py`), by ptxas of Triton
+{triton}. Only Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
 
 What an architecture has, and which form a kernel takes where it lacks something, is decided in
 `dsv4/ops/lib/arch.py`:

@@ -35,7 +35,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request
 from dsv4.engine.run.graphs import capture_graph
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.context import cut_config
 from dsv4.tools.bench.model import time_calls

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.runner import RESULTS, file_name
 from dsv4.testing import bench
-from dsv4.testing.compile_check import precompile
+from dsv4.testing.compiled.compile_check import precompile
 
 H200 = RESULTS / "nvidia-h200.jsonl"
 MEASURED = Path(__file__).parents[1] / "docs" / "kernels" / "measured.md"

@@ -44,7 +44,7 @@ from dsv4.dist.symmetric import symmetric_exchange
 from dsv4.engine.run.precompile import precompile
 from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import backend_for

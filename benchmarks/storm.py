@@ -35,7 +35,7 @@ from benchmarks.storm_clients import Storm
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
 from dsv4.testing.bench import current_commit
 from dsv4.text.byte_tokenizer import byte_tokenizer

@@ -32,17 +32,11 @@ from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.ranks.agreement import Agreement
-from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
-from dsv4.engine.ranks.control import RanksControl
-from dsv4.engine.ranks.engine import RanksEngine
-from dsv4.engine.ranks.loading import Share, check_alike, failing_together, rank_device
-from dsv4.engine.ranks.remote import RemoteRank
-from dsv4.engine.ranks.serve import serve_rank
+from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
+from dsv4.engine.ranks.start import take_place
 from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import step_buckets
@@ -92,7 +86,7 @@ class LLM(Inside, Controls):
               of a shipped one; without a path, the miniature that ships with the package
     device    "cpu" or "cuda"
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
-              "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
+              "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 by default)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
     backend   `TORCH`, `TRITON` or one made of them (ops/backend.py); by default the kernels on a GPU in `official`
               numerics, the oracles elsewhere
@@ -272,7 +266,8 @@ class LLM(Inside, Controls):
         if world is None:
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
-            self._take_place(world, runner, choice, backend)
+            self.engine = take_place(self, world, runner, choice, backend)
+            self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
@@ -292,25 +287,6 @@ class LLM(Inside, Controls):
         itemsize = self.model.context.dtype.itemsize if self.numerics == "exact" else None
         schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
         return run_fingerprint(self.identity(), self.config, schema)
-
-    def _take_place(
-        self, world: World, runner: Runner, choice: FixedDrafts | None, backend: Backend
-    ) -> None:  # fmt: skip
-        """Rank 0 leads from now on; every other rank serves until it ends, and exits."""
-        model, cache, small = self.model, self.cache, EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
-        serve = padding_server(model, cache, lambda: self._make_cache(small, model.schedule))
-        agreement = Agreement(world.mesh.steps, world.link, world.progress, serve)
-        own = Engine(model, cache, runner=runner, experts=self.pool, drafts=choice, sizes=agreement)
-        self.engine = own
-        if world.rank:
-            serve_rank(own, self.control, engine_info(self), world.mesh.requests[0], world.follower)
-            cache.close()
-            raise SystemExit(0)
-        remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
-        self.engine = ranks = RanksEngine(own, remotes, world.leader)
-        self.control = RanksControl(weakref.proxy(self), backend, ranks)
-        self.model = LeadingTransformer(model, agreement)
-        self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from server_cases import SERVED, make_llm
 from server_fixtures import live, served_params
 
 from dsv4 import LLM, AsyncLLM, SamplingParams
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 
 __all__ = ["live", "served_params"]  # fixtures
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from dsv4.config import ConfigError
-from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
+from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.plot import check_plots
 from dsv4.tools.model_loading import DeviceOption, DraftsOption, GpusOption, parse_drafts

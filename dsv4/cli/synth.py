@@ -30,7 +30,7 @@ def synth_command(
       dsv4 synth ./flash4 --preset flash --layers 4 --experts nvfp4
       dsv4 synth ./dspark --preset tiny-dspark
     """
-    from dsv4.loader.synth import write_checkpoint  # here: it loads torch
+    from dsv4.loader.write.synth import write_checkpoint  # here: it loads torch
 
     chosen = next((name for name in EXPERT_FORMATS if name == experts), None)
     if chosen is None:

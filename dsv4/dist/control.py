@@ -6,7 +6,7 @@ A rank has failed when it says so, when its connection ends, when it is silent, 
 wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest is known by its count.
 
 What a failure does: the leader's calls raise `RankFailed`, processes it started are killed (which also frees a rank
-that waits in a collective), and a follower that loses its leader ends its process. Nobody is left behind.
+that waits in a collective), and a follower that loses its leader ends its process. No process is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ STALLED_SECONDS = 8.0  # behind the others without a step
 _BLAME_SECONDS = 2.0  # a rank that lost its peer speaks before the peer's end is seen
 _CONNECT_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
-_STOP_SECONDS = 0.5  # a rank that ends as it should may be seen before the word that all do
 _STUCK_SECONDS = 3.0  # after a failure: a silent rank on a GPU ends all within 10 s
 
 
@@ -153,7 +152,7 @@ class Leader:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around what ranks do together. An error of rank 0's own is raised as it is, and is the end of the others; one
-        that comes of losing another rank is told as that rank's failure."""
+        that comes of losing another rank is reported as that rank's failure."""
         if self._failure is not None or self._is_stopping:
             raise RankFailed(self._failure or "the ranks were ended before")
         self._working_since = time.monotonic()
@@ -163,7 +162,7 @@ class Leader:
             raise
         except BaseException as error:
             is_own = not isinstance(error, PeerLost)
-            self._suspect(f"rank 0: {_described(error)}", is_sure=is_own)
+            self._suspect(f"rank 0: {described(error)}", is_sure=is_own)
             if is_own:
                 raise
             raise RankFailed(self._wait_for_failure()) from error
@@ -259,7 +258,7 @@ class Leader:
     def _end_if_stuck(self, until: float) -> None:
         while self._may_be_stuck and self._working_since is not None:
             if time.monotonic() > until:
-                _end_process(f"dsv4: error: {self._failure}")
+                end_process(f"dsv4: error: {self._failure}")
             time.sleep(0.1)
 
     def _look_for_trouble(self, now: float) -> None:
@@ -308,109 +307,6 @@ class Leader:
         return self.processes[rank - 1] if 0 < rank <= len(self.processes) else None
 
 
-class Follower:
-    """Any other rank. `on_lost` is called, in a thread, when the leader has gone: by default the process ends."""
-
-    def __init__(
-        self, address: tuple[str, int], rank: int, token: bytes, progress: Progress, *,
-        on_lost: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._rank = rank
-        self._progress = progress
-        self._on_lost = on_lost or self._end
-        self._channel = Channel(socket.create_connection(address, timeout=_CONNECT_SECONDS))
-        self._channel.send(Kind.HELLO, pack([rank]) + token)
-        self._heard_at = time.monotonic()
-        self._is_over = False
-        self._stopped = threading.Event()
-        self._on_stop: Callable[[], None] = lambda: None
-        for task in (self._read, self._beat):
-            threading.Thread(target=task, name=f"dsv4-{task.__name__.strip('_')}", daemon=True).start()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the leader has gone, or has ended the work."""
-        return self._is_over
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the leader has ended the work, or has gone."""
-        return self._stopped.is_set()
-
-    def when_stopped(self, stop: Callable[[], None]) -> None:
-        """`stop` is called, in a thread, at the end of the work; at once if that has come."""
-        self._on_stop = stop
-        if self.is_stopped:
-            stop()
-
-    def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
-        """A failure elsewhere ends this process."""
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Around what ranks do together. An error here is the end of all."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, PeerLost):
-                self._stopped.wait(_STOP_SECONDS)
-            if self._is_over:
-                raise RankFailed("the ranks were ended") from error
-            if isinstance(error, RankFailed):
-                raise
-            self.report(error)
-            raise RankFailed(f"rank {self._rank}: {_described(error)}") from error
-
-    def answer(self, payload: bytes) -> None:
-        self._progress.tick()
-        self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
-        self._channel.send(Kind.ANSWER, payload)
-
-    def report(self, error: BaseException) -> None:
-        """This rank cannot go on. The leader ends the others."""
-        numbers = [int(isinstance(error, PeerLost)), *text_numbers(_described(error))]
-        try:
-            self._channel.send(Kind.FAILED, pack(numbers))
-        except OSError:
-            return  # the leader has gone too
-
-    def close(self) -> None:
-        self._is_over = True
-        self._channel.close()
-
-    def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            kind, _ = message
-            self._heard_at = time.monotonic()
-            if kind is Kind.STOP:
-                self._is_over = True
-                self._stopped.set()
-                self._on_stop()
-                return
-        if not self._is_over:
-            self._lose("rank 0 has gone")
-
-    def _beat(self) -> None:
-        while not self._is_over:
-            try:
-                self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
-            except OSError:
-                return  # the reader sees the end
-            if time.monotonic() - self._heard_at > SILENT_SECONDS:
-                self._lose(f"rank 0 has not been heard of for {SILENT_SECONDS:g} s")
-                return
-            time.sleep(BEAT_SECONDS)
-
-    def _lose(self, why: str) -> None:
-        self._is_over = True
-        self._on_lost(why)
-        self._stopped.set()
-        self._on_stop()
-
-    def _end(self, why: str) -> None:
-        _end_process(f"dsv4: rank {self._rank} ends: {why}")
-
-
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float = 0.0) -> None:
     """Wait for processes that should end, and kill those that do not."""
     until = time.monotonic() + patience
@@ -424,7 +320,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float 
             process.stdin.close()
 
 
-def _end_process(text: str) -> None:
+def end_process(text: str) -> None:
     """At once: the main thread may wait for another rank, and would for ever."""
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
@@ -438,7 +334,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, (PeerLost, ValueError)) and text else f"{type(error).__name__}: {text}"
 

@@ -83,7 +83,7 @@ def _accept(listener: socket.socket, mesh: Mesh, expected: int, token: bytes, is
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or what came of them in time."""
+    """`size` bytes, or those that came in time."""
     connection.settimeout(_HELLO_SECONDS)
     data = b""
     try:

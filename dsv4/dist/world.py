@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
-from dsv4.dist.control import STALLED_SECONDS, Follower, Leader, Progress, end_processes
+from dsv4.dist.control import STALLED_SECONDS, Leader, Progress, end_processes
 from dsv4.dist.exchange import CollectiveExchange, Exchange
+from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, Group, gloo_group, nccl_group
 from dsv4.dist.mesh import Mesh, meet
 from dsv4.dist.shares import most_rows
@@ -64,7 +65,7 @@ class World:
         mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8).to(self.group.device)
         return int(self.group.all_gather(mine).view(torch.int64).min())
 
-    def told(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """What every rank says here, at most `_SAID_BYTES` of it, by rank."""
         said = text.encode("utf-8")[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.group.device)
@@ -84,7 +85,7 @@ class World:
 
     @property
     def follower(self) -> Follower:
-        assert isinstance(self.link, Follower), "rank 0 follows nobody"
+        assert isinstance(self.link, Follower), "rank 0 follows no rank"
         return self.link
 
 

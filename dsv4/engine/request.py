@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import TYPE_CHECKING
 
 from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
@@ -222,8 +223,13 @@ class Request:
 
     def end_if_read(self, num_processed: int) -> None:
         """A request that draws nothing is over when its prompt has been read."""
-        if self.draws_nothing and num_processed == self.prompt_len and not self.is_done:
+        if not self.draws_nothing or num_processed < self.prompt_len or self.is_done:
+            return
+        place = next((place for place, one in enumerate(self.prompt_logprobs) if one and isnan(one.logprob)), None)
+        if place is None:
             self.finish_reason = FinishReason.LENGTH
+        else:
+            self.error = f"the model gave no numbers (NaN logits) for the token at position {place}"
 
     def failure(self) -> RequestFailed:
         """Why the request failed, as the error to raise."""

@@ -8,6 +8,7 @@ Ask a backend what it can do; never compare ops. `backend.with_ops(moe=other)` r
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,58 +17,13 @@ import torch
 
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import QuantTensor, Weight
-from dsv4.ops.attention import attention_inputs, attention_inputs_ref, sparse_attention, sparse_attention_ref
-from dsv4.ops.compress import compress, compress_pair, compress_pair_ref, compress_ref
+from dsv4.ops import attention, compress, drafting, hyper, indexer, linear, moe, norm, router, rows, sampling
 from dsv4.ops.contracts import OpSet
-from dsv4.ops.drafting import accept, accept_ref, confidence, confidence_ref, tap_streams, tap_streams_ref
-from dsv4.ops.hyper import (
-    hc_boundary,
-    hc_boundary_ref,
-    hc_enter,
-    hc_enter_ref,
-    hc_head,
-    hc_head_norm,
-    hc_head_norm_ref,
-    hc_head_ref,
-    hc_post,
-    hc_post_ref,
-)
-from dsv4.ops.indexer import index_topk, index_topk_ref
 from dsv4.ops.lib.waiting import is_waiting
-from dsv4.ops.linear import (
-    LinearBundle,
-    grouped_codes,
-    grouped_codes_ref,
-    grouped_linear,
-    grouped_linear_ref,
-    linear,
-    linear_ref,
-    linears,
-    linears_ref,
-    prepare_grouped,
-)
-from dsv4.ops.moe import (
-    moe,
-    moe_fold,
-    moe_fold_ref,
-    moe_parts,
-    moe_parts_ref,
-    moe_ref,
-    moe_shared,
-    moe_shared_ref,
-    prepare_experts,
-)
-from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
-from dsv4.ops.router import route, route_ref
-from dsv4.ops.rows import append_swa, append_swa_ref, rope, rope_ref, window_rows, window_rows_ref
-from dsv4.ops.sampling import (
-    resolve_tokens,
-    resolve_tokens_ref,
-    sample,
-    sample_ref,
-    sampled_logprobs,
-    sampled_logprobs_ref,
-)
+from dsv4.ops.linear import LinearBundle, prepare_grouped
+from dsv4.ops.moe import prepare_experts
+
+FAMILIES = (attention, compress, drafting, hyper, indexer, linear, moe, norm, router, rows, sampling)
 
 
 @dataclass(frozen=True)
@@ -127,40 +83,15 @@ class Backend:
         return tuple(field.name for field in fields(OpSet) if is_waiting(getattr(self.ops, field.name)))
 
 
+def _ops(suffix: str) -> OpSet:
+    """Every op by its name, from the family that exports it: `<op>` launches kernels, `<op>_ref` is the oracle."""
+    exported = ChainMap(*(vars(family) for family in FAMILIES))
+    return OpSet(**{field.name: exported[field.name + suffix] for field in fields(OpSet)})
+
+
 TORCH = Backend(
     name="torch",
-    ops=OpSet(
-        rms_norm=rms_norm_ref,
-        rms_norm_quant=rms_norm_quant_ref,
-        hc_enter=hc_enter_ref,
-        hc_boundary=hc_boundary_ref,
-        hc_post=hc_post_ref,
-        hc_head=hc_head_ref,
-        hc_head_norm=hc_head_norm_ref,
-        linear=linear_ref,
-        linears=linears_ref,
-        grouped_linear=grouped_linear_ref,
-        grouped_codes=grouped_codes_ref,
-        route=route_ref,
-        moe=moe_ref,
-        moe_parts=moe_parts_ref,
-        moe_shared=moe_shared_ref,
-        moe_fold=moe_fold_ref,
-        attention_inputs=attention_inputs_ref,
-        rope=rope_ref,
-        window_rows=window_rows_ref,
-        append_swa=append_swa_ref,
-        compress=compress_ref,
-        compress_pair=compress_pair_ref,
-        index_topk=index_topk_ref,
-        sparse_attention=sparse_attention_ref,
-        sample=sample_ref,
-        sampled_logprobs=sampled_logprobs_ref,
-        resolve_tokens=resolve_tokens_ref,
-        tap_streams=tap_streams_ref,
-        confidence=confidence_ref,
-        accept=accept_ref,
-    ),
+    ops=_ops("_ref"),
     layout=WeightLayout(keeps_operands=True),
     graph_devices=frozenset(),
     has_kernels=False,
@@ -168,38 +99,7 @@ TORCH = Backend(
 
 TRITON = Backend(
     name="triton",
-    ops=OpSet(
-        rms_norm=rms_norm,
-        rms_norm_quant=rms_norm_quant,
-        hc_enter=hc_enter,
-        hc_boundary=hc_boundary,
-        hc_post=hc_post,
-        hc_head=hc_head,
-        hc_head_norm=hc_head_norm,
-        linear=linear,
-        linears=linears,
-        grouped_linear=grouped_linear,
-        grouped_codes=grouped_codes,
-        route=route,
-        moe=moe,
-        moe_parts=moe_parts,
-        moe_shared=moe_shared,
-        moe_fold=moe_fold,
-        attention_inputs=attention_inputs,
-        rope=rope,
-        window_rows=window_rows,
-        append_swa=append_swa,
-        compress=compress,
-        compress_pair=compress_pair,
-        index_topk=index_topk,
-        sparse_attention=sparse_attention,
-        sample=sample,
-        sampled_logprobs=sampled_logprobs,
-        resolve_tokens=resolve_tokens,
-        tap_streams=tap_streams,
-        confidence=confidence,
-        accept=accept,
-    ),
+    ops=_ops(""),
     layout=WeightLayout(bundle=LinearBundle.build, grouped=prepare_grouped, experts=prepare_experts),
     graph_devices=frozenset({"cuda"}),
     has_kernels=True,

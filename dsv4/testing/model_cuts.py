@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.run.precompile import stand_in
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, OpSet
@@ -34,7 +34,7 @@ class OpResult(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A prompt's calls: so many of its tokens each, behind so many of another request's in the same call."""
+    """A prompt's calls: tokens of its own in each, behind tokens of another request in the same call."""
 
     lengths: Sequence[int]
     beside: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Shapes that nobody chose: models and calls of ops with widths that are no powers of two and odd numbers of heads,
+"""Random shapes: models and calls of ops with widths that are no powers of two and odd numbers of heads,
 groups, experts and choices. For tests of what must hold at every shape that the kernels take.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantFormat
-from dsv4.loader.config_write import ExpertFormat
+from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.ops.hyper import HyperSettings
 from dsv4.testing.cases.hyper import make_inputs
 from dsv4.testing.cases.linear import random_fp8, random_plain, random_shuffled

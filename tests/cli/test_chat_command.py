@@ -17,7 +17,7 @@ from dsv4.cli.chat import read_message, run_chat
 from dsv4.cli.chat_session import ChatSession
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import RequestError, SamplingParams
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions, encode_messages

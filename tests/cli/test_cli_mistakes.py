@@ -13,7 +13,7 @@ import typer.main
 
 from dsv4.cli.main import app
 from dsv4.loader.layout import StoredTensor
-from dsv4.loader.shards import StoredWeight, write_shard
+from dsv4.loader.write.shards import StoredWeight, write_shard
 from dsv4.tools.option_names import FOREIGN_OPTIONS, error_text
 
 SHARD = "model-00001-of-00001.safetensors"

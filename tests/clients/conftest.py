@@ -24,7 +24,7 @@ def params():
     import torch
     from server_cases import SERVED
 
-    from dsv4.loader.synth import random_params
+    from dsv4.loader.write.synth import random_params
 
     return random_params(SERVED, dequantize_to=torch.float32)
 

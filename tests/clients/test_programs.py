@@ -16,7 +16,7 @@ from server_cases import SERVED, let_it_say, start_server
 
 from dsv4 import LLM, EngineConfig
 from dsv4.loader.shipped import shipped_checkpoint
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.client

@@ -11,7 +11,7 @@ import trl.generation.vllm_client as trl_client
 from server_cases import NAME, SERVED, make_llm, start_server
 
 from dsv4 import LLM, SamplingParams
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 
 pytestmark = pytest.mark.client
 PROMPTS = [[0, 261, 106], [0, 261, 107, 40]]

@@ -9,7 +9,7 @@ from engine_cases import ONE_LAYER, SMALL, assert_all_free
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 

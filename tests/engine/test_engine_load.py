@@ -19,7 +19,7 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 
 
 def make_llm(params, overlap=False, **limits):

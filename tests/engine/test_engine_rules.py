@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free
 
+from dsv4.engine.request import RequestFailed
 from dsv4.engine.run.warmup_requests import rehearse_requests
+from dsv4.ops.sampling import sampled_logprobs_ref
 from dsv4.request import FinishReason, SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -128,13 +132,39 @@ def test_a_preempted_prompt_is_scored_once(make_llm):
     assert llm.engine.stats().num_preemptions > 0
 
 
-def test_more_than_a_piece_of_rows(make_llm):
-    """Scores are made 64 rows at a time."""
+def test_scores_of_whole_chunks(make_llm):
+    """Rows of several prompts are scored together, in pieces of 256 and 64: each as in a prompt that is alone, in
+    chunks of 64, and as its logits say."""
+    together, alone = (
+        make_llm(max_context_tokens=512, max_chunk_tokens=size, prefix_cache_bytes=0) for size in (512, 64)
+    )
+    texts = [torch.arange(3, 3 + length).remainder(200).tolist() for length in (2, 64, 65, 257, 322)]
+    params = [SamplingParams(max_tokens=0, prompt_logprobs=count) for count in (0, 3, 0, 0, 2)]
+    found = together.generate(texts, params)
+    for text, one, completion in zip(texts, params, found, strict=True):
+        assert completion == alone.generate(text, one)[0]
+        assert [scored.token_id for scored in completion.prompt_logprobs[1:]] == text[1:]
+        logits = together.logits(text)[:-1]
+        wanted = sampled_logprobs_ref(logits, torch.tensor(text[1:]), one.prompt_logprobs)
+        assert [scored.logprob for scored in completion.prompt_logprobs[1:]] == wanted[0].tolist()
+        top_ids = [[token_id for token_id, _ in scored.top] for scored in completion.prompt_logprobs[1:]]
+        assert top_ids == wanted[1].tolist()
+
+
+def test_a_score_that_is_no_number(make_llm):
+    """The request fails, and says where; the one beside it does not."""
     llm = make_llm()
-    for length in (64, 65, 66, 129):
-        text = torch.arange(length).remainder(200).add(3).tolist()
-        scored = llm.generate(text, SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
-        assert [one.token_id for one in scored[1:]] == text[1:]
+    embed = llm.model.params.embed.clone()
+    embed[77] = float("nan")
+    llm.model.params = replace(llm.model.params, embed=embed)
+    good, _ = llm.start([9, 10, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    bad, output = llm.start([9, 77, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    while not (good.is_done and bad.is_done):
+        llm.step()
+    assert good.completion().prompt_logprobs[1].logprob < 0
+    with pytest.raises(RequestFailed, match="no numbers .NaN logits. for the token at position 2"):
+        output.completion()
+    assert_all_free(llm)
 
 
 def test_scoring_by_name(make_llm):

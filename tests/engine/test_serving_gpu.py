@@ -13,7 +13,7 @@ from load_cases import CONFIG, assert_as_alone, random_requests, run_wave
 
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

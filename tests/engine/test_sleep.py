@@ -14,7 +14,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.walk import storages_of
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError
 
 CONFIG = replace(SMALL, n_routed_experts=8)

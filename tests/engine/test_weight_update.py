@@ -16,7 +16,7 @@ from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.formats.tensors import WideWeight
 from dsv4.loader.header import CheckpointError
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.model.assign import assign
 from dsv4.model.prepare import prepare_params
 from dsv4.ops import TRITON

@@ -88,7 +88,7 @@ def served_params():
     import torch
     from server_cases import SERVED
 
-    from dsv4.loader.synth import random_params
+    from dsv4.loader.write.synth import random_params
 
     return random_params(SERVED, dequantize_to=torch.float32)
 
@@ -99,7 +99,7 @@ def two_layer_params():
     import torch
     from server_cases import TWO_LAYERS
 
-    from dsv4.loader.synth import random_params
+    from dsv4.loader.write.synth import random_params
 
     return random_params(TWO_LAYERS, dequantize_to=torch.float32)
 

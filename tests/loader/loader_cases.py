@@ -11,8 +11,8 @@ from dsv4.loader.checkpoint import Checkpoint, TensorInfo
 from dsv4.loader.header import ITEM_BYTES
 from dsv4.loader.layout import StoredTensor
 from dsv4.loader.names import expected_tensors
-from dsv4.loader.random_weights import Recipe
-from dsv4.loader.synth import stored_tensors
+from dsv4.loader.write.random_weights import Recipe
+from dsv4.loader.write.synth import stored_tensors
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 SET_A = VECTORS / "setA" / "model"

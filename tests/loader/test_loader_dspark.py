@@ -18,8 +18,8 @@ from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint, CheckpointError
 from dsv4.loader.resolve import plan_load
 from dsv4.loader.summary import checkpoint_summary
-from dsv4.loader.synth import random_params, write_checkpoint
 from dsv4.loader.weights import load_params
+from dsv4.loader.write.synth import random_params, write_checkpoint
 
 DSPARK = SMALL.with_dspark(noise_token_id=7, markov_rank=16)
 PUBLISHED = {  # tensors and bytes of the whole, of all mtp.*, and of one ordinary draft layer

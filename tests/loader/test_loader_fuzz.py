@@ -9,9 +9,9 @@ from loader_cases import SMALL, header_of
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
-from dsv4.loader.config_write import config_to_dict
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.resolve import plan_load
+from dsv4.loader.write.config_file import config_to_dict
 
 FILE = "model-00001-of-00001.safetensors"
 MOST_SECONDS = 1.0

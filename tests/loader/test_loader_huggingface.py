@@ -12,8 +12,8 @@ from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint, CheckpointError
 from dsv4.loader.names import Naming
 from dsv4.loader.summary import checkpoint_summary
-from dsv4.loader.synth import random_params, write_checkpoint
 from dsv4.loader.weights import load_params, plan_load
+from dsv4.loader.write.synth import random_params, write_checkpoint
 
 CONFIG = ModelConfig.tiny(
     vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), n_routed_experts=4,

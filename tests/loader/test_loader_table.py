@@ -9,12 +9,12 @@ from loader_cases import SMALL, header_of, stored
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
-from dsv4.loader.config_write import config_to_dict
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.names import Naming, expected_tensors, stored_names
-from dsv4.loader.random_weights import Recipe
 from dsv4.loader.resolve import plan_load
-from dsv4.loader.synth import stored_tensors
+from dsv4.loader.write.config_file import config_to_dict
+from dsv4.loader.write.random_weights import Recipe
+from dsv4.loader.write.synth import stored_tensors
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 EXPERT = "layers.1.ffn.experts.2.w1"

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantTensor
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
-from dsv4.loader.config_write import config_to_dict
 from dsv4.loader.summary import checkpoint_summary
-from dsv4.loader.synth import random_params, write_checkpoint
 from dsv4.loader.weights import load_params
+from dsv4.loader.write.config_file import config_to_dict
+from dsv4.loader.write.synth import random_params, write_checkpoint
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 LINEAR_OF = {"mxfp4": "fp8", "nvfp4": "fp8", "fp8": "fp8", "bf16": "torch.bfloat16"}

@@ -16,7 +16,7 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.dist.exchange import Rows
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.branches import Branches
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer

@@ -20,7 +20,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.run.precompile import on_meta
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.drafter import DraftEnds
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer

@@ -22,7 +22,7 @@ from planted import Bed
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 
 from dsv4 import LLM, ModelConfig
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.testing.vectors import PURE_LOGITS_ABS, pure_deviation
 
 RATIOS = {"flash": (0, 0, 4, 128, 4), "pro": (128, 128, 4, 128, 4)}

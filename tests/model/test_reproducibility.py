@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dsv4 import LLM, EngineConfig, ModelConfig
 from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 
 CONFIG = ModelConfig.tiny(
     vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_attention_heads=2,

@@ -15,7 +15,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import WideWeight
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, TRITON, OpSet

@@ -9,7 +9,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.ops import TORCH, TRITON
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.shapes import check_shapes

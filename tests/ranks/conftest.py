@@ -8,7 +8,7 @@ from rank_cases import SMALL, ThreadedRanks
 
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 
 
 @pytest.fixture(scope="session")

@@ -13,18 +13,19 @@ from test_runner import FakeGraph
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
-from dsv4.dist.control import Follower, Leader, Progress
+from dsv4.dist.control import Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
+from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.mesh import meet
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
-from dsv4.engine.draft.create import make_drafter
-from dsv4.engine.offload.pool import offload
-from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.control import EngineControl
+from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.link.info import engine_info
+from dsv4.engine.offload.pool import offload
+from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
 from dsv4.engine.ranks.engine import RanksEngine

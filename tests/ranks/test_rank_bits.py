@@ -18,7 +18,7 @@ from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World
 from dsv4.engine.offload.placement import Placement
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 PARAMS = [
@@ -71,7 +71,9 @@ def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits, overlap)
     ranks = make_ranks(size, numerics, limits, overlap=overlap)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone[numerics]
     ranks.engine.check_integrity()
-    assert [cache.num_free_slots for cache in ranks.caches] == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
+    assert [cache.num_free_slots for cache in ranks.caches] == [ranks.limits.max_concurrent_requests] * size, (
+        "every slot is free again"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +90,14 @@ def arrivals(models):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_arrivals_at_random(make_ranks, arrivals, overlap):
-    """Six requests at once, others while they run, on three ranks with two slots and few blocks each; some are dropped."""
+    """Six requests at once, others while they run, on three ranks of two slots and few blocks; some are dropped."""
     generator = torch.Generator().manual_seed(4)
     prompts, params, expected = arrivals
     ranks = make_ranks(
         3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
     )
-    engine, requests, dropped = ranks.engine, [ranks.engine.add(*one) for one in zip(prompts[:6], params)], set()
+    engine, dropped = ranks.engine, set()
+    requests = [ranks.engine.add(*one) for one in zip(prompts[:6], params[:6], strict=True)]
     while len(requests) < 10 or engine.has_work:
         for _ in range(int(torch.randint(0, 4, (), generator=generator))):
             if len(requests) < 10:

@@ -23,7 +23,7 @@ from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.request import RequestFailed
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 MTP = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 128, 0))
@@ -84,7 +84,9 @@ def forced(kind, drafts, completions, **options):
 def said_on(ranks):
     """What the drafters of all ranks said."""
     found = copy.copy(ranks.own.choice)
-    found.offered = {key: one for made in (ranks.own, *ranks.others.values()) for key, one in made.choice.offered.items()}
+    found.offered = {
+        key: one for made in (ranks.own, *ranks.others.values()) for key, one in made.choice.offered.items()
+    }
     return found
 
 
@@ -145,7 +147,7 @@ def test_arrivals_at_random(make_ranks, overlap):
     choice = forced("mtp", "partly", expected, random_count=True)
     limits = {"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 140}
     ranks = make_ranks("mtp", 2, choice, limits, overlap=overlap)
-    engine, requests = ranks.engine, [ranks.engine.add(*one) for one in zip(prompts[:4], params)]
+    engine, requests = ranks.engine, [ranks.engine.add(*one) for one in zip(prompts[:4], params[:4], strict=True)]
     while len(requests) < 6 or engine.has_work:
         for _ in range(source.randrange(3)):
             if len(requests) < 6:

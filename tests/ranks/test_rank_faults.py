@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 from dsv4.dist import control
 from dsv4.dist.errors import ExchangeDamaged, RankFailed, RanksDiverged
+from dsv4.dist.follower import Follower
 from dsv4.dist.mesh import meet
 from dsv4.engine.request import DeadlinePassed, RequestFailed
 from dsv4.engine.step.constraint import ConstraintError, pack_tokens
@@ -94,7 +95,10 @@ def test_ranks_that_are_in_different_steps_say_so(make_ranks):
     ranks = make_ranks(2)
     ranks.run([(PROMPT, PARAMS)])
     ranks.own.agreement._num_rounds += 1
-    with within(10), pytest.raises((RanksDiverged, RankFailed), match=r"rank [01] is in step \d+, this one in step \d+"):
+    with (
+        within(10),
+        pytest.raises((RanksDiverged, RankFailed), match=r"rank [01] is in step \d+, this one in step \d+"),
+    ):
         ranks.run([(PROMPT, PARAMS)])
 
 
@@ -137,7 +141,7 @@ def test_a_silent_leader_is_left(make_ranks, monkeypatch):
     monkeypatch.setattr(control, "SILENT_SECONDS", 0.5)
     lost = []
     leader = control.Leader(2, "127.0.0.1", b"token", control.Progress())
-    follower = control.Follower(leader.address, 1, b"token", control.Progress(), on_lost=lost.append)
+    follower = Follower(leader.address, 1, b"token", control.Progress(), on_lost=lost.append)
     with within(5):
         while not lost:
             time.sleep(0.05)
@@ -149,10 +153,10 @@ def test_a_silent_leader_is_left(make_ranks, monkeypatch):
 
 def test_a_silent_rank_and_a_stranger(monkeypatch):
     monkeypatch.setattr(control, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(control.Follower, "_beat", lambda self: None)
+    monkeypatch.setattr(Follower, "_beat", lambda self: None)
     leader = control.Leader(2, "127.0.0.1", b"token", control.Progress())
-    stranger = control.Follower(leader.address, 1, b"other", control.Progress(), on_lost=lambda why: None)
-    follower = control.Follower(leader.address, 1, b"token", control.Progress(), on_lost=lambda why: None)
+    stranger = Follower(leader.address, 1, b"other", control.Progress(), on_lost=lambda why: None)
+    follower = Follower(leader.address, 1, b"token", control.Progress(), on_lost=lambda why: None)
     leader.connect()
     with within(5), pytest.raises(RankFailed, match="rank 1 has not been heard of for 0.6 s"):
         leader.answers()

@@ -13,6 +13,7 @@ from dsv4.dist.shares import rank_limits
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 
+
 def prompt_of(length, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist()

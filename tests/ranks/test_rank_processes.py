@@ -27,11 +27,11 @@ from dsv4.dist.errors import RankFailed
 from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
-from dsv4.engine.ranks.loading import check_alike, rank_device
+from dsv4.engine.ranks.load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
 
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)

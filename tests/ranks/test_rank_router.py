@@ -17,7 +17,7 @@ from dsv4.config.layers import build_schedule
 from dsv4.dist.shares import expert_range, rank_limits
 from dsv4.engine.gate import Gate
 from dsv4.engine.ranks import router as router_module
-from dsv4.engine.ranks.load import LoadReport
+from dsv4.engine.ranks.report import LoadReport
 from dsv4.engine.ranks.router import Room, Router
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.scheduler import Scheduler
@@ -62,7 +62,10 @@ class Rank:
         self.requests = {}
         trees = [] if self.books.prefix is None else [self.books.prefix.tree]
         self.books.watch_prefixes = lambda: PrefixWatch(trees)
-        self.report, self.known = LoadReport(SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=Gate())), set()
+        self.report, self.known = (
+            LoadReport(SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=Gate())),
+            set(),
+        )
 
     def room(self):
         load, news = self.report.measure()

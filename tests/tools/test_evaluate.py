@@ -20,7 +20,7 @@ from dsv4.cli import eval as command
 from dsv4.config import ModelConfig
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.shipped import shipped_checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.text.protocol import PROTOCOL
 from dsv4.tools.evaluate import (
     EvaluationError,

@@ -6,7 +6,7 @@ import torch
 
 from dsv4 import LLM, SamplingParams
 from dsv4.config import ModelConfig
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.tools.experts import ExpertCounter, LayerExperts
 
 

@@ -50,7 +50,7 @@ class SegmentTree:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_evictions = 0
-        self.touched: set[bytes] | None = None  # keys that came or went, where somebody watches
+        self.touched: set[bytes] | None = None  # keys that came or went, where they are watched
         self._segments: OrderedDict[bytes, Segment] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:

@@ -18,8 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
@@ -44,10 +42,10 @@ from dsv4.engine.link.messages import (
     ToEngine,
     encode,
     end_of,
-    pack_ids,
     pack_reply,
     unpack_ids,
 )
+from dsv4.engine.link.routes import TokenRoutes
 from dsv4.engine.link.throughput import ThroughputLog
 from dsv4.engine.request import Request, RequestAborted, WeightsIncomplete
 from dsv4.engine.serving import Serving
@@ -91,9 +89,7 @@ class EngineLoop:
         self._on_record, self._on_step, self._load = on_record, on_step, load
         self._clients: set[ClientConnection] = set()
         self._owners: dict[Request, tuple[ClientConnection, int]] = {}
-        # tokens of a step of these requests: which client gets those at which places, under which handles; by rank
-        self._routed: dict[int, tuple[Request, ...]] = {}
-        self._routes: dict[int, list[tuple[ClientConnection, NDArray[np.int64], bytes]]] = {}
+        self._routes = TokenRoutes(self._owners)
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
@@ -324,45 +320,16 @@ class EngineLoop:
             tokens = self.engine.take_results()
         seconds, self.step_start = time.perf_counter(), None
         for rank, part in enumerate(tokens.parts):
-            if part:
-                self._collect(rank, part)
+            if part.requests:
+                self._routes.deliver(rank, part)
+            for request in part.ended:
+                if request in self._owners:
+                    self._end(request)
         if self._on_step is not None:
             self._on_step()
         self._flush(seconds)
         if self._throughput.wants(seconds):
             self._throughput.update(self.engine.stats(), seconds)
-
-    def _collect(self, rank: int, tokens: StepTokens) -> None:
-        """Tokens to the clients that wait for them, then the requests that are over. While the requests stay the same,
-        a client costs one selection, whatever their number."""
-        if tokens.requests is not self._routed.get(rank):
-            self._route(rank, tokens.requests)
-        for client, places, handles in self._routes[rank]:
-            if tokens.logprobs:
-                self._pack_logprobs(client, places.tolist(), tokens)
-            client.add_tokens(handles, tokens.token_ids[places])
-        for request in tokens.ended:
-            if request in self._owners:
-                self._end(request)
-
-    def _route(self, rank: int, requests: tuple[Request, ...]) -> None:
-        """Which tokens of such a step go to which client."""
-        places: dict[ClientConnection, list[int]] = {}
-        handles: dict[ClientConnection, list[int]] = {}
-        for place, request in enumerate(requests):
-            client, handle = self._owners[request]
-            if handle not in client.started:
-                client.start(handle, request)
-            places.setdefault(client, []).append(place)
-            handles.setdefault(client, []).append(handle)
-        self._routed[rank] = requests
-        self._routes[rank] = [(client, np.array(found), pack_ids(handles[client])) for client, found in places.items()]
-
-    def _pack_logprobs(self, client: ClientConnection, places: list[int], tokens: StepTokens) -> None:
-        for row, place in enumerate(places, start=client.num_tokens):
-            logprobs = tokens.logprobs.get(place)
-            if logprobs is not None:
-                client.add_logprobs(row, tokens.requests[place], logprobs)
 
     def _end(self, request: Request) -> None:
         client, handle = self._owners[request]

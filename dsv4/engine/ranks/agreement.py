@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from dsv4.cache.errors import NoFreeSlot
-from dsv4.dist.control import Follower, Leader, Progress
+from dsv4.dist.control import Leader, Progress
 from dsv4.dist.errors import PeerLost, RankFailed, RanksDiverged
+from dsv4.dist.follower import Follower
 from dsv4.engine.step.size import StepSize
 
 STEP = 0  # other kinds are calls

@@ -28,8 +28,8 @@ from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine
 from dsv4.engine.gate import Gate
-from dsv4.engine.ranks.load import LoadReport
 from dsv4.engine.ranks.remote import RemoteRank, wait_for
+from dsv4.engine.ranks.report import LoadReport
 from dsv4.engine.ranks.router import Room, Router
 from dsv4.engine.request import Request
 from dsv4.engine.stats import DraftStats, EngineStats

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 
-from dsv4.dist.control import Follower
+from dsv4.dist.follower import Follower
 from dsv4.engine.control import EngineControl
 from dsv4.engine.engine import Engine
 from dsv4.engine.link.grammars import Constrain
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineInfo
-from dsv4.engine.ranks.load import LoadReport
+from dsv4.engine.ranks.report import LoadReport
 
 _MAX_WAITING = 1 << 30  # rank 0 bounds them
 

@@ -61,7 +61,7 @@ class StandIn:
         batch = replace(batch, token_ids=token_ids)
         outputs: list[BlockOutput] = []
         streams = self.model.forward(batch, self.handles.__getitem__, lambda _, output: outputs.append(output))
-        for count in (SCORED_ROWS, num_rows):
+        for count in (*SCORED_ROWS, num_rows):
             logits = self.model.logits(streams.index_select(0, torch.empty(count, dtype=torch.int64, device=META)))
             rehearse(ops, logits, self.state)
         if self.drafting is not None:
@@ -77,7 +77,7 @@ def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
     num_rows, vocab_size = logits.shape
     slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
     token_ids = ops.sample(logits, SamplingRows(slots, slots + 1), state)
-    for num_top in NUM_TOP:
+    for num_top in (0, *NUM_TOP):
         ops.sampled_logprobs(logits, token_ids, min(num_top, vocab_size))
 
 

@@ -184,8 +184,9 @@ class Runner:
 
     @torch.no_grad()
     def score(self, forwarded: Forwarded, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
-        """Log-probabilities of given tokens [SCORED_ROWS] after the batch rows `rows`, as `sampled_logprobs`."""
-        assert rows.shape == token_ids.shape == (SCORED_ROWS,), f"always {SCORED_ROWS} rows"
+        """Log-probabilities of given tokens after the batch rows `rows`, as `sampled_logprobs`; 0 lists none."""
+        assert rows.shape == token_ids.shape
+        assert rows.shape[0] in SCORED_ROWS, f"one of {SCORED_ROWS} rows"
         listed = self._num_top(num_top)
         assert listed is not None
         with self._compiles:
@@ -258,9 +259,10 @@ class Runner:
         _, batch = padding_batch(size, self.cache.block_table)
         made = self._compute(batch, self._padding_rows(size), num_valid=0)
         rehearse(self.model.context.ops, made.logits, self.slots.state)
-        scored = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=self.cache.device)
-        for num_top in NUM_TOP:
-            self._score(made, scored, scored, min(num_top, self.model.config.vocab_size))
+        for num_rows in SCORED_ROWS:
+            scored = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
+            for num_top in (0, *NUM_TOP):
+                self._score(made, scored, scored, min(num_top, self.model.config.vocab_size))
         if self.drafting is not None:
             assert made.hidden is not None and self.draft_table is not None
             with padded_from(self.experts, 0):

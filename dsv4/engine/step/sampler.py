@@ -12,7 +12,7 @@ from dsv4.ops.sampling import NOTHING_ALLOWED, POISONED
 from dsv4.request import TokenLogprobs
 
 NUM_TOP = (20, 100)  # likeliest tokens listed beside a log-probability: kernels are compiled for these, no others
-SCORED_ROWS = 64  # prompt rows whose logits are made at once: always as many, so that nothing is compiled for others
+SCORED_ROWS = (256, 64)  # prompt rows whose logits are made at once: no other numbers, so that no more is compiled
 
 
 class Drawn(NamedTuple):
@@ -32,6 +32,11 @@ def num_top_for(asked: Sequence[int | None]) -> int | None:
     """How many of the likeliest tokens to list where requests ask for so many; None if nobody asks."""
     most = max((count for count in asked if count is not None), default=None)
     return None if most is None else next(count for count in NUM_TOP if count >= most)
+
+
+def scored_rows(num_left: int) -> int:
+    """How many rows to score next where so many are left; padding among them, if they are fewer."""
+    return next((size for size in SCORED_ROWS if size <= num_left), SCORED_ROWS[-1])
 
 
 def outcomes(

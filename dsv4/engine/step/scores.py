@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4.cache.transfer import HostCopy, to_device
@@ -9,7 +11,8 @@ from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import Forwarded
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.plan import StepPlan
-from dsv4.engine.step.sampler import SCORED_ROWS, num_top_for, token_logprobs
+from dsv4.engine.step.sampler import num_top_for, scored_rows
+from dsv4.request import TokenLogprobs
 
 
 class Scores:
@@ -20,36 +23,55 @@ class Scores:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Request, list[int], HostCopy]] = []
+        self._asked: list[tuple[Request, list[int]]] = []  # with the tokens scored here
+        self._num_top = 0
+        self._parts: list[tuple[int, HostCopy]] = []  # of so many of those tokens, one after the other
 
     @classmethod
     def launch(cls, runner: Runner, forwarded: Forwarded, plan: StepPlan) -> Scores:
-        made = cls()
+        made, rows = cls(), list[int]()
         first_row = len(plan.rows)
         for piece in plan.others:
             if piece.request.params.prompt_logprobs is not None:
-                made._score(runner, forwarded, piece.request, first_row - piece.start, piece.start + piece.length)
+                rows += made._ask(piece.request, first_row - piece.start, piece.start + piece.length)
             first_row += piece.length
+        made._launch(runner, forwarded, rows)
         return made
 
-    def _score(self, runner: Runner, forwarded: Forwarded, request: Request, offset: int, end: int) -> None:
-        """Positions that were not scored before, up to `end`; position p is the batch's row p + `offset`."""
-        num_top = num_top_for([request.params.prompt_logprobs])
-        assert num_top is not None
-        end, device = min(end, request.prompt_len - 1), runner.cache.device
-        for start in range(request.num_scored, end, SCORED_ROWS):
-            positions = range(start, min(start + SCORED_ROWS, end))
-            token_ids = [request.token_ids[position + 1] for position in positions]
-            padding = [0] * (SCORED_ROWS - len(positions))
-            numbers = torch.tensor([[*(position + offset for position in positions), *padding], [*token_ids, *padding]])
-            rows, ids = to_device(numbers, device).unbind(0)  # [SCORED_ROWS] each
-            self._parts.append((request, token_ids, HostCopy(runner.score(forwarded, rows, ids, num_top), device)))
+    def _ask(self, request: Request, offset: int, end: int) -> range:
+        """The batch's rows of positions that were not scored before, up to `end`; `offset` is that of position 0."""
+        end = min(end, request.prompt_len - 1)
+        positions = range(request.num_scored, end)
+        if positions:
+            self._asked.append((request, request.token_ids[positions.start + 1 : end + 1]))
+            self._num_top = max(self._num_top, num_top_for([request.params.prompt_logprobs or None]) or 0)
         request.num_scored = max(request.num_scored, end)
+        return range(positions.start + offset, end + offset)
+
+    def _launch(self, runner: Runner, forwarded: Forwarded, rows: Sequence[int]) -> None:
+        token_ids = [token_id for _, ids in self._asked for token_id in ids]
+        device, start = runner.cache.device, 0
+        while start < len(rows):
+            size = scored_rows(len(rows) - start)
+            here = slice(start, start + size)
+            numbers = torch.zeros(2, size, dtype=torch.int64)
+            num_here = len(rows[here])
+            numbers[:, :num_here] = torch.tensor([rows[here], token_ids[here]])
+            score_rows, score_ids = to_device(numbers, device).unbind(0)  # [size] each
+            scores = runner.score(forwarded, score_rows, score_ids, self._num_top)
+            self._parts.append((num_here, HostCopy(scores, device)))
+            start += size
 
     def read(self) -> None:
         """Wait for them, and give each request its own."""
-        for request, token_ids, part in self._parts:
-            scores, count = part.wait(), request.params.prompt_logprobs or 0
+        found: list[tuple[float, list[int], list[float]]] = []
+        for num_here, part in self._parts:
+            found += zip(*(scores[:num_here].tolist() for scores in part.wait()), strict=True)
+        start = 0
+        for request, token_ids in self._asked:
+            count, own = request.params.prompt_logprobs or 0, found[start : start + len(token_ids)]
+            start += len(token_ids)
             request.prompt_logprobs += [
-                token_logprobs(token_id, row, scores, count) for row, token_id in enumerate(token_ids)
+                TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:count], top[:count], strict=True)))
+                for token_id, (logprob, top_ids, top) in zip(token_ids, own, strict=True)
             ]

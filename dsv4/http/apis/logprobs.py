@@ -61,4 +61,5 @@ class TokenNames:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    """NaN too becomes the least."""
+    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB

@@ -26,7 +26,7 @@ where programs run one after another, the last one does all the work of few toke
 The dots run on tensor cores without losing fp32: a stream is bf16 already, and fn is taken apart into three bf16 parts
 that add up to it exactly; their products are exact, and each part has its own fp32 accumulator. All products are made
 of the same instruction of 16 rows and 16 columns, which come in the same order however many rows there are at a time
-(`in_product_order` of ops/lib/order.py), so that a token's bits do not depend on the number of tokens.
+(`in_product_order` of ops/lib/maths.py), so that a token's bits do not depend on the number of tokens.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from dsv4.ops.hyper.kernel_weights import (
 )
 from dsv4.ops.lib.arrivals import wait_for_arrivals
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.ops.lib.order import in_product_order
+from dsv4.ops.lib.maths import in_product_order
 from dsv4.ops.lib.pdl import pdl_trigger, pdl_wait
 
 SUB_ROWS = 32  # rows of one matrix product: tiles are made of these

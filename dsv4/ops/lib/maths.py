@@ -10,7 +10,7 @@ No library is called: a library's last bit differs between machines. Kernels tha
 off; where one rounding is wanted, `tl.fma` is written.
 
 Also here: rounding to bf16 two at a time, and the orderable integer of a float, which turns every comparison of this
-project's selections into one of integers.
+project's selections into one of integers; and the order of columns in which two tensor-core instructions sum alike.
 """
 
 from __future__ import annotations
@@ -223,3 +223,16 @@ def cos_sin(angle):
     cos_value = tl.where((turns == 1) | (turns == 2), -cos_value, cos_value)
     sin_value = tl.where(turns >= 2, -sin_value, sin_value)
     return cos_value.to(tl.float32), sin_value.to(tl.float32)
+
+
+@jit
+def in_product_order(x):
+    """[R, C] -> the same columns, of which 16 neighbours are what mma.sync takes at once from an operand after a join:
+    of a column's number inside 32, bit 1 moves to the top.
+
+    The compiler gives a thread four neighbours of such an operand where it gives two of others, and an MMA then takes
+    of 32 columns first those with bit 1 clear, then those with it set. The order inside the 16 does not matter to a
+    sum: products without a join, or of wgmma, over columns in this order give the same bits.
+    """
+    split = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 2, 4, 2, 2])
+    return tl.reshape(tl.permute(split, [0, 1, 4, 2, 3, 5]), [x.shape[0], x.shape[1]])

@@ -8,7 +8,7 @@ from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_products import product
 from dsv4.ops.moe.kernel_rows import shared_rows, shared_sub_rows
-from dsv4.ops.moe.kernel_wide import wide_products
+from dsv4.ops.moe.many.kernel_wide import wide_products
 
 
 @jit(do_not_specialize=("num_rows",))

@@ -21,14 +21,13 @@ from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.ops.moe.kernel_down import _down_kernel
 from dsv4.ops.moe.kernel_few import Partials, _few_down_kernel, _few_gate_up_kernel
-from dsv4.ops.moe.kernel_fold import _sum_parts_kernel
 from dsv4.ops.moe.kernel_gate_up import _gate_up_kernel
-from dsv4.ops.moe.kernel_parts import DownResults
+from dsv4.ops.moe.kernel_parts import DownResults, _sum_parts_kernel
 from dsv4.ops.moe.kernel_prepare import _moe_prepare_kernel
 from dsv4.ops.moe.kernel_rows import DIRECT_PAIRS, GateUpMatrices, Matrix, PairOrder
-from dsv4.ops.moe.kernel_wide import _wide_down_kernel, _wide_gate_up_kernel
-from dsv4.ops.moe.launch_dense import launch_dense, new_partials
-from dsv4.ops.moe.launch_tiles import launch_tiles, takes_tiles
+from dsv4.ops.moe.many.kernel_wide import _wide_down_kernel, _wide_gate_up_kernel
+from dsv4.ops.moe.many.launch_dense import launch_dense, new_partials
+from dsv4.ops.moe.many.launch_tiles import launch_tiles, takes_tiles
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_ref
 from dsv4.ops.moe.plan import (
     BLOCK,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.moe.kernel_fold import _fold_parts_kernel
+from dsv4.ops.moe.kernel_parts import _fold_parts_kernel
 from dsv4.ops.moe.launch import are_prepared, config_for, launch_moe
 from dsv4.ops.moe.op import Matrices, _Shuffled, moe_parts_ref, moe_shared_ref
 

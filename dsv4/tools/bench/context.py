@@ -31,12 +31,12 @@ from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.names import Role, expected_tensors
-from dsv4.loader.random_weights import Recipe, random_weight
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.synth import random_params
 from dsv4.loader.weights import load_params
+from dsv4.loader.write.config_file import ExpertFormat
+from dsv4.loader.write.random_weights import Recipe, random_weight
+from dsv4.loader.write.synth import random_params
 from dsv4.model.parameters import ExpertParams, ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.shipped import find_checkpoint, shipped_names
+from dsv4.loader.write.config_file import ExpertFormat
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "flash": ModelConfig.flash,

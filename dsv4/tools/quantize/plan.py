@@ -18,11 +18,11 @@ from dsv4.config import ModelConfig
 from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.config_write import quantization_section
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.layout import StoredTensor, weight_tensors
 from dsv4.loader.names import Naming, Role
 from dsv4.loader.resolve import LoadPlan, Source
+from dsv4.loader.write.config_file import quantization_section
 
 Experts = Literal["nvfp4", "mxfp4"]
 Linears = Literal["fp8", "bf16"]

@@ -25,7 +25,8 @@ from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.resolve import LoadPlan, Source, plan_load
-from dsv4.loader.shards import (
+from dsv4.loader.weights import read_weight
+from dsv4.loader.write.shards import (
     DEFAULT_SHARD_BYTES,
     StoredWeight,
     index_text,
@@ -34,7 +35,6 @@ from dsv4.loader.shards import (
     split_shards,
     write_shard,
 )
-from dsv4.loader.weights import read_weight
 from dsv4.tools.quantize.plan import (
     Target,
     check_target,

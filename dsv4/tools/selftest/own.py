@@ -61,7 +61,7 @@ def one_of_each_kind(config: ModelConfig) -> ModelConfig:
 
 
 def check_ops_of(model: CutModel, sizes: Sequence[int], progress: Done) -> Iterator[Check]:
-    """What calls of so many tokens give every op; of layers alike the first."""
+    """The arguments that calls of this many tokens give every op; of layers alike the first."""
     backend, device, seen = model.model.context.backend, model.cache.device, set[Any]()
     found: list[Check] = []
     name = ""
@@ -127,7 +127,7 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
     if read_verdict(key) is not None:  # a red one was refused when the model was loaded
         return None
     began = time.perf_counter()
-    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS)
+    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS[-1])
     checks = [*check_ops_of(small, SHORT_SIZES, lambda what, done, total: None), *check_cuts(small)]
     verdict = verdict_of(checks, key)
     write_verdict(verdict)

@@ -15,7 +15,7 @@ from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 
 # both kinds of entries (the draft blocks have none), and a window that wraps often
 MTP = ModelConfig.tiny(

@@ -19,7 +19,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.runner import Runner
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

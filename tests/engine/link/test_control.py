@@ -15,7 +15,7 @@ from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
 from dsv4.engine import weight_update
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.loader.header import CheckpointError
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import FinishReason, RequestError
 
 CONFIG = replace(SMALL, n_routed_experts=8)

@@ -10,7 +10,7 @@ from engine_cases import ONE_LAYER, SMALL, assert_all_free, encode, let_it_say
 from dsv4 import LLM, EngineConfig
 from dsv4.cache.errors import CacheError, OutOfBlocks
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import RequestError, SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1)

@@ -20,7 +20,7 @@ from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
 from dsv4.llm import LLM
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.bench.context import build_offloaded

@@ -18,7 +18,7 @@ from engine_cases import SMALL, assert_all_free
 from dsv4.config import EngineConfig
 from dsv4.engine.step.constraint import pack_tokens
 from dsv4.llm import LLM
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True

@@ -22,7 +22,7 @@ from dsv4.cache.tiers.host import UNIT_BYTES
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer

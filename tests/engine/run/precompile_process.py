@@ -25,14 +25,14 @@ from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.precompile import precompile
 from dsv4.engine.run.runner import Runner, _CompileWatch
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON
 from dsv4.ops.lib import compile_only, guard
 from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.testing.compile_check import OfflineDriver
+from dsv4.testing.compiled.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
 TWO_LAYERS = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 4), num_nextn_predict_layers=0)

@@ -22,7 +22,7 @@ from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run import runner as runner_module
 from dsv4.engine.run.precompile import ALIGNMENT, on_meta, stand_in
 from dsv4.engine.run.runner import Runner
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, TRITON
 

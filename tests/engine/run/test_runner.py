@@ -22,7 +22,7 @@ from dsv4.engine.run.runner import Runner, _CompileWatch
 from dsv4.engine.step.constraint import pack_tokens
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, TRITON, backend_for

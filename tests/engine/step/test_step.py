@@ -94,7 +94,7 @@ def test_staging_is_not_overwritten_while_it_is_copied(models):
     """Many builds without a synchronisation between them: each step's tensors hold its own numbers."""
     from dsv4.config import EngineConfig
     from dsv4.llm import LLM
-    from dsv4.loader.synth import random_params
+    from dsv4.loader.write.synth import random_params
 
     config = models["one layer"][0]
     params = random_params(config, dequantize_to=torch.float32, device="cuda")

@@ -18,7 +18,7 @@ from dsv4.http.grammar.compiler import GrammarCompiler
 from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import JsonRule
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.request import SamplingParams
 from dsv4.text.parse import parse_completion
 

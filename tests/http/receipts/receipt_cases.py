@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx
 from server_cases import TWO_LAYERS
 
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.text.byte_tokenizer import byte_tokenizer
 
 WORDS = ["the", "sun", "rose", "over", "a", "quiet", "harbour", "and", "nobody", "saw", "small", "grey", "boats"]

@@ -14,7 +14,7 @@ from server_processes import wait_for
 
 from dsv4 import LLM
 from dsv4.http.apis.rl.routes import CALLS, PATHS
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
 
 SEQUENCES = json.loads((Path(__file__).parents[2] / "data" / "rl_sequences.json").read_text(encoding="utf-8"))

@@ -449,6 +449,20 @@ def test_inputs_are_left_as_they_were():
                 assert same, name
 
 
+@pytest.mark.parametrize("k", [0, 1, 3, 20, 100, 200])
+def test_the_likeliest_are_those_of_a_sorted_row(k):
+    """Equal ones by their ids, NaN and -inf last, whatever way they are found."""
+    few = torch.randn(40, 160).mul(2).round()
+    few[::3, ::5], few[1::3, 1::2], few[5], few[6, 0] = float("-inf"), float("nan"), 0.0, float("inf")
+    wide = torch.randn(8, 4000)
+    for logits in (few, wide, wide.double()):
+        rows = [
+            sorted(range(len(row)), key=lambda place: (-row[place], place))[:k]
+            for row in logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")).tolist()
+        ]
+        assert sampled_logprobs_ref(logits, torch.zeros(len(logits), dtype=torch.int64), k)[1].tolist() == rows
+
+
 def test_log_probabilities_of_no_token():
     logits = torch.tensor([[0.0, 1.0, 0.0], [NAN, 0.0, 0.0], [2.0, 1.0, 0.0]])
     chosen, top_ids, top = sampled_logprobs_ref(logits, torch.tensor([-2, -1, 0]), 2)

@@ -8,7 +8,7 @@ import pytest
 from audit_cases import FILE, audit, change, faults, poke, trimmed, write_index, write_tensors
 
 from dsv4.config import ModelConfig
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 
 EXPERT = "layers.2.ffn.experts.3"
 HASH = "layers.0.ffn.gate.tid2eid"

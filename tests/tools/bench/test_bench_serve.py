@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dsv4.cli.main import app
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.llm import LLM
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.tools.bench import client_process
 from dsv4.tools.bench.client_process import Answer, Connection, Events, prompt_text
 from dsv4.tools.bench.engine_target import EngineTarget

@@ -13,7 +13,7 @@ from dsv4.cli.bench import bench_app
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import offload
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.ops import TORCH
 from dsv4.tools.bench import model as bench
 from dsv4.tools.bench.context import BenchModel, build_model, build_offloaded, cut_config, make_context

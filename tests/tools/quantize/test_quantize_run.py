@@ -21,8 +21,8 @@ from dsv4.formats.tensors import QuantTensor
 from dsv4.loader.checkpoint import Checkpoint, CheckpointError
 from dsv4.loader.names import Naming, expected_tensors, stored_names
 from dsv4.loader.resolve import plan_load
-from dsv4.loader.synth import write_checkpoint
 from dsv4.loader.weights import load_params, read_weight
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.tools.audit.run import AuditOptions, audit_checkpoint
 from dsv4.tools.quantize import run
 from dsv4.tools.quantize.plan import Target

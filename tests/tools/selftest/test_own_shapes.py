@@ -16,7 +16,7 @@ from dsv4.engine.run.kernel_record import KernelRefused, allowed_backend, model_
 from dsv4.formats.tensors import QuantActivation
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH, TRITON
 from dsv4.tools.selftest import own
 from dsv4.tools.selftest.report import Status

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dsv4.ops.lib.codecs import fake_quantize_e4m3
 from dsv4.ops.lib.fp4 import decode_tile, load_words
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
-from dsv4.ops.lib.order import in_product_order
+from dsv4.ops.lib.maths import in_product_order
 from dsv4.ops.lib.pdl import pdl_trigger
 from dsv4.ops.moe.kernel_hidden import store_hidden
 from dsv4.ops.moe.kernel_parts import combine, store_parts
@@ -69,7 +69,7 @@ def wide_products(
     [ROWS, R], one a matrix. x is in product order.
 
     K is cut into RANGES as in `product`. A predicate for every access of x would cost more than the access: `rows` are
-    rows that exist, and what comes of those that are not the tile's own is not stored.
+    rows that exist, and the product of those that are not the tile's own is not stored.
     """
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES

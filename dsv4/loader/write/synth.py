@@ -20,13 +20,13 @@ from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantTensor, dequantize
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import INDEX_FILE
-from dsv4.loader.config_write import ExpertFormat, config_to_dict
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.layout import StoredTensor, weight_tensors
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 from dsv4.loader.progress import Progress, byte_progress
-from dsv4.loader.random_weights import Recipe, random_weight
-from dsv4.loader.shards import (
+from dsv4.loader.write.config_file import ExpertFormat, config_to_dict
+from dsv4.loader.write.random_weights import Recipe, random_weight
+from dsv4.loader.write.shards import (
     DEFAULT_SHARD_BYTES,
     StoredWeight,
     index_text,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.ops.lib.guard import HAS_TRITON
-from dsv4.testing.sum_orders import LayoutError, orders_of, tree_of
+from dsv4.testing.compiled.sum_orders import LayoutError, orders_of, tree_of
 
 
 def blocked(size, threads, warps):
@@ -57,7 +57,7 @@ def test_an_unknown_layout_is_named():
 
 
 def test_sums_are_found_in_the_text():
-    path = Path(__file__).parents[2] / "dsv4" / "ops" / "norm" / "kernel_norm.py"
+    path = Path(__file__).parents[3] / "dsv4" / "ops" / "norm" / "kernel_norm.py"
     line = path.read_text().splitlines().index("    mean_square = tl.div_rn(tl.sum(x * x, axis=1), K * 1.0)") + 1
     text = f"""#blocked = {blocked([1, 4], [1, 32], [1, 4])}
 #loc = loc(unknown)

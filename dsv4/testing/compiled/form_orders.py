@@ -1,7 +1,7 @@
 """Whether an op's forms add up in one order at a model's shape: every call of a step, compiled for several numbers of
 tokens and compared by `sum_orders`. Needs no GPU, and no memory for a cache: stand-ins are launched.
 
-    python -m dsv4.testing.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
+    python -m dsv4.testing.compiled.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
 
 One line for each function whose sums differ from one number of tokens to another, or "equal". Functions that only some
 forms call are not compared: tests/ops/test_kernels_compile.py has those that must agree by name. It runs in a process
@@ -24,12 +24,12 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.run.precompile import stand_in
-from dsv4.loader.synth import random_params
+from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON, Backend, OpSet
-from dsv4.testing.compile_check import offline
-from dsv4.testing.sum_orders import orders_of
+from dsv4.testing.compiled.compile_check import offline
+from dsv4.testing.compiled.sum_orders import orders_of
 
 ARCHITECTURE = 90
 # numbers of tokens on both sides of every change of form (plan.py of each op)
@@ -136,8 +136,8 @@ def lines_of(config: ModelConfig, sizes: Sequence[int] = SIZES) -> list[str]:
     lines = set()
     for found in find_orders(config, sizes):
         for where, orders in found.differences().items():
-            told = "; ".join(f"{sorted(one)} at {sizes} tokens" for one, sizes in orders.items())
-            lines.add(f"{found.op}: {where}: {told}")
+            by_order = "; ".join(f"{sorted(one)} at {sizes} tokens" for one, sizes in orders.items())
+            lines.add(f"{found.op}: {where}: {by_order}")
     return sorted(lines)
 
 

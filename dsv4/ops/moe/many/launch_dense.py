@@ -8,9 +8,9 @@ from torch import Tensor
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.ops.lib.arch import num_multiprocessors
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.moe.kernel_dense import TILE_SUMS, WORD_STAGES, dense_tiles_kernel
 from dsv4.ops.moe.kernel_rows import Matrix
-from dsv4.ops.moe.kernel_tiles import NUM_WARPS, TILE_OUTPUTS, TILE_TOKENS
+from dsv4.ops.moe.many.kernel_dense import TILE_SUMS, WORD_STAGES, dense_tiles_kernel
+from dsv4.ops.moe.many.kernel_tiles import NUM_WARPS, TILE_OUTPUTS, TILE_TOKENS
 
 
 def new_partials(x: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from safetensors import safe_open
 from dsv4.config import ModelConfig
 from dsv4.formats.fp4 import nvfp4_dequantize, nvfp4_quantize
 from dsv4.formats.tensors import QuantTensor, dequantize
-from dsv4.loader import synth
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
 from dsv4.loader.names import Role, expected_tensors
-from dsv4.loader.random_weights import Recipe, random_weight
-from dsv4.loader.synth import config_to_dict, random_params, write_checkpoint
+from dsv4.loader.write import synth
+from dsv4.loader.write.random_weights import Recipe, random_weight
+from dsv4.loader.write.synth import config_to_dict, random_params, write_checkpoint
 
 
 def test_files_are_what_the_safetensors_library_expects(tmp_path):

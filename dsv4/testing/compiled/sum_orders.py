@@ -7,7 +7,7 @@ along the reduced axis, whose digest two forms must have in common. A sum of two
 end of a tile change nothing but the tree.
 
 Products name the instruction, and how many neighbouring columns a thread takes of either operand: in products of
-mma.sync that decides which sixteen columns are added at once (ops/lib/order.py).
+mma.sync that decides which sixteen columns are added at once (ops/lib/maths.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dsv4.errors import Dsv4Error
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 
 
 class LayoutError(Dsv4Error, ValueError):

@@ -18,8 +18,8 @@ from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX
 from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_quantize, nvfp4_quantize
 from dsv4.formats.fp8 import fp8_block_quantize
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
-from dsv4.loader.config_write import ExpertFormat
 from dsv4.loader.names import LogicalTensor, Role
+from dsv4.loader.write.config_file import ExpertFormat
 
 _CONTROL = {  # suffix -> mean and standard deviation
     "_base": (0.0, 0.5), "_scale": (0.5, 0.1), ".attn_sink": (0.0, 1.0), ".bias": (0.0, 0.05), ".ape": (0.0, 0.1),

@@ -8,7 +8,7 @@ from dsv4.formats.layouts import ShuffledTensor
 from dsv4.ops.lib.arch import architecture, num_multiprocessors
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.moe.kernel_rows import Matrix, PairOrder
-from dsv4.ops.moe.kernel_tiles import NUM_WARPS, STAGES, TILE_OUTPUTS, expert_tiles_kernel
+from dsv4.ops.moe.many.kernel_tiles import NUM_WARPS, STAGES, TILE_OUTPUTS, expert_tiles_kernel
 from dsv4.ops.moe.sort import ExpertOrder
 
 # I and D of experts for which it has been timed, and was faster: Flash and Pro

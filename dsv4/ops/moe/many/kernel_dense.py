@@ -50,7 +50,7 @@ from dsv4.ops.lib.pipeline import (
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait, wgmma_issue, wgmma_wait
 from dsv4.ops.moe.kernel_rows import with_item
-from dsv4.ops.moe.kernel_tiles import (
+from dsv4.ops.moe.many.kernel_tiles import (
     NUM_WARPS,
     STAGES,
     TILE_OUTPUTS,

@@ -1,0 +1,1 @@
+"""Writing safetensors checkpoints: config.json, shards, and random models of any size."""
