@@ -61,7 +61,7 @@ class Saying:
     def __init__(self, **differences):
         self.differences = differences
 
-    def told(self, text):
+    def gather_texts(self, text):
         return [text, json.dumps(json.loads(text) | self.differences)]
 
 

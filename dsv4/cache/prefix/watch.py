@@ -1,4 +1,4 @@
-"""`PrefixWatch`: which prefixes a cache could start a request from, told as they come and go. No torch."""
+"""`PrefixWatch`: which prefixes a cache could start a request from, as they come and go. No torch."""
 
 from __future__ import annotations
 

@@ -72,12 +72,11 @@ class Agreement:
 
     @property
     def is_called(self) -> bool:
-        """Also when a rank has gone: whoever asks for a step then hears of it."""
+        """Also when a rank has gone: a step is then refused. Reads nothing: a loop that waits for the same sockets is to
+        see it too."""
         if self._link.is_lost:
             return False
-        if not any(self._said.values()):
-            self._receive(0.0)
-        return bool(self._lost) or any(self._said.values())
+        return bool(self._lost) or any(self._said.values()) or bool(self._selector.select(0.0))
 
     def agree(self, own: StepSize | None) -> StepSize | None:
         while own is not None or self.is_called:
