@@ -20,6 +20,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.serving import Serving
 from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
@@ -56,10 +57,12 @@ class EngineControl:
         self._llm, self._backend = llm, backend
         self._num_updates = 0
         self.weights_name = ""
+        profiler = Profiler()
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
             "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
             "sleep": self.sleep, "wake": self.wake, "info": self.info,
+            "start_profile": profiler.start, "stop_profile": profiler.stop,
         }  # fmt: skip
         self._sleeper = Sleeper()
         self._wakes_open = False  # whether waking is also going on
