@@ -72,7 +72,7 @@ class Agreement:
 
     @property
     def is_called(self) -> bool:
-        """Also when a rank has gone: a step is then refused. Reads nothing: a loop that waits for the same sockets is to
+        """Also when a rank has gone: a step is then refused. Reads nothing: a loop that waits for the same sockets must
         see it too."""
         if self._link.is_lost:
             return False
