@@ -160,7 +160,7 @@ class Engine:
         check_params(params, config.vocab_size)
         request = Request.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
-            eos_token_id=config.eos_token_id, constraint=constraint,
+            eos_token_id=config.eos_token_id, constraint=constraint, can_replay=isinstance(self.scheduler, Scheduler),
         )  # fmt: skip
         if self.gate.refusal is not None:
             raise self.gate.refusal

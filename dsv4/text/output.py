@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from dsv4.replay import ReplayLog, replayed
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.collected import GrowingText, LogprobList
 from dsv4.text.stop import StopBuffer
@@ -24,6 +25,7 @@ class TextOutput:
     num_cached_tokens  prompt tokens that came from the prefix cache
     prompt_logprobs    grow as the prompt is read, where they were asked for
     weight_versions    see `Completion`
+    replay             grows as tokens are fed, where it was asked for
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class TextOutput:
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
         self.weight_versions: list[tuple[int, str]] = []
+        self.replay = ReplayLog.of(params)
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._eos_token_id = eos_token_id
@@ -120,4 +123,5 @@ class TextOutput:
             num_cached_tokens=self.num_cached_tokens,
             seed=self.params.seed,
             weight_versions=tuple(run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))),
+            **replayed(self.replay, len(self.prompt_ids) + len(self.token_ids)),
         )
