@@ -62,7 +62,7 @@ class SamplingParams:
     prompt_logprobs     the same for each token of the prompt but the first, which nothing predicts
     routed_experts      give the experts that every layer chose for every token (`Completion.routed_experts`)
     indexer_topk        give the entries that the indexer of every CSA layer picked for every token
-    replay_start        both from this token on, at most the prompt's length; those before may come from the prefix cache
+    replay_start        both from this token on, at most the prompt length; what is before may come from the cache
     cache_salt          prompts share cached prefixes only with prompts of the same salt; None: with those of none
     priority            higher goes first, and takes slots and cache blocks from lower when there are too few
     deadline            seconds from its submission after which the request fails if it is not done; None waits

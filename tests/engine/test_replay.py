@@ -11,7 +11,7 @@ from engine_cases import SMALL, assert_all_free, let_it_say
 
 from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
 from dsv4.engine.step import replays
-from dsv4.loader.synth import write_checkpoint
+from dsv4.loader.write.synth import write_checkpoint
 from dsv4.replay import ReplayLog
 from dsv4.request import RequestError
 
