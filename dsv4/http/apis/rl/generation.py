@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -53,7 +53,14 @@ class InferenceRequest(Strict):
     def _whole(self) -> Self:
         if self.stream and (self.return_routed_experts or self.return_indexer_topk):
             raise ValueError("stream: not with return_routed_experts or return_indexer_topk")
+        _check_start(self.routed_experts_start_len, [self.token_ids])
         return self
+
+
+def _check_start(start: int, prompts: Sequence[Sequence[Any]]) -> None:
+    shortest = min(map(len, prompts))
+    if start > shortest:
+        raise ValueError(f"routed_experts_start_len: at most the prompt's {shortest} tokens, found {start}")
 
 
 class RowsOfTokens(Answer):
@@ -235,6 +242,9 @@ class GenerateRequest(Strict):
     def _one_prompt(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("input_ids: expected it or text")
+        if isinstance(self.input_ids, list):
+            prompts = [one for one in self.input_ids if isinstance(one, list)]
+            _check_start(self.routed_experts_start_len, prompts or [self.input_ids])
         return self
 
     @property
