@@ -39,8 +39,8 @@ KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 
 Written by `python -m benchmarks architectures` from `benchmarks/results/architectures.json`. Every kernel of
-a Flash step, compiled as it is launched (`dsv4/testing/compiled/compile_check.py`), by ptxas of Triton {triton}. Only
-Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
+a Flash step, compiled as it is launched (`dsv4/testing/compiled/compile_check.py`), by ptxas of Triton
+{triton}. Only Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
 
 What an architecture has, and which form a kernel takes where it lacks something, is decided in
 `dsv4/ops/lib/arch.py`:

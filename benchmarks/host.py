@@ -2,7 +2,7 @@
 
     python -m benchmarks host --device cpu --out benchmarks/results/cache.jsonl
 
-Time of one core. No model runs: every request draws the same token.
+Time of one core. No model runs (`free_model.py`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.free_model import free_engine
 from benchmarks.runner import Record, Session, wait
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.engine import Engine
-from dsv4.engine.run.bucket import Draws, Forwarded
-from dsv4.engine.run.runner import Runner
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops.sampling import SamplingRows
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.model import time_calls
 
@@ -81,17 +77,6 @@ def prepare_forward(device: torch.device, num_new_tokens: int) -> Record:
     return spread("prepare_forward", {"requests": NUM_REQUESTS, "new_tokens": num_new_tokens}, seconds)
 
 
-class FreeRunner(Runner):
-    """Computes nothing; every row draws the same token."""
-
-    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
-        nothing = torch.empty(0)
-        return Forwarded(nothing, nothing, ())
-
-    def draw(self, forwarded: Forwarded, rows: SamplingRows, num_top: int | None = None) -> Draws:
-        return Draws(torch.full_like(rows.slots, TOKEN))
-
-
 def make_engine(num_requests: int, *, overlap: bool = True) -> Engine:
     """An engine of `num_requests` slots over a tiny model that never runs."""
     limits = EngineConfig(
@@ -100,7 +85,7 @@ def make_engine(num_requests: int, *, overlap: bool = True) -> Engine:
     )  # fmt: skip
     cache = KVCacheManager(CONFIG, build_schedule(CONFIG), limits, device="cpu", plain_dtype=None)
     model = Transformer(CONFIG, random_params(CONFIG), torch.bfloat16)
-    return Engine(model, cache, runner=FreeRunner(model, cache, buckets=(), use_graphs=False), overlap=overlap)
+    return free_engine(model, cache, overlap=overlap)
 
 
 def engine_step(num_requests: int) -> list[Record]:

@@ -190,9 +190,11 @@ BRANCH = ("_compress_kernel", "_compress_pair_kernel")  # what model/branches.py
 def kernel_families() -> dict[str, str]:
     """The family of every kernel, by the folder of dsv4/ops that defines it."""
     found = {}
-    for file in sorted((ROOT / "dsv4" / "ops").glob("*/*.py")):
+    ops = ROOT / "dsv4" / "ops"
+    for file in sorted(ops.rglob("*.py")):
         names = re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-        found |= {name: DRAWN_AS.get(file.parent.name, file.parent.name) for name in names}
+        family = file.relative_to(ops).parts[0]
+        found |= {name: DRAWN_AS.get(family, family) for name in names}
     return found
 
 

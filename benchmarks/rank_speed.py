@@ -31,7 +31,7 @@ from benchmarks.runner import FLASH_COUNTS, Record
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind
-from dsv4.dist.exchange import NOBODY, Rows
+from dsv4.dist.exchange import NO_EXPERT, Rows
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.engine.offload.trees import tensors_of
@@ -91,7 +91,7 @@ class LocalExchange:
         scores = torch.rand(size * num_tokens, self._experts, generator=generator)
         routing = scores.topk(self._top_k).indices.sort(1).values
         is_real = torch.arange(size * num_tokens).view(num_tokens, size).T.flatten() < num_requests  # spread evenly
-        routing[~is_real] = NOBODY
+        routing[~is_real] = NO_EXPERT
         owners = [expert_range(self._experts, size, rank) for rank in range(size)]
         is_of = [(routing >= own.start) & (routing < own.stop) for own in owners]
         busiest = max(range(size), key=lambda rank: int(is_of[rank].sum()))
@@ -99,7 +99,7 @@ class LocalExchange:
         rows_out = sum(int(is_of[rank][own_rows].any(1).sum()) for rank in range(size) if rank != busiest)
         num_own = int(is_of[busiest].sum())
         parts_back = num_own - int(is_of[busiest][own_rows].sum())
-        places = torch.where(is_of[busiest], routing - owners[busiest].start, NOBODY)
+        places = torch.where(is_of[busiest], routing - owners[busiest].start, NO_EXPERT)
         places = places.clamp_max(len(owners[0]) - 1)  # shares may differ by one expert
         return places, 2 * dim * (rows_out + parts_back), num_own
 

@@ -3,7 +3,8 @@
     python -m benchmarks server                                    four Flash layers, written to disk first
     python -m benchmarks server --layers 34 --resident             as many as one H200 holds; nothing is written
     python -m benchmarks server --model FOLDER                     a checkpoint that is there
-    python -m benchmarks server --preset mini --device cpu         the shipped miniature, small numbers: a try
+    python -m benchmarks server --preset mini --small --device cpu  the shipped miniature: a try
+    python -m benchmarks server --preset free --device cpu         a model that costs nothing: the host alone
 
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
 `dsv4 bench serve`, in processes of their own. With `--resident` the engine is a thread of this process. Records:
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.free_model import FREE_CONFIG, free_llm
 from benchmarks.runner import SCHEDULE, Record, Session, free_memory, numbers
 from benchmarks.serving import ResidentServer, ServerProcess
 from dsv4.config import EngineConfig
@@ -62,7 +64,7 @@ PLAN = {
     ),
 }  # fmt: skip
 SECTIONS = tuple(PLAN)
-SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  # of --preset mini
+SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  # of --small
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="the preset's first layers instead of one or two of each kind")
     parser.add_argument("--model", help="a checkpoint instead")
     parser.add_argument("--resident", action="store_true", help="random weights made on the GPU, not on the disk")
+    parser.add_argument("--small", action="store_true", help="short prompts and answers of few streams: a try")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="--preset free: how long a step takes")
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a step, at most")
     parser.add_argument("--processes", type=int, default=8, help="client processes")
     parser.add_argument(
@@ -80,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(session: Session) -> None:
     with tempfile.TemporaryDirectory() as name:
-        if session.options.resident:
+        if session.options.resident or session.options.preset == "free":
             run_resident(session, Path(name))
             return
         folder = checkpoint(session, Path(name))
@@ -95,18 +99,9 @@ def run(session: Session) -> None:
 
 def run_resident(session: Session, folder: Path) -> None:
     """One model for all sections."""
-    options = session.options
-    schedule = SCHEDULE if options.layers is None else None
-    model = build_model(
-        options.preset, layers=options.layers, schedule=schedule, hash_layers=None if schedule is None else 1,
-        experts="nvfp4", device=options.device,
-    )  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(whole_tokenizer(model.config.vocab_size)))
     sections = {section: loads_of(section, session) for section in SECTIONS if session.wants(section)}
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
-    llm = LLM.from_params(
-        model.config, model.params, tokenizer=Tokenizer.from_pretrained(folder), engine=limits
-    )  # fmt: skip
+    llm = resident_model(session, folder, limits)
     print(f"[{session.elapsed:6.1f}] the model is there", flush=True)
     gc.collect()
     gc.freeze()
@@ -116,6 +111,20 @@ def run_resident(session: Session, folder: Path) -> None:
         session.attempt(f"{section}, engine", loads_alone, llm, section, loads, engine)
         server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
         session.attempt(f"{section}, server", loads_served, session, server, section, loads, engine)
+
+
+def resident_model(session: Session, folder: Path, limits: EngineConfig) -> LLM:
+    """In this process; its tokenizer is written into the folder, for front ends."""
+    options = session.options
+    if options.preset == "free":
+        return free_llm(limits, write_tokenizer(folder, FREE_CONFIG.vocab_size), step_seconds=options.step_ms / 1e3)
+    schedule = SCHEDULE if options.layers is None else None
+    model = build_model(
+        options.preset, layers=options.layers, schedule=schedule, hash_layers=None if schedule is None else 1,
+        experts="nvfp4", device=options.device,
+    )  # fmt: skip
+    tokenizer = write_tokenizer(folder, model.config.vocab_size)
+    return LLM.from_params(model.config, model.params, tokenizer=tokenizer, engine=limits)
 
 
 def checkpoint(session: Session, folder: Path) -> Path:
@@ -130,6 +139,11 @@ def checkpoint(session: Session, folder: Path) -> Path:
     )
 
 
+def write_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    (folder / "tokenizer.json").write_text(json.dumps(whole_tokenizer(vocab_size)))
+    return Tokenizer.from_pretrained(folder)
+
+
 def whole_tokenizer(vocab_size: int) -> dict[str, Any]:
     """A word for every id: random weights draw all of them, and each token should be text."""
     made = byte_tokenizer(vocab_size)
@@ -139,7 +153,7 @@ def whole_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def loads_of(section: str, session: Session) -> list[Load]:
-    fields, is_small = dict(PLAN[section].load), session.options.preset == "mini"
+    fields, is_small = dict(PLAN[section].load), session.options.small
     waves, shape = fields.pop("waves", 1), fields.pop("shape", "fixed")
     if is_small:
         fields |= {name: value for name, value in SMALL.items() if name in fields or name in ("prompt", "output")}

@@ -179,7 +179,7 @@ def _cached(repository: str, revision: str | None, weights: bool, error: Excepti
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """No answer at all, or told to ask nobody (HF_HUB_OFFLINE)."""
+    """No answer at all, or downloads are switched off (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):

@@ -86,7 +86,7 @@ class LLM(Inside, Controls):
               of a shipped one; without a path, the miniature that ships with the package
     device    "cpu" or "cuda"
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
-              "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 unless told otherwise)
+              "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 by default)
     engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
     backend   `TORCH`, `TRITON` or one made of them (ops/backend.py); by default the kernels on a GPU in `official`
               numerics, the oracles elsewhere

@@ -46,7 +46,7 @@ _WHAT_HELPS = {
 
 @contextmanager
 def naming_what_does_not_fit(what: str, limits: EngineConfig, helps: str = "limits") -> Iterator[None]:
-    """A device without room for the weights or the cache is a mistake in what was asked for, and is told as one."""
+    """A device without room for the weights or the cache is the caller's mistake, and is reported as one."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -72,7 +72,7 @@ class Inside(ABC):
         chunks: Sequence[int] | None = None,
     ) -> list[DraftRound]:  # fmt: skip
         """What the checkpoint's drafter (MTP or DSpark) says behind `anchor`, the token after the prompt, greedily; and
-        again after each pair of `verified`: (accepted, bonus) keeps so many of the last drafts and goes on with bonus
+        again after each pair of `verified`: (accepted, bonus) keeps this many of the last drafts and goes on with bonus
         as the new anchor. The prompt is fed in pieces of `chunks`.
         """
         ids = self._check_ids(prompt)

@@ -15,7 +15,7 @@ from dsv4.text.output import TextOutput
 
 
 class EventOutput(TextOutput):
-    """Keeps each token with the text that it made certain, until somebody takes it from `events`."""
+    """Keeps each token with the text that it made certain, until it is taken from `events`."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

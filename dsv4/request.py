@@ -29,7 +29,7 @@ class RequestError(Dsv4Error, ValueError):
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
-    ABORT = "abort"  # somebody else ended it (`abort`): what it had drawn stays
+    ABORT = "abort"  # ended from outside (`abort`): what it had drawn stays
 
 
 # numbers of `SamplingParams` that a draw reads: columns of `SamplingState`, copied for each slot, sent to every rank
@@ -42,7 +42,7 @@ class SamplingParams:
 
     n                   answers to each prompt; answer i has the seed `seed + i`
     max_tokens          new tokens at most; 0, with prompt_logprobs, scores the prompt and writes nothing
-    min_tokens          the text does not end before so many new tokens: not at the end of sequence, a stop id or string
+    min_tokens          the text does not end before these new tokens: not at the end of sequence, a stop id or string
     temperature         0 is greedy: the largest logit, the lower id on a tie
     top_k               keep the k most likely tokens; 0 (or -1) keeps all
     top_p               keep the fewest tokens whose probabilities reach top_p; 1 keeps all

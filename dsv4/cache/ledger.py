@@ -68,7 +68,7 @@ class CacheLedger:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be had: those without owners, and those kept for prefixes that nobody uses."""
+        """Blocks that can be had: those without owners, and those kept for prefixes not in use."""
         return self._allocator.num_free + (0 if self.prefix is None else self.prefix.tree.num_idle_blocks)
 
     @property
@@ -266,7 +266,7 @@ class CacheLedger:
         self._positions[slot] = self._highest[slot] = self._max_tokens[slot] = 0
         heapq.heappush(self._free_slots, slot)
 
-    # ---- for those who have tensors ----
+    # ---- for managers with tensors ----
 
     def _reset_slot(self, slot: int) -> None:
         """A request begins: nothing of the last one may be read."""

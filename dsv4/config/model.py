@@ -216,7 +216,7 @@ _POSITIVE_REAL = (
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key given twice nobody can say which value was meant."""
+    """A JSON object; a key given twice is ambiguous."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:

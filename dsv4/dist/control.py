@@ -5,7 +5,7 @@ A rank has failed when it says so, when its connection ends, when it is silent, 
 wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest is known by its count.
 
 What a failure does: the leader's calls raise `RankFailed`, processes it started are killed (which also frees a rank
-that waits in a collective), and a follower that loses its leader ends its process. Nobody is left behind.
+that waits in a collective), and a follower that loses its leader ends its process. No process is left behind.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Leader:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around what ranks do together. An error of rank 0's own is raised as it is, and is the end of the others; one
-        that comes of losing another rank is told as that rank's failure."""
+        that comes of losing another rank is reported as that rank's failure."""
         if self._failure is not None or self._is_stopping:
             raise RankFailed(self._failure or "the ranks were ended before")
         self._working_since = time.monotonic()

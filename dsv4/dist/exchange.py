@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4.dist.group import Group
 from dsv4.dist.shares import expert_range
 
-NOBODY = -1  # an expert id that stands for none: padding, or an expert of another rank
+NO_EXPERT = -1  # an expert id that stands for none: padding, or an expert of another rank
 
 
 class Rows(NamedTuple):
@@ -49,7 +49,7 @@ class Exchange(Protocol):
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
         """x [T, D], experts and weights [T, k] of this rank -> those of all ranks. Rows whose slot [T] is negative are
-        padding: they choose nobody, and cost no owner anything."""
+        padding: they choose no expert, and cost no owner anything."""
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         """parts [N T, k, D], those of this rank's experts complete -> this rank's own [T, k, D], from all ranks. None:
@@ -74,7 +74,7 @@ class CollectiveExchange:
         self._owners = torch.tensor([rank for rank, own in enumerate(ranges) for _ in own])  # [E]
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, slots: Tensor) -> Rows:
-        wanted = experts.to(torch.int64).masked_fill((slots < 0).unsqueeze(-1), NOBODY)
+        wanted = experts.to(torch.int64).masked_fill((slots < 0).unsqueeze(-1), NO_EXPERT)
         given = x, wanted, weights
         mine = torch.cat([_as_bytes(part) for part in given], 1)  # [T, bytes of a row]
         gathered = self._group.all_gather(mine.flatten()).reshape(-1, mine.shape[1])
@@ -84,7 +84,7 @@ class CollectiveExchange:
             column.contiguous().view(part.dtype) for column, part in zip(columns, given, strict=True)
         )
         is_own = (routing >= self._own.start) & (routing < self._own.stop)
-        return Rows(x, torch.where(is_own, routing - self._own.start, NOBODY), weights, wanted)
+        return Rows(x, torch.where(is_own, routing - self._own.start, NO_EXPERT), weights, wanted)
 
     def collect(self, parts: Tensor | None, rows: Rows) -> Tensor:
         assert parts is not None  # there are no peers' buffers to store them
@@ -94,7 +94,7 @@ class CollectiveExchange:
         is_own = rows.experts >= 0  # [N T, k]
         num_sent = is_own.view(size, -1).sum(1).tolist()
         routing = rows.routing.flatten().cpu()  # [T k]
-        owners = torch.where(routing >= 0, self._owners[routing.clamp_min(0)], NOBODY)
+        owners = torch.where(routing >= 0, self._owners[routing.clamp_min(0)], NO_EXPERT)
         places = [(owners == owner).nonzero().flatten() for owner in range(size)]
         received = self._group.all_to_all(_as_bytes(parts[is_own]), num_sent, [len(place) for place in places])
         collected = parts.new_zeros((num_tokens * top_k, dim))

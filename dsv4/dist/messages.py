@@ -17,7 +17,7 @@ _MAX_BYTES = 1 << 32  # more is no message of ours
 class Kind(IntEnum):
     HELLO = 1  # follower: token and rank
     WORK = 2  # leader: something to do; each is answered
-    ANSWER = 3  # follower: what came of it
+    ANSWER = 3  # follower: the result
     FAILED = 4  # follower: it cannot go on; whether another rank is to blame, and why
     BEAT = 5  # both: alive; the follower's progress
     STOP = 6  # leader: the end

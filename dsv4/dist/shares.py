@@ -8,7 +8,7 @@ from dsv4.config import ConfigError, EngineConfig, ModelConfig, is_size, shown
 
 
 def check_ranks(gpus: int, num_experts: int) -> int:
-    """The number of ranks; `ConfigError` if a model of so many experts cannot have it."""
+    """The number of ranks; `ConfigError` if a model with this number of experts cannot have it."""
     if not is_size(gpus) or gpus > num_experts:
         raise ConfigError(f"gpus must be from 1 to the number of experts {num_experts}, found {shown(gpus)}")
     return gpus

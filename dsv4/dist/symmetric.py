@@ -2,13 +2,13 @@
 
 Every rank has one buffer of the same layout, mapped by all (torch's symmetric memory). A kernel stores a rank's rows
 into the buffers of the owners of their experts, then a barrier; the kernels that make parts store them into the buffers
-of the tokens' ranks (`Rows.peer_buffers`), then another. Two barriers a layer are enough for one buffer: nobody writes
+of the tokens' ranks (`Rows.peer_buffers`), then another. Two barriers a layer are enough for one buffer: no rank writes
 inputs before all have read the last ones (they have since sent parts), nor parts before all have folded the last ones
 (they have since sent inputs).
 
     experts  int64 [N T, k]   |  weights  fp32 [N T, k]  |  x  bf16 [N T, D]  |  parts  bf16 [T, k, D]
 
-Offsets are those of the largest call; T is the call's own, the same on every rank. An owner is told places in its own
+Offsets are those of the largest call; T is the call's own, the same on every rank. An owner gets places in its own
 stacks, and -1 for experts of others; x is sent only to ranks that own a chosen expert. Torch's default process group
 must be there: symmetric memory meets through it.
 """

@@ -62,7 +62,7 @@ class World:
         mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8).to(self.group.device)
         return int(self.group.all_gather(mine).view(torch.int64).min())
 
-    def told(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """What every rank says here, at most `_SAID_BYTES` of it, by rank."""
         said = text.encode("utf-8")[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.group.device)
@@ -82,7 +82,7 @@ class World:
 
     @property
     def follower(self) -> Follower:
-        assert isinstance(self.link, Follower), "rank 0 follows nobody"
+        assert isinstance(self.link, Follower), "rank 0 follows no rank"
         return self.link
 
 

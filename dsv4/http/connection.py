@@ -3,6 +3,9 @@
 uvicorn's own protocol waits for ever for the rest of a head or of a body. Here each has a deadline, counted from its
 first byte (a new connection's from its opening), and nothing else of the request matters before: no key is compared, no
 handler waits longer. The number of connections has a limit too, below that of the process's descriptors.
+
+A connection is also the `Outlet` of a streamed answer: its pieces go straight to the transport, past the application's
+layers, which see its head and its end.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import h11
 from uvicorn.config import Config
@@ -21,6 +25,26 @@ from dsv4.http.errors import ApiError
 from dsv4.http.settings import ServerConfig
 
 _LOG = logging.getLogger("dsv4.serve")
+
+
+OUTLET = "dsv4.outlet"  # among a scope's extensions
+
+
+class Outlet(Protocol):
+    """Where the body of a streamed answer goes, between its head and its end. Nothing here waits."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has not taken what it was given: what is written now would pile up."""
+
+    def write(self, body: bytes) -> None:
+        """A piece of the body."""
+
+    def when_free(self, call: Callable[[], None]) -> None:
+        """Call this once the client takes more."""
+
+    def abort(self) -> None:
+        """Close without waiting for the client to take what is left."""
 
 
 class Connection(H11Protocol):
@@ -36,6 +60,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._awaited: Literal["head", "body"] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._when_free: Callable[[], None] | None = None
 
     @property
     def is_answering(self) -> bool:
@@ -57,6 +82,8 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
+        if self.scope is not None:  # its handler begins later
+            self.scope["extensions"] = {OUTLET: self}  # type: ignore[dict-item]
         state = self.conn.their_state
         if self.transport.is_closing():
             self._expect(None)
@@ -111,8 +138,32 @@ class Connection(H11Protocol):
     def _peer(self) -> str:
         return f"{self.client[0]}:{self.client[1]}" if self.client else "a client"
 
+    # ---- the outlet of a streamed answer ----
+
+    @property
+    def is_full(self) -> bool:
+        return self.flow.write_paused and not self.transport.is_closing()
+
+    def write(self, body: bytes) -> None:
+        """As h11 would: HTTP/1.1 has chunks where no length is given, before it the end of the connection."""
+        if self.cycle.disconnected or self.transport.is_closing():
+            return
+        if self.scope["http_version"] == "1.1":
+            body = b"%x\r\n%s\r\n" % (len(body), body)
+        self.transport.write(body)
+
+    def when_free(self, call: Callable[[], None]) -> None:
+        self._when_free = call
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        call, self._when_free = self._when_free, None
+        if call is not None:
+            call()
+
     def abort(self) -> None:
-        """Close without waiting for the client to take what is left."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
         self.transport.abort()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from dsv4.config import ModelConfig
 from dsv4.engine.link.thread import EngineThread
 from dsv4.http.affinity import conversation_key
+from dsv4.http.connection import OUTLET
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.engine_side import engine_loop
 from dsv4.http.errors import ApiError
@@ -137,6 +138,7 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
+        scope["extensions"] = {OUTLET: _Queued(sent)}
         running = asyncio.create_task(self._app(scope, receive, sent.put))  # type: ignore[arg-type]
         running.add_done_callback(lambda _: sent.put_nowait({"type": "end"}))
         try:
@@ -162,6 +164,24 @@ class Replica:
             await self._life.__aexit__(None, None, None)
             await asyncio.to_thread(self._engine.stop)
             self._llm.close()
+
+
+class _Queued:
+    """The `Outlet` of a streamed answer: what Ray carries to the front waits here, however much."""
+
+    is_full = False
+
+    def __init__(self, sent: asyncio.Queue[dict[str, Any]]) -> None:
+        self._sent = sent
+
+    def write(self, body: bytes) -> None:
+        self._sent.put_nowait({"type": "http.response.body", "body": body})
+
+    def when_free(self, call: Callable[[], None]) -> None:
+        raise AssertionError("it is never full")
+
+    def abort(self) -> None:
+        """Ray's own clients have deadlines."""
 
 
 class Front:

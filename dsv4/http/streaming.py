@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.engine.link.messages import EngineLost, EngineStopped
-from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestEvent, RequestStream, TokenEvent
+from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.errors import Dsv4Error
+from dsv4.http.connection import OUTLET, Outlet
 from dsv4.http.errors import ApiError
 from dsv4.http.metrics import Metrics, RequestTimer
 
@@ -60,19 +61,44 @@ DISCONNECTED, STALLED = "disconnected", "stalled"  # what ends an answer besides
 
 async def collect(request: Request, stream: RequestStream, assembler: Assembler, timer: RequestTimer) -> str:
     """The answer of a job that runs to its end. `ClientGone` if the client goes first; `ApiError` if it fails."""
+
+    def read() -> bool:
+        for event in stream.read():
+            if isinstance(event, ErrorEvent):
+                raise to_api_error(event.error)
+            timer.token(event, stream.outputs[event.choice].prompt_len)
+            assembler.keep(event)
+        return stream.is_read
+
     async with stream:
-        with _watching(request.receive, stream) as gone:
-            while events := await stream.next_batch():
-                if gone.is_set():
-                    raise ClientGone
-                for event in events:
-                    if isinstance(event, ErrorEvent):
-                        raise to_api_error(event.error)
-                    timer.token(event, stream.outputs[event.choice].prompt_len)
-                    assembler.keep(event)
+        reading = _Reading(stream, read)
+        with _watching(request.receive, lambda: reading.fail(ClientGone())):
+            await reading.over
     if sum(output.num_output for output in stream.outputs) > _LONG_ANSWER:
         return await asyncio.to_thread(assembler.whole)
     return assembler.whole()
+
+
+class _Reading:
+    """Calls `read` whenever a job has something, until it says that this was all (`over`) or raises."""
+
+    def __init__(self, stream: RequestStream, read: Callable[[], bool]) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._read = read
+        stream.attach(self.step)
+
+    def step(self) -> None:
+        if self.over.done():
+            return
+        try:
+            if self._read():
+                self.over.set_result(None)
+        except Exception as error:  # the handler of the engine's messages goes on; the request's own task raises it
+            self.over.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -118,7 +144,7 @@ class StreamClock:
 
 class EventStream(Response):
     """A job as server-sent events; one that fails ends with an error instead of its interface's usual end. All events
-    that are ready are sent at once.
+    that are ready are written at once, in the handler that has read the engine's message.
 
     on_end  told at the end what kept the client from getting everything: `DISCONNECTED`, `STALLED`, an error's code, or
             None
@@ -138,112 +164,94 @@ class EventStream(Response):
         self._timer = timer
         self._clock = clock
         self._on_end = on_end
-        # what the clock looks at: the task waits for events, or has been sending since
-        self._task: asyncio.Task[None] | None = None
-        self._waits = False
-        self._sending_since: float | None = None
+        self._failure: str | None = None  # an error's code
+        self._is_written = False  # to its end
+        self._full_since: float | None = None
         self._last_sent = 0.0
-        self._is_interrupted = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem: str | None = DISCONNECTED
-        self._task = asyncio.current_task()
+        self._outlet: Outlet = scope["extensions"][OUTLET]
         try:
             async with self._stream as stream:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._last_sent = time.perf_counter()
+                if opening := self._assembler.opening():
+                    self._put(opening)
                 self._clock.add(self)
-                with _watching(receive, stream) as gone:
-                    try:
-                        problem = await self._write(send, gone)
-                    except _Stalled:
-                        problem = STALLED
+                self._reading = _Reading(stream, self._read)
+                with _watching(receive, lambda: self._reading.fail(ClientGone())):
+                    await self._reading.over
+                problem = self._failure
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientGone:
+            pass
+        except _Stalled:
+            problem = STALLED
+            self._outlet.abort()
         finally:
             self._clock.remove(self)
             if problem in (DISCONNECTED, STALLED):
                 self._metrics.disconnects.inc()
             self._on_end(problem)
 
-    async def _write(self, send: Send, gone: asyncio.Event) -> str | None:
-        """What kept the client from getting everything; None if nothing did."""
-        await self._send(send, self._assembler.opening())
+    def _read(self) -> bool:
+        """Write what is ready, unless the client still has to take what it was given; whether that was all."""
+        if self._outlet.is_full:
+            if self._full_since is None:
+                self._full_since = time.perf_counter()
+                self._outlet.when_free(self._go_on)
+            return False
+        if self._is_written:
+            return True
         take, outputs, timer = self._assembler.take, self._stream.outputs, self._timer
-        while events := await self._next_batch(send):
-            if gone.is_set():
-                return DISCONNECTED
-            chunks: list[str] = []
-            for event in events:
-                if isinstance(event, ErrorEvent):
-                    failed = to_api_error(event.error)
-                    await self._send(send, "".join(chunks) + self._assembler.failure(failed), is_last=True)
-                    return failed.code
-                timer.token(event, outputs[event.choice].prompt_len)
-                chunks.append(take(event))
-            text = "".join(chunks)
-            if text:
-                await self._send(send, text)
-                timer.sent(events, self._last_sent)
-        await self._send(send, self._assembler.closing(), is_last=True)
-        return DISCONNECTED if gone.is_set() else None
+        chunks: list[str] = []
+        events = self._stream.read()
+        for event in events:
+            if isinstance(event, ErrorEvent):
+                failed = to_api_error(event.error)
+                self._failure, self._is_written = failed.code, True
+                chunks.append(self._assembler.failure(failed))
+                break
+            timer.token(event, outputs[event.choice].prompt_len)
+            chunks.append(take(event))
+        else:
+            if self._stream.is_read:
+                self._is_written = True
+                chunks.append(self._assembler.closing())
+        if text := "".join(chunks):
+            self._put(text)
+            timer.sent(events, self._last_sent)
+        return self._is_written and self._read()
 
-    async def _next_batch(self, send: Send) -> Sequence[RequestEvent]:
-        """Events that are ready, none at the end. While there are none, pings go out."""
-        while True:
-            self._waits = True
-            try:
-                return await self._stream.next_batch()
-            except asyncio.CancelledError:
-                if not self._takes_interrupt():
-                    raise
-            finally:
-                self._waits = False
-            await self._send(send, self._assembler.ping)
-
-    async def _send(self, send: Send, text: str, *, is_last: bool = False) -> None:
-        if not text:
-            return
-        self._sending_since = time.perf_counter()
-        try:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
-        except asyncio.CancelledError:
-            if not self._takes_interrupt():
-                raise
-            raise _Stalled from None
-        finally:
-            self._sending_since = None
+    def _put(self, text: str) -> None:
+        self._outlet.write(text.encode())
         self._last_sent = time.perf_counter()
 
-    # ---- the clock ----
+    def _go_on(self) -> None:
+        self._full_since = None
+        self._reading.step()
 
     def look(self, now: float) -> None:
-        """Called by the clock: interrupt a send that takes too long, or a wait in which a ping is due."""
-        is_stalled = self._sending_since is not None and now - self._sending_since > self._clock.stall_seconds
-        is_silent = self._waits and now - self._last_sent > self._clock.ping_seconds
-        if (is_stalled or is_silent) and not self._is_interrupted:
-            assert self._task is not None
-            self._is_interrupted = True
-            self._task.cancel()
-
-    def _takes_interrupt(self) -> bool:
-        """Whether a cancellation was the clock's and nobody else's."""
-        was_interrupted, self._is_interrupted = self._is_interrupted, False
-        assert self._task is not None
-        return was_interrupted and self._task.uncancel() == 0
+        """Called by the clock: end it where the client takes nothing, say that it lives where nothing comes."""
+        if self._full_since is not None:
+            if now - self._full_since > self._clock.stall_seconds:
+                self._reading.fail(_Stalled())
+        elif now - self._last_sent > self._clock.ping_seconds and not self._outlet.is_full:
+            self._put(self._assembler.ping)
 
 
 @contextmanager
-def _watching(receive: Receive, stream: RequestStream) -> Iterator[asyncio.Event]:
-    """Drop the job as soon as the client is gone; the event says so."""
-    gone = asyncio.Event()
+def _watching(receive: Receive, on_gone: Callable[[], None]) -> Iterator[None]:
+    """`on_gone` is called as soon as the client is gone."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
-        stream.cancel()
+        on_gone()
 
     task = asyncio.create_task(watch())
     try:
-        yield gone
+        yield
     finally:
         task.cancel()

@@ -2,7 +2,7 @@
 
 An index (`model.safetensors.index.json`) may also take tensors from a folder beside its own, `../NAME/FILE`: a draft
 head is then a folder with its own tensors, and the model it drafts for is stored once. Tensors of such a file that the
-index does not name belong to somebody else; a file of the folder itself must be named completely.
+index does not name belong to something else; a file of the folder itself must be named completely.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ends. What makes that safe:
   was allowed to overtake, and the others have ended before it begins: kernels that touch nothing but weights before
   `pdl_wait` are right behind a join too.
 
-Direct calls never fork: their launches are long, and the allocator would have to be told of every tensor.
+Direct calls never fork: their launches are long, and every tensor would have to be recorded with the allocator.
 """
 
 from __future__ import annotations

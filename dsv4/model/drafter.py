@@ -88,7 +88,7 @@ class Drafter(Protocol):
         """Rows of a request that a call inside `propose` has, one request after the other."""
 
     def tap(self, num_tokens: int) -> Tap:
-        """An observer for one forward call of so many tokens."""
+        """An observer for one forward call of this many tokens."""
 
     def extend(self, batch: TokenBatch, hidden: Tensor, next_ids: Tensor) -> Tensor | None:
         """Write the drafter's rows of the batch's tokens. next_ids int64 [T]: the token behind each, which for the last

@@ -2,7 +2,7 @@
 
 Where experts are divided among ranks (`ModelContext.exchange`) the same happens in pieces: every rank computes the
 parts of its own experts for all ranks' tokens, and each token's rank sums the parts as one process would. The shared
-expert needs nobody else: it runs beside the exchange.
+expert needs no other rank: it runs beside the exchange.
 """
 
 from __future__ import annotations

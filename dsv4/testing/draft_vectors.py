@@ -35,7 +35,7 @@ class DraftSet:
     def run(
         self, llm: LLM, case_id: str, chunks: Sequence[int] | None = None, num_rounds: int | None = None
     ) -> list[DraftRound]:
-        """The first rounds of a case, all of them unless told."""
+        """The first rounds of a case, all of them by default."""
         case = self.cases[case_id]
         verified = [(round_["accepted"], round_["bonus"]) for round_ in case["rounds"][1:num_rounds]]
         return llm.draft_trace(case["prompt"], case["anchor"], verified, chunks)

@@ -34,7 +34,7 @@ class OpResult(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A prompt's calls: so many of its tokens each, behind so many of another request's in the same call."""
+    """A prompt's calls: tokens of its own in each, behind tokens of another request in the same call."""
 
     lengths: Sequence[int]
     beside: Sequence[int] = ()

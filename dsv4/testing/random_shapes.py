@@ -1,4 +1,4 @@
-"""Shapes that nobody chose: models and calls of ops with widths that are no powers of two and odd numbers of heads,
+"""Random shapes: models and calls of ops with widths that are no powers of two and odd numbers of heads,
 groups, experts and choices. For tests of what must hold at every shape that the kernels take.
 """
 

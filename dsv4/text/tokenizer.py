@@ -98,7 +98,7 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, num_characters: int) -> int:
-        """Tokens that a text of so many characters has at least, without encoding it: no token is longer than the
+        """Tokens that a text of this many characters has at least, without encoding it: no token is longer than the
         longest. 0 where the tokenizer rewrites text before it cuts it."""
         if not self._keeps_length:
             return 0

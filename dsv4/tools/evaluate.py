@@ -109,7 +109,7 @@ def evaluate(
     """Run every mode of the checkpoint at `path` over the same tokens.
 
     context is limited to the model's; decode_tokens 0 leaves the comparison of prefill and decode out. `advance` is
-    told of progress; `total_tokens` says how much there will be.
+    called with progress; `total_tokens` says how much there will be.
     """
     config = ModelConfig.from_pretrained(path)
     _check_ids(token_ids, config.vocab_size)

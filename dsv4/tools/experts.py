@@ -1,4 +1,4 @@
-"""Which experts a model used: choices counted by layer, as `Engine.observers` are told them."""
+"""Which experts a model used: choices counted by layer, as `Engine.observers` get them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dsv4.loader.files import weight_files
 from dsv4.request import RequestError
 
 _GIB = 1024**3
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def check_host_memory(
@@ -59,7 +59,7 @@ def _the_cache(limits: EngineConfig) -> str:
 
 
 def _cache_bytes(config: ModelConfig, limits: EngineConfig, *, numerics: str, dtype: str | None) -> int:
-    itemsize = _ITEM_BYTES[dtype or "float32"] if numerics == "exact" else None
+    itemsize = ITEM_BYTES[dtype or "float32"] if numerics == "exact" else None
     return build_cache_schema(config, build_schedule(config), limits, plain_itemsize=itemsize).total_bytes
 
 
@@ -77,7 +77,7 @@ def _check_room(cache: int, weights: int, free: int, limits: EngineConfig, where
 
 
 def free_host_bytes() -> int | None:
-    """Memory this process can still take: the machine's, or what its control group leaves. None if nobody says."""
+    """Memory this process can still take: the machine's, or what its control group leaves. None if unknown."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -86,7 +86,7 @@ def free_host_bytes() -> int | None:
         group = Path("/sys/fs/cgroup")
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
-            # the page cache counts as used, but is given back when somebody needs the memory
+            # the page cache counts as used, but is given back when the memory is needed
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
             used = int((group / "memory.current").read_text(encoding="ascii")) - int(stat.get("inactive_file", 0))
             found.append(max(int(limit) - used, 0))

@@ -18,6 +18,7 @@ from dsv4.engine.link.thread import EngineThread
 from dsv4.http.apis.completions.answer import TextAssembler
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.connection import OUTLET
 from dsv4.http.engine_side import engine_loop
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.settings import ServerConfig
@@ -227,6 +228,26 @@ def test_a_client_that_does_not_read_holds_up_nothing(start):
         assert len(list(response.iter_lines())) > 20, "and nothing of it was lost"
 
 
+class FullAfter:
+    """The outlet of a client that takes so many pieces."""
+
+    def __init__(self, num_pieces):
+        self.num_pieces, self.num_written, self.is_aborted = num_pieces, 0, False
+
+    @property
+    def is_full(self):
+        return self.num_written >= self.num_pieces
+
+    def write(self, body):
+        self.num_written += 1
+
+    def when_free(self, call):
+        pass
+
+    def abort(self):
+        self.is_aborted = True
+
+
 def test_a_client_that_takes_nothing_is_dropped(served_params):
     """Connected, but its socket is full: after the stall its request ends, long before its last token."""
     llm = make_llm(served_params)
@@ -243,21 +264,20 @@ def test_a_client_that_takes_nothing_is_dropped(served_params):
         assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
         clock = StreamClock(0.3, tick_seconds=0.1)
         response = EventStream(client.submit(job.outputs), assembler, metrics, timer, clock)
-        sent = []
+        outlet = FullAfter(3)
 
         async def send(message):
-            sent.append(message)
-            if len(sent) > 3:
-                await asyncio.Event().wait()
+            assert message["type"] == "http.response.start"
 
-        await asyncio.wait_for(response({"type": "http"}, asyncio.Event().wait, send), 20)
+        await asyncio.wait_for(response({"extensions": {OUTLET: outlet}}, asyncio.Event().wait, send), 20)
         stats = await client.stats()
         client.close()
-        return stats, sent
+        return stats, outlet
 
-    stats, sent = asyncio.run(run())
+    stats, outlet = asyncio.run(run())
     assert thread.stop(10)
-    assert len(sent) == 4
+    assert outlet.num_written == 3
+    assert outlet.is_aborted
     assert stats.num_aborted == 1
     assert output.num_output < 2000
     assert metrics.disconnects._value.get() == 1

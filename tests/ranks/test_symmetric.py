@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.dist.exchange import NOBODY
+from dsv4.dist.exchange import NO_EXPERT
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.ops.lib.guard import KernelInputError
@@ -44,14 +44,14 @@ def test_inputs_reach_owners_and_parts_come_back(size, num_tokens):
             exchange.dispatch(*(part[rank] for part in given))
         all_rows = [exchange.dispatch(*(part[rank] for part in given)) for rank, exchange in enumerate(ranks)]
         x, experts, weights, slots = given
-        experts = experts.masked_fill(slots.unsqueeze(-1) < 0, NOBODY)
+        experts = experts.masked_fill(slots.unsqueeze(-1) < 0, NO_EXPERT)
         chosen_by_all = experts.view(-1, TOP_K)
         sent = []
         for rank, rows in enumerate(all_rows):
             own = expert_range(EXPERTS, size, rank)
             assert torch.equal(rows.weights, weights.view(-1, TOP_K))
             is_own = (chosen_by_all >= own.start) & (chosen_by_all < own.stop)
-            assert torch.equal(rows.experts, torch.where(is_own, chosen_by_all - own.start, NOBODY))
+            assert torch.equal(rows.experts, torch.where(is_own, chosen_by_all - own.start, NO_EXPERT))
             wanted = is_own.any(1)
             assert torch.equal(rows.x[wanted], x.view(-1, DIM)[wanted])
             # a part that says which expert made it, for which token

@@ -135,7 +135,7 @@ class PrefixCache:
 
     def match(self, chain: ChainKeys, positions: NDArray[np.int64], num_below: int | None = None) -> Match:
         """The longest prefix that `chain` could start from; `positions` are those of all slots. Takes nothing; where
-        only a file has more, reading it begins. `num_below`: count on so many blocks in host memory, whatever else
+        only a file has more, reading it begins. `num_below`: count on this many blocks in host memory, whatever else
         there may be by now."""
         keys = chain.first(_usable_blocks(chain))
         nodes: list[Node] = []
@@ -238,7 +238,7 @@ class PrefixCache:
         return held.stops[place] if place < len(held.stops) else NO_STOP
 
     def stop_at(self, slot: int, position: int) -> None:
-        """Somebody waits for this prefix of a running request."""
+        """A request waits for this prefix of a running request."""
         stops = self._held[slot].stops
         place = bisect_right(stops, position)
         if not place or stops[place - 1] != position:

@@ -6,10 +6,10 @@ the rest of what a request needs to go on from the end of the node. A request pa
 holds the blocks of the first ones: those it took over, and those it has left here.
 
 * Every ancestor of a node with a block has one, and whoever holds a node's block holds its ancestors'.
-* What is held is never given up. Blocks that nobody holds are idle: they count as free, and are taken back from the
+* What is held is never given up. Blocks without a holder are idle: they count as free, and are taken back from the
   least recently used snapshot on that has no block behind it.
-* An idle block that leads to no snapshot can serve no hit, and a node without a block that nobody passes names nothing:
-  both are gone at once.
+* An idle block that leads to no snapshot can serve no hit, and a node without a block that no request passes names
+  nothing: both are gone at once.
 """
 
 from __future__ import annotations
@@ -234,12 +234,12 @@ class PrefixTree:
         self._trim(node)
 
     def clear(self) -> None:
-        """Give up every snapshot, and the blocks that led to them. Nobody passes a node."""
+        """Give up every snapshot, and the blocks that led to them. No request passes a node."""
         for node in list(self._lru):
             self.drop_snapshot(node)
 
     def make_room(self, num_blocks: int) -> None:
-        """Give up idle blocks until so many are free, or none is idle."""
+        """Give up idle blocks until this many are free, or none is idle."""
         while self._allocator.num_free < num_blocks and self.num_idle_blocks:
             leaf = next(node for node in self._lru if not node.holders and not node.num_block_children)
             self.num_evictions += 1

@@ -206,7 +206,7 @@ def _read(path: Path, label: Label, tensors: Tensors, targets: Callable[[], Sequ
     try:
         os.utime(path)  # so that a restart knows what was of use last
     except OSError:
-        return None  # somebody else's file
+        return None  # another program's file
     return None
 
 

@@ -6,14 +6,13 @@ import importlib.util
 import logging.config
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from dsv4.config import ConfigError, ModelConfig
+from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.http.address import take_address
 from dsv4.http.logs import log_config
 from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_model
@@ -22,23 +21,20 @@ from dsv4.http.settings import MIB, ServerConfig, TlsFiles
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.loader.shipped import how_to_install
 from dsv4.text.chat import effort_profile
+from dsv4.tools.auto.choose import choose_for
+from dsv4.tools.auto.machine import read_machine
+from dsv4.tools.auto.settings import Settings, Wishes, table
 from dsv4.tools.model_loading import (
-    DEFAULT_CONTEXT,
-    DeviceOption,
-    DraftsOption,
     DtypeOption,
-    GpusOption,
     IgnoreSelftestOption,
     ModelArgument,
     ModelOption,
     NumericsOption,
-    OffloadOption,
     RevisionOption,
     ThreadsOption,
     check_loading,
     check_numerics,
     check_tokenizer,
-    engine_limits,
     find_model,
     model_name,
     one_model,
@@ -79,12 +75,19 @@ def serve_command(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Turn reasoning on by default; a request can turn it off.")
     ] = False,
-    requests: Annotated[int, typer.Option(help="Maximum concurrent requests; further ones wait.")] = 8,
+    requests: Annotated[
+        int | None, typer.Option(help="Maximum concurrent requests; further ones wait. {_AUTO}")
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help=f"Maximum tokens of prompt and answer. Default: the model's, at most {DEFAULT_CONTEXT}."),
+        typer.Option(help="Maximum tokens of prompt and answer. Default: the model's own, if the memory holds it."),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="Maximum prompt tokens in one step (prefill chunk).")] = 2048,
+    chunk: Annotated[
+        int | None, typer.Option(help="Maximum prompt tokens in one step (prefill chunk). Default: by measured speed.")
+    ] = None,
+    memory: Annotated[
+        float, typer.Option(help="Share of the memory to use: of each GPU's, or of what the machine has free.")
+    ] = 0.92,
     max_tokens: Annotated[int | None, typer.Option(help="Largest max_tokens that a request may ask for.")] = None,
     max_waiting: Annotated[
         int | None, typer.Option(help="Maximum queued requests; further ones get 503. Default: 256, 65536 with --rl.")
@@ -93,10 +96,26 @@ def serve_command(
     drain_seconds: Annotated[float, typer.Option(help="Seconds that a shutdown waits for running requests.")] = 60.0,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    gpus: GpusOption = 1,
-    offload_experts: OffloadOption = None,
-    drafts: DraftsOption = "off",
+    device: Annotated[
+        str, typer.Option(help="Device: auto (GPUs where there are any), cpu, cuda, or cuda:N for one GPU.")
+    ] = "auto",
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs that share the model, one process each. Default: all, if it is large.")
+    ] = None,
+    offload_experts: Annotated[
+        str | None,
+        typer.Option(
+            help="Experts in host memory: auto fills the GPU with the others; a number, e.g. 64, is how many of each "
+            "layer stay on it; off keeps all. Default: auto if they do not fit."
+        ),
+    ] = None,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help="Speculative decoding: draft tokens per step, auto, or off. The output is the same. Default: auto on "
+            "a GPU, where the checkpoint has a drafter."
+        ),
+    ] = None,
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     generation_config: Annotated[
@@ -143,18 +162,19 @@ def serve_command(
     Examples:
       dsv4 serve ./checkpoint
       DSV4_API_KEY=secret dsv4 serve ./checkpoint --host 0.0.0.0 --requests 32
-      dsv4 serve ./checkpoint --device cuda --offload-experts auto
+      dsv4 serve ./checkpoint --context 131072 --memory 0.8
       dsv4 serve ./checkpoint --cache-dir ./prefixes --cache-host-gib 8
       dsv4 serve ./checkpoint --record receipts.jsonl
-      dsv4 serve ./checkpoint --device cuda --gpus 4 --requests 256
-      dsv4 serve ./checkpoint --device cuda --front-ends 4 --restart
-      dsv4 serve ./checkpoint --device cuda --rl --rl-root ./weights
+      dsv4 serve ./checkpoint --gpus 4 --requests 256
+      dsv4 serve ./checkpoint --front-ends 4 --restart
+      dsv4 serve ./checkpoint --rl --rl-root ./weights
     """
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
     check_numerics(numerics, dtype)
-    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
+    offload = "off" if offload_experts == "off" else parse_offload(offload_experts)
+    draft_count = None if drafts is None else parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
     num_front_ends = _default_front_ends() if front_ends is None else front_ends
@@ -187,23 +207,28 @@ def serve_command(
     )
     check_tokenizer(folder, "a server")
     host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
-    limits = replace(
-        engine_limits(config, context=context, requests=requests, chunk=chunk),
+    tiers = EngineConfig(
         cache_dir=None if cache_dir is None else str(cache_dir),
         cache_host_bytes=_gib("--cache-host-gib", host_gib),
         cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
         verify_hits=verify_hits,
     )
-
+    wishes = Wishes(
+        device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
+        offload_experts=offload, memory=memory, numerics=numerics, limits=tiers,
+    )  # fmt: skip
+    machine = read_machine()
+    found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     loading = ModelSettings(
-        folder=str(folder), numerics=numerics, dtype=dtype, device=device, limits=limits, offload_experts=offload,
-        drafts=draft_count, gpus=gpus, threads=threads, ignore_selftest=ignore_selftest,
+        folder=str(folder), numerics=numerics, dtype=dtype, device=found.device, limits=found.limits,
+        offload_experts=found.offload_experts, drafts=found.drafts, gpus=found.gpus, threads=threads,
+        ignore_selftest=ignore_selftest,
     )  # fmt: skip
     if _is_another_rank():
         load_model(loading, console)  # serves rank 0, and leaves the process with it
     check_loading(
-        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, drafts=draft_count, gpus=gpus,
-        threads=threads,
+        folder, numerics=numerics, dtype=dtype, device=found.device, limits=found.limits, drafts=found.drafts,
+        gpus=found.gpus, threads=threads,
     )  # fmt: skip
     record_settings = _record(record, record_mib, record_files, hashes_only=record_hashes_only)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
@@ -212,6 +237,9 @@ def serve_command(
         if rl:
             print_note("with --rl everyone who reaches it can replace the weights", console)
     logging.config.dictConfig(log_config(log_format))
+    _show(found, console, log_format)
+    if found.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = found.visible  # of the processes that are started
     if settings.sampling_defaults:
         described = describe(settings.sampling_defaults)
         _LOG.info("requests that do not say otherwise: %s (%s)", described, FILE_NAME)
@@ -225,6 +253,20 @@ def serve_command(
 def _is_another_rank() -> bool:
     """Whether torchrun started this process as a rank besides the first."""
     return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def _num_ranks(gpus: int | None) -> int | None:
+    """As many as torchrun started, if it did."""
+    return int(os.environ["WORLD_SIZE"]) if gpus is None and "WORLD_SIZE" in os.environ else gpus
+
+
+def _show(found: Settings, console: Console, log_format: str) -> None:
+    """What was chosen: a table, or a line of the log with fields."""
+    if log_format == "json":
+        fields = {"settings": {choice.what: choice.value for choice in found.choices}}
+        _LOG.info("chosen by what this machine has", extra={"fields": fields})
+    else:
+        console.print(table(found.choices), markup=False, highlight=False, soft_wrap=True)
 
 
 def _default_front_ends() -> int:

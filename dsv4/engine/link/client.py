@@ -231,26 +231,33 @@ class EngineClient(asyncio.Protocol):
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()
         last_rows = {handle: row for row, handle in enumerate(handles) if handle in ends} if ends else {}
+        touched: dict[RequestStream, None] = {}
         for row, (handle, token_id) in enumerate(zip(handles, token_ids, strict=True)):
             found = owners.get(handle)
             if found is None:
                 continue  # cancelled, or complete, meanwhile
+            stream, choice = found
             reason = None
             if last_rows and last_rows.get(handle) == row and error_of(ends[handle]) is None:
                 reason = FinishReason(ends.pop(handle).kind)
-            found[0].push(RawToken(found[1], token_id, logprobs.get(row), reason, seconds))
+            stream.push(RawToken(choice, token_id, logprobs.get(row) if logprobs else None, reason, seconds))
+            touched[stream] = None
             if reason is not None:
                 self._ended(handle)
         for handle, end in ends.items():
             found = owners.get(handle)
             if found is None:
                 continue
+            stream, choice = found
             error = error_of(end)
             if error is None:
-                found[0].push(RawToken(found[1], None, None, FinishReason(end.kind), seconds))
+                stream.push(RawToken(choice, None, None, FinishReason(end.kind), seconds))
             else:
-                found[0].push(ErrorEvent(found[1], error, seconds))
+                stream.push(ErrorEvent(choice, error, seconds))
+            touched[stream] = None
             self._ended(handle)
+        for stream in touched:
+            stream.notify()
 
     def _ended(self, handle: int) -> None:
         stream, _ = self._owners.pop(handle)

@@ -1,7 +1,9 @@
 """`RequestStream`: the reader's side of a group of requests: what the engine has drawn and nobody has read yet.
 
 Reading never holds up the engine: tokens wait here, at most as many as the requests may have, until the reader comes.
-Text is made when they are read. Leaving the `async with` block before the end drops the requests. No torch.
+Text is made when they are read. A reader is a task that waits (`next_batch`), or a function that is called where the
+engine's message is read (`attach`): no task wakes up for a token then. Leaving the `async with` block before the end
+drops the requests. No torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, final
 
 from dsv4.engine.request import RequestAborted
 from dsv4.request import FinishReason, TokenLogprobs
@@ -32,6 +34,7 @@ class TokenEvent(NamedTuple):
     seconds: float
 
 
+@final
 @dataclass(frozen=True)
 class ErrorEvent:
     """The request `choice` ended without a result."""
@@ -87,28 +90,33 @@ class RequestStream:
         self._open = set(range(len(self.outputs)))  # not read to their end
         self._running = len(self.outputs)  # the engine has not ended so many
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Callable[[], None] | None = None
         self._is_accepted = False
 
     # ---- the engine's side, in the loop's thread ----
 
     def push(self, item: RawToken | ErrorEvent) -> None:
+        """Whoever pushes calls `notify` when there is no more for now."""
         self._ready.append(item)
-        if isinstance(item, ErrorEvent) or item.finish_reason is not None:
+        if type(item) is ErrorEvent or item.finish_reason is not None:
             self._running -= 1
-        self._wake()
 
     def accept(self) -> None:
         self._is_accepted = True
-        self._wake()
+        self.notify()
 
     def end(self, event: ErrorEvent) -> None:
         """End every request of the group with this error."""
         for choice in sorted(self._open):
             self.push(ErrorEvent(choice, event.error, event.seconds))
         self._running = 0
+        self.notify()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+    def notify(self) -> None:
+        """Something is ready."""
+        if self._reader is not None:
+            self._reader()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     # ---- the reader's side ----
@@ -139,18 +147,32 @@ class RequestStream:
         while self._open:
             if not self._ready:
                 await self._wait()
-            ready, self._ready = self._ready, []
-            events = [event for item in ready if (event := self._read(item)) is not None]
-            if events:
+            if events := self.read():
                 return events
         return []
+
+    def attach(self, reader: Callable[[], None]) -> None:
+        """`reader` is called whenever something is ready, now if something is; it calls `read`, and raises nothing."""
+        self._reader = reader
+        if self._ready:
+            reader()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every request has been read to its end."""
+        return not self._open
+
+    def read(self) -> list[RequestEvent]:
+        """All events that are ready."""
+        ready, self._ready = self._ready, []
+        return [event for item in ready if (event := self._read(item)) is not None]
 
     def _read(self, item: RawToken | ErrorEvent) -> RequestEvent | None:
         choice = item.choice
         if choice not in self._open:
             return None  # drawn after the end of its text
         output = self.outputs[choice]
-        if isinstance(item, ErrorEvent):
+        if type(item) is ErrorEvent:
             self._open.discard(choice)
             output.error = item.error
             return item

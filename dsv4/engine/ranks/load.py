@@ -60,7 +60,7 @@ def check_alike(world: World, identity: Identity, checkpoint: Checkpoint) -> Non
         "checkpoint": headers_digest(checkpoint), "kernels": identity.kernels, "libraries": identity.libraries,
         "numerics": identity.numerics, "processor": identity.processor.split(".")[0],
     }  # fmt: skip
-    first, *others = map(json.loads, world.told(json.dumps(facts)))
+    first, *others = map(json.loads, world.gather_texts(json.dumps(facts)))
     for rank, found in enumerate(others, 1):
         for what, value in found.items():
             if value != first[what]:

@@ -93,7 +93,7 @@ def write_shard(file: Path, weights: Sequence[StoredWeight], advance: Callable[[
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """A disk that is full is told with the file that had no room there."""
+    """An error of a full disk names the file that had no room there."""
     try:
         yield
     except OSError as error:

@@ -95,7 +95,7 @@ class AttentionPlan(NamedTuple):
         return -(-all_programs // (2 * self.multiprocessors)) * (share + 0.8) * tile_us
 
     def range_tokens(self, token_states: int) -> int:
-        """Tokens of a launch that stores so many states a token; in fours, so that pointers keep the alignment that a
+        """Tokens of a launch that stores this many states a token; in fours, so that pointers keep the alignment that a
         kernel is compiled for.
         """
         most = max(self.max_states // token_states, 1)

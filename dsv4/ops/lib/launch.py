@@ -16,7 +16,7 @@ from dsv4.ops.lib.guard import KernelInputError
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One row of an op's launch table: rows of the tile, and what Triton is told.
+    """One row of an op's launch table: rows of the tile, and Triton's options.
 
     `launch_pdl`: the launch may begin while the one before it still runs; its kernel calls `pdl_wait`.
     """

@@ -8,7 +8,7 @@ Each stage has two barriers. One round of the ring, for a stage:
     producer_commit: arrive at `full`            consumer_release: arrive at `free`
     next_stage                                   next_stage
 
-A barrier completes a phase when as many arrivals have come as it was made for; phases are told apart by one bit. Both
+A barrier completes a phase when as many arrivals have come as it was made for; one bit distinguishes phases. Both
 sides walk the ring with a stage and a phase of their own, and start at stage 0: a consumer with phase 0, a producer
 with phase 1. A wait for the phase before the first returns at once, so every stage is free at first.
 

@@ -116,7 +116,7 @@ def _fp8_range(
     """Blocks [first_block, last_block) of 128 columns. w_scale_ptr: the scales of these rows, one a block;
     x_scale_ptrs [BT]: those of the tokens. With QUANTISE x is bf16, and its codes and scales are made here.
 
-    PER_SPLIT: if not 0, the range is all of K, and the sum of so many blocks goes into a total: the same sums in the
+    PER_SPLIT: if not 0, the range is all of K, and the sum of this many blocks goes into a total: the same sums in the
     same order as of programs with a split each, in one loop whose loads never pause.
     """
     acc = zeros(BM, BT, TOKENS_FIRST)
@@ -208,7 +208,7 @@ def sum_of_splits(
     Returns the sum and whether it is one. The last one sets the counter back, so that a graph can be replayed.
     """
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
-    # so many partials are asked for at once, 64 values a thread of 4 warps; of large tiles one, for lack of registers
+    # this many partials are loaded at once, 64 values a thread of 4 warps; of large tiles one, for lack of registers
     AT_ONCE: tl.constexpr = min(SPLITS, 8192 // SIZE) if SIZE <= 2048 else 1
     first, second = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
     # a token's outputs lie side by side

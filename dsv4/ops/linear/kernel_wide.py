@@ -93,7 +93,7 @@ def _allocate(STAGES: gl.constexpr):
 
 @gluon_jit
 def _as_plain(stages, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """Stages of FP8 as stages of bf16; the input's in pieces of so many rows."""
+    """Stages of FP8 as stages of bf16; the input's in pieces of ROWS rows."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(_ROW_BYTES, 16, 2)
     w = stages.w._reinterpret(gl.bfloat16, [STAGES, _OUTPUTS, _PLAIN_COLS], LAYOUT)
     x = stages.x._reinterpret(gl.bfloat16, [STAGES * _TILE_TOKENS // ROWS, ROWS, _PLAIN_COLS], LAYOUT)

@@ -67,7 +67,7 @@ def _operands(weight: Tensor, x: Tensor) -> tuple[Any, Any]:
 
 
 def _descriptor(matrix: Tensor, rows: int) -> Any:
-    """For tiles of so many rows and ROW_BYTES of each."""
+    """For tiles of `rows` rows and ROW_BYTES of each."""
     bits = 8 * matrix.element_size()
     layout = gl.NVMMASharedLayout(ROW_BYTES, bits, 2)
     descriptor = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor

@@ -13,7 +13,7 @@ class LinearTile:
     """How a launch is cut up: nothing here changes a bit of the result.
 
     `outputs` x `tokens`: the tile. `tokens_first`: tokens are the rows of the matrix product. `is_split`: every split
-    of K is a program. `band`: token tiles that run beside each other. `quantize_rows`: up to so many rows a bf16
+    of K is a program. `band`: token tiles that run beside each other. `quantize_rows`: up to this many rows a bf16
     input is quantised in the same launch. `max_registers`: a thread's, where the compiler's own limit (128 on sm_100)
     makes it spill.
     """
@@ -71,7 +71,7 @@ SHUFFLED_TILES = {
     384: _HALF_WAVES,
     512: _WHOLE_WAVES,
 }
-CODED_ROWS = 16  # of a shuffled weight: up to so many rows become codes in the launch that makes them
+CODED_ROWS = 16  # of a shuffled weight: up to this many rows become codes in the launch that makes them
 # a bf16 weight
 GROUPED_TILES = {
     16: LinearTile(64, 16, 4, 6, 6),
@@ -80,7 +80,7 @@ GROUPED_TILES = {
 }
 GROUPED_MANY_ROWS = LinearTile(128, 128, 8, 4, 4, tokens_first=True, is_split=False, max_registers=168)
 WIDE = WideConfig()
-# a weight of so many rows has tiles for every multiprocessor; below it K is cut into ranges of about so many columns
+# a weight of this many rows has tiles for every multiprocessor; below it K is cut into ranges of SPLIT_COLS or so
 UNSPLIT_ROWS = {"fp8": 8192, "plain": 8192, "grouped": 16384}
 SPLIT_COLS = {"fp8": 2048, "plain": 1024, "grouped": 2048}
 # and into shorter ones where a weight has few rows

@@ -40,7 +40,7 @@ def _in_operand_order(x):
 @jit
 def _load_ordered_rows(x_ptr, rows, is_row, first_col, K: tl.constexpr, MASKED: tl.constexpr):
     """`_load_rows` of x in operand order: the tile in natural order is a view, which costs nothing. Not MASKED: all
-    rows can be read, and what comes of those that are not the tile's own is not used.
+    rows can be read, and the product of those that are not the tile's own is not used.
 
     The 128 columns are four rows of 32, each with all token rows: so that in shared memory, where the compiler knows no
     swizzle for this order, two token rows are neighbours and are read without bank conflicts.

@@ -175,7 +175,7 @@ def _load_list(list_ptr, total, LEN: tl.constexpr):
 @jit
 def _prefetch(counters_ptr, scratch_ptr, list_ptr, program, PROGRAMS: tl.constexpr, SMALL: tl.constexpr):
     """Into L2, while the scores come: what programs count in, and all places of the list that are read first. The
-    places behind its end are read too; nobody stores there, so they would come from memory when all wait for them.
+    places behind its end are read too; no program stores there, so they would come from memory when all wait for them.
     """
     PER_LINE: tl.constexpr = 16
     PLACES: tl.constexpr = max(SMALL // PER_LINE // PROGRAMS, 1)

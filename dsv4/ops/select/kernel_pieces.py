@@ -65,7 +65,7 @@ def bisect(keys, wanted, slack, FIRST: tl.constexpr, HIGHEST: tl.constexpr):
 
 @jit
 def bisect_from(keys, wanted, low, high):
-    """The largest t with `wanted` or more keys at or above it, given that so many reach `low`, and that none is above
+    """The largest t with `wanted` or more keys at or above it, given that as many reach `low`, and that none is above
     `high`; or one with just `wanted`.
     """
     below = low ^ high  # the bits below the common ones

@@ -36,7 +36,7 @@ class TopkConfig:
     few_rows: int = 132  # up to here one program a multiprocessor, with twice the registers
     few_tile: int = 4096
     long_row: int = 4096  # rows up to here are never spread
-    long_keys: int = 1024  # a program of a spread row has at least so many
+    long_keys: int = 1024  # a program of a spread row has at least this many
     long_tile: int = 2048  # read at once
     long_programs: int = 128  # of a row, at most
     long_warps: int = 8

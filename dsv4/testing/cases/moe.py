@@ -49,7 +49,7 @@ def random_weight(shape: tuple[int, ...], fmt: QuantFormat, device: torch.device
 def random_layer(
     model: str, fmt: QuantFormat, device: torch.device, num_experts: int | None = None
 ) -> tuple[tuple[ShuffledTensor, ...], tuple[ShuffledTensor, ...]]:
-    """(w1, w2, w3) of the routed experts, all or so many, and of the shared one."""
+    """(w1, w2, w3) of the routed experts, all or this many, and of the shared one."""
     dim, width, all_experts, _ = MODELS[model]
     num_experts = all_experts if num_experts is None else num_experts
     shapes = ((width, dim), (dim, width), (width, dim))

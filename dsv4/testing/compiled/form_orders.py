@@ -136,8 +136,8 @@ def lines_of(config: ModelConfig, sizes: Sequence[int] = SIZES) -> list[str]:
     lines = set()
     for found in find_orders(config, sizes):
         for where, orders in found.differences().items():
-            told = "; ".join(f"{sorted(one)} at {sizes} tokens" for one, sizes in orders.items())
-            lines.add(f"{found.op}: {where}: {told}")
+            by_order = "; ".join(f"{sorted(one)} at {sizes} tokens" for one, sizes in orders.items())
+            lines.add(f"{found.op}: {where}: {by_order}")
     return sorted(lines)
 
 

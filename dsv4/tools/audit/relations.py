@@ -1,6 +1,6 @@
 """Checks of weights against one another: routers and their experts, gate against up, one layer against the rest.
 
-What can be told from statistics alone rests on two facts of trained mixtures of experts, both measured on the shipped
+What statistics alone can show rests on two facts of trained mixtures of experts, both measured on the shipped
 miniature (docs/checkpoints.md):
 
 * The mean row of w1 minus that of w3 points the same way in all experts of a layer (gate and up do different things to

@@ -107,7 +107,7 @@ class TextAudit:
         return sum(source.nbytes for name in names for source in self.units[name])
 
     def run(self, advance: Callable[[int], None]) -> tuple[TextRun, list[Finding]]:
-        """Layer by layer; `advance` is told the bytes of each layer that is done."""
+        """Layer by layer; `advance` gets the bytes of each layer that is done."""
         ids = torch.tensor(self.token_ids, device=self.device)
         embedding = self._load(self.units[REST], None).ends().embed[ids]
         streams = Streams(embedding, embedding, embedding)

@@ -141,7 +141,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Observed:
-    """What came of a load. `host_share`: the part of the time in which an engine's host did something else than wait;
+    """The result of a load. `host_share`: the part of the time in which an engine's host did something else than wait;
     `clients`: processes, their CPU seconds, and the busiest one's share of a core."""
 
     timelines: list[Timeline]

@@ -26,7 +26,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class ServeReport:
-    """A load and what came of it. Spreads are empty where nothing was measured."""
+    """A load and its result. Spreads are empty where nothing was measured."""
 
     load: Load
     target: str

@@ -267,7 +267,7 @@ class _Planner:
 
         one = self.schema(replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None))
         per_request = one.total_bytes - one.padding_bytes - one.snapshot_cache_bytes
-        return gpus * _largest(fits, gpu.usable_bytes // per_request)
+        return gpus * largest(fits, gpu.usable_bytes // per_request)
 
     def max_context(self, gpu: Gpu, gpus: int) -> int:
         """Longest context for `max_concurrent_requests` requests at once: whole blocks, or the model's own limit."""
@@ -278,7 +278,7 @@ class _Planner:
             engine = replace(self.engine, max_context_tokens=context, num_blocks=None)
             return self.budget(engine, gpus).total <= gpu.usable_bytes
 
-        return min(_largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
+        return min(largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
 
     def min_gpus(self, gpu: Gpu) -> int | None:
         """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""
@@ -343,7 +343,7 @@ class _Planner:
         return f"Does not fit on {where}: {problem}; {advice}."
 
 
-def _largest(fits: Callable[[int], bool], upper: int) -> int:
+def largest(fits: Callable[[int], bool], upper: int) -> int:
     """The largest n in 0 .. upper with fits(n), where fits is true up to some point; 0 needs no test."""
     low, high = 0, upper
     while low < high:

@@ -64,7 +64,7 @@ class RecordFile:
 
     def _make_ready(self, num_bytes: int) -> None:
         if self._handle is not None and not self._is_in_place(self._handle):
-            self._drop()  # somebody moved or deleted the file
+            self._drop()  # the file was moved or deleted
         if self._handle is None:
             self._open()
         assert self._handle is not None
@@ -73,7 +73,7 @@ class RecordFile:
             self._rotate()
 
     def _open(self) -> None:
-        """Ours alone, and for nobody else's eyes."""
+        """Ours alone, readable by its owner only."""
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         try:
             found = os.fstat(handle)
@@ -137,7 +137,7 @@ def rotated(path: Path, number: int) -> Path:
 def read_record(
     paths: Iterable[Path], on_damage: Callable[[Path, int, str], None] = lambda path, number, why: None
 ) -> Iterator[tuple[Path, Header, Receipt | Gap]]:
-    """Every request (and gap) of some files with the header it ran under. `on_damage` is told of lines that are
+    """Every request (and gap) of some files with the header it ran under. `on_damage` is called with lines that are
     skipped, with their number; `RecordError` for a file that has no line of a record at all."""
     for path in paths:
         header, num_good = None, 0

@@ -1,4 +1,4 @@
-"""The lines of a record: what they hold, how they are written, what is made of a line somebody else wrote. No torch.
+"""The lines of a record: what they hold, how they are written, how a foreign line is read. No torch.
 
 A record is a text file of JSON objects, one a line. A `header` says what ran: every request after it, up to the next
 header, ran there. A `request` is one answer: what was asked of the engine and what came. Where a server could not
@@ -55,7 +55,7 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A request as the engine had it, and what came of it.
+    """A request as the engine had it, and its result.
 
     finish   `stop` or `length`; anything else says what ended it early, and `output` is what it had until then
     grammar  the Lark text its output had to follow
@@ -148,7 +148,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Gap:
-    """So many requests were answered and not recorded."""
+    """The number of requests that were answered and not recorded."""
 
     num_lost: int
 

@@ -62,7 +62,7 @@ class _Entry:
 
 
 class Recorder:
-    """`add` from any thread; `close` writes what is left. A disk that is full or gone is told once, by the log, and
+    """`add` from any thread; `close` writes what is left. A disk that is full or gone is logged once, and
     tried again with every answer; the record then says how many are missing."""
 
     def __init__(self, file: RecordFile, header: Header) -> None:

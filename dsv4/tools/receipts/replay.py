@@ -1,7 +1,7 @@
 """Running the requests of a record again, and saying what differs, where first.
 
 What ran then and what runs now are compared before any token: a difference of weights, numerics, kernels or processor
-is told as what it is. Then every request goes through the engine as it did then, in batches of today's limits.
+is reported as what it is. Then every request goes through the engine as it did then, in batches of today's limits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Difference:
 
 @dataclass
 class ReplayReport:
-    """What came of a replay; `to_dict` for JSON."""
+    """The result of a replay; `to_dict` for JSON."""
 
     changes: list[Change] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -81,7 +81,7 @@ def replay(
     llm: LLM, now: Header, contents: Contents, constrain: Constrain, *, limit: int | None = None,
     on_done: Callable[[ReplayReport], None] = lambda report: None,
 ) -> ReplayReport:  # fmt: skip
-    """Run everything again. `now` is what `llm` runs (`header_of`); `on_done` is told before the first request and
+    """Run everything again. `now` is what `llm` runs (`header_of`); `on_done` is called before the first request and
     after each."""
     changes: dict[Change, None] = {}
     for header in contents.headers:

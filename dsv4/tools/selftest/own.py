@@ -61,7 +61,7 @@ def one_of_each_kind(config: ModelConfig) -> ModelConfig:
 
 
 def check_ops_of(model: CutModel, sizes: Sequence[int], progress: Done) -> Iterator[Check]:
-    """What calls of so many tokens give every op; of layers alike the first."""
+    """The arguments that calls of this many tokens give every op; of layers alike the first."""
     backend, device, seen = model.model.context.backend, model.cache.device, set[Any]()
     found: list[Check] = []
     name = ""

@@ -33,8 +33,8 @@ class SelftestError(Dsv4Error, ValueError):
 class SelftestOptions:
     """What is run.
 
-    is_quick: small shapes only, no speed. ops: only the checks of these ops. backend: whose ops; the kernels unless
-    told otherwise. is_kept: write the verdict that the engine reads, after a complete run on a GPU. model: a checkpoint
+    is_quick: small shapes only, no speed. ops: only the checks of these ops. backend: whose ops, by default the
+    kernels. is_kept: write the verdict that the engine reads, after a complete run on a GPU. model: a checkpoint
     folder, for its shapes alone
     """
 

@@ -14,6 +14,7 @@ from dsv4.engine.request import RequestAborted
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
+from dsv4.http.connection import OUTLET
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.streaming import STALLED, EventStream, StreamClock
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
@@ -46,20 +47,34 @@ def assembler_of(job, path):
 
 
 class Client:
-    """`run(act)`: a stream of a job to a client, while `act(stream)` plays the engine; its bodies, its end."""
+    """`run(act)`: a stream of a job to a client, while `act(stream)` plays the engine; its bodies, its end. It is the
+    stream's outlet too: full after every piece, where `blocks`, until `free`."""
 
     def __init__(self, path, clock):
         self.path, self.clock = path, clock
         self.bodies, self.problems, self.cancelled = [], [], []
-        self.blocked = asyncio.Event()
         self.metrics = Metrics(NAME)
-        self.blocks = False
+        self.blocks = self.is_full = self.is_aborted = self.is_complete = False
 
     async def send(self, message):
-        if message["type"] == "http.response.body":
-            if self.blocks:
-                await self.blocked.wait()
-            self.bodies.append(message["body"].decode())
+        assert not self.is_full
+        assert not message.get("body"), "pieces go to the outlet"
+        self.is_complete = message.get("more_body") is False
+
+    def write(self, body):
+        assert not self.is_full
+        self.bodies.append(body.decode())
+        self.is_full = self.blocks
+
+    def when_free(self, call):
+        self.call = call
+
+    def free(self):
+        self.is_full = False
+        self.call()
+
+    def abort(self):
+        self.is_aborted = True
 
     async def run(self, act):
         job = job_of()
@@ -67,9 +82,16 @@ class Client:
         timer = RequestTimer(self.metrics, 1, time.perf_counter())
         assembler = assembler_of(job, self.path)
         response = EventStream(stream, assembler, self.metrics, timer, self.clock, on_end=self.problems.append)
-        task = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, self.send))
+        task = asyncio.create_task(response({"extensions": {OUTLET: self}}, asyncio.Event().wait, self.send))
         await act(stream)
         await asyncio.wait_for(task, 20)
+
+
+def give(stream, *items):
+    """As the connection to the engine does with a message."""
+    for item in items:
+        stream.push(item)
+    stream.notify()
 
 
 def run(path, clock, act):
@@ -94,10 +116,10 @@ def test_a_silent_stream_says_that_it_lives(path):
 
     async def act(client, stream):
         await until(lambda: client.bodies.count(ping) >= 2)
-        stream.push(raw("a"))
+        give(stream, raw("a"))
         await until(lambda: client.bodies[-1] != ping)
         await until(lambda: client.bodies[-1] == ping)
-        stream.push(raw("b", FinishReason.LENGTH))
+        give(stream, raw("b", FinishReason.LENGTH))
 
     client = run(path, StreamClock(30.0, ping_seconds=0.02, tick_seconds=0.01), act)
     assert client.problems == [None]
@@ -109,9 +131,9 @@ def test_a_silent_stream_says_that_it_lives(path):
 def test_a_busy_stream_says_nothing_else():
     async def act(client, stream):
         for _ in range(50):
-            stream.push(raw("a"))
+            give(stream, raw("a"))
             await asyncio.sleep(0.002)
-        stream.push(raw("b", FinishReason.LENGTH))
+        give(stream, raw("b", FinishReason.LENGTH))
 
     client = run("/v1/chat/completions", StreamClock(30.0, ping_seconds=10.0, tick_seconds=0.001), act)
     assert all("ping" not in body for body in client.bodies)
@@ -119,12 +141,11 @@ def test_a_busy_stream_says_nothing_else():
 
 def test_all_that_is_ready_is_one_send():
     async def act(client, stream):
-        for _ in range(20):
-            stream.push(raw("a"))
-        await until(lambda: client.bodies)
-        assert client.bodies[0].count("data: ") == 20
-        stream.push(raw("b"))
-        stream.push(raw("c", FinishReason.LENGTH))
+        await asyncio.sleep(0)
+        give(stream, *[raw("a")] * 20)
+        assert client.bodies[0].count("data: ") == 20, "written before the handler of the engine's message ends"
+        give(stream, raw("b"))
+        give(stream, raw("c", FinishReason.LENGTH))
 
     client = run("/v1/chat/completions", StreamClock(30.0), act)
     assert len(client.bodies) == 3
@@ -139,48 +160,68 @@ def test_all_that_is_ready_is_one_send():
 
 
 def test_a_client_that_takes_nothing_is_found_by_the_clock():
-    """Between two ticks there is no timer; a client that takes its bytes in time is left alone."""
+    """Between two ticks there is no timer; a client that takes its bytes in time is left alone. What comes meanwhile
+    waits as tokens, and is written at once."""
 
     async def act(client, stream):
-        stream.push(raw("a"))
+        give(stream, raw("a"))
         await until(lambda: client.bodies)
         client.blocks = True
-        stream.push(raw("a"))
-        await asyncio.sleep(0.05)
-        client.blocked.set()  # in time
-        await until(lambda: len(client.bodies) == 2)
-        client.blocked.clear()
-        stream.push(raw("a"))
+        for text in "bcd":
+            give(stream, raw(text))
+            await asyncio.sleep(0.02)
+        assert len(client.bodies) == 2
+        client.free()  # in time
+        assert client.bodies[2].count("data: ") == 2
+        assert client.is_full
+        give(stream, raw("e"))
 
     client = run("/v1/chat/completions", StreamClock(0.2, tick_seconds=0.02), act)
     assert client.problems == [STALLED]
-    assert len(client.bodies) == 2
+    assert client.is_aborted
+    assert not client.is_complete
+    assert len(client.bodies) == 3
     assert len(client.cancelled) == 1
     assert client.metrics.disconnects._value.get() == 1
 
 
-def test_a_cancellation_from_elsewhere_is_not_taken_for_the_clocks():
+def test_a_client_that_takes_the_end_late_is_waited_for():
+    async def act(client, stream):
+        client.blocks = True
+        give(stream, raw("a", FinishReason.LENGTH))
+        await until(lambda: client.bodies)
+        assert client.bodies[0].endswith("[DONE]\n\n")
+        await asyncio.sleep(0.05)
+        assert client.problems == []
+        client.free()
+
+    client = run("/v1/chat/completions", StreamClock(30.0), act)
+    assert client.problems == [None]
+    assert client.is_complete
+
+
+def test_a_mistake_in_one_answer_is_not_the_others():
+    """An assembler that raises ends its own stream; the handler of the engine's messages goes on."""
+
     async def main():
-        client = Client("/v1/chat/completions", StreamClock(30.0, ping_seconds=0.01, tick_seconds=0.001))
+        client = Client("/v1/chat/completions", StreamClock(30.0))
 
         async def act(stream):
-            await until(lambda: len(client.bodies) > 2)
+            await asyncio.sleep(0)
+            give(stream, RawToken(0, -5, None, None, 0.0))  # no token has such an id
 
-        task = asyncio.create_task(client.run(act))
-        await until(lambda: len(client.bodies) > 2)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait({task}, timeout=20)
-        assert task.cancelled()
+        with pytest.raises(ValueError, match="must not be negative"):
+            await client.run(act)
         return client
 
-    assert asyncio.run(main()).problems == ["disconnected"]
+    client = asyncio.run(main())
+    assert client.problems == ["disconnected"]
+    assert len(client.cancelled) == 1
 
 
 def test_what_came_before_an_error_is_sent():
     async def act(client, stream):
-        stream.push(raw("a"))
-        stream.push(ErrorEvent(0, RequestAborted("gone"), 0.0))
+        give(stream, raw("a"), ErrorEvent(0, RequestAborted("gone"), 0.0))
 
     client = run("/v1/chat/completions", StreamClock(30.0), act)
     assert client.problems == ["request_aborted"]

@@ -10,8 +10,9 @@ import torch
 from dsv4.formats.tensors import QuantFormat
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture, architecture
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.moe import NARROW_ROWS, TILES_CONFIG, WIDE_CONFIG, Form, launch_dense, launch_moe, launch_tiles
+from dsv4.ops.moe import NARROW_ROWS, TILES_CONFIG, WIDE_CONFIG, Form, launch_moe
 from dsv4.ops.moe import launch as moe_launch
+from dsv4.ops.moe.many import launch_dense, launch_tiles
 from dsv4.testing.cases.moe import LIMIT, MODELS, random_layer, random_weight
 from dsv4.testing.inputs import kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise

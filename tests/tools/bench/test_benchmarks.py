@@ -19,7 +19,7 @@ from benchmarks.runner import Session, is_bad
 from dsv4.testing.model_cuts import CutModel
 
 FOLDER = Path(entry.__file__).parent
-HELPERS = {"__main__", "runner", "serving", "rank_speed", "storm_clients"}
+HELPERS = {"__main__", "free_model", "runner", "serving", "rank_speed", "storm_clients"}
 
 
 def test_every_benchmark_is_listed(capsys):
@@ -78,6 +78,19 @@ def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
     assert good["differing_rows"] == {"tokens": 0, "chunks": 0, "batch": 0}
     assert (bad["wrong"], bad["first"][:13]) == (1, "batch: an op,")
     assert "batch: an op," in capsys.readouterr().out
+
+
+def test_a_server_over_a_free_model(tmp_path, capsys):
+    out = tmp_path / "server.jsonl"
+    options = ["--streams", "3", "--section", "streams", "--kinds", "chat", "--processes", "1", "--step-ms", "1"]
+    assert entry.main(["server", "--preset", "free", "--small", "--device", "cpu", "--out", str(out), *options]) == 0
+    alone, served = (json.loads(text) for text in out.read_text().splitlines())
+    assert (alone["kind"], served["kind"], served["load"]["kind"]) == ("serve_engine", "serve", "chat")
+    assert alone["failed"] == served["failed"] == 0
+    assert alone["output_tokens"] == served["output_tokens"] == 3 * 6
+    assert alone["between_tokens_ms"]["p50"] >= 0.9, "a step takes its time"
+    assert set(served["cpu_seconds"]) >= {"1 front_end"}
+    assert "us CPU a token" in capsys.readouterr().out
 
 
 def test_bad_records():

@@ -69,7 +69,7 @@ def wide_products(
     [ROWS, R], one a matrix. x is in product order.
 
     K is cut into RANGES as in `product`. A predicate for every access of x would cost more than the access: `rows` are
-    rows that exist, and what comes of those that are not the tile's own is not stored.
+    rows that exist, and the product of those that are not the tile's own is not stored.
     """
     K_TILES: tl.constexpr = K // 128
     PER_RANGE: tl.constexpr = K_TILES // RANGES

@@ -1,0 +1,124 @@
+"""Reading this machine: its driver's library, compiled here; and a model that is loaded as planned."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from dsv4.config import ModelConfig
+from dsv4.engine.walk import storages_of
+from dsv4.llm import LLM
+from dsv4.loader.files import find_tensors
+from dsv4.loader.write.synth import write_checkpoint
+from dsv4.tools.auto import machine as machine_module
+from dsv4.tools.auto import nvml
+from dsv4.tools.auto.budget import WeightBytes
+from dsv4.tools.auto.choose import choose
+from dsv4.tools.auto.machine import Accelerator, Machine, read_machine
+from dsv4.tools.auto.settings import Wishes
+
+GIB = 2**30
+# two GPUs, the first of them used; `FAILS` is the status of the start
+DRIVER = r"""
+#include <stdio.h>
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory;
+int nvmlInit_v2(void) { return FAILS; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int status) { return status == 18 ? "Driver/library version mismatch" : "?"; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned idx, void **handle) { *handle = (void *)(size_t)(idx + 1); return 0; }
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) {
+  snprintf(text, length, "GPU-%zu-abc", (size_t)handle); return 0; }
+int nvmlDeviceGetName(void *handle, char *text, unsigned length) { strncpy(text, "NVIDIA H200", length); return 0; }
+int nvmlDeviceGetMemoryInfo(void *handle, memory *found) {
+  found->total = 140ull << 30; found->free = ((size_t)handle == 1 ? 20ull : 139ull) << 30; return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
+"""
+FIRST = Accelerator("NVIDIA H200", 140 * GIB, 20 * GIB, 90, "GPU-1-abc")
+SECOND = Accelerator("NVIDIA H200", 140 * GIB, 139 * GIB, 90, "GPU-2-abc")
+
+
+def compiled(folder, monkeypatch, fails=0):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source, library = folder / "driver.c", folder / f"driver{fails}.so"
+    source.write_text(DRIVER, encoding="utf-8")
+    subprocess.run([compiler, "-shared", "-fPIC", f"-DFAILS={fails}", "-o", library, source], check=True)
+    monkeypatch.setattr(nvml, "LIBRARY", str(library))
+
+
+def test_what_the_driver_says(tmp_path, monkeypatch):
+    compiled(tmp_path, monkeypatch)
+    assert nvml.read_gpus({}) == (FIRST, SECOND)
+    assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == (SECOND,)
+    assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": "GPU-2"}) == (SECOND,)
+    assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    compiled(tmp_path, monkeypatch, fails=18)
+    with pytest.raises(nvml.NoDriver, match="could not start: Driver/library version mismatch"):
+        nvml.read_gpus({})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, [0, 1, 2]), ("2,0", [2, 0]), ("0,7,1", [0]), ("-1", []), ("", []), ("0,0", []), ("1, 2", [1, 2]),
+        ("GPU-b", [1]), ("GPU-", []), ("MIG-x", []), ("NoDevFiles", []),
+    ],
+)  # fmt: skip
+def test_which_gpus_cuda_shows(text, found):
+    assert nvml.visible(text, ["GPU-a", "GPU-b", "GPU-c"]) == found
+
+
+def test_this_machine_and_why_it_has_no_gpu(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(machine_module, "DRIVER_FILE", driver)
+    monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert read_machine().why_no_gpu == "this machine has no NVIDIA GPU"
+    assert read_machine().host_bytes > 0
+    driver.touch()
+    assert read_machine().why_no_gpu == "torch 2.13.0+cpu is built without CUDA"
+    monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(machine_module.importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in read_machine().why_no_gpu
+    monkeypatch.setattr(machine_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(nvml, "LIBRARY", "libnothing-of-the-kind.so.1")
+    assert read_machine().why_no_gpu == "libnothing-of-the-kind.so.1 of NVIDIA's driver is not installed"
+    compiled(tmp_path, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert read_machine().gpus == (FIRST, SECOND)
+    assert read_machine().as_if_idle().gpus[0].free_bytes == 140 * GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    found = read_machine()
+    assert (found.gpus, found.why_no_gpu) == ((), "CUDA_VISIBLE_DEVICES=7 hides every GPU")
+
+
+def test_reading_the_machine_loads_no_torch():
+    program = (
+        "import sys; from dsv4.tools.auto.choose import choose; from dsv4.tools.auto.machine import read_machine\n"
+        "from dsv4.tools.auto import nvml; read_machine(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("auto") / "tiny", ModelConfig.tiny(), seed=1)
+
+
+def test_what_is_loaded_is_what_was_planned(folder):
+    """For a GPU with room for little more than the model: weights and cache, to the byte of their tensors' sum."""
+    config = ModelConfig.tiny()
+    sizes = WeightBytes.of(find_tensors(folder).values(), config)
+    gpu = Accelerator("small", 2750 * 2**20, 2750 * 2**20)
+    found = choose(config, sizes, Wishes(chunk=256, requests=4), Machine((gpu,)))
+    assert found.planned["total"] <= 0.92 * gpu.total_bytes < found.planned["total"] + 2**20
+    llm = LLM(folder, engine=found.limits, drafts=found.drafts)
+    cache = sum(pool.nbytes for pool in llm.cache._pools()) + llm.cache.schema.table_bytes
+    held = sum(one.nbytes() for one in storages_of(llm.model.params))
+    assert abs(cache - found.planned["cache"]) <= 0.01 * found.planned["cache"]
+    assert abs(held - found.planned["weights"]) <= 0.01 * found.planned["weights"]
