@@ -91,8 +91,7 @@ class EngineControl:
         engine = self._llm.engine
         if self._sleeper.asleep:
             raise RequestError("the engine sleeps: wake() it first")
-        if engine.gate.refusal is not None:
-            raise engine.gate.refusal
+        engine.gate.check()
         engine.resume()
 
     def reset_prefix_cache(self, running: bool = False) -> None:
