@@ -309,32 +309,6 @@ def test_there_and_back_while_requests_are_paused(folders, settings):
     assert_all_free(llm)
 
 
-def test_what_is_paused_goes_on_as_a_fresh_engine_would(folders):
-    """With rows computed again, the rest of each answer is what the new weights say of the text so far."""
-    llm, fresh = (LLM(folder, engine=MANY) for folder in folders)
-    params = [SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)] * 32
-    outputs = _in_the_middle(llm, params)
-    counts = [output.num_output for output in outputs]
-    llm.update_weights(folders[1], version="B", clear_cache=True)
-    found = _to_the_end(llm, outputs)
-    texts = [[*one.prompt_token_ids, *one.token_ids[:count]] for one, count in zip(found, counts, strict=True)]
-    rest = fresh.generate(texts, [replace(params[0], max_tokens=12 - count) for count in counts])
-    assert [(one.token_ids[count:], one.logprobs[count:]) for one, count in zip(found, counts, strict=True)] == [
-        (one.token_ids, one.logprobs) for one in rest
-    ]
-    assert [one.weight_versions for one in found] == [((0, "0"), (count, "B")) for count in counts]
-    assert_all_free(llm)
-
-
-def test_a_stale_prefix_is_seen(folders, expected, monkeypatch):
-    """Planted: the update leaves what the cache knows of the old weights."""
-    llm = LLM(folders[0], engine=LIMITS)
-    answers(llm)
-    monkeypatch.setattr(llm.engine, "start_anew", lambda *name, **options: None)
-    llm.update_weights(folders[1])
-    assert answers(llm) != expected[1], "without forgetting, the tests above would fail"
-
-
 def test_operands_made_of_old_weights_are_forgotten(folders, expected, monkeypatch):
     llm = LLM(folders[0], engine=LIMITS)
     answers(llm)
