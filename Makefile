@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo serve-demo test quick affected lint types unit-test client-test ray-test browser-test slow-test format gpu-test bench clean help
+.PHONY: demo serve-demo test quick affected lint types unit-test client-test ray-test browser-test slow-test try-triton format gpu-test bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make ray-test        replicas on a local Ray, on the CPU"
 	@echo "make browser-test    the page in headless Chromium; renews docs/page.png"
 	@echo "make slow-test       the tests that take long: a storm on a server"
+	@echo "make try-triton      the kernels with the newest Triton: self-test in the interpreter, compile check"
 	@echo "make serve-demo      serve that miniature at http://127.0.0.1:8000"
 	@echo "make gpu-test  the op tests on this GPU and the tests marked gpu, with the current interpreter ($(GPU_PYTHON))"
 	@echo "make bench     every benchmark that needs a GPU, with the current interpreter ($(GPU_PYTHON))"
@@ -131,6 +132,10 @@ browser-test: $(DEV)
 slow-test: $(DEV)
 	@echo "==> pytest (slow)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
+
+try-triton: $(DEV)
+	@echo "==> the newest Triton beside the installed torch"
+	@$(BIN)/python tools/try_triton.py
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

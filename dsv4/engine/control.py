@@ -20,6 +20,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
+from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
 from dsv4.engine.weight_inbox import WeightInbox
@@ -57,11 +58,13 @@ class EngineControl:
         self._num_updates = 0
         self.weights_name = ""
         self._inbox = WeightInbox(llm)
+        profiler = Profiler()
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
             "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
             "init_group": self._inbox.join, "receive_weights": self.receive_weights,
             "sleep": self.sleep, "wake": self.wake, "info": self.info,
+            "start_profile": profiler.start, "stop_profile": profiler.stop,
         }  # fmt: skip
         self._sleeper = Sleeper()
         self._wakes_open = False  # whether waking is also going on

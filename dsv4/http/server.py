@@ -29,7 +29,7 @@ from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
 from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder, refused, unsupported
 from dsv4.http.apis.rl.calls import Call, Controls
 from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
-from dsv4.http.apis.rl.routes import CALLS, fields_of
+from dsv4.http.apis.rl.routes import calls_of, fields_of
 from dsv4.http.apis.schemas import Answer, Health, Live, ModelCard, ModelList
 from dsv4.http.apis.tokenize import version
 from dsv4.http.body import parse_json, validate
@@ -124,7 +124,7 @@ class Server:
         return _json(await self._beside(self._reply, question, body))
 
     async def control(self, request: Request, *, call: Call) -> Response:
-        """A trainer's call."""
+        """A call that drives the engine, or asks about it."""
         asked = validate(call.request, await fields_of(request, self.config.max_json_depth))
         return JSONResponse(await call.answer(self._controls, asked))
 
@@ -301,8 +301,8 @@ def create_app(
         for api in ROLLOUTS:
             app.add_route(api.path, partial(server.generate, api=api), methods=["POST"])
         app.add_route(RENDER.path, partial(server.reply, question=RENDER), methods=["POST"])
-        for call in CALLS:
-            app.add_route(call.path, partial(server.control, call=call), methods=[*call.methods])
+    for call in calls_of(config):
+        app.add_route(call.path, partial(server.control, call=call), methods=[*call.methods])
     app.add_route("/version", server.show_version, methods=["GET"])
     app.add_route("/v1/models", server.models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", server.model, methods=["GET"])
@@ -311,7 +311,7 @@ def create_app(
     app.add_route("/ready", server.ready, methods=["GET"])
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
-    document = openapi_document(has_key=config.api_key is not None, rl=config.rl)
+    document = openapi_document(config)
     app.openapi = lambda: document  # type: ignore[method-assign]
     return app
 

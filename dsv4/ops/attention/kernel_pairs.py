@@ -116,7 +116,7 @@ def _allocate():
 def _existing(memory, TILE: gl.constexpr, MMA: gl.constexpr):
     """Which keys of a tile there are, [KEYS], of two words: loaded as they are used, they would take 16 registers."""
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
-    words = memory.exists._reinterpret(gl.int32, [2 * _KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = memory.exists.reinterpret(gl.int32, [2 * _KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     low, high = words.index(TILE * _KEYS).load(COLS), words.index(TILE * _KEYS + 32).load(COLS)
     key = gl.arange(0, _KEYS, COLS)
     word = gl.where(key < 32, low.broadcast_to([_KEYS]), high.broadcast_to([_KEYS]))
@@ -159,7 +159,7 @@ def _pv_accumulate(
     share = gl.exp2(tile_highest - new_highest)
     total = total * shrink + memory.total.index(TILE).load(gl.SliceLayout(1, MMA)) * share
     CHUNKS: gl.constexpr = _OWN // _CHUNK
-    keys = memory.keys._reinterpret(gl.bfloat16, [2 * _DIM // _CHUNK, _KEYS, _CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    keys = memory.keys.reinterpret(gl.bfloat16, [2 * _DIM // _CHUNK, _KEYS, _CHUNK], gl.NVMMASharedLayout(128, 16, 2))
     weights = memory.weights.index(none + TILE)
     folded = ()
     none_yet = gl.zeros([_HEADS, _CHUNK], gl.float32, MMA)

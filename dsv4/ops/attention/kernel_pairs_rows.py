@@ -29,13 +29,13 @@ def _tiles_of(tokens, token, HAS_ENTRIES: gl.constexpr, NUM_PICKS: gl.constexpr,
 def _copy_query(memory, queries, token, first_head, num_heads):
     """64 columns at a time, which is what there are registers for."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    parts = memory.q._reinterpret(gl.bfloat16, [_GROUPS, _HEADS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
+    parts = memory.q.reinterpret(gl.bfloat16, [_GROUPS, _HEADS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
     heads = first_head + gl.arange(0, _HEADS, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, _GROUP, gl.SliceLayout(0, LAYOUT))
     first = queries.data + token.to(gl.int64) * queries.token_stride
     offsets = gl.expand_dims(heads * queries.head_stride, 1) + gl.expand_dims(cols, 0)
     for group in range(_GROUPS):
-        _copies.async_copy_global_to_shared(
+        _copies.async_load(
             parts.index(group), first + group * _GROUP + offsets, mask=gl.expand_dims(heads < num_heads, 1)
         )
     _copies.commit_group()
@@ -61,9 +61,9 @@ def producer_gather(
     A thread takes a key of a pair of tiles. After a query's first pair comes the query."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = memory.places._reinterpret(gl.int64, [_RING, _PAIR], VECTOR)
-    scales = memory.scales._reinterpret(gl.int32, [_RING * _GROUPS, _PAIR], VECTOR)
-    bits = memory.bits._reinterpret(gl.int32, [_RING, _PAIR], VECTOR)
+    places = memory.places.reinterpret(gl.int64, [_RING, _PAIR], VECTOR)
+    scales = memory.scales.reinterpret(gl.int32, [_RING * _GROUPS, _PAIR], VECTOR)
+    bits = memory.bits.reinterpret(gl.int32, [_RING, _PAIR], VECTOR)
     place, phase, q_phase = gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(1)
     for index in range(gl.program_id(0), num_programs, gl.num_programs(0)):
         token = index // HEAD_BLOCKS
@@ -118,7 +118,7 @@ def _decode_tile(
 ):
     """Rows at `address` [KEYS], of which `words` [KEYS, 16] are the first quarter's; returns those of the tile that
     follows. Waits on `keys.free` and arrives at `keys.full`, quarter by quarter."""
-    keys = memory.keys._reinterpret(gl.bfloat16, [2 * _GROUPS, _KEYS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
+    keys = memory.keys.reinterpret(gl.bfloat16, [2 * _GROUPS, _KEYS, _GROUP], gl.NVMMASharedLayout(128, 16, 2))
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
     for quarter in gl.static_range(_QUARTERS):
         if quarter + 1 < _QUARTERS:

@@ -29,7 +29,7 @@ def accept(drafts: Tensor, num_drafts: Tensor, drawn: Tensor, positions: Tensor)
     if num_requests:
         _accept_kernel[(-(-num_requests // ACCEPT_ROWS),)](
             drafts, num_drafts.contiguous(), drawn, positions.contiguous(), *found.unbind(0), num_requests,
-            drafts.stride(0), drawn.stride(0), MOST=most, ROWS=ACCEPT_ROWS, num_warps=4,
+            drafts.stride(0), drawn.stride(0), MOST=most, ROWS=ACCEPT_ROWS, num_warps=4, enable_fp_fusion=False,
         )
     return Acceptance(*found.unbind(0))
 

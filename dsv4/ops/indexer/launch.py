@@ -142,6 +142,7 @@ def _in_planes(q: Tensor, key_format: RowFormat) -> Tensor:
     plane_queries_kernel[(num_tokens,)](
         q, out, num_heads, q.stride(0), q.stride(1),
         KIND=row_kind(key_format), DIM=dim, HEADS=next_power_of_2(num_heads), num_warps=4, num_stages=1,
+        enable_fp_fusion=False,
     )
     return out
 

@@ -59,6 +59,19 @@ INTERPRET = tl.constexpr(IS_INTERPRETED)
 LAUNCH_DEVICES = frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"})
 
 
+def _newest_names() -> None:
+    """Kernels use the names of Triton 3.9's Gluon. Earlier ones had others for the same functions."""
+    core = importlib.import_module(f"{_GLUON}.language._core")
+    for owner, name, earlier in (
+        (gl, "barrier", "thread_barrier"),
+        (core.shared_memory_descriptor, "reinterpret", "_reinterpret"),
+        (hopper.async_copy, "async_load", "async_copy_global_to_shared"),
+        (hopper.tma, "async_load", "async_copy_global_to_shared"),
+    ):
+        if not hasattr(owner, name):
+            setattr(owner, name, getattr(owner, earlier))
+
+
 def _settle_keys() -> None:
     """Triton 3.6 names a compiled kernel by its own constants and, of functions it calls, only by those that some other
     kernel led to before. So the name depends on what was launched first, and the cache on disk is missed by a process
@@ -77,6 +90,7 @@ def _settle_keys() -> None:
 
 
 if HAS_TRITON:
+    _newest_names()
     _settle_keys()
 
 

@@ -34,7 +34,7 @@ _FP8_COLS, _PLAIN_COLS = gl.constexpr(ROW_BYTES), gl.constexpr(ROW_BYTES // 2)
 _OUTPUTS = gl.constexpr(TILE_OUTPUTS)
 _COPY_REGISTERS = gl.constexpr(24)
 if hopper is not None:
-    _barrier, _copy = hopper.mbarrier, hopper.tma.async_copy_global_to_shared
+    _barrier, _copy = hopper.mbarrier, hopper.tma.async_load
     _mma, _mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
 
@@ -95,8 +95,8 @@ def _allocate(STAGES: gl.constexpr):
 def _as_plain(stages, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """Stages of FP8 as stages of bf16; the input's in pieces of ROWS rows."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(_ROW_BYTES, 16, 2)
-    w = stages.w._reinterpret(gl.bfloat16, [STAGES, _OUTPUTS, _PLAIN_COLS], LAYOUT)
-    x = stages.x._reinterpret(gl.bfloat16, [STAGES * _TILE_TOKENS // ROWS, ROWS, _PLAIN_COLS], LAYOUT)
+    w = stages.w.reinterpret(gl.bfloat16, [STAGES, _OUTPUTS, _PLAIN_COLS], LAYOUT)
+    x = stages.x.reinterpret(gl.bfloat16, [STAGES * _TILE_TOKENS // ROWS, ROWS, _PLAIN_COLS], LAYOUT)
     return Stages(w, x, stages.full, stages.free, stages.turns)
 
 

@@ -278,7 +278,7 @@ def _launch_tiles(call: _Call) -> None:
     cols = min(cols, dim & -dim)
     _sum_parts_kernel[(-(-num_tokens // rows), dim // cols)](
         call.parts, call.experts, call.out, num_tokens, D=dim, E=call.num_experts, TOP_K=call.experts.shape[1],
-        ROWS=rows, COLS=cols, num_warps=8,
+        ROWS=rows, COLS=cols, num_warps=8, enable_fp_fusion=False,
     )
 
 

@@ -71,6 +71,7 @@ def moe_fold(parts: Tensor, shared_out: Tensor) -> Tensor:
     block = min(_COLS, next_power_of_2(dim))
     if num_tokens:
         _fold_parts_kernel[(num_tokens, -(-dim // block))](
-            parts.contiguous(), shared_out.contiguous(), out, D=dim, TOP_K=top_k, BLOCK=block, num_warps=4
+            parts.contiguous(), shared_out.contiguous(), out, D=dim, TOP_K=top_k, BLOCK=block, num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

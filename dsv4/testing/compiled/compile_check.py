@@ -184,7 +184,7 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
         # Triton says nothing: it puts a trap where a kernel needs more than the chip has
         columns = getattr(kernel.metadata, "tmem_size", None)
         raise CompileError(f"{kernel.metadata.name} became a bare trap; columns of tensor memory: {columns} of 512")
-    _write_launcher(kernel)
+    _check_launcher(kernel)
     target, log = _assemble(ptx, arch, kernel.metadata.enable_fp_fusion)
     return CompileReport(
         case=case,
@@ -205,17 +205,14 @@ def _report(case: str, kernel: Any, arch: int) -> CompileReport:
     )
 
 
-def _write_launcher(kernel: Any) -> None:
-    """Triton writes the host's side of a kernel at its first launch. What it cannot write (tensor descriptors inside a
-    tuple, for one) shows here."""
-    from triton.backends.nvidia.driver import make_launcher
+def _check_launcher(kernel: Any) -> None:
+    """Triton up to 3.7 cannot launch a kernel with a tensor descriptor inside a tuple, and says so when it does."""
 
-    source, names = kernel.src, kernel.src.fn.arg_names
-    constants = {(names.index(i),) if isinstance(i, str) else i: value for i, value in source.constants.items()}
-    try:
-        make_launcher(constants, dict(source.signature), getattr(kernel.metadata, "tensordesc_meta", None))
-    except AssertionError as error:
-        raise CompileError(f"{kernel.metadata.name}: Triton cannot write its launcher") from error
+    def has_descriptor(types: Any) -> bool:
+        return any(map(has_descriptor, types)) if isinstance(types, tuple) else str(types).startswith("tensordesc")
+
+    if any(has_descriptor(types) for types in kernel.src.signature.values() if isinstance(types, tuple)):
+        raise CompileError(f"{kernel.metadata.name} is given a tensor descriptor inside a tuple")
 
 
 def is_only_a_trap(ptx: str) -> bool:

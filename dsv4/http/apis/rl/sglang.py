@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from dsv4 import __version__
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
 from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
@@ -148,34 +147,13 @@ async def version(engine: Controls, asked: Strict) -> dict[str, Any]:
     return await vllm.weight_info(engine, asked)
 
 
-async def server_info(engine: Controls, asked: Strict) -> dict[str, Any]:
-    """In both dialects at once: TRL looks for `vllm_config`, clients of SGLang for the names beside it."""
-    found, config = await engine.info(), engine.config
-    return {
-        "vllm_config": {
-            "model_config": {"model": config.name, "max_model_len": engine.max_context_tokens},
-            "parallel_config": {"world_size": found["world_size"]},
-            "weight_transfer_config": {"backend": "nccl"},
-        },
-        "model_path": config.name, "served_model_name": config.name, "context_length": engine.max_context_tokens,
-        "tp_size": found["world_size"], "version": __version__, "weight_version": found["weight_version"],
-        "is_paused": found["is_paused"], "is_sleeping": found.get("is_sleeping", False),
-    }  # fmt: skip
-
-
 async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
     """Whether the engine answers; also while it is paused."""
     await engine.info()
     return {"status": "ok"}
 
 
-class ServerInfo(Strict):
-    config_format: Literal["json", "text"] | None = None
-
-
 CALLS = (
-    Call("/server_info", "What this server is", server_info, ServerInfo, _GET),
-    Call("/get_server_info", "What this server is", server_info, methods=_GET),
     Call("/health_generate", "Whether the engine answers", health, methods=_GET),
     Call("/get_weight_version", "Which weights run", version, methods=_GET),
     Call("/flush_cache", "Forget every prefix, in every tier", flush, methods=("GET", "POST")),

@@ -71,7 +71,7 @@ _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
 # barriers: of the rows' ring `full` from 0 on and `free`, of the words' ring; the accumulator is there, and taken
 _FREE, _WORDS = gl.constexpr(STAGES), gl.constexpr(2 * STAGES)
 _WORDS_FREE, _SUMMED = gl.constexpr(2 * STAGES + WORD_STAGES), gl.constexpr(2 * STAGES + 2 * WORD_STAGES)
-_TAKEN, _NUM_BARRIERS = (gl.constexpr(2 * STAGES + 2 * WORD_STAGES + i) for i in (1, 2))
+_TAKEN = gl.constexpr(2 * STAGES + 2 * WORD_STAGES + 1)
 _X_BYTES = gl.constexpr(TILE_TOKENS * 256)  # of a stage
 # where the barriers lie: after rows, words and sums
 _BARRIERS = gl.constexpr(TILE_TOKENS * 256 * STAGES + TILE_OUTPUTS * 128 * WORD_STAGES + TILE_SUMS * 2)
@@ -101,18 +101,18 @@ def _allocate():
     sums = gl.allocate_shared_memory(gl.bfloat16, [_TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     rest = gl.allocate_shared_memory(gl.int32, [256], FLAT)
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
-    x._reinterpret(gl.int32, [4], FLAT).store(mark)
+    x.reinterpret(gl.int32, [_STAGES * _TOKENS * 16, 4], FLAT).index(0).store(mark)
     rest.slice(0, 4).store(mark)
-    gl.thread_barrier()
+    gl.barrier()
     if (load_word(0) != _MARK) | (load_word(_BARRIERS) != _MARK):
         trap()
-    gl.thread_barrier()
-    barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
+    gl.barrier()
+    barriers = rest.reinterpret(gl.int64, [128, 1], _barrier.MBarrierLayout())
     init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     init_ring_at(barriers, _WORDS, _WORD_STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
     _barrier.init(barriers.index(_TAKEN), count=1)
-    gl.thread_barrier()
+    gl.barrier()
     return Memory(x, words, sums, rest, barriers)
 
 
@@ -136,7 +136,7 @@ def _copy_words(memory, place, half, data_ptr, tile, K: gl.constexpr):
     word = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
     source = data_ptr + tile * 2048 + ((row // 64 * (K * 16) + row % 64 * 32)[:, None] + word[None, :])
     for part in gl.static_range(2):
-        _async.async_copy_global_to_shared(memory.words.index(4 * place + 2 * part + half), source + 16 * part)
+        _async.async_load(memory.words.index(4 * place + 2 * part + half), source + 16 * part)
 
 
 @gluon_jit
@@ -150,7 +150,7 @@ def _copy_rows(memory, stage, x_ptr, first_token, num_tokens, K: gl.constexpr):
         source = x_ptr + ((token * K)[:, None] + col[None, :])
         for half in gl.static_range(2):
             target = memory.x.index(2 * stage + half).slice(first, 32)
-            _async.async_copy_global_to_shared(target, source + half * 64)
+            _async.async_load(target, source + half * 64)
 
 
 @gluon_jit
@@ -189,7 +189,7 @@ def _load_weights(
     place = step % _WORD_STAGES
     codes = gl.load(scale_ptrs + step)
     warp_wait(_BARRIERS + (_WORDS + place) * _BARRIER_BYTES, step // _WORD_STAGES % 2)
-    stages = memory.words._reinterpret(gl.int32, [2 * _WORD_STAGES, _OUTPUTS, 16], PLAIN)
+    stages = memory.words.reinterpret(gl.int32, [2 * _WORD_STAGES, _OUTPUTS, 16], PLAIN)
     low = as_operand(stages.index(2 * place).load(WORDS), MMA, GATE_UP)
     high = as_operand(stages.index(2 * place + 1).load(WORDS), MMA, GATE_UP)
     warp_arrive(_BARRIERS + (_WORDS_FREE + place) * _BARRIER_BYTES)
@@ -288,7 +288,7 @@ def _epilogue(
     parts."""
     COLS: gl.constexpr = _OUTPUTS // 2 if GATE_UP else _OUTPUTS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_EPILOGUE_WARPS, 1], [1, 0])
-    all_sums = memory.sums._reinterpret(
+    all_sums = memory.sums.reinterpret(
         gl.bfloat16, [_TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     )
     row, col = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))

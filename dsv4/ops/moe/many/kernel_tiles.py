@@ -71,9 +71,8 @@ _MMA_WARPS, _PRODUCER_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.const
 _REGISTERS = gl.constexpr(32)  # of producer and epilogue warps; MMA warps then have 112
 # barriers: the ring's `full` from 0 on and `free`; the accumulator is there, and taken; a description in either place
 _FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
-_NUM_BARRIERS = gl.constexpr(2 * STAGES + 4)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS = gl.constexpr(128)  # bytes after the first barrier
+_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(128), gl.constexpr(128 // 16)  # bytes after the first barrier; of 16 each
 _X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
 _SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
@@ -109,27 +108,27 @@ class Tile(NamedTuple):
 
 @gluon_jit
 def _allocate(FORMAT: gl.constexpr):
-    """The barriers lie in what is left of the scales' memory: so all that is looked for by its address comes first."""
+    """All that is looked for by its address comes in the order of size."""
+    SIZE: gl.constexpr = 256 if FORMAT == 0 else 128
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = gl.allocate_shared_memory(gl.bfloat16, [2 * _STAGES, _TOKENS, 64], gl.NVMMASharedLayout(128, 16, 2))
     sums = gl.allocate_shared_memory(gl.bfloat16, [_TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 128, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    scales = gl.allocate_shared_memory(gl.int32, [2 * _STAGES + 1, 256 if FORMAT == 0 else 128], FLAT)
+    scales = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, SIZE], FLAT)
+    rest = gl.allocate_shared_memory(gl.int32, [SIZE], FLAT)
     sources = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
     pairs = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
     weights = gl.allocate_shared_memory(gl.float32, [_TOKENS], FLAT)
-    rest = scales.index(2 * _STAGES)
-    tiles = rest.slice(_DESCRIPTIONS // 4, 8)._reinterpret(gl.int32, [2, 4], FLAT)
+    tiles = rest.reinterpret(gl.int32, [SIZE // 4, 4], FLAT)
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
-    x._reinterpret(gl.int32, [4], FLAT).store(mark)
-    tiles.index(0).store(mark)
-    barriers = rest._reinterpret(gl.int64, [_NUM_BARRIERS, 1], _barrier.MBarrierLayout())
+    x.reinterpret(gl.int32, [_STAGES * _TOKENS * 16, 4], FLAT).index(0).store(mark)
+    tiles.index(_FIRST_TILE).store(mark)
+    barriers = rest.reinterpret(gl.int64, [SIZE // 2, 1], _barrier.MBarrierLayout())
     init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
-    _barrier.init(barriers.index(_TAKEN), count=1)
-    _barrier.init(barriers.index(_DESCRIBED), count=1)
-    _barrier.init(barriers.index(_DESCRIBED + 1), count=1)
-    gl.thread_barrier()
+    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
+        _barrier.init(barriers.index(barrier), count=1)
+    gl.barrier()
     return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers)
 
 
@@ -140,6 +139,7 @@ def _keep(memory):
     memory.words._keep_alive()
     memory.scales._keep_alive()
     memory.sums._keep_alive()
+    memory.tiles._keep_alive()
 
 
 @gluon_jit
@@ -161,7 +161,7 @@ def _describe(memory, place, rows, scale, other_scale):
     are stages, so the producer is never two tiles ahead."""
     word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_PRODUCER_WARPS], [0]))
     factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
-    memory.tiles.index(place).store(gl.where(word == 0, rows, factor))
+    memory.tiles.index(_FIRST_TILE + place).store(gl.where(word == 0, rows, factor))
     _barrier.arrive(memory.barriers.index(_DESCRIBED + place))
 
 
@@ -173,10 +173,10 @@ def _copy_weights(memory, half, data_ptr, scale_ptr, tile, K: gl.constexpr, FORM
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
     inside = (row // 64 * (K * 8) + row % 64 * 16)[:, None] + word[None, :]
-    _async.async_copy_global_to_shared(memory.words.index(half), data_ptr + tile * 1024 + inside)
+    _async.async_load(memory.words.index(half), data_ptr + tile * 1024 + inside)
     scale = gl.arange(0, 2 * SIZE, gl.BlockedLayout([4], [32], [_PRODUCER_WARPS], [0]))
     inside = scale // SIZE * (K // 128 * SIZE) + scale % SIZE
-    _async.async_copy_global_to_shared(memory.scales.index(half), scale_ptr + tile * SIZE + inside)
+    _async.async_load(memory.scales.index(half), scale_ptr + tile * SIZE + inside)
 
 
 @gluon_jit
@@ -191,7 +191,7 @@ def _copy_rows(memory, stage, source_ptr, num_rows):
         is_row = (first + row < num_rows)[:, None]
         for half in gl.static_range(2):
             target = memory.x.index(2 * stage + half).slice(first, 32)
-            _async.async_copy_global_to_shared(target, source + half * 64, mask=is_row)
+            _async.async_load(target, source + half * 64, mask=is_row)
 
 
 @gluon_jit
@@ -272,8 +272,8 @@ def _load_weights(
     CODES: gl.constexpr = gl.int64 if FORMAT == 0 else gl.int32
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = memory.words._reinterpret(gl.int32, [_STAGES, _OUTPUTS, 16], PLAIN).index(stage).load(WORDS)
-    codes = memory.scales._reinterpret(CODES, [_STAGES, _OUTPUTS], FLAT).index(stage).load(gl.SliceLayout(1, WORDS))
+    words = memory.words.reinterpret(gl.int32, [_STAGES, _OUTPUTS, 16], PLAIN).index(stage).load(WORDS)
+    codes = memory.scales.reinterpret(CODES, [_STAGES, _OUTPUTS], FLAT).index(stage).load(gl.SliceLayout(1, WORDS))
     return as_operand(words, MMA, GATE_UP), codes
 
 
@@ -386,9 +386,9 @@ def _epilogue(
     COLS: gl.constexpr = _OUTPUTS // 2 if GATE_UP else _OUTPUTS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_EPILOGUE_WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    all_pairs = memory.pairs._reinterpret(gl.int32, [_TOKENS // 4, 4], FLAT)
-    all_weights = memory.weights._reinterpret(gl.float32, [_TOKENS // 4, 4], FLAT)
-    all_sums = memory.sums._reinterpret(
+    all_pairs = memory.pairs.reinterpret(gl.int32, [_TOKENS // 4, 4], FLAT)
+    all_weights = memory.weights.reinterpret(gl.float32, [_TOKENS // 4, 4], FLAT)
+    all_sums = memory.sums.reinterpret(
         gl.bfloat16, [_TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     )
     row, col = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
@@ -439,7 +439,7 @@ def expert_tiles_kernel(
     memory = _allocate(FORMAT)
     if (load_word(0) != _MARK) | (load_word(BARRIERS + _DESCRIPTIONS) != _MARK):
         trap()
-    gl.thread_barrier()
+    gl.barrier()
     gl.warp_specialize(
         [
             (_mma, (memory, K, FORMAT, GATE_UP, BARRIERS)),
