@@ -53,7 +53,7 @@ class ReplayLog:
         return self.end - len(rows), experts, picks
 
     def before(self, num_tokens: int) -> tuple[Rows | None, Rows | None]:
-        """Rows of all tokens but the last of so many, which nothing was computed from."""
+        """Rows of the first `num_tokens` tokens but the last, which nothing was computed from."""
         experts, picks = self._joined()
         num_rows = max(0, num_tokens - 1 - self.start)
         if picks is not None:
@@ -72,7 +72,7 @@ class ReplayLog:
 
 
 def replayed(log: ReplayLog | None, num_tokens: int) -> dict[str, Rows | None]:
-    """The fields of a `Completion` of so many tokens, its prompt's included."""
+    """The fields of a `Completion` of `num_tokens` tokens, its prompt's included."""
     if log is None:
         return {}
     experts, picks = log.before(num_tokens)

@@ -63,7 +63,8 @@ class InFlightStep:
         target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
-        forwarded = runner.forward(step.batch, step.draw_rows, keeps_picks=wants_picks(plan))
+        forward = runner.forward_with_picks if wants_picks(plan) else runner.forward
+        forwarded = forward(step.batch, step.draw_rows)
         made = cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
         made.replays = Replays.launch(runner, forwarded, plan)
         if tells_experts:

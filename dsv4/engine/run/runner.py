@@ -143,10 +143,18 @@ class Runner:
         return None if bucket is None else self._graphs[bucket].buffer
 
     @torch.no_grad()
-    def forward(self, batch: TokenBatch, draw_rows: Tensor, *, keeps_picks: bool = False) -> Forwarded:
-        """The batch through the model; logits of the batch rows `draw_rows` [R]. `keeps_picks`: of the indexers, which
-        no graph keeps."""
-        bucket = None if keeps_picks else self._bucket_for(batch, draw_rows)
+    def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        """The batch through the model; logits of the batch rows `draw_rows` [R]."""
+        return self._forward(batch, draw_rows, self._bucket_for(batch, draw_rows))
+
+    @torch.no_grad()
+    def forward_with_picks(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        """With those of the indexers, which no graph keeps."""
+        return self._forward(batch, draw_rows, None, keeps_picks=True)
+
+    def _forward(
+        self, batch: TokenBatch, draw_rows: Tensor, bucket: int | None, *, keeps_picks: bool = False
+    ) -> Forwarded:  # fmt: skip
         with self._compiles:
             if bucket is None:
                 self.num_direct += 1
