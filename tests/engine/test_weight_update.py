@@ -300,7 +300,7 @@ def _to_the_end(llm, outputs):
 def test_there_and_back_while_requests_are_paused(folders, settings):
     """32 of them, in the middle of their answers: they never notice."""
     llm = LLM(folders[0], engine=MANY, **settings)
-    params = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True, logprobs=0) for seed in range(32)]
+    params = [SamplingParams(max_tokens=40, seed=seed, ignore_eos=True, logprobs=0) for seed in range(32)]
     undisturbed = llm.generate(MANY_PROMPTS, params)
     outputs = _in_the_middle(llm, params)
     for folder in (folders[1], folders[0]):

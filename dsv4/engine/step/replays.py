@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +50,12 @@ class Replays:
 
     def read(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:
         """Give each request those of its tokens, without drafts that did not come true. `pieces` drew `drawn`."""
-        tables = [part.numpy().view(dtype) for part, dtype in zip(self._copy.wait(), self._types, strict=False)]
-        experts, picks = tables[0], tables[1] if tables[1:] else None
+        tables: list[Rows] = [
+            part.numpy().view(dtype) for part, dtype in zip(self._copy.wait(), self._types, strict=False)
+        ]
+        experts = tables[0]
+        # a model without CSA layers picks nothing
+        picks = tables[1] if tables[1:] else np.zeros((len(experts), 0, 0), dtype=self._types[1])
         found = {id(piece.request): outcomes for piece, outcomes in by_piece(pieces, drawn)}
         first = 0
         for piece in self._pieces:
@@ -60,7 +65,7 @@ class Replays:
             here = slice(first, first + count)
             log.add(
                 piece.start, _own(experts, here) if log.wants_experts else None,
-                _own(picks, here) if log.wants_picks and picks is not None else None,
+                _own(picks, here) if log.wants_picks else None,
             )  # fmt: skip
             first += piece.length
 
