@@ -39,7 +39,7 @@ class WeightGroup:
         self.device = torch.device("cpu") if backend == "gloo" else torch.device(device)
         if backend == "nccl" and self.device.type != "cuda":
             raise RequestError("backend nccl needs an engine on a GPU: use gloo", field="backend")
-        store: Any = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        store: Any = dist.TCPStore(address, port, world_size, rank == 0, timeout)
         for prefix in (name, f"{name}/", f"{self.device.type}/"):
             store = dist.PrefixStore(prefix, store)
         self._rank = rank

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_h
 
 port, file, name = sys.argv[1:]
 store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=60)))
-group, _ = _new_process_group_helper(2, 0, [], "gloo", PrefixStore(name, store), group_name=name, timeout=timedelta(60))
+group, _ = _new_process_group_helper(2, 0, [], "gloo", PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60))
 _world.pg_group_ranks[group] = {0: 0, 1: 1}
 for tensor in load_file(file).values():
     part = tensor.view(-1).view(dtype=__import__("torch").uint8) if tensor.element_size() == 1 else tensor
