@@ -27,16 +27,18 @@ PARAMS = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, logprobs=1)
 TRAINER = """
 import sys
 from datetime import timedelta
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
 
 port, file, name = sys.argv[1:]
-store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=60)))
-group, _ = _new_process_group_helper(2, 0, [], "gloo", PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=60))
+minute = timedelta(seconds=60)
+store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=minute))
+group, _ = _new_process_group_helper(2, 0, [], "gloo", PrefixStore(name, store), group_name=name, timeout=minute)
 _world.pg_group_ranks[group] = {0: 0, 1: 1}
 for tensor in load_file(file).values():
-    part = tensor.view(-1).view(dtype=__import__("torch").uint8) if tensor.element_size() == 1 else tensor
+    part = tensor.view(-1).view(dtype=torch.uint8) if tensor.element_size() == 1 else tensor
     group.broadcast([part], dist.BroadcastOptions()).wait()
 print("sent", flush=True)
 sys.stdin.read()
