@@ -218,6 +218,7 @@ class EngineClient(asyncio.Protocol):
             if found is not None:
                 output = found[0].outputs[found[1]]
                 output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
+                output.admitted_seconds = start.admitted_seconds
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
         logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}

@@ -78,7 +78,8 @@ class ClientConnection:
         if request.params.prompt_logprobs is not None and handle not in self.started:
             scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
         self.started.add(handle)
-        self.starts.append(Start(handle, request.num_cached_tokens, scores, [*request.weight_versions]))
+        versions = [*request.weight_versions]
+        self.starts.append(Start(handle, request.num_cached_tokens, scores, versions, request.admitted_seconds))
 
     def announce(self, info: EngineInfo) -> None:
         """Other weights run from now on, for requests that have begun too."""
