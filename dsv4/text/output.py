@@ -22,7 +22,7 @@ class TextOutput:
     finish_reason      set with the last token: by the engine, or here where a stop string is complete
     error              why the request failed, if it did
     num_cached_tokens  prompt tokens that came from the prefix cache
-    admitted_seconds   the engine's clock when the request got its place; 0 where nobody said
+    admitted_seconds   the engine's clock when the request got its place; 0 where that is not known
     prompt_logprobs    grow as the prompt is read, where they were asked for
     weight_versions    see `Completion`
     """

@@ -1,1 +1,1 @@
-"""What is told of each request once it is over: a line of the log, and a trace for OpenTelemetry."""
+"""Each request once it is over: a line of the log, and a trace for OpenTelemetry."""

@@ -36,7 +36,7 @@ class Tracer:
 
     @classmethod
     def make(cls, model: str) -> Tracer | None:
-        """None where nobody asked, or the SDK is missing: the log then says so."""
+        """None where no collector is named, or the SDK is missing: the log then says so."""
         if not any(os.environ.get(name) for name in ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED") == "true":
             return None
         if any(not _is_installed(name) for name in _NEEDED):
