@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -68,6 +69,7 @@ class Request:
     `replay` grows as tokens are fed, where it was asked for.
 
     `weight_versions` are runs of its tokens: the number of the first one, and the version of the weights that drew it.
+    `admitted_seconds` is the clock when it first got a slot; nothing depends on it.
 
     While the request has a row among `rows`, how far it is stands there: `num_processed`, `num_read` and `num_unread`
     are read from there.
@@ -95,10 +97,16 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
     replay: ReplayLog | None = None
+    admitted_seconds: float = 0.0
     name: str = ""
     _num_processed: int = field(default=0, init=False)
     _num_unread: int = field(default=0, init=False)
     _num_read: int = field(default=0, init=False)
+
+    def admitted(self) -> None:
+        """It has a slot, and stands behind the prefix it took over."""
+        if self.num_preemptions == 0:
+            self.num_cached_tokens, self.admitted_seconds = self.num_processed, time.perf_counter()
 
     @classmethod
     def start(

@@ -23,6 +23,7 @@ class TextOutput:
     finish_reason      set with the last token: by the engine, or here where a stop string is complete
     error              why the request failed, if it did
     num_cached_tokens  prompt tokens that came from the prefix cache
+    admitted_seconds   the engine's clock when the request got its place; 0 where that is not known
     prompt_logprobs    grow as the prompt is read, where they were asked for
     weight_versions    see `Completion`
     replay             grows as tokens are fed, where it was asked for
@@ -37,6 +38,7 @@ class TextOutput:
         self.logprobs = LogprobList()
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
+        self.admitted_seconds = 0.0
         self.weight_versions: list[tuple[int, str]] = []
         self.replay = ReplayLog.of(params)
         self.finish_reason: FinishReason | None = None

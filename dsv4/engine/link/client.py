@@ -219,6 +219,7 @@ class EngineClient(asyncio.Protocol):
             if found is not None:
                 output = found[0].outputs[found[1]]
                 output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
+                output.admitted_seconds = start.admitted_seconds
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
         for replay in step.replays:

@@ -85,7 +85,8 @@ class ClientConnection:
         if request.replay is not None:
             self._replaying[handle] = request.replay
         self.started.add(handle)
-        self.starts.append(Start(handle, request.num_cached_tokens, scores, [*request.weight_versions]))
+        versions = [*request.weight_versions]
+        self.starts.append(Start(handle, request.num_cached_tokens, scores, versions, request.admitted_seconds))
 
     def forget(self, handle: int) -> None:
         """The request is over, and all its tokens are among the news."""

@@ -172,12 +172,14 @@ class Replay(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True):
-    """A request's prompt has been read; once more where the weights change under it (`Completion.weight_versions`)."""
+    """A request's prompt has been read; once more where the weights change under it (`Completion.weight_versions`).
+    `admitted_seconds`: the clock when it got a slot."""
 
     handle: int
     num_cached: int
     prompt_logprobs: PackedLogprobs | None = None
     weight_versions: list[tuple[int, str]] = []
+    admitted_seconds: float = 0.0
 
 
 class End(msgspec.Struct, array_like=True):

@@ -353,8 +353,7 @@ class Scheduler:
             head.slot = self._cache.admit(head.max_len, head.chain, match)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
-            if head.num_preemptions == 0:
-                head.num_cached_tokens = head.num_processed
+            head.admitted()
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=order_of)
             insort(self._singles, head, key=order_of)
