@@ -111,9 +111,7 @@ class RanksEngine:
             self._own_requests.add(request)
             self.own.submit(request, waited)
             return
-        chain = None
-        if request.params.prompt_logprobs is None:
-            chain = request.chain = self.cache.chain(request.token_ids, request.params.cache_salt)
+        chain = request.chain = request.chain_by(self.cache.chain)
         self._router.add(request, self._clock() - waited, self.own.scheduler.num_steps, chain)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:

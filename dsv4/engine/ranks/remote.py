@@ -37,6 +37,7 @@ from dsv4.engine.link.messages import (
     error_of,
     pack_ids,
     unpack_logprobs,
+    unpack_rows,
 )
 from dsv4.engine.request import DeadlinePassed, Request, RequestAborted
 from dsv4.engine.step.tokens import Results, StepTokens
@@ -171,6 +172,10 @@ class RemoteRank:
             if start.handle in self.requests:
                 _begin(self.requests[start.handle], start)
         self._take_tokens(step)
+        for replay in step.replays:
+            log = None if replay.handle not in self.requests else self.requests[replay.handle].replay
+            if log is not None:
+                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
         for end in step.ends:
             request = self.requests.get(end.handle)
             if request is not None:
@@ -225,7 +230,7 @@ def _keys(data: bytes) -> list[bytes]:
 
 
 def _begin(request: Request, start: Start) -> None:
-    request.num_cached_tokens = start.num_cached
+    request.num_cached_tokens, request.admitted_seconds = start.num_cached, start.admitted_seconds
     request.weight_versions = [(first, version) for first, version in start.weight_versions]
     if start.prompt_logprobs is not None:
         request.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]

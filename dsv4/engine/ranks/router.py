@@ -166,5 +166,5 @@ def prefix_len(chain: ChainKeys | None, known: Container[bytes], num_tokens: int
     """Tokens of the longest known prefix, of which the last token is none."""
     if chain is None:
         return 0
-    keys = chain.first(max(0, num_tokens - 1) // BLOCK_TOKENS)
+    keys = chain.first(min(chain.num_known, max(0, num_tokens - 1) // BLOCK_TOKENS))
     return next((place * BLOCK_TOKENS for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
