@@ -29,7 +29,7 @@ PARAMS = [
     SamplingParams(max_tokens=3, seed=5, min_p=0.05, presence_penalty=1.0, ignore_eos=True, prompt_logprobs=2),
     SamplingParams(max_tokens=4, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
     SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
-    SamplingParams(max_tokens=3, seed=8, prompt_logprobs=30, routed_experts=True, indexer_topk=True),
+    SamplingParams(max_tokens=0, prompt_logprobs=30, routed_experts=True, indexer_topk=True),
 ]
 
 
