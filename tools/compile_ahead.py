@@ -3,8 +3,8 @@
     python tools/compile_ahead.py cases FOLDER [--op OP ...]      what benchmark cases launch
     python tools/compile_ahead.py models FOLDER NUMBER            what `benchmarks bits --models NUMBER` launches
     python -m pytest -p tools.compile_ahead --compile-into FOLDER [--compile-on meta] ...      what tests launch
-    python tools/compile_ahead.py pack FOLDER FILE                binaries alone, without what they were made from
-    python tools/compile_ahead.py unpack FILE                     on that machine, into Triton's cache
+    dsv4 kernels pack FILE --cache FOLDER                         binaries alone, without what they were made from
+    dsv4 kernels unpack FILE                                      on that machine, into Triton's cache
 
 A GPU by the minute should run kernels, not wait for compilers: with them along, a run that compares bits and times of
 some kernels takes a minute instead of ten. What is missing is compiled there, as always.
@@ -19,20 +19,16 @@ that another Triton of the same version finds the folder under its own name.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import io
 import json
 import sys
-import tarfile
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-KEYS = "keys.jsonl"
+from dsv4.tools.kernel_archive import KEYS, folder_name
+
 ARCHITECTURE = 90
 
 
@@ -48,7 +44,7 @@ def record_into(folder: Path) -> None:
 
     def key(source: Any, backend: Any, options: Any, env_vars: Any) -> str:
         own = f"-{source.hash()}-{backend.hash()}-{options.hash()}-{sorted(env_vars.items())}"
-        name = _name(own)
+        name = folder_name(own)
         if name not in seen:
             seen.add(name)
             with (folder / KEYS).open("a", encoding="utf-8") as file:
@@ -56,13 +52,6 @@ def record_into(folder: Path) -> None:
         return cache.triton_key() + own
 
     compiler.get_cache_key = key
-
-
-def _name(own: str) -> str:
-    """Of a kernel's folder, by this machine's Triton."""
-    from triton.runtime import cache
-
-    return cache._base32(hashlib.sha256((cache.triton_key() + own).encode()).hexdigest())
 
 
 def compile_cases(folder: Path, ops: list[str]) -> None:
@@ -142,49 +131,6 @@ def _only_compile(folder: Path, device: str) -> None:
     torch.Tensor.__bool__ = lambda tensor: tensor.device.type == "meta" or is_true(tensor)  # type: ignore[method-assign]
 
 
-# ---- from machine to machine ----
-
-
-def _entries(folder: Path) -> Iterator[tuple[str, str]]:
-    lines = (folder / KEYS).read_text(encoding="utf-8").splitlines()
-    return iter(dict(map(json.loads, lines)).items())
-
-
-def pack(folder: Path, file: Path) -> int:
-    """How many kernels."""
-    own_keys = {}
-    with tarfile.open(file, "w:xz") as archive:
-        for name, own in _entries(folder):
-            binaries = list((folder / name).glob("*.cubin"))
-            for path in binaries and [*binaries, *(folder / name).glob("*.json")]:
-                archive.add(path, f"{name}/{path.name}")
-                own_keys[name] = own
-        text = "".join(json.dumps([name, own]) + "\n" for name, own in own_keys.items()).encode()
-        entry = tarfile.TarInfo(KEYS)
-        entry.size = len(text)
-        archive.addfile(entry, io.BytesIO(text))
-    return len(own_keys)
-
-
-def unpack(file: Path, cache: Path) -> int:
-    """How many kernels."""
-    with tempfile.TemporaryDirectory() as temporary, tarfile.open(file) as archive:
-        folder = Path(temporary)
-        archive.extractall(folder, filter="data")
-        entries = list(_entries(folder))
-        for name, own in entries:
-            target = cache / _name(own)
-            target.mkdir(parents=True, exist_ok=True)
-            paths = [path for path in (folder / name).iterdir() if not path.name.startswith("__grp__")]
-            for path in paths:
-                (target / path.name).write_bytes(path.read_bytes())
-            # a group says where its files are
-            group = {"child_paths": {path.name: str(target / path.name) for path in paths}}
-            metadata = next(path.name for path in paths if path.suffix == ".json")
-            (target / f"__grp__{metadata}").write_text(json.dumps(group), encoding="utf-8")
-    return len(entries)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -194,22 +140,11 @@ def main() -> None:
     models = commands.add_parser("models", help="compile what random models launch")
     models.add_argument("folder", type=Path)
     models.add_argument("number", type=int)
-    packing = commands.add_parser("pack", help="binaries of a folder into a file")
-    packing.add_argument("folder", type=Path)
-    packing.add_argument("file", type=Path)
-    unpacking = commands.add_parser("unpack", help="binaries of a file into Triton's cache")
-    unpacking.add_argument("file", type=Path)
     options = parser.parse_args()
     if options.command == "cases":
         compile_cases(options.folder, options.op)
-    elif options.command == "models":
-        compile_models(options.folder, options.number)
-    elif options.command == "pack":
-        print(f"{pack(options.folder, options.file)} kernels, {options.file.stat().st_size:,} bytes")
     else:
-        from triton import knobs
-
-        print(f"{unpack(options.file, Path(knobs.cache.dir))} kernels into {knobs.cache.dir}")
+        compile_models(options.folder, options.number)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typer.core import TyperCommand
 from dsv4 import __version__
 from dsv4.cli.audit import audit_command
 from dsv4.cli.bench import bench_app
-from dsv4.cli.cache import cache_app
 from dsv4.cli.chat import chat_command
 from dsv4.cli.eval import eval_command
 from dsv4.cli.generate import generate_command
@@ -23,6 +22,8 @@ from dsv4.cli.render import render_command
 from dsv4.cli.replay import replay_command
 from dsv4.cli.selftest import selftest_command
 from dsv4.cli.serve.command import serve_command
+from dsv4.cli.stored.cache import cache_app
+from dsv4.cli.stored.kernels import kernels_app
 from dsv4.cli.synth import synth_command
 from dsv4.dist.errors import RankFailed
 from dsv4.loader.shipped import shipped_names
@@ -72,6 +73,7 @@ def _summary(command: Callable[..., None]) -> str:
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
+app.add_typer(kernels_app, name="kernels")
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=Command, short_help=_summary(_command))(_command)
 

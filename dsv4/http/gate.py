@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from dsv4.http.apis.registry import GENERATING, QUESTIONS
-from dsv4.http.apis.rl.routes import PATHS as RL_PATHS
+from dsv4.http.apis.rl.routes import guarded_of
 from dsv4.http.errors import ApiError
 from dsv4.http.metrics import Metrics
 from dsv4.http.settings import ServerConfig, is_loopback_name
@@ -37,9 +37,9 @@ _ROUTES = {
 }
 
 
-def guarded_paths(*, rl: bool) -> tuple[str, ...]:
+def guarded_paths(config: ServerConfig) -> tuple[str, ...]:
     """How the paths begin that need the key."""
-    return (*_GUARDED, *RL_PATHS) if rl else _GUARDED
+    return (*_GUARDED, *guarded_of(config))
 
 
 class Gate:
@@ -49,8 +49,8 @@ class Gate:
         self._app = app
         self._config = config
         self._metrics = metrics
-        self._guarded = guarded_paths(rl=config.rl)
-        self._routes = _ROUTES | set(RL_PATHS) if config.rl else _ROUTES
+        self._guarded = guarded_paths(config)
+        self._routes = _ROUTES | set(guarded_of(config))
         self._key = None if config.api_key is None else config.api_key.encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,9 +12,10 @@ from dsv4.http.apis.chat.schema import ChatCompletionChunk
 from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
 from dsv4.http.apis.rl.calls import Call
 from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
-from dsv4.http.apis.rl.routes import CALLS
+from dsv4.http.apis.rl.routes import calls_of
 from dsv4.http.apis.schemas import ErrorBody, Health, Live, ModelCard, ModelList, Version
 from dsv4.http.gate import guarded_paths
+from dsv4.http.settings import ServerConfig
 
 API_VERSION = "1.0"  # of the interface, not of the package
 _REFERENCE = "#/components/schemas/{model}"
@@ -32,11 +33,11 @@ _STATUS = {
 }
 
 
-def openapi_document(*, has_key: bool, rl: bool) -> dict[str, Any]:
-    """The whole document. has_key: the server wants an API key. rl: it has the routes for trainers."""
-    generating = (*GENERATING, *ROLLOUTS) if rl else GENERATING
-    questions = (*QUESTIONS, RENDER) if rl else QUESTIONS
-    calls = CALLS if rl else ()
+def openapi_document(config: ServerConfig) -> dict[str, Any]:
+    """The whole document, of the routes that this server has."""
+    generating = (*GENERATING, *ROLLOUTS) if config.rl else GENERATING
+    questions = (*QUESTIONS, RENDER) if config.rl else QUESTIONS
+    calls = calls_of(config)
     requests = _schemas((one.request for one in (*generating, *questions, *calls)), "validation")
     answers = _schemas((*(one.answer for one in (*generating, *questions)), *_ANSWERS), "serialization")
     components: dict[str, Any] = {"schemas": {**requests["$defs"], **answers["$defs"]}}
@@ -50,10 +51,10 @@ def openapi_document(*, has_key: bool, rl: bool) -> dict[str, Any]:
         "paths": _paths(generating, questions, calls),
         "components": components,
     }
-    if has_key:
+    if config.api_key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in document["paths"].items():
-            if path.startswith(guarded_paths(rl=rl)):
+            if path.startswith(guarded_paths(config)):
                 for operation in methods.values():
                     operation["security"] = [{"key": []}]
     return document
@@ -94,7 +95,7 @@ def _posting(
     summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
 ) -> dict[str, Any]:  # fmt: skip
     operation = _asking(summary, request, answer, statuses)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
 
 
@@ -106,7 +107,7 @@ def _asking(
 
 
 def _calling(call: Call, method: str) -> dict[str, Any]:
-    """A trainer's call: its fields may also stand in the query."""
+    """Its fields may also stand in the query."""
     done = {"description": "Done.", "content": {"application/json": {"schema": {"type": "object"}}}}
     responses = {"200": done, **_errors((400, 401, 403, 409, 413, 415, 500, 503))}
     if method == "GET":

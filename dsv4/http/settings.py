@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsv4.config import ConfigError, is_positive_real, is_size, shown
+from dsv4.tools.auto.settings import Choice
 
 MIB = 1024 * 1024
 LOG_FORMATS = ("text", "json")
@@ -47,6 +48,9 @@ class ServerConfig:
     log_format         "text", or "json": one object a line
     rl                 whether trainers may drive the engine (`dsv4.http.apis.rl`)
     rl_roots           folders that they may have weights read from
+    profile_dir        folder of profiles; None: there are no routes for them. Needs `api_key`
+    choices            what the server chose by itself, for `/server_info`
+    planned_bytes      of one device: weights, cache, ...
     """
 
     name: str
@@ -72,6 +76,9 @@ class ServerConfig:
     log_format: str = "text"
     rl: bool = False
     rl_roots: tuple[str, ...] = ()
+    profile_dir: str | None = None
+    choices: tuple[Choice, ...] = ()
+    planned_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -92,6 +99,8 @@ class ServerConfig:
         for name in ("header_seconds", "body_seconds", "stall_seconds", "drain_seconds"):
             if not is_positive_real(getattr(self, name)):
                 raise ConfigError(f"{name} must be a positive number, found {shown(getattr(self, name))}")
+        if self.profile_dir is not None and self.api_key is None:
+            raise ConfigError("profile_dir needs api_key: a profile costs time and disk, and shows what runs")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, found {shown(self.log_format)}")
 

@@ -45,7 +45,7 @@ def attention(
     projected = _project_input(start, params, context)
     with context.branches.beside(_compression_call(projected, params, layer, cache, batch, context)):
         q, index_q = _project_latent(projected.latent, params, context)  # [T, H, d], [T, Hi, Di]
-        # a chunk this short replaces no row that it reads: see `store_window`
+        # a chunk this short replaces no row that it reads: see `attention_inputs_ref`
         appends = shared is not None or batch.num_tokens <= cache.window.ring_len - config.sliding_window + 1
         q, rows, index_q = ops.attention_inputs(
             q, projected.kv, index_q, params.kv_norm, freqs, eps, cache.window, cache.index_keys, batch, appends=appends

@@ -93,7 +93,7 @@ class GroupedCodes(Protocol):
 class Route(Protocol):
     def __call__(
         self, x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
-        scale: float, uniform_hash_weights: bool = False,
+        scale: float,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 

@@ -36,7 +36,7 @@ _FIELDS = {
     "max_connections": "--max-connections", "max_output_tokens": "--max-tokens", "max_waiting": "--max-waiting",
     "drain_seconds": "--drain-seconds", "log_format": "--log-format", "verify_hits": "--verify-hits",
     "cache_dir": "--cache-dir", "cache_host_bytes": "--cache-host-gib", "cache_disk_bytes": "--cache-disk-gib",
-    "offload_experts": "--offload-experts",
+    "offload_experts": "--offload-experts", "profile_dir": "--profile-dir",
 }  # fmt: skip
 _FIELD = re.compile(rf"(?<![\w.'\"-])({'|'.join(_FIELDS)})(?!\w)")
 _ALREADY = re.compile(r" \(--[\w-]+ on the command line\)")  # for readers of an error in Python

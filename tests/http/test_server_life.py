@@ -141,6 +141,7 @@ def test_the_openapi_document(live):
     assert set(document["paths"]) == {
         CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
         "/detokenize", "/v1/models", "/v1/models/{name}", "/version", "/live", "/health", "/ready", "/metrics", "/",
+        "/server_info", "/get_server_info",
     }  # fmt: skip
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
 

@@ -14,7 +14,7 @@ COMMIT = "a" * 40
 
 
 class Hub:
-    """Serves the files of a folder as ORG/NAME. `gated`, `listed_sizes`, `slow` and `served` are its mistakes."""
+    """Serves the files of a folder as ORG/NAME. Its mistakes are the fields from `served` on."""
 
     def __init__(self, folder: Path, name: str = "org/small") -> None:
         self.name = name
@@ -24,6 +24,7 @@ class Hub:
         self.listed_sizes: dict[str, int] = {}
         self.gated = False
         self.slow: str | None = None  # this file comes at a crawl
+        self.cut: str | None = None  # half of this file comes, then the connection ends
         self.downloads: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -113,6 +114,10 @@ class Hub:
                     if hub.slow == file:
                         self.wfile.write(data[:1000])
                         time.sleep(60)
+                    if hub.cut == file:
+                        self.wfile.write(data[: len(data) // 2])
+                        self.close_connection = True
+                        return
                     self.wfile.write(data)
 
         return Handler

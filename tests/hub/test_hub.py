@@ -114,6 +114,16 @@ def test_a_download_that_was_killed_goes_on(dsv4, hub, tmp_path):
     assert "config.json" not in hub.downloads
 
 
+def test_a_download_that_breaks_off(dsv4, hub):
+    hub.cut = SHARD
+    ran = dsv4("serve", "org/small", "--port", 0)
+    refused(ran, "dsv4: error: org/small: the download", "run the command again")
+    hub.cut = None
+    hub.downloads.clear()
+    assert dsv4("info", "org/small", "--json").code == 0
+    assert hub.downloads == [SHARD], "what was whole is kept"
+
+
 def test_a_damaged_download_is_named_and_deleted(dsv4, hub):
     data = bytearray(hub.files[SHARD])
     data[-1] ^= 1

@@ -68,8 +68,8 @@ def test_any_op_can_be_exchanged_alone(op):
 
 
 def test_an_unknown_op_is_named():
-    with pytest.raises(ValueError, match="no such op: head_norm_rope, softmax; the ops of a backend are rms_norm, "):
-        TRITON.with_ops(softmax=None, head_norm_rope=None)
+    with pytest.raises(ValueError, match="no such op: activation_topk, softmax; the ops of a backend are rms_norm, "):
+        TRITON.with_ops(softmax=None, activation_topk=None)
 
 
 def test_weights_are_laid_out_though_an_op_is_exchanged():

@@ -25,11 +25,11 @@ COMPARED = (
     *(f"rms_norm/weighted-4096x{width}" for width in (512, 1024, 1536)),
     *(f"rms_norm_quant/both-{rows}x{width}" for rows in (1, 4096) for width in (4096, 7168)),
     *(f"rms_norm_quant/codes-4096x{width}" for width in (1024, 1536)),
-    "rms_norm/plain-4096x512", "head_norm_rope/1x64x512", "head_norm_rope/4096x64x512",
+    "rms_norm/plain-4096x512",
     *(f"hc_boundary/{rows}x{width}" for rows in (1, 4096) for width in (4096, 7168)),
     "hc_boundary/codes-1x4096", "hc_boundary/codes-4096x7168", "hc_enter/1x4096",
     "hc_pre/1x4096", "hc_pre/4096x4096", "hc_head_norm/1x4096", "hc_head/1x4096",
-    "window_rows/1", "store_window/1", "compress/hca-open-1", "compress/hca-prefill-8192",
+    "window_rows/1", "compress/hca-open-1", "compress/hca-prefill-8192",
     "compress_pair/csa-open-1", "compress_pair/csa-prefill-8192",
     "attention_inputs/csa-1-ring", "attention_inputs/hca-16", "attention_inputs/csa-4096",
     *(f"sparse_attention/flash-csa-64k-{rows}" for rows in (8, 64, 256)),
@@ -144,7 +144,6 @@ def test_norms_that_must_agree_sum_in_the_same_order(compiled):
         assert len(kernel.sum_layouts) == 1
         return kernel.sum_layouts
 
-    assert layouts("rms_norm/plain-4096x512") == layouts("head_norm_rope/4096x64x512")
     for width in (4096, 7168):
         assert layouts(f"rms_norm/weighted-4096x{width}") == layouts(f"rms_norm_quant/both-4096x{width}")
     for width in (1024, 1536):
@@ -192,12 +191,12 @@ def test_cached_rows_sum_as_the_norm_does(compiled):
 
     norm = inside_rows("rms_norm/weighted-4096x512")
     assert norm == [("512", "8", "32", "2")]
-    for case in ("window_rows/1", "store_window/1", "compress/hca-open-1", "compress/hca-prefill-8192"):
+    for case in ("rms_norm/plain-4096x512", "window_rows/1", "compress/hca-open-1", "compress/hca-prefill-8192"):
         assert inside_rows(case) == norm
     for case in ("compress_pair/csa-open-1", "compress_pair/csa-prefill-8192"):
         assert inside_rows(case) == [*norm, ("128", "8", "16", "1")]
     for case in ("attention_inputs/csa-1-ring", "attention_inputs/hca-16", "attention_inputs/csa-4096"):
-        assert inside_rows(case) == [*norm, *norm], "rows, and heads as head_norm_rope has them"
+        assert inside_rows(case) == [*norm, *norm], "rows, then heads"
 
 
 def test_attention_sums_weights_in_one_order_by_tiles_and_by_columns(compiled):
@@ -224,7 +223,6 @@ def test_the_batch_size_does_not_change_the_kernel(compiled):
     for op, shape in (
         ("rms_norm", "weighted-{}x4096"),
         ("rms_norm_quant", "both-{}x7168"),
-        ("head_norm_rope", "{}x64x512"),
     ):
         (one,) = compiled[f"{op}/{shape.format(1)}"]
         (many,) = compiled[f"{op}/{shape.format(4096)}"]

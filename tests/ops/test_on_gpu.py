@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 import torch
 
-from dsv4.ops.norm import rms_norm_quant
-from dsv4.ops.rows import head_norm_rope, rope_frequencies
+from dsv4.ops.norm import rms_norm, rms_norm_quant
+from dsv4.ops.rows import rope, rope_frequencies
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.inputs import normal, wild
 from dsv4.testing.numeric import assert_bitwise
@@ -80,7 +80,7 @@ def test_4096_tokens_of_heads_are_4096_times_one(heads):
     q = wild((4096, heads, 512), seed=heads)
     positions = torch.arange(4096, device=q.device) * 255
     freqs = rope_frequencies(64, 10000.0, None).to(q.device)
-    whole = head_norm_rope(q, positions, freqs, EPS)
+    whole = rope(rms_norm(q, None, EPS), positions, freqs)
     for token in (0, 1, 2047, 4095):
         one = slice(token, token + 1)
-        assert_bitwise(head_norm_rope(q[one], positions[one], freqs, EPS), whole[one])
+        assert_bitwise(rope(rms_norm(q[one], None, EPS), positions[one], freqs), whole[one])

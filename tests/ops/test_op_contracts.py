@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
+import dsv4.ops
 from dsv4.ops import TORCH, TRITON, OpSet
 from dsv4.testing.op_modules import oracles_and_kernels
 
@@ -15,7 +18,7 @@ PAIRS = oracles_and_kernels()
 
 
 def test_the_kernels_written_so_far_are_found():
-    assert {"norm.rms_norm_ref", "rows.head_norm_rope_ref", "rows.rope_ref"} <= set(PAIRS)
+    assert {"norm.rms_norm_ref", "rows.window_rows_ref", "rows.rope_ref"} <= set(PAIRS)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -44,3 +47,22 @@ def test_a_protocol_has_the_signature_of_oracle_and_kernel(op):
     assert inspect.signature(oracle) == inspect.signature(kernel) == without_self
     assert (oracle.__name__, kernel.__name__) == (f"{op}_ref", op)
     assert (oracle, kernel) in PAIRS.values()
+
+
+def untyped(source):
+    """Names of functions without all annotations, but kernels and their device functions."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(part) for part in node.decorator_list):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        given = [argument for argument in arguments if argument is not None and argument.arg not in ("self", "cls")]
+        if node.returns is None or any(argument.annotation is None for argument in given):
+            yield node.name
+
+
+def test_all_but_kernels_is_typed():
+    """mypy does not ask for it in `dsv4/ops`, where kernels cannot be (pyproject.toml)."""
+    package = Path(dsv4.ops.__file__).parent
+    files = [*package.rglob("*.py"), package.parent / "dist" / "symmetric.py"]
+    assert [(file.name, name) for file in files for name in untyped(file.read_text(encoding="utf-8"))] == []
+    assert list(untyped("@jit\ndef k(x): ...\ndef f(x: int, *rest): ...\ndef g() -> int: ...\n")) == ["f"]

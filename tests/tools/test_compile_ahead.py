@@ -18,9 +18,9 @@ import sys
 from triton.runtime import cache
 cache.triton_key = lambda: "another Triton"
 from pathlib import Path
-from tools import compile_ahead
+from dsv4.tools import kernel_archive
 if sys.argv[1] == "unpack":
-    compile_ahead.unpack(Path(sys.argv[2]), Path(sys.argv[3]))
+    kernel_archive.unpack(Path(sys.argv[2]), Path(sys.argv[3]))
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 knobs.cache.dir = sys.argv[3]
@@ -49,7 +49,7 @@ def run(*command):
 def packed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
     run("tools/compile_ahead.py", "cases", folder / "cache", "--op", "rms_norm")
-    said = run("tools/compile_ahead.py", "pack", folder / "cache", folder / "kernels.tar.xz")
+    said = run("-m", "dsv4", "kernels", "pack", folder / "kernels.tar.xz", "--cache", folder / "cache")
     return folder / "kernels.tar.xz", int(said.split()[0])
 
 
@@ -57,10 +57,11 @@ def test_binaries_alone_are_packed(packed):
     file, count = packed
     with tarfile.open(file) as archive:
         names = archive.getnames()
-        keys = archive.extractfile("keys.jsonl").read().decode().splitlines()
-    assert count == len(keys) == sum(name.endswith(".cubin") for name in names) > 3
-    assert {Path(name).suffix for name in names} == {".cubin", ".json", ".jsonl"}
-    assert {json.loads(key)[0] for key in keys} == {name.split("/")[0] for name in names if "/" in name}
+        manifest = json.load(archive.extractfile("manifest.json"))
+    assert count == len(manifest["kernels"]) == sum(name.endswith(".cubin") for name in names) > 3
+    assert {Path(name).suffix for name in names} == {".cubin", ".json"}
+    assert manifest["targets"] == ["cuda 90"]
+    assert set(manifest["kernels"]) == {name.split("/")[0] for name in names if "/" in name}
 
 
 def test_another_triton_finds_them_and_compiles_nothing(packed, tmp_path):

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dsv4.cli.serve.options_file import load_options, options_text
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.http.address import take_address
 from dsv4.http.logs import log_config
@@ -52,6 +53,7 @@ _LOG = logging.getLogger("dsv4.serve")
 
 
 def serve_command(
+    typed: typer.Context,
     model: ModelArgument = None,
     model_option: ModelOption = None,
     revision: RevisionOption = None,
@@ -76,7 +78,7 @@ def serve_command(
         bool, typer.Option("--thinking", help="Turn reasoning on by default; a request can turn it off.")
     ] = False,
     requests: Annotated[
-        int | None, typer.Option(help="Maximum concurrent requests; further ones wait. {_AUTO}")
+        int | None, typer.Option(help="Maximum concurrent requests; further ones wait. Default: as many as fit.")
     ] = None,
     context: Annotated[
         int | None,
@@ -155,6 +157,18 @@ def serve_command(
     step_seconds: Annotated[
         float, typer.Option(help="The engine is considered hung when one step takes longer.")
     ] = 300.0,
+    profile_dir: Annotated[
+        Path | None, typer.Option(help="Folder for torch profiles: POST /start_profile and /stop_profile. Needs a key.")
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", is_eager=True, callback=load_options, help="Options from a TOML file; see --print-config."
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print every option as --config takes it, and stop.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's interfaces at /v1, a chat page at /, metrics at /metrics.
 
@@ -168,7 +182,11 @@ def serve_command(
       dsv4 serve ./checkpoint --gpus 4 --requests 256
       dsv4 serve ./checkpoint --front-ends 4 --restart
       dsv4 serve ./checkpoint --rl --rl-root ./weights
+      dsv4 serve ./checkpoint --print-config > serve.toml && dsv4 serve --config serve.toml
     """
+    if print_config:
+        print(options_text(typed), end="")
+        raise typer.Exit
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
@@ -186,6 +204,20 @@ def serve_command(
     chosen = one_model(model, model_option)
     folder = find_model(chosen, console, revision=revision)
     config = ModelConfig.from_pretrained(folder)
+    check_tokenizer(folder, "a server")
+    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
+    tiers = EngineConfig(
+        cache_dir=None if cache_dir is None else str(cache_dir),
+        cache_host_bytes=_gib("--cache-host-gib", host_gib),
+        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
+        verify_hits=verify_hits,
+    )
+    wishes = Wishes(
+        device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
+        offload_experts=offload, memory=memory, numerics=numerics, limits=tiers,
+    )  # fmt: skip
+    machine = read_machine()
+    found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     settings = ServerConfig(
         name=name if name is not None else model_name(chosen, folder),
         host=host,
@@ -202,23 +234,12 @@ def serve_command(
         drain_seconds=drain_seconds,
         log_format=log_format,
         rl=rl,
+        profile_dir=None if profile_dir is None else str(profile_dir.resolve()),
+        choices=found.choices,
+        planned_bytes=found.planned,
         rl_roots=_roots(rl_root or [], rl=rl),
         **({"max_body_bytes": _RL_MAX_BODY_BYTES} if rl else {}),
     )
-    check_tokenizer(folder, "a server")
-    host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
-    tiers = EngineConfig(
-        cache_dir=None if cache_dir is None else str(cache_dir),
-        cache_host_bytes=_gib("--cache-host-gib", host_gib),
-        cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
-        verify_hits=verify_hits,
-    )
-    wishes = Wishes(
-        device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
-        offload_experts=offload, memory=memory, numerics=numerics, limits=tiers,
-    )  # fmt: skip
-    machine = read_machine()
-    found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     loading = ModelSettings(
         folder=str(folder), numerics=numerics, dtype=dtype, device=found.device, limits=found.limits,
         offload_experts=found.offload_experts, drafts=found.drafts, gpus=found.gpus, threads=threads,

@@ -117,8 +117,8 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {request.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
-        if request.chain is None and request.params.prompt_logprobs is None:  # a scored prompt is read whole
-            request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
+        if request.chain is None:
+            request.chain = request.chain_by(self._cache.chain)
         request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, request, key=order_of)
@@ -240,7 +240,7 @@ class Scheduler:
             self._displace(request, keep=False)
         for request in (*self._waiting, *self._running):
             if request.chain is not None:
-                request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
+                request.chain = request.chain_by(self._cache.chain)
 
     def check_integrity(self) -> None:
         """Recompute the truth: order, slots, positions, blocks and counts. Between two steps."""
@@ -353,8 +353,7 @@ class Scheduler:
             head.slot = self._cache.admit(head.max_len, head.chain, match)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
-            if head.num_preemptions == 0:
-                head.num_cached_tokens = head.num_processed
+            head.admitted()
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=order_of)
             insort(self._singles, head, key=order_of)

@@ -1,7 +1,7 @@
 """What attention reads of the batch itself: queries, window rows and index queries, from their projections.
 
-Kernel: the programs of `head_norm_rope`, `window_rows` (or `store_window`) and `index_queries`, with their tiles, in
-one launch: each is too short to fill a GPU at decode, and none needs another. The same bits as theirs.
+Kernel: programs for heads (as of `rms_norm`, then `rope`), for rows (as of `window_rows`, then `append_swa`) and for
+index queries in one launch: each is too short to fill a GPU at decode, and none needs another. The same bits as theirs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ def attention_inputs_ref(
     """Projections q [T, H, d], kv [T, d] and, with index keys, index_q [T, Hi, Di] -> queries [T, H, d], rows [T], and
     index queries [T, Hi, Di] or None.
 
-    `head_norm_rope`, `window_rows` in the window's format, `index_queries` in that of the keys. `appends`: the rows go
-    into the ring as well, before attention; when that is allowed is said at `store_window`. Nothing else is written.
+    Queries: RMSNorm of each head without weight, then rope. Rows: `window_rows` in the window's format. Index queries:
+    `turned_queries` in the format of the keys. Nothing else is written, but with `appends` the ring (`append_swa`).
+
+    `appends` is only for chunks of at most ring_len - window_len + 1 tokens (one token and the drafts the ring has room
+    for). Attention takes positions from chunk_start on out of the returned rows, and of the ring it reads back to
+    chunk_start - window_len + 1; the last token replaces position chunk_end - 1 - ring_len, which lies before that.
     """
     assert (index_q is None) == (keys is None), "index queries go with index keys"
     turn = Turn.of_batch(batch, freqs)
@@ -136,9 +140,9 @@ def attention_inputs(
     window_rows = min(RING_TILE_ROWS, tile_rows) if appends else tile_rows
     num_row_tiles = -(-num_tokens // window_rows)
     _attention_inputs_kernel[(num_row_tiles + num_tokens * num_tiles,)](
-        *launch.arguments, num_row_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
-        **launch.shape, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads, INDEX_HEADS=index_heads,
-        WINDOW_ROWS=window_rows, **rows_per_tile(rows_format.dim)[1], **overlapping(),
+        *launch.arguments, *launch.ring, num_row_tiles, HeadArguments(q, q_out, *q.stride()[:2]), index_arguments,
+        **launch.shape, RING_LEN=launch.ring_len, **index_shape, NUM_HEADS=num_heads, NUM_INDEX_HEADS=num_index_heads,
+        INDEX_HEADS=index_heads, WINDOW_ROWS=window_rows, **rows_per_tile(rows_format.dim)[1], **overlapping(),
     )
     return q_out, launch.rows, index_out
 

@@ -11,11 +11,11 @@ def _confidence_kernel(
     D: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([COLS], tl.float32)
+    total = tl.zeros([COLS], tl.float32)  # [COLS]
     # rows_matmul(cat((hidden, embedded), -1), weight)
     for start in range(0, D, COLS):
         cols = start + tl.arange(0, COLS)
-        value = tl.load(hidden_ptr + row * stride_ht + cols, mask=cols < D, other=0.0).to(tl.float32)
+        value = tl.load(hidden_ptr + row * stride_ht + cols, mask=cols < D, other=0.0).to(tl.float32)  # [COLS]
         total += value * tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     for start in range(0, RANK, COLS):
         cols = start + tl.arange(0, COLS)

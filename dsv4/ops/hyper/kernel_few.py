@@ -121,7 +121,7 @@ def _partial_dots(
 ):
     """Step 1: new streams, their partial dots with fn and their partial squares into partials [FEW_ROWS, splits,
     MIX_COLS]."""
-    cols = split * SPLIT + tl.arange(0, SPLIT)
+    cols = split * SPLIT + tl.arange(0, SPLIT)  # [SPLIT]
     mixes = tl.arange(0, _MIX_COLS)
     # weights are asked for before the launch that makes the streams has ended
     fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
@@ -129,19 +129,19 @@ def _partial_dots(
     pdl_wait()
     rows = tl.arange(0, _FEW_ROWS).to(tl.int64)  # of narrower ones ptxas delays some loads
     row_mask = rows < num_tokens
-    mask = row_mask[:, None] & (cols < D)[None, :]
+    mask = row_mask[:, None] & (cols < D)[None, :]  # [FEW_ROWS, SPLIT]
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, False
     )
-    x0, x1, x2, x3 = mix_streams(before, SOURCE)
+    x0, x1, x2, x3 = mix_streams(before, SOURCE)  # [FEW_ROWS, SPLIT] each
     if SOURCE != _FROM_STREAMS:
         store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
     x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
-    parts = tl.dot(x0, _joined_parts(fn0))
+    parts = tl.dot(x0, _joined_parts(fn0))  # [FEW_ROWS, 4 MIX_COLS]
     parts = tl.dot(x1, _joined_parts(fn1), parts)
     parts = tl.dot(x2, _joined_parts(fn2), parts)
     parts = tl.dot(x3, _joined_parts(fn3), parts)
-    partial = join_partial(sum_of_parts(parts), x0, x1, x2, x3, NUM_MIXES)
+    partial = join_partial(sum_of_parts(parts), x0, x1, x2, x3, NUM_MIXES)  # [FEW_ROWS, MIX_COLS]
     place = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
     tl.store(partial_ptr + place, partial, mask=row_mask[:, None] & (mixes <= NUM_MIXES)[None, :])
 
@@ -174,8 +174,8 @@ def hyper_kernel(
         for row in range(worker, num_tokens, num_workers):
             # plus nothing: where the compiler knows it, ptxas takes 96 registers instead of 126 and asks for less ahead
             token = tl.program_id(1).to(tl.int64) + row
-            partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)
-            values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)
+            partial = load_partial(partial_ptr, token, NUM_SPLITS, SPLIT_BLOCK, NUM_MIXES)  # [splits, MIX_COLS]
+            values = token_weights(partial, base, scale, norm_eps, hc_eps, D, NUM_MIXES)  # [MIX_COLS]
             if NUM_MIXES > 4:
                 store_post(result.post, values, token)
                 _sinkhorn(values, result.comb, token, hc_eps, NUM_ITERS)

@@ -95,13 +95,13 @@ def _partial_dots(
 ):
     """Step 1 of a tile's num_tokens (pointers start at the tile): new streams, their partial dots with fn and their
     partial squares into the tile's partials [TILE, splits, MIX_COLS]."""
-    cols = split * SPLIT + tl.arange(0, SPLIT)
+    cols = split * SPLIT + tl.arange(0, SPLIT)  # [SPLIT]
     mixes = tl.arange(0, _MIX_COLS)
     # weights are asked for before the launch that makes the streams has ended
     fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
     pdl_trigger()
     pdl_wait()
-    rows = tl.arange(0, _SUB_ROWS)
+    rows = tl.arange(0, _SUB_ROWS)  # [SUB_ROWS]
     row_mask = rows < num_tokens
     mask = row_mask[:, None] & (cols < D)[None, :]
     before = load_before(
@@ -112,7 +112,7 @@ def _partial_dots(
         _rows_of_parts(fn0), _rows_of_parts(fn1), _rows_of_parts(fn2), _rows_of_parts(fn3)
     )
     for _ in range(TILE // _SUB_ROWS):
-        x0, x1, x2, x3 = mix_streams(before, SOURCE)
+        x0, x1, x2, x3 = mix_streams(before, SOURCE)  # [SUB_ROWS, SPLIT] each
         if SOURCE != _FROM_STREAMS:
             store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
         place, is_row = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :], row_mask[:, None]
@@ -126,7 +126,7 @@ def _partial_dots(
         x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
         left0, left1 = in_product_order(x0), in_product_order(x1)
         left2, left3 = in_product_order(x2), in_product_order(x3)
-        parts = tl.dot(left0, parts0)
+        parts = tl.dot(left0, parts0)  # [SUB_ROWS, 4 MIX_COLS]
         parts = tl.dot(left1, parts1, parts)
         parts = tl.dot(left2, parts2, parts)
         parts = tl.dot(left3, parts3, parts)

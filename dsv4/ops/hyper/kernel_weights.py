@@ -46,12 +46,12 @@ def load_partial(ptr, row, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, 
 def token_weights(partial, base, scale, norm_eps, hc_eps, D: tl.constexpr, NUM_MIXES: tl.constexpr):
     """Sum a token's partials -> its 4 pre weights, 4 post weights and 16 exponentials, side by side [MIX_COLS]."""
     mixes = tl.arange(0, _MIX_COLS)
-    sums = tl.sum(partial, axis=0)
+    sums = tl.sum(partial, axis=0)  # [MIX_COLS]
     # rows_matmul(wide.flatten(1), fn) * rsqrt(mean_square + norm_eps)
     mean_square = tl.div_rn(tl.sum(tl.where(mixes == NUM_MIXES, sums, 0.0), axis=0), 4.0 * D)
     logits = sums * tl.div_rn(1.0, tl.sqrt_rn(mean_square + norm_eps)) * scale + base
     # sigmoid(z) for pre and post, from exp(-|z|); exp(z - max of its row) for comb: one exp serves all
-    rows_of_four = tl.reshape(logits, [_MIX_COLS // 4, 4])
+    rows_of_four = tl.reshape(logits, [_MIX_COLS // 4, 4])  # [MIX_COLS / 4, 4]
     row_max = tl.broadcast_to(tl.max(rows_of_four, axis=1)[:, None], [_MIX_COLS // 4, 4])
     is_gate = mixes < 8
     power = exp_fp32(tl.where(is_gate, tl.abs(logits) * -1.0, logits - tl.reshape(row_max, [_MIX_COLS])))
@@ -168,7 +168,7 @@ def _store_codes(
 ):
     """FP8 codes of a row [1, BLOCK], as `_rms_norm_kernel` of ops/norm writes them; or what they stand for."""
     groups = tl.arange(0, BLOCK // GROUP)
-    wide = tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP])
+    wide = tl.reshape(hidden.to(tl.float32), [BLOCK // GROUP, GROUP])  # [groups, GROUP]
     group_mask = groups < D // GROUP
     code_offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if CODES == _AS_CODES:
@@ -185,7 +185,7 @@ def store_hidden(
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, CODES: tl.constexpr,
 ):
     """Collapse a token's streams [1, BLOCK], norm and encode the result, store both."""
-    hidden = _collapse(x0, x1, x2, x3, values)
+    hidden = _collapse(x0, x1, x2, x3, values)  # [1, BLOCK]
     if HAS_NORM:
         # rms_norm_ref(hidden, norm_weight, norm_eps)
         wide = hidden.to(tl.float32)

@@ -37,17 +37,6 @@ _INDEX_FP4, _FP4_GROUP = tl.constexpr(INDEX_FP4), tl.constexpr(INDEX_FP4_GROUP)
 _UPPER_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 
 
-@jit(do_not_specialize=("num_heads",))
-def index_queries_kernel(
-    q_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_qt, stride_qh,
-    KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, HEADS: tl.constexpr,
-):
-    encode_queries(
-        q_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
-        stride_qt, stride_qh, KIND, DIM, ROPE_DIM, LOG2_DIM, HEADS,
-    )
-
-
 @jit
 def encode_queries(
     q_ptr, out_ptr, positions_ptr, freqs_ptr, token, first_head, num_heads, stride_qt, stride_qh,

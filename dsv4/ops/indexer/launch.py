@@ -1,6 +1,6 @@
 """Launchers of the indexer.
 
-Kernels: kernel_index.py for queries and scores, ops/select for the selection. `index_topk` is two launches for every
+Kernels: kernel_index.py for scores, ops/select for the selection. `index_topk` is two launches for every
 WORKSPACE_BYTES of scores, whatever the positions: the scores, and the selection; one more before them, for many tokens,
 orders the queries' dimensions. A token whose visible entries all fit into top_k leaves all of them at once.
 """
@@ -18,15 +18,14 @@ from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.indexer.kernel_index import (
     group_scores_kernel,
-    index_queries_kernel,
     plane_queries_kernel,
     token_scores_kernel,
 )
-from dsv4.ops.indexer.plan import FEW_QUERIES, INDEX_FLAGS, WORKSPACE_BYTES, ScoreConfig, score_config
+from dsv4.ops.indexer.plan import INDEX_FLAGS, WORKSPACE_BYTES, ScoreConfig, score_config
 from dsv4.ops.lib.guard import KernelInputError, check_launch
-from dsv4.ops.lib.launch import LaunchConfig, next_power_of_2
+from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.ops.norm import KERNEL_DTYPES
-from dsv4.ops.rows.target import row_kind, row_shape
+from dsv4.ops.rows.target import row_kind
 from dsv4.ops.select import MAX_COLUMNS, MAX_K, TOPK_CONFIG, TopkConfig, select
 from dsv4.ops.select.kernel_long import LIST
 
@@ -42,36 +41,11 @@ class KeyWords(NamedTuple):
     scales_row: int
 
 
-def index_queries(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
-    """See `index_queries_ref`. bf16, fp16 or fp32 with contiguous heads; quantised formats only; one launch."""
-    check_launch(q, positions, freqs)
-    if q.dim() != 3 or q.shape[2] != key_format.dim or positions.shape != q.shape[:1] or q.dtype not in KERNEL_DTYPES:
-        raise KernelInputError(
-            f"expected q [T, Hi, {key_format.dim}] in one of {KERNEL_DTYPES} and positions [T], "
-            f"found {q.dtype} {tuple(q.shape)} and {tuple(positions.shape)}"
-        )
-    shape = row_shape(key_format, freqs)
-    if key_format.kind is RowKind.ENTRY_FP8:
-        raise KernelInputError("expected the format of index keys, found entry_fp8")
-    del shape["SCALE_BYTES"]
-    num_tokens, num_heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if q.numel() == 0:
-        return out
-    q = q if q.stride(2) == 1 else q.contiguous()
-    config = LaunchConfig(rows=8, num_warps=1) if num_tokens <= FEW_QUERIES else LaunchConfig(rows=32, num_warps=4)
-    index_queries_kernel[(num_tokens, -(-num_heads // config.rows))](
-        q, out, positions.contiguous(), freqs.contiguous(), num_heads, q.stride(0), q.stride(1),
-        HEADS=config.rows, **shape, **config.options,
-    )
-    return out
-
-
 def index_topk(
     q: Tensor, weights: Tensor, keys: PagedView, batch: TokenBatch, *, ratio: int, top_k: int, scale: float = 1.0
 ) -> Tensor:
-    """See `index_topk_ref`. bf16 queries as `index_queries` gives them, weights in bf16, fp16 or fp32, quantised keys;
-    top_k up to 1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
+    """See `index_topk_ref`. bf16 queries as `attention_inputs` gives them, weights in bf16, fp16 or fp32, quantised
+    keys; top_k up to 1024. A score that is NaN counts as -inf, and FP4 keys with a scale of 2^65 or more count as NaN.
     """
     config = score_config(q.device)
     return launch_index_topk(q, weights, keys, batch, ratio, top_k, config, TOPK_CONFIG, scale=scale)

@@ -22,13 +22,8 @@ from dsv4.ops.rows.history import request_tiles
 from dsv4.ops.select import topk_select_ref
 
 
-def index_queries_ref(q: Tensor, positions: Tensor, freqs: Tensor, key_format: RowFormat) -> Tensor:
-    """q [T, Hi, Di] -> roped, and where keys are quantised rotated and quantised by the same rule as they are."""
-    return turned_queries(q, Turn.of(positions, freqs), key_format)
-
-
 def turned_queries(q: Tensor, turn: Turn, key_format: RowFormat) -> Tensor:
-    """`index_queries_ref` with what its positions and frequencies come to."""
+    """q [T, Hi, Di] -> roped, and where keys are quantised rotated and quantised by the same rule as they are."""
     q = rotate(q, turn)
     if key_format.kind is RowKind.PLAIN:
         return q

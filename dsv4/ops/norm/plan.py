@@ -7,7 +7,7 @@ import torch
 from dsv4.ops.lib.launch import LaunchConfig
 
 # key: K rounded up to a power of two. Tiles of 4,096 values on four warps: a thread has four 16-byte loads of bf16
-# under way. `head_norm_rope` uses the same tiles, so that a row's sum has the same order there: fused and unfused
+# under way. `attention_inputs` uses the same tiles, so that a row's sum has the same order there: fused and unfused
 # agree in every bit.
 ROW_CONFIGS = {
     64: LaunchConfig(rows=8, num_warps=1),

@@ -29,10 +29,10 @@ def _split_product(
     """gate x^T of one split, fp32 [experts, rows]. The gate is the left operand: its 64 rows fill the tensor core's
     tile. WAITS: the gate is asked for before the launch that makes x has ended.
     """
-    sums = tl.zeros([experts.shape[0], rows.shape[0]], dtype=tl.float32)
+    sums = tl.zeros([experts.shape[0], rows.shape[0]], dtype=tl.float32)  # [experts, rows]
     gates = ()
     for step in tl.static_range(_SPLIT_LEN // _BLOCK_K):
-        columns = split * _SPLIT_LEN + step * _BLOCK_K + tl.arange(0, _BLOCK_K)
+        columns = split * _SPLIT_LEN + step * _BLOCK_K + tl.arange(0, _BLOCK_K)  # [BLOCK_K]
         gate_mask = (experts < E)[:, None] & (columns < D)[None, :]
         places = gate_ptr + experts[:, None] * stride_ge + columns[None, :] * stride_gd
         gates += (tl.load(places, mask=gate_mask, other=0.0),)  # type: ignore[assignment]
@@ -78,27 +78,26 @@ def _store_products(
 def _choose_row(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, row, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     """One token: sum the splits, score, choose (or look up), sort, renormalise."""
-    ids = tl.arange(0, E_BLOCK)
-    lanes = tl.arange(0, K_BLOCK)
-    picks, values = tl.full([K_BLOCK], E_BLOCK, tl.int32), tl.full([K_BLOCK], 1.0, tl.float32)
-    if not IS_UNIFORM:
-        logits = tl.zeros([E_BLOCK], dtype=tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            place = split * stride_ls + row * stride_lt + ids * stride_le
-            # other multiprocessors may have written it: .cg reads from the cache they share
-            logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0, cache_modifier=".cg")
-        # softplus(logits.double()).sqrt().to(logits.dtype)
-        scores = tl.sqrt(softplus(logits.to(tl.float64))).to(tl.float32)
+    ids = tl.arange(0, E_BLOCK)  # [E_BLOCK], the experts
+    lanes = tl.arange(0, K_BLOCK)  # [K_BLOCK], places of the choice
+    picks = tl.full([K_BLOCK], E_BLOCK, tl.int32)  # [K_BLOCK]
+    logits = tl.zeros([E_BLOCK], dtype=tl.float32)  # [E_BLOCK]
+    for split in tl.static_range(NUM_SPLITS):
+        place = split * stride_ls + row * stride_lt + ids * stride_le
+        # other multiprocessors may have written it: .cg reads from the cache they share
+        logits += tl.load(logits_ptr + place, mask=ids < E, other=0.0, cache_modifier=".cg")
+    # softplus(logits.double()).sqrt().to(logits.dtype)
+    scores = tl.sqrt(softplus(logits.to(tl.float64))).to(tl.float32)  # [E_BLOCK]
     if HAS_TABLE:
         token_id = tl.load(token_ids_ptr + row)
         is_known = (token_id >= 0) & (token_id < num_ids)
         picks = tl.load(table_ptr + token_id * TOP_K + lanes, mask=is_known & (lanes < TOP_K), other=-1).to(tl.int32)
         picks = tl.where(lanes < TOP_K, picks, E_BLOCK)
     else:
-        ranked = scores
+        ranked = scores  # [E_BLOCK]
         if HAS_BIAS:
             ranked += tl.load(bias_ptr + ids, mask=ids < E, other=0.0).to(tl.float32)
         composite = ((ordered_bits(ranked).to(tl.int64) + 0x80000000) << 16) | (0xFFFF - ids).to(tl.int64)
@@ -107,13 +106,12 @@ def _choose_row(
             pick = 0xFFFF - (tl.max(composite, 0) & 0xFFFF).to(tl.int32)
             composite = tl.where(ids == pick, -1, composite)
             picks = tl.where(lanes == place, pick, picks)
-    if not IS_UNIFORM:
-        values = tl.gather(scores, tl.minimum(tl.maximum(picks, 0), E_BLOCK - 1), 0)
+    values = tl.gather(scores, tl.minimum(tl.maximum(picks, 0), E_BLOCK - 1), 0)  # [K_BLOCK]
     # experts.sort(-1), by counting; a table may name an expert twice
     is_before = (picks[None, :] < picks[:, None]) | (
         (picks[None, :] == picks[:, None]) & (lanes[None, :] < lanes[:, None])
     )
-    rank = tl.sum(is_before.to(tl.int32), 1)
+    rank = tl.sum(is_before.to(tl.int32), 1)  # [K_BLOCK]
     # chosen / ordered_sum(chosen, -1) * scale; torch keeps a running sum of fp32 in fp64
     total = tl.full([], 0.0, tl.float64)
     for place in tl.static_range(TOP_K):
@@ -139,14 +137,13 @@ def _gate_kernel(
 def _choose_kernel(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
     num_ids, scale, E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     pdl_wait()
     pdl_trigger()
     _choose_row(
         logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, tl.program_id(0).to(tl.int64),
         stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK, NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
-        IS_UNIFORM,
     )
 
 
@@ -156,7 +153,7 @@ def _route_kernel(
     logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr, num_rows, stride_ls, stride_lt, stride_le,
     num_ids, scale, D: tl.constexpr, EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
     E: tl.constexpr, E_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     """`_gate_kernel` with IS_SPLIT, and `_choose_kernel`, in one launch. The counter only grows."""
     NUM_PROGRAMS: tl.constexpr = (E + EXPERT_TILE - 1) // EXPERT_TILE * NUM_SPLITS
@@ -173,5 +170,5 @@ def _route_kernel(
             _choose_row(
                 logits_ptr, bias_ptr, table_ptr, token_ids_ptr, experts_ptr, weights_ptr,
                 tile.to(tl.int64) * ROW_TILE + row, stride_ls, stride_lt, stride_le, num_ids, scale, E, E_BLOCK,
-                NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE, IS_UNIFORM,
+                NUM_SPLITS, TOP_K, K_BLOCK, HAS_BIAS, HAS_TABLE,
             )

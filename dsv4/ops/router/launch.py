@@ -21,35 +21,32 @@ def activation_topk(logits: Tensor, bias: Tensor | None, *, top_k: int, scale: f
     check_launch(logits, bias)
     if logits.dim() != 2 or logits.dtype != torch.float32:
         raise KernelInputError(f"expected fp32 logits [T, E], found {logits.dtype} {tuple(logits.shape)}")
-    return _choose(logits.unsqueeze(0), bias, None, None, top_k, scale, False)
+    return _choose(logits.unsqueeze(0), bias, None, None, top_k, scale)
 
 
 def route(
     x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
-    scale: float, uniform_hash_weights: bool = False,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `route_ref`. bf16 or fp16 x and a plain gate of the same dtype, any strides; weights are fp32.
 
     A token id outside the table, which the oracle rejects, gets experts -1 and weights 0.
     """
     config = next(config for rows, config in GATE_CONFIGS.items() if x.shape[0] <= rows)
-    return launch_route(x, as_loaded(gate), bias, tid2eid, token_ids, top_k, scale, uniform_hash_weights, config)
+    return launch_route(x, as_loaded(gate), bias, tid2eid, token_ids, top_k, scale, config)
 
 
 def launch_route(
     x: Tensor, gate: Weight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, top_k: int, scale: float,
-    uniform_hash_weights: bool, config: GateConfig,
+    config: GateConfig,
 ) -> tuple[Tensor, Tensor]:
     """`route` with the gate product divided as `config` says."""
     _check(x, gate, tid2eid, token_ids, top_k)
     assert isinstance(gate, Tensor)
-    if tid2eid is not None and uniform_hash_weights:
-        no_logits = x.new_empty((1, x.shape[0], gate.shape[0]), dtype=torch.float32)
-        return _choose(no_logits, None, tid2eid, token_ids, top_k, scale, True)
     bias = None if tid2eid is not None else bias
     if config.is_split and config.is_fused and x.numel():
         return _route_in_one(x, gate, bias, tid2eid, token_ids, top_k, scale, config)
-    return _choose(_gate_products(x, gate, config), bias, tid2eid, token_ids, top_k, scale, False)
+    return _choose(_gate_products(x, gate, config), bias, tid2eid, token_ids, top_k, scale)
 
 
 def _gate_products(x: Tensor, gate: Tensor, config: GateConfig) -> Tensor:
@@ -78,7 +75,7 @@ def _route_in_one(
 ) -> tuple[Tensor, Tensor]:
     products = _empty_products(x, gate, config)
     num_splits, num_rows, num_experts = products.shape
-    arguments, flags = _choice_arguments(products, bias, table, token_ids, top_k, scale, False)
+    arguments, flags = _choice_arguments(products, bias, table, token_ids, top_k, scale)
     num_programs = -(-num_experts // config.expert_tile) * num_splits
     _route_kernel[(num_programs, -(-num_rows // config.row_tile))](
         x, gate, *x.stride(), *gate.stride(), arrival_counters(f"route, {num_programs} programs", x.device), *arguments,
@@ -89,11 +86,10 @@ def _route_in_one(
 
 
 def _choose(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float,
-    is_uniform: bool,
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """logits fp32 [splits, T, E] (not read if uniform)."""
-    arguments, flags = _choice_arguments(logits, bias, table, token_ids, top_k, scale, is_uniform)
+    """logits fp32 [splits, T, E]."""
+    arguments, flags = _choice_arguments(logits, bias, table, token_ids, top_k, scale)
     if logits.shape[1]:
         options = LaunchConfig(rows=1, num_warps=4, launch_pdl=True).options
         _choose_kernel[(logits.shape[1],)](*arguments, **flags, **options)
@@ -101,8 +97,7 @@ def _choose(
 
 
 def _choice_arguments(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float,
-    is_uniform: bool,
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None, top_k: int, scale: float
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `_choose_row` is given: arguments, of which [4] and [5] are the results, and constants."""
     num_splits, num_rows, num_experts = logits.shape
@@ -121,7 +116,6 @@ def _choice_arguments(
     flags = {
         "E": num_experts, "E_BLOCK": max(next_power_of_2(num_experts), 32), "NUM_SPLITS": num_splits, "TOP_K": top_k,
         "K_BLOCK": next_power_of_2(top_k), "HAS_BIAS": bias is not None, "HAS_TABLE": table is not None,
-        "IS_UNIFORM": is_uniform,
     }
     return arguments, flags
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dsv4.formats.tensors import AnyWeight
@@ -27,19 +26,14 @@ def _weights(chosen: Tensor, scale: float) -> Tensor:
 
 def route_ref(
     x: Tensor, gate: AnyWeight, bias: Tensor | None, tid2eid: Tensor | None, token_ids: Tensor, *, top_k: int,
-    scale: float, uniform_hash_weights: bool = False,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, D] -> experts int64 [T, k] in ascending order, and their weights [T, k] in at least fp32.
 
-    Hash layers (tid2eid [V, k] given) take the experts from the table; their weights still come from the gate, unless
-    `uniform_hash_weights` asks for scale / k each. The bias moves the choice only. weights = score / sum of the chosen
-    scores * scale.
+    Hash layers (tid2eid [V, k] given) take the experts from the table; their weights still come from the gate. The bias
+    moves the choice only. weights = score / sum of the chosen scores * scale.
     """
-    acc = accumulator(x)
-    if tid2eid is not None and uniform_hash_weights:
-        experts = tid2eid[token_ids].sort(-1).values
-        return experts, _weights(torch.ones(experts.shape, dtype=acc, device=x.device), scale)
-    logits = rows_matmul(x, gate).to(acc)  # [T, E]
+    logits = rows_matmul(x, gate).to(accumulator(x))  # [T, E]
     if tid2eid is None:
         return activation_topk_ref(logits, bias, top_k=top_k, scale=scale)
     experts = tid2eid[token_ids].sort(-1).values

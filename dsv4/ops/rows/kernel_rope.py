@@ -30,14 +30,13 @@ def rope_cos_sin(position, freqs_ptr, PAIRS: tl.constexpr):
 
 @jit(do_not_specialize=("num_heads",))
 def _rope_kernel(
-    x_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_xt, stride_xh, stride_xk, eps,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
+    x_ptr, out_ptr, positions_ptr, freqs_ptr, num_heads, stride_xt, stride_xh, stride_xk,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, INVERSE: tl.constexpr,
 ):
     pdl_trigger()
     rope_heads(
         x_ptr, out_ptr, positions_ptr, freqs_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS, num_heads,
-        stride_xt, stride_xh, stride_xk, eps, HEAD_DIM, ROPE_DIM, BLOCK, HEADS, HAS_NORM, INVERSE,
+        stride_xt, stride_xh, stride_xk, 0.0, HEAD_DIM, ROPE_DIM, BLOCK, HEADS, False, INVERSE,
     )
 
 

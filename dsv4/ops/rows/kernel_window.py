@@ -1,7 +1,7 @@
 """Rows of the window ring.
 
 `_window_rows_kernel` takes a few tokens a program through `store_rows`, each row whole in registers, so that kv is read
-once; `store_window` is the same launch with the ring as a second destination. `_append_swa_kernel` copies bytes.
+once; `attention_inputs` has the same tiles with the ring as a second destination. `_append_swa_kernel` copies bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ def _ring_writers(tokens, mask, positions, slots_ptr, chunk_ends_ptr, RING_LEN: 
 @jit(do_not_specialize=("num_tokens",))
 def _window_rows_kernel(
     kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
-    ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
     KIND: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LOG2_DIM: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ROWS: tl.constexpr, RING_LEN: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     pdl_trigger()
     window_tile(
         tl.program_id(0), kv_ptr, weight_ptr, positions_ptr, freqs_ptr, eps, num_tokens, stride_kvt, target,
-        ring, ring_positions_ptr, stride_rps, slots_ptr, chunk_ends_ptr,
-        KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, RING_LEN,
+        target, positions_ptr, 0, positions_ptr, positions_ptr, KIND, DIM, ROPE_DIM, LOG2_DIM, SCALE_BYTES, ROWS, 0,
     )
 
 

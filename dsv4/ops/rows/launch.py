@@ -22,16 +22,6 @@ from dsv4.ops.rows.target import check_norm_weight, new_rows, row_shape, row_tar
 
 def rope(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -> Tensor:
     """See `rope_ref`. bf16, fp16 or fp32, any strides; the result is contiguous and never x itself."""
-    return _launch(x, positions, freqs, None, inverse)
-
-
-def head_norm_rope(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:
-    """See `head_norm_rope_ref`. bf16, fp16 or fp32, any strides; the result is contiguous."""
-    return _launch(q, positions, freqs, eps, False)
-
-
-def _launch(x: Tensor, positions: Tensor, freqs: Tensor, eps: float | None, inverse: bool) -> Tensor:
-    """x [T, ..., K]; with `eps` the heads are normalised first."""
     check_launch(x, positions, freqs)
     num_tokens, head_dim, rope_dim = x.shape[0], x.shape[-1], 2 * freqs.shape[0]
     if x.dtype not in KERNEL_DTYPES or freqs.dtype != torch.float32:
@@ -51,9 +41,9 @@ def _launch(x: Tensor, positions: Tensor, freqs: Tensor, eps: float | None, inve
     num_heads = heads.shape[1]
     block, config = pick_config(ROW_CONFIGS, head_dim, "the head dim")
     _rope_kernel[(num_tokens, -(-num_heads // config.rows))](
-        heads, out, positions.contiguous(), freqs.contiguous(), num_heads, *heads.stride(), eps or 0.0,
+        heads, out, positions.contiguous(), freqs.contiguous(), num_heads, *heads.stride(),
         HEAD_DIM=head_dim, ROPE_DIM=rope_dim, BLOCK=block, HEADS=config.rows,
-        HAS_NORM=eps is not None, INVERSE=inverse, **config.options,
+        INVERSE=inverse, **config.options,
     )
     return out
 
@@ -65,7 +55,10 @@ def window_rows(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat
 ) -> RowStore:
     """See `window_rows_ref`. kv in bf16, fp16 or fp32 with contiguous columns; quantised rows only."""
-    return _launch_rows(kv, norm_weight, positions, freqs, eps, row_format, None, None)
+    launch = RowLaunch.build(kv, norm_weight, positions, freqs, eps, row_format, None, None)
+    if launch.num_tiles:
+        _window_rows_kernel[(launch.num_tiles,)](*launch.arguments, **launch.shape, **rows_per_tile(row_format.dim)[1])
+    return launch.rows
 
 
 def append_swa(rows: RowStore, window: WindowView, batch: TokenBatch) -> None:
@@ -99,13 +92,6 @@ def launch_append(rows: RowStore, window: WindowView, batch: TokenBatch, config:
     )
 
 
-def store_window(
-    kv: Tensor, norm_weight: Tensor, freqs: Tensor, eps: float, window: WindowView, batch: TokenBatch
-) -> RowStore:
-    """See `store_window_ref`; the same bytes as `window_rows` and `append_swa`, in one launch."""
-    return _launch_rows(kv, norm_weight, batch.positions, freqs, eps, window.rows.format, window, batch)
-
-
 def _ring_arguments(window: WindowView) -> tuple[Tensor, int]:
     positions = window.positions
     if positions.dtype != torch.int32 or positions.stride(1) != 1:
@@ -116,21 +102,15 @@ def _ring_arguments(window: WindowView) -> tuple[Tensor, int]:
     return positions, positions.stride(0)
 
 
-def _launch_rows(
-    kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat,
-    window: WindowView | None, batch: TokenBatch | None,
-) -> RowStore:
-    launch = RowLaunch.build(kv, norm_weight, positions, freqs, eps, row_format, window, batch)
-    if launch.num_tiles:
-        _window_rows_kernel[(launch.num_tiles,)](*launch.arguments, **launch.shape, **rows_per_tile(row_format.dim)[1])
-    return launch.rows
-
-
 class RowLaunch(NamedTuple):
-    """What `window_tile` is given: its arguments but the tile, its constants, and how many tiles there are."""
+    """What `window_tile` is given: its arguments but the tile, then the ring's, the ring's length or 0 for none, its
+    other constants, and how many tiles there are.
+    """
 
     rows: RowStore
     arguments: tuple[Any, ...]
+    ring: tuple[Any, ...]
+    ring_len: int
     shape: dict[str, int]
     num_tiles: int
 
@@ -150,21 +130,20 @@ class RowLaunch(NamedTuple):
         if row_format.kind is not RowKind.ENTRY_FP8:
             raise KernelInputError(f"expected rows of {RowKind.ENTRY_FP8}, found {row_format.kind}")
         tile_rows = rows_per_tile(dim)[0]
-        ring_len = 0 if window is None else window.ring_len
-        shape = {**row_shape(row_format, freqs), "ROWS": tile_rows, "RING_LEN": ring_len}
+        shape = {**row_shape(row_format, freqs), "ROWS": tile_rows}
         rows = new_rows(num_tokens, row_format, kv.device)
         fresh = row_target(_one_by_one(rows))
         positions = positions.contiguous()
-        ring, ring_positions = fresh, (positions, 0)  # an unused pointer still needs a tensor
-        slots = ends = positions
-        if window is not None and batch is not None:
-            ring, ring_positions = row_target(window.rows), _ring_arguments(window)
-            slots, ends = batch.slots.contiguous(), batch.chunk_ends.contiguous()
         arguments = (
             kv, check_norm_weight(norm_weight, dim), positions, freqs.contiguous(), eps, num_tokens, kv.stride(0),
-            fresh, ring, *ring_positions, slots, ends,
+            fresh,
         )
-        return cls(rows, arguments, shape, -(-num_tokens // tile_rows))
+        ring: tuple[Any, ...] = fresh, positions, 0, positions, positions  # an unused pointer still needs a tensor
+        ring_len = 0
+        if window is not None and batch is not None:
+            places = *_ring_arguments(window), batch.slots.contiguous(), batch.chunk_ends.contiguous()
+            ring, ring_len = (row_target(window.rows), *places), window.ring_len
+        return cls(rows, arguments, ring, ring_len, shape, -(-num_tokens // tile_rows))
 
 
 def _one_by_one(rows: RowStore) -> RowStore:

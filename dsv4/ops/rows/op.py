@@ -80,11 +80,6 @@ def rotate(x: Tensor, turn: Turn, inverse: bool = False) -> Tensor:
     return torch.cat((plain, rotated.view(turned.shape).to(x.dtype)), -1)
 
 
-def head_norm_rope_ref(q: Tensor, positions: Tensor, freqs: Tensor, eps: float) -> Tensor:
-    """Query heads [T, H, d]: RMSNorm of each head without weight, then rope."""
-    return rope_ref(rms_norm_ref(q, None, eps), positions, freqs)
-
-
 def window_rows_ref(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, freqs: Tensor, eps: float, row_format: RowFormat
 ) -> RowStore:
@@ -102,18 +97,3 @@ def append_swa_ref(rows: RowStore, window: WindowView, batch: TokenBatch) -> Non
     writers, where = last_writers(batch, window.ring_len)
     window.rows[where] = rows[(writers,)]
     window.positions.index_put_(where, batch.positions[writers].to(torch.int32))
-
-
-def store_window_ref(
-    kv: Tensor, norm_weight: Tensor, freqs: Tensor, eps: float, window: WindowView, batch: TokenBatch
-) -> RowStore:
-    """`window_rows` and `append_swa` in one step, before attention: returns the rows [T], and the ring holds them
-    already.
-
-    Only for chunks of at most ring_len - window_len + 1 tokens (one token and the drafts the ring has room for).
-    Attention takes positions from chunk_start on out of the returned rows, and of the ring it reads back to chunk_start
-    - window_len + 1; the last token replaces position chunk_end - 1 - ring_len, which lies before that.
-    """
-    rows = window_rows_ref(kv, norm_weight, batch.positions, freqs, eps, window.rows.format)
-    append_swa_ref(rows, window, batch)
-    return rows

@@ -14,7 +14,7 @@ def _exp_sum_kernel(
 ):
     """Largest logit of a chunk of TILE, and the sum of exp(logit - largest), both fp32."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    columns = chunk * TILE + tl.arange(0, TILE)
+    columns = chunk * TILE + tl.arange(0, TILE)  # [TILE]
     is_token = columns < vocab_size
     x = tl.load(logits_ptr + row * stride_lr + columns * stride_lv, mask=is_token, other=float("-inf")).to(tl.float32)
     largest = tl.max(x, 0)
@@ -31,7 +31,7 @@ def _logprob_kernel(
     num_chunks, NUM_TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, C_BLOCK)
+    chunks = tl.arange(0, C_BLOCK)  # [C_BLOCK]
     places, is_chunk = row * num_chunks + chunks, chunks < num_chunks
     # a few chunks a row: fp64 from here on costs nothing
     chunk_max = tl.load(chunk_max_ptr + places, mask=is_chunk, other=float("-inf")).to(tl.float64)
@@ -45,7 +45,7 @@ def _logprob_kernel(
     chosen = tl.load(row_ptr + token_id * stride_lv, mask=token_id >= 0, other=float("nan")).to(tl.float64)
     tl.store(chosen_ptr + row, (chosen - largest - log_total).to(tl.float32))
     if NUM_TOP > 0:
-        lanes = tl.arange(0, TOP_BLOCK)
+        lanes = tl.arange(0, TOP_BLOCK)  # [TOP_BLOCK]
         is_lane = lanes < NUM_TOP
         ids = tl.load(top_ids_ptr + row * NUM_TOP + lanes, mask=is_lane, other=0)
         top = tl.load(row_ptr + ids * stride_lv, mask=is_lane, other=0.0).to(tl.float64)
@@ -57,7 +57,7 @@ def _logprob_kernel(
 
 @jit(do_not_specialize=("token_ids_ptr", "slots_ptr", "out_ptr", "num_tokens"))
 def _resolve_kernel(token_ids_ptr, slots_ptr, last_tokens_ptr, out_ptr, num_tokens, BLOCK: tl.constexpr):
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     is_token = tokens < num_tokens
     token_ids = tl.load(token_ids_ptr + tokens, mask=is_token, other=0)
     slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)

@@ -52,8 +52,8 @@ def _mass_target(top_p, total):
 def _next_byte(fields_ptr, histogram_ptr, by_mass, shift, prefix, last, largest, inverse, top_p):
     """The byte in which the sum from above reaches what is wanted; behind the lowest byte, the end of a search."""
     kept, was_limited = tl.load(fields_ptr + _KEPT), tl.load(fields_ptr + _IS_LIMITED)
-    digits = tl.arange(0, _NUM_DIGITS)
-    sums = tl.load(histogram_ptr + digits, cache_modifier=".cg")
+    digits = tl.arange(0, _NUM_DIGITS)  # [256]
+    sums = tl.load(histogram_ptr + digits, cache_modifier=".cg")  # [256]
     tl.debug_barrier()  # every thread has read before one clears
     tl.store(histogram_ptr + digits, tl.zeros([_NUM_DIGITS], tl.int64))
     # top-k may have kept some of its last value's equals: they were not added one by one
@@ -63,7 +63,7 @@ def _next_byte(fields_ptr, histogram_ptr, by_mass, shift, prefix, last, largest,
     total = tl.sum(sums, 0)
     rest = tl.load(fields_ptr + _REST)
     rest = tl.where(rest < 0, _mass_target(top_p, total), rest)
-    through = total - tl.cumsum(sums, 0) + sums
+    through = total - tl.cumsum(sums, 0) + sums  # [256], the sum from a digit on
     digit = tl.sum((through >= rest).to(tl.int32), 0) - 1
     rest -= tl.sum(tl.where(digits > digit, sums, 0), 0)
     own = tl.sum(tl.where(digits == digit, sums, 0), 0)
@@ -103,8 +103,8 @@ def _narrow_kernel(slots_ptr, state, scratch, chunk_len, num_chunks):
         histogram_ptr = scratch.histogram + row * _NUM_DIGITS
         start = chunk * chunk_len
         for tile in range(start, tl.minimum(start + chunk_len, scratch.pitch), _TILE):
-            x = tl.load(scratch.allowed + row * scratch.pitch + tile + tl.arange(0, _TILE))
-            bits = _sortable(x)
+            x = tl.load(scratch.allowed + row * scratch.pitch + tile + tl.arange(0, _TILE))  # [TILE]
+            bits = _sortable(x)  # [TILE]
             is_in = (bits > low_last) & (((bits >> low_shift) >> 8) == low_prefix)
             digits = ((bits >> low_shift) & 255).to(tl.int32)
             high = tl.max(tl.where(is_in, digits, -1), 0)

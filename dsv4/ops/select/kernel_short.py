@@ -28,11 +28,11 @@ def _select_row(
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DROP: tl.constexpr,
 ):
     """The K largest of a row of up to BLOCK columns, ascending, then -1 where there are fewer."""
-    keys = load_keys(row_ptr, tl.arange(0, BLOCK), stride_n, length, size, DROP)
+    keys = load_keys(row_ptr, tl.arange(0, BLOCK), stride_n, length, size, DROP)  # [BLOCK]
     wanted = tl.minimum(K, tl.sum((keys != EMPTY).to(tl.int32), 0))
     if BLOCK // _GROUP >= 2 * K:
         # fewer bits and an eighth of the values first
-        maxima = tl.max(tl.reshape(keys, [BLOCK // _GROUP, _GROUP]), axis=1) >> 16
+        maxima = tl.max(tl.reshape(keys, [BLOCK // _GROUP, _GROUP]), axis=1) >> 16  # [BLOCK / GROUP]
         half = bisect(maxima, K, K // 16, EMPTY_HALF, 1 << 14)
         threshold = bisect_from(keys, wanted, half << 16, tl.max(keys, 0))
     else:
@@ -44,8 +44,8 @@ def _select_row(
         # read again in tiles: addresses of the whole row would not fit the registers
         num_sure, num_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for start in range(0, size, TILE):
-            columns = start + tl.arange(0, TILE)
-            tile = load_keys(row_ptr, columns, stride_n, length, size, DROP)
+            columns = start + tl.arange(0, TILE)  # [TILE]
+            tile = load_keys(row_ptr, columns, stride_n, length, size, DROP)  # [TILE]
             num_sure, num_ties = store_chosen(picks_ptr, tile, columns, threshold, num_sure, num_ties, budget)
     store_padding(picks_ptr, wanted, K, K_BLOCK)
 
@@ -83,14 +83,14 @@ def topk_rank_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = scores_ptr + row * stride_st
     length, size = row_sizes(lengths_ptr, row, num_columns, False, HAS_LENGTHS)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], of the chosen
     columns = tl.load(picks_ptr + row * K + lanes, mask=lanes < K, other=num_columns).to(tl.int32)
-    own = _composite(load_keys(row_ptr, columns, stride_sn, length, size, False), columns)
-    rank = tl.zeros([BLOCK], dtype=tl.int32)
+    own = _composite(load_keys(row_ptr, columns, stride_sn, length, size, False), columns)  # [BLOCK]
+    rank = tl.zeros([BLOCK], dtype=tl.int32)  # [BLOCK]
     for start in range(0, K, OTHERS):
-        others = start + tl.arange(0, OTHERS)
+        others = start + tl.arange(0, OTHERS)  # [OTHERS]
         other_columns = tl.load(picks_ptr + row * K + others, mask=others < K, other=num_columns).to(tl.int32)
         keys = load_keys(row_ptr, other_columns, stride_sn, length, size, False)
-        composite = tl.where(others < K, _composite(keys, other_columns), -1)
+        composite = tl.where(others < K, _composite(keys, other_columns), -1)  # [OTHERS]
         rank += tl.sum((composite[None, :] > own[:, None]).to(tl.int32), 1)
     tl.store(out_ptr + row * K + rank, columns.to(tl.int64), mask=lanes < K)

@@ -108,7 +108,7 @@ SETTINGS = Spelling(
     lambda op: hyper.HyperSettings(op.num_iters, op.hc_eps, op.norm_eps),
     "SymInt num_iters, float hc_eps, float norm_eps",
 )
-ROW_FORMAT, KEY_FORMAT = Spelling(_format, after=FORMAT), Spelling(_format, after="str kind, SymInt dim")
+ROW_FORMAT = Spelling(_format, after=FORMAT)
 NEW_ROWS = Spelling(lambda op: RowStore(op.data, op.scales, _format(op)), "Tensor data, Tensor scales")
 READ_WINDOW, WINDOW = (
     Spelling(
@@ -244,10 +244,8 @@ OPS = (
     define(norm.rms_norm, _like("x")),
     define(norm.rms_norm_quant, lambda op: (op.x.new_empty(op.x.shape if op.keep_plain else 0), *_codes(op.x))),
     define(rows.rope, _like("x")),
-    define(rows.head_norm_rope, _like("q")),
     define(rows.window_rows, _rows, {"row_format": ROW_FORMAT}),
     define(rows.append_swa, _nothing, {"rows": NEW_ROWS, "window": WINDOW, "batch": RING_BATCH}),
-    define(rows.store_window, _rows, {"window": WINDOW, "batch": RING_BATCH}),
     define(hyper.hc_enter, _entered, {"settings": SETTINGS}, _hyper_results),
     define(
         hyper.hc_boundary, lambda op: _hyper(op.streams, True, op.has_codes),
@@ -309,7 +307,6 @@ OPS = (
             "batch": BATCH,
         },
     ),
-    define(indexer.index_queries, _like("q"), {"key_format": KEY_FORMAT}),
     define(
         indexer.index_topk, lambda op: op.q.new_empty(op.q.shape[0], op.top_k, dtype=INT64),
         {

@@ -75,25 +75,11 @@ def _case(
     )
 
 
-def _queries(tokens: int, kind: str) -> BenchCase:
-    def build(device: torch.device) -> Work:
-        q = torch.randn(tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
-        positions, freqs = torch.arange(tokens, device=device), torch.rand(32, device=device)
-        call = op_call("index_queries", q=q, positions=positions, freqs=freqs, key_format=FORMATS[kind])
-        return Work(call, nbytes(q, positions, freqs), nbytes(q))
-
-    return BenchCase("index_queries", f"{tokens}-{kind}", {"tokens": tokens, "keys": kind}, build)
-
-
 SHAPES = [(1, 1, 65536), (1, 1, 1 << 20), (64, 1, 65536), (1, 2048, 65536)]
 BATCH_AT_1M = (16, 1, 1 << 20)
 CASES = [
-    *(_queries(tokens, kind) for tokens in (1, 64, 4096) for kind in FORMATS),
     *(_case(*shape, "fp4", is_whole) for shape in [*SHAPES, BATCH_AT_1M] for is_whole in (False, True)),
     *(_case(*shape, "fp8", False) for shape in SHAPES[1:]),
     _case(1, 1, 2048, "fp4", True),  # everything fits: nothing is scored
 ]
-SMALL = [
-    *(_queries(3, kind) for kind in FORMATS),
-    *(_case(3, 1, 900, kind, True, heads=4, top_k=64) for kind in FORMATS),
-]
+SMALL = [_case(3, 1, 900, kind, True, heads=4, top_k=64) for kind in FORMATS]

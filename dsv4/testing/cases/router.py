@@ -41,7 +41,7 @@ def _route(model: str, rows: int, is_hash: bool = False, variant: tuple[str, Gat
         )
         if variant is not None:
             config = variant[1]
-            call = partial(launch_route, x, gate, given, table, token_ids, top_k, 1.5, False, config)
+            call = partial(launch_route, x, gate, given, table, token_ids, top_k, 1.5, config)
         flops = 2 * rows * num_experts * width
         return Work(call, nbytes(x, gate, bias, token_ids), rows * top_k * 12, flops)
 

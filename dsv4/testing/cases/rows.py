@@ -71,19 +71,6 @@ def _window_rows(tokens: int) -> BenchCase:
     return BenchCase("window_rows", f"{tokens}", {"tokens": tokens, "dim": 512}, build)
 
 
-def _store_window(tokens: int) -> BenchCase:
-    def build(device: torch.device) -> Work:
-        kv, weight, freqs = _inputs(tokens, device)
-        window, batch = ring_of(tokens, device), decode(tokens, device)
-        written = tokens * (2 * ENTRY.row_bytes + 4)
-        call = op_call(
-            "store_window", kv=kv, norm_weight=weight, freqs=freqs, eps=EPS, window=window, batch=batch
-        )  # fmt: skip
-        return Work(call, nbytes(kv, weight) + 24 * tokens, written)
-
-    return BenchCase("store_window", f"{tokens}", {"tokens": tokens, "dim": 512}, build)
-
-
 def _append(tokens: int, is_decode: bool) -> BenchCase:
     def build(device: torch.device) -> Work:
         rows = random_rows((tokens,), device)
@@ -108,10 +95,7 @@ def _rope(op: str, tokens: int, heads: int, head_dim: int) -> BenchCase:
         x = torch.randn(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
         positions = torch.randint(0, 1 << 20, (tokens,), device=device)
         freqs = torch.rand(ROPE_DIM // 2, device=device)
-
         call = op_call("rope", x=x, positions=positions, freqs=freqs, inverse=op == "rope_inverse")
-        if op == "head_norm_rope":
-            call = op_call(op, q=x, positions=positions, freqs=freqs, eps=EPS)
         return Work(call, nbytes(x, positions, freqs), nbytes(x))
 
     return BenchCase(op, f"{tokens}x{heads}x{head_dim}", {"tokens": tokens, "heads": heads, "dim": head_dim}, build)
@@ -119,19 +103,15 @@ def _rope(op: str, tokens: int, heads: int, head_dim: int) -> BenchCase:
 
 CASES = [
     *(_window_rows(tokens) for tokens in (1, 16, 64, 256, 4096)),
-    *(_store_window(tokens) for tokens in (1, 16, 64, 256)),
     *(_append(tokens, True) for tokens in (1, 16, 64, 256, 4096)),
     *(_append(tokens, False) for tokens in (4096,)),
-    *(_rope("head_norm_rope", tokens, heads, 512) for heads in (64, 128) for tokens in (1, 16, 256, 4096)),
     *(_rope("rope_inverse", tokens, heads, 512) for heads in (64, 128) for tokens in (1, 16, 256, 4096)),
     *(_rope("rope", tokens, 64, 128) for tokens in (1, 4096)),
 ]
 SMALL = [
     _window_rows(5),
-    _store_window(5),
     _append(5, True),
     _append(140, False),
-    _rope("head_norm_rope", 5, 3, 512),
     _rope("rope", 5, 3, 128),
     _rope("rope_inverse", 5, 3, 512),
 ]

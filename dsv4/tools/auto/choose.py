@@ -38,7 +38,7 @@ def choose(config: ModelConfig, weights: WeightBytes, wishes: Wishes, machine: M
     try:
         return _settings(config, weights, wishes, machine)
     except _NoRoom as problem:
-        found = nearest(wishes, config, machine, lambda others: _fits(config, weights, others, machine))
+        found = nearest(wishes, config, machine, lambda others, where: _fits(config, weights, others, where))
         raise DoesNotFit(f"{problem}. {found}") from None
 
 

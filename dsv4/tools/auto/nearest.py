@@ -12,17 +12,31 @@ from dsv4.tools.plan.plan import largest
 
 MOST_NAMED = 3
 LEAST_CHUNK = 256
+MOST_GPUS = 64
 Fits = Callable[[Wishes], bool]
 
 
-def nearest(wishes: Wishes, config: ModelConfig, machine: Machine, fits: Fits) -> str:
+def nearest(
+    wishes: Wishes, config: ModelConfig, machine: Machine, fits_in: Callable[[Wishes, Machine], bool]
+) -> str:  # fmt: skip
     """A sentence with up to three ways out, the smallest changes first."""
+
+    def fits(others: Wishes) -> bool:
+        return fits_in(others, machine)
+
     found: list[str] = []
     for text, changed in _ways(wishes, config, machine, fits):
         if text not in found and fits(changed):
             found.append(text)
         if len(found) == MOST_NAMED:
             break
+    if not found and machine.gpus:
+        largest_gpu = max(machine.gpus, key=lambda gpu: gpu.total_bytes)
+        idle = replace(largest_gpu, free_bytes=largest_gpu.total_bytes)
+        for count in range(len(machine.gpus) + 1, MOST_GPUS + 1):
+            if fits_in(replace(wishes, gpus=count), replace(machine, gpus=(idle,) * count)):
+                here = f"this machine shows {len(machine.gpus)}"
+                return f"No setting fits here: it needs {count} GPUs such as {idle.name}, and {here}"
     if not found:
         return "No setting fits here; `dsv4 plan` says what would hold the model"
     return f"What fits: {'; or '.join(found)}"

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
 from server_cases import SERVED, make_llm, start_server
 
 from dsv4.http.openapi import openapi_document
+from dsv4.http.settings import ServerConfig
 
 CHECKS = (not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance)
 
@@ -38,7 +39,7 @@ def eager(served_params):
     server.stop()
 
 
-schema = schemathesis.openapi.from_dict(openapi_document(has_key=False, rl=False))
+schema = schemathesis.openapi.from_dict(openapi_document(ServerConfig(name="small")))
 
 
 @schema.parametrize()

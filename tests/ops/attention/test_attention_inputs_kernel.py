@@ -1,4 +1,4 @@
-"""`attention_inputs`: bit for bit the three ops it is made of, and nothing else written."""
+"""`attention_inputs`: bit for bit the ops it is made of, and nothing else written."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from dsv4.cache.handle import PagedView
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.attention import attention_inputs, attention_inputs_ref
-from dsv4.ops.indexer import index_queries, index_queries_ref
+from dsv4.ops.indexer import turned_queries
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.rows import append_swa, head_norm_rope, head_norm_rope_ref, rope_frequencies, store_window, window_rows
+from dsv4.ops.norm import rms_norm, rms_norm_ref
+from dsv4.ops.rows import Turn, append_swa, rope, rope_frequencies, rope_ref, window_rows
 from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
 from dsv4.testing.numeric import assert_bitwise
 
@@ -64,17 +65,17 @@ def assert_same(found, expected):
 
 def separately(q, kv, index_q, weight, ring, keys, batch, *, appends):
     at = batch.positions
+    rows = window_rows(kv, weight, at, FREQS, EPS, ring.rows.format)
     if appends:
-        rows = store_window(kv, weight, FREQS, EPS, ring, batch)
-    else:
-        rows = window_rows(kv, weight, at, FREQS, EPS, ring.rows.format)
-    return head_norm_rope(q, at, FREQS, EPS), rows, None if keys is None else index_queries(index_q, at, FREQS, keys)
+        append_swa(rows, ring, batch)
+    index_q = None if keys is None else turned_queries(index_q, Turn.of(at, FREQS), keys)
+    return rope(rms_norm(q, None, EPS), at, FREQS), rows, index_q
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("appends", [False, True])
-def test_the_three_ops_in_one(keys, chunks, appends):
+def test_the_chain_of_ops_in_one(keys, chunks, appends):
     batch = batch_of(chunks, padding=2)
     values = projections(batch.num_tokens, keys=keys)
     for part in values[:3]:
@@ -114,14 +115,14 @@ def test_other_dtypes(dtype):
 
 
 @pytest.mark.parametrize("appends", [False, True])
-def test_the_oracle_is_the_three_oracles(appends):
+def test_the_oracle_is_the_chain_of_oracles(appends):
     """And it differs from the kernel only where norms may: index queries are the same bits."""
     batch, ring = batch_of(CHUNKS["decode"]), window(ENTRY, RING)
     other = cloned(ring)
     values = projections(3)
     expected = inputs_of(*values, ring, INDEX_FP4, batch, appends=appends, op=attention_inputs_ref)
-    assert_bitwise(expected[0], head_norm_rope_ref(values[0], batch.positions, FREQS, EPS))
-    assert_bitwise(expected[2], index_queries_ref(values[2], batch.positions, FREQS, INDEX_FP4))
+    assert_bitwise(expected[0], rope_ref(rms_norm_ref(values[0], None, EPS), batch.positions, FREQS))
+    assert_bitwise(expected[2], turned_queries(values[2], Turn.of(batch.positions, FREQS), INDEX_FP4))
     found = inputs_of(*values, other, INDEX_FP4, batch, appends=appends)
     assert_bitwise(found[2], expected[2])
     assert_bitwise(other.positions, ring.positions)
@@ -142,6 +143,19 @@ def test_a_token_does_not_depend_on_the_batch():
     found = inputs_of(*(padded_rows(value, 7) for value in values[:3]), values[3], ring, INDEX_FP4, padded)
     nine = torch.arange(9, device=kernel_device())
     assert_same((found[0][:9], found[1][(nine,)], found[2][:9]), whole)
+
+
+@pytest.mark.parametrize("keys", [INDEX_FP4, INDEX_FP8], ids=["fp4", "fp8"])
+def test_a_query_of_nan_stays_alone(keys):
+    batch, ring = batch_of([(1, 40, 3)]), window(ENTRY, RING)
+    values = projections(3, keys=keys)
+    expected = inputs_of(*values, ring, keys, batch)
+    poison(values[0][1])
+    poison(values[2][1])
+    found = inputs_of(*values, ring, keys, batch)
+    for name in (0, 2):
+        assert_bitwise(found[name][[0, 2]], expected[name][[0, 2]])
+        assert found[name][1].isnan().all()
 
 
 def test_strides():

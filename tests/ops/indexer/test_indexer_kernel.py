@@ -1,4 +1,4 @@
-"""`index_queries` and `index_topk` against their oracles, and what must not change a score or a pick.
+"""`index_topk` against its oracle, and what must not change a score or a pick.
 
 Exact data (small integers, weights of few bits) makes every score exact in fp32 whatever the order of the sum: picks
 are then the oracle's, index for index, ties included. On other data scores are held to the policy of float ops, and
@@ -22,19 +22,18 @@ from dsv4.ops.indexer import (
     ScoreConfig,
     entry_rows,
     entry_scores,
-    index_queries,
-    index_queries_ref,
     index_scores,
     index_topk,
     index_topk_ref,
     launch_index_topk,
     num_visible,
     row_bytes,
+    turned_queries,
 )
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.rows import rope_frequencies
+from dsv4.ops.rows import Turn, rope_frequencies
 from dsv4.ops.select import TOPK_CONFIG, TopkConfig, topk_select_ref
-from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, wild
+from dsv4.testing.inputs import generator, kernel_device, normal, poison, strided
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 FORMATS = pytest.mark.parametrize("fmt", [INDEX_FP4, INDEX_FP8], ids=lambda fmt: fmt.kind.value)
@@ -86,7 +85,7 @@ def exact_case(chunks, fmt, *, heads=HEADS, padding=2, seed=0):
 def random_case(chunks, fmt, *, heads, seed=0):
     batch = batch_of(chunks)
     keys = pages_of(normal((4, BLOCKS_PER_SLOT * PER_BLOCK, 128), seed=seed), batch, fmt)
-    q = index_queries_ref(normal((batch.num_tokens, heads, 128), seed=seed + 1), batch.positions, FREQS, fmt)
+    q = turned_queries(normal((batch.num_tokens, heads, 128), seed=seed + 1), Turn.of(batch.positions, FREQS), fmt)
     return q, normal((batch.num_tokens, heads), torch.float32, seed + 2), keys, batch
 
 
@@ -100,35 +99,6 @@ def scores_of(q, weights, keys, batch, config=SCORE_CONFIG, top_k=1):
 def part_of(batch, order):
     names = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
     return TokenBatch(**{name: getattr(batch, name)[order] for name in names}, block_table=batch.block_table)
-
-
-# ---- queries ----
-
-
-@FORMATS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_queries_are_the_oracle_s(fmt, dtype):
-    q, positions = wild((5, 9, 128), dtype), positions_of(5, 261_999)
-    found = index_queries(q, positions, FREQS, fmt)
-    assert_bitwise(found, index_queries_ref(q, positions, FREQS, fmt))
-
-
-@pytest.mark.parametrize("heads", around(8))
-def test_numbers_of_heads(heads):
-    q, positions = wild((2, heads, 128), seed=1), positions_of(2)
-    found = index_queries(strided(q, 1), positions, FREQS, INDEX_FP4)
-    assert_bitwise(found, index_queries_ref(q, positions, FREQS, INDEX_FP4))
-    assert_bitwise(index_queries(q[1:], positions[1:], FREQS, INDEX_FP4), found[1:])
-
-
-@FORMATS
-def test_a_query_of_nan_stays_alone(fmt):
-    q = normal((3, 4, 128), seed=2)
-    expected = index_queries(q, positions_of(3), FREQS, fmt)
-    poison(q[1])
-    found = index_queries(q, positions_of(3), FREQS, fmt)
-    assert_bitwise(found[[0, 2]], expected[[0, 2]])
-    assert found[1].isnan().all()
 
 
 # ---- picks ----
@@ -284,7 +254,6 @@ def test_a_score_does_not_depend_on_the_batch(fmt):
 def test_nothing_to_do():
     q, weights, keys, batch = exact_case([(1, 40, 2)], INDEX_FP4)
     nothing = part_of(batch, slice(0, 0))
-    assert index_queries(q[:0], positions_of(0), FREQS, INDEX_FP4).shape == (0, HEADS, 128)
     assert index_topk(q[:0], weights[:0], keys, nothing, ratio=CSA, top_k=8).shape == (0, 8)
     no_blocks = replace(batch, block_table=batch.block_table[:, :0])
     assert (index_topk(q, weights, keys, no_blocks, ratio=CSA, top_k=8) == -1).all()
@@ -312,10 +281,6 @@ def test_what_cannot_be_done_is_said():
     rows = RowStore.allocate((3, PER_BLOCK), plain, torch.bfloat16, kernel_device())
     with pytest.raises(KernelInputError, match="found plain"):
         index_topk(q, weights, PagedView(rows), batch, ratio=CSA, top_k=8)
-    with pytest.raises(KernelInputError, match="expected quantised rows, found plain"):
-        index_queries(q, batch.positions, FREQS, plain)
-    with pytest.raises(KernelInputError, match=r"expected q \[T, Hi, 128\]"):
-        index_queries(q[..., :64], batch.positions, FREQS, INDEX_FP4)
 
 
 # ---- real sizes ----
@@ -334,7 +299,7 @@ def test_real_sizes(fmt, num_tokens, context):
     slots = torch.zeros_like(positions)
     batch = TokenBatch(slots, positions, slots, positions, positions + 1, table)
     keys = PagedView(encode_rows(normal((num_blocks, PER_BLOCK, 128), seed=2), fmt))
-    q = index_queries(normal((num_tokens, 64, 128), seed=3), positions, FREQS, fmt)
+    q = turned_queries(normal((num_tokens, 64, 128), seed=3), Turn.of(positions, FREQS), fmt)
     weights = normal((num_tokens, 64), torch.float32, 4)
     found = index_topk(q, weights, keys, batch, ratio=CSA, top_k=512)
     scores = scores_of(q, weights, keys, batch, top_k=512)

@@ -92,7 +92,7 @@ def assert_routes(x, gate, bias, table, token_ids, config=None):
     if config is None:
         experts, weights = route(x, gate, bias, table, token_ids, **CHOICE)
     else:
-        experts, weights = launch_route(x, gate, bias, table, token_ids, *CHOICE.values(), False, config)
+        experts, weights = launch_route(x, gate, bias, table, token_ids, *CHOICE.values(), config)
 
     def oracle(dtype):
         return route_ref(x.to(dtype), gate, bias, table, token_ids, **CHOICE)
@@ -159,17 +159,6 @@ def test_hash():
     assert experts[0].tolist() == [0, 5, 5, 5, 70, 70]
     # any bias is ignored
     assert_bitwise(route(x, gate, x[0, :72].float(), table, token_ids, **CHOICE)[0], experts)
-
-
-def test_uniform_hash_weights_need_no_gate():
-    x, gate, _, token_ids = inputs(9, seed=8)
-    table = torch.randint(0, 72, (30, 6), generator=generator(9)).to(x.device)
-    poisoned = torch.full_like(x, NAN), torch.full_like(gate, NAN)
-    found = route(*poisoned, None, table, token_ids, **CHOICE, uniform_hash_weights=True)
-    expected = route_ref(x, gate, None, table, token_ids, **CHOICE, uniform_hash_weights=True)
-    for left, right in zip(found, expected, strict=True):
-        assert_bitwise(left, right)
-    assert_bitwise(found[1], torch.full((9, 6), 1 / 6, device=x.device) * 1.5)
 
 
 def test_an_unknown_token_reads_nothing():

@@ -20,8 +20,6 @@ from dsv4.ops.rows import (
     append_swa_ref,
     rope,
     rope_frequencies,
-    store_window,
-    store_window_ref,
     window_rows,
     window_rows_ref,
 )
@@ -152,33 +150,6 @@ def test_strided_rows_and_rings():
     assert_bitwise(gaps.positions, expected.positions)
 
 
-@pytest.mark.parametrize("chunks", list(CHUNKS.values())[:2], ids=list(CHUNKS)[:2])
-def test_the_fused_write_is_both_steps(chunks):
-    batch = batch_of(chunks, padding=2)
-    kv, weight = wild((batch.num_tokens, 512), seed=10), normal((512,), seed=11)
-    poison(kv[-2:])
-    ring = window(ENTRY, 133)
-    expected = cloned(ring)
-    rows = store_window(kv, weight, FREQS, EPS, ring, batch)
-    steps = window_rows(kv, weight, batch.positions, FREQS, EPS, ENTRY)
-    append_swa(steps, expected, batch)
-    assert_same_rows(rows, steps)
-    assert_same_rows(ring.rows, expected.rows)
-    assert_bitwise(ring.positions, expected.positions)
-
-
-def test_the_fused_oracle_is_both_oracles():
-    batch = batch_of([(1, 4, 2)])
-    kv, weight = wild((2, 128), seed=12), normal((128,), seed=13)
-    ring = window(SMALL_ENTRY, 5)
-    expected = cloned(ring)
-    rows = store_window_ref(kv, weight, FREQS, EPS, ring, batch)
-    steps = window_rows_ref(kv, weight, batch.positions, FREQS, EPS, SMALL_ENTRY)
-    append_swa_ref(steps, expected, batch)
-    assert_same_rows(rows, steps)
-    assert_same_rows(ring.rows, expected.rows)
-
-
 def test_nothing_to_do():
     ring = window(ENTRY, 20)
     before = cloned(ring)
@@ -186,7 +157,6 @@ def test_nothing_to_do():
     assert window_rows(kv[:0], weight, positions_of(0), FREQS, EPS, ENTRY).data.shape == (0, 576)
     append_swa(random_rows(0, ENTRY), ring, batch_of([]))
     append_swa(random_rows(3, ENTRY), ring, batch_of([], padding=3))
-    store_window(kv, weight, FREQS, EPS, ring, batch_of([], padding=3))
     assert_same_rows(ring.rows, before.rows)
     assert_bitwise(ring.positions, before.positions)
 

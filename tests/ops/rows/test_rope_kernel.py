@@ -7,12 +7,10 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.norm import rms_norm
-from dsv4.ops.rows import head_norm_rope, head_norm_rope_ref, rope, rope_frequencies, rope_ref
+from dsv4.ops.rows import rope, rope_frequencies, rope_ref
 from dsv4.testing.inputs import generator, kernel_device, normal, padded_rows, strided, transposed, wild
-from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
+from dsv4.testing.numeric import assert_bitwise
 
-EPS = 1e-6
 FLASH = ModelConfig.flash()
 
 
@@ -64,40 +62,22 @@ def test_rope_strides(view):
     x = view(plain)
     assert not x.is_contiguous()
     assert_bitwise(rope(x, strided(at, 0), strided(freqs, 0)), rope_ref(plain, at, freqs))
-    assert_close_to_oracle(
-        head_norm_rope(x, at, freqs, EPS), lambda dtype: head_norm_rope_ref(plain.to(dtype), at, freqs, EPS)
-    )
-
-
-@pytest.mark.parametrize("heads", [1, 7, 9, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_head_norm_rope_follows_its_oracle(heads, dtype):
-    q, at, freqs = wild((3, heads, 512), dtype, seed=heads), positions(3), frequencies()
-    out = head_norm_rope(q, at, freqs, EPS)
-    assert_close_to_oracle(out, lambda wide: head_norm_rope_ref(q.to(wide), at, freqs, EPS))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 512])
-def test_fused_is_the_chain_of_unfused(head_dim):
-    q, at, freqs = wild((3, 17, head_dim), seed=5), positions(3), frequencies()
-    assert_bitwise(head_norm_rope(q, at, freqs, EPS), rope(rms_norm(q, None, EPS), at, freqs))
 
 
 def test_a_token_does_not_depend_on_the_batch():
     q, at, freqs = wild((7, 16, 512), seed=6), positions(7), frequencies()
-    whole = head_norm_rope(q, at, freqs, EPS)
+    whole = rope(q, at, freqs)
     order = torch.randperm(7).to(q.device)
-    assert_bitwise(head_norm_rope(q[order], at[order], freqs, EPS), whole[order])
-    longer = head_norm_rope(padded_rows(q, 2), torch.cat((at, at[:2])), freqs, EPS)
+    assert_bitwise(rope(q[order], at[order], freqs), whole[order])
+    longer = rope(padded_rows(q, 2), torch.cat((at, at[:2])), freqs)
     assert_bitwise(longer[:7], whole)
-    assert_bitwise(head_norm_rope(q[3:4], at[3:4], freqs, EPS), whole[3:4])
+    assert_bitwise(rope(q[3:4], at[3:4], freqs), whole[3:4])
 
 
 def test_no_tokens():
     freqs = frequencies()
     nothing = torch.empty(0, 64, 512, dtype=torch.bfloat16, device=freqs.device)
     at = torch.empty(0, dtype=torch.int64, device=freqs.device)
-    assert head_norm_rope(nothing, at, freqs, EPS).shape == (0, 64, 512)
     assert rope(nothing, at, freqs).shape == (0, 64, 512)
 
 
@@ -120,4 +100,4 @@ def test_what_cannot_be_done_is_said():
     with pytest.raises(KernelInputError, match="power of two up to 512, found 6"):
         rope(x, at, freqs[:3])
     with pytest.raises(KernelInputError, match="power of two up to 32, found 64"):
-        head_norm_rope(x[..., :32], at, freqs, EPS)
+        rope(x[..., :32], at, freqs)

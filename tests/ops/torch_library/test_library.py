@@ -17,13 +17,13 @@ from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compress import compress
-from dsv4.ops.indexer import index_queries, index_topk
+from dsv4.ops.indexer import index_topk, turned_queries
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.linear import LinearBundle, grouped_linear, linear, linears
 from dsv4.ops.moe import fp4_linear, moe, prepare_experts
-from dsv4.ops.norm import rms_norm_quant
+from dsv4.ops.norm import rms_norm, rms_norm_quant
 from dsv4.ops.router import route
-from dsv4.ops.rows import append_swa, head_norm_rope, rope_frequencies, window_rows
+from dsv4.ops.rows import Turn, append_swa, rope, rope_frequencies, window_rows
 from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, SamplingState
 from dsv4.ops.torch_library.weights import bundle_tensors, shuffled_tensors, weight_tensors
 from dsv4.testing.inputs import generator, kernel_device, normal
@@ -187,7 +187,6 @@ ARGUMENTS = {
     "rms_norm": lambda: (normal((3, 128)), None, EPS),
     "rms_norm_quant": lambda: (normal((3, 256)), normal((256,)), EPS, False),
     "rope": lambda: (normal((2, 3, 128)), integers(99, (2,)), freqs(), True),
-    "head_norm_rope": lambda: (normal((2, 3, 128)), integers(99, (2,)), freqs(), EPS),
     "hc_enter": lambda: (normal((2, 128)), *hyper_weights(), normal((128,)), 3, EPS, EPS, True),
     "hc_boundary": lambda: (
         normal((2, 128)), normal((2, 4, 128)), normal((2, 4), torch.float32), normal((2, 4, 4), torch.float32),
@@ -211,7 +210,6 @@ ARGUMENTS = {
         integers(255, (3, SMALL_ENTRY.data_bytes)).byte(), integers(255, (3, SMALL_ENTRY.scale_bytes)).byte(),
         *ring_arguments(), *ENTRY_FORMAT,
     ),
-    "store_window": lambda: (normal((3, 128)), normal((128,)), freqs(), EPS, *ring_arguments(), *ENTRY_FORMAT),
     "attention_inputs": lambda: input_arguments(True),
     "compress": compress_arguments,
     "compress_pair": compress_pair_arguments,
@@ -220,7 +218,6 @@ ARGUMENTS = {
     "grouped_linear": lambda: (normal((3, 2, DIM)), weight_tensors(weight_of("fp8", (48, DIM)))),
     "moe": lambda: moe_arguments()[0],
     "fp4_linear": lambda: fp4_linear_arguments()[0],
-    "index_queries": lambda: (normal((3, 4, 128)), integers(99, (3,)), freqs(), *INDEX_FORMAT),
     "index_topk": lambda: index_arguments()[0],
     "sparse_attention": lambda: attention_arguments()[0],
     # with arguments of another kind
@@ -294,18 +291,13 @@ def test_the_cache_is_written_as_the_launchers_write_it():
     ours, theirs = window(SMALL_ENTRY, 8), window(SMALL_ENTRY, 8)
     rows = window_rows(kv, weight, batch.positions, freqs(), EPS, SMALL_ENTRY)
     append_swa(rows, theirs, batch)
-    found = torch.ops.dsv4.store_window(
-        kv, weight, freqs(), EPS, ours.rows.data, ours.rows.scales, ours.positions, *places, *ENTRY_FORMAT
-    )
-    for left, right in ((found[0], rows.data), (ours.rows.data, theirs.rows.data), (ours.positions, theirs.positions)):
-        assert_bitwise(left, right)
-    ours, q, index_q = window(SMALL_ENTRY, 8), normal((5, 3, 128)), normal((5, 4, 128))
-    queries, data, _, index_queries_found = torch.ops.dsv4.attention_inputs(
+    q, index_q = normal((5, 3, 128)), normal((5, 4, 128))
+    queries, data, _, index_queries = torch.ops.dsv4.attention_inputs(
         q, kv, index_q, weight, freqs(), EPS, ours.rows.data, ours.rows.scales, ours.positions, *places, True,
         *ENTRY_FORMAT, INDEX_FP4.kind.value,
     )  # fmt: skip
-    assert_bitwise(queries, head_norm_rope(q, batch.positions, freqs(), EPS))
-    assert_bitwise(index_queries_found, index_queries(index_q, batch.positions, freqs(), INDEX_FP4))
+    assert_bitwise(queries, rope(rms_norm(q, None, EPS), batch.positions, freqs()))
+    assert_bitwise(index_queries, turned_queries(index_q, Turn.of(batch.positions, freqs()), INDEX_FP4))
     for left, right in ((data, rows.data), (ours.rows.data, theirs.rows.data), (ours.positions, theirs.positions)):
         assert_bitwise(left, right)
     batch = batch_of([(2, 126, 3)], padding=1)
@@ -386,8 +378,7 @@ def test_lists_that_are_no_weights():
 def test_the_cache_is_read_as_the_launchers_read_it():
     arguments, batch = index_arguments()
     q, weights, data, scales = arguments[:4]
-    queries = torch.ops.dsv4.index_queries(q, batch.positions, freqs(), *INDEX_FORMAT)
-    assert_bitwise(queries, index_queries(q, batch.positions, freqs(), INDEX_FP4))
+    queries = turned_queries(q, Turn.of(batch.positions, freqs()), INDEX_FP4)
     keys = PagedView(RowStore(data, scales, INDEX_FP4))
     found = torch.ops.dsv4.index_topk(queries, *arguments[1:])
     assert_bitwise(found, index_topk(queries, weights, keys, batch, ratio=CSA, top_k=5, scale=0.5))
@@ -414,8 +405,7 @@ def test_an_attention_and_an_moe_layer_compile_whole():
     fp4 = fp4_linear_arguments()[0]
 
     def layer(q, x, chosen, weights):
-        queries = ops.index_queries(index[0], attention[10], freqs(), *INDEX_FORMAT)
-        picks = ops.index_topk(queries, *index[1:])
+        picks = ops.index_topk(ops.rope(index[0], attention[10], freqs()), *index[1:])
         out = ops.sparse_attention(q, *attention[1:8], picks, *attention[9:])
         out = ops.linear(ops.grouped_linear(out, wo_a).flatten(1), None, up)
         first, second, third = ops.linears(x + 1, None, bundle[0], [False, True, False], None, None, bundle[1])

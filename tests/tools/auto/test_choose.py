@@ -83,6 +83,12 @@ def test_one_gpu_keeps_experts_in_host_memory_and_says_so():
         chosen(FLASH, machine(H200), offload_experts="off")
 
 
+def test_gpus_that_are_missing_are_counted():
+    with pytest.raises(DoesNotFit, match=r"it needs 8 GPUs such as NVIDIA H200, and this machine shows 6\Z"):
+        chosen(PRO, machine(*[H200] * 6))
+    chosen(PRO, machine(*[H200] * 8))
+
+
 def test_little_room_is_shared_between_context_and_requests():
     limits = chosen(PRO, machine(*[H200] * 8)).limits
     assert 8192 <= limits.max_context_tokens < PRO.max_position_embeddings

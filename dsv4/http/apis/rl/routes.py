@@ -1,4 +1,4 @@
-"""Every route of `--rl`, and how a call's fields arrive: in the query, or as JSON."""
+"""Every call that drives the engine or asks about it, and how its fields arrive: in the query, or as JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ from typing import Any
 
 from starlette.requests import Request
 
+from dsv4.http.apis.operations import INFO, PROFILE
 from dsv4.http.apis.rl import sglang, vllm
 from dsv4.http.apis.rl.calls import Call
 from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
 from dsv4.http.body import parse_json
 from dsv4.http.errors import ApiError
+from dsv4.http.settings import ServerConfig
 
 CALLS: tuple[Call, ...] = (*vllm.CALLS, *sglang.CALLS)
 PATHS = (*(call.path for call in CALLS), *(api.path for api in ROLLOUTS), RENDER.path)
 _LISTS = ("tags",)  # may be there several times
 _WORDS = {"true": True, "false": False}
+
+
+def calls_of(config: ServerConfig) -> tuple[Call, ...]:
+    """Those that a server has."""
+    return (*INFO, *(PROFILE if config.profile_dir is not None else ()), *(CALLS if config.rl else ()))
+
+
+def guarded_of(config: ServerConfig) -> tuple[str, ...]:
+    """Paths of its calls and rollouts, which need the key."""
+    return (*(call.path for call in calls_of(config)), *(PATHS if config.rl else ()))
 
 
 async def fields_of(request: Request, max_depth: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from dsv4 import __version__
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
 from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
@@ -114,11 +113,13 @@ async def from_disk(engine: Controls, asked: FromDisk) -> dict[str, Any]:
 
 
 async def from_group(engine: Controls, asked: FromGroup) -> dict[str, Any]:
-    tensors = vllm.TensorList(names=asked.names, dtype_names=asked.dtypes, shapes=asked.shapes)
+    if not len(asked.names) == len(asked.dtypes) == len(asked.shapes):
+        message = "names: expected as many as dtypes and shapes"
+        raise ApiError(400, message, code="invalid_value", param="names")
     if asked.abort_all_requests:
         await engine.control("abort", names=None)
-    update = vllm.UpdateWeights(update_info=tensors, weight_version=asked.weight_version)
-    return _done("the engine runs the new weights", **await vllm.update(engine, update))
+    found = await vllm.receive(engine, asked.names, asked.dtypes, asked.shapes, asked.weight_version)
+    return _done(f"{len(asked.names)} tensors were received", **found)
 
 
 async def from_tensor(engine: Controls, asked: Anything) -> dict[str, Any]:
@@ -130,7 +131,7 @@ async def from_tensor(engine: Controls, asked: Anything) -> dict[str, Any]:
 
 
 async def init_group(engine: Controls, asked: Group) -> dict[str, Any]:
-    await engine.control("init_group", **asked.model_dump(exclude={"group_name"}))
+    await engine.control("init_group", **asked.model_dump())
     return _done("the engine has joined the group")
 
 
@@ -146,34 +147,13 @@ async def version(engine: Controls, asked: Strict) -> dict[str, Any]:
     return await vllm.weight_info(engine, asked)
 
 
-async def server_info(engine: Controls, asked: Strict) -> dict[str, Any]:
-    """In both dialects at once: TRL looks for `vllm_config`, clients of SGLang for the names beside it."""
-    found, config = await engine.info(), engine.config
-    return {
-        "vllm_config": {
-            "model_config": {"model": config.name, "max_model_len": engine.max_context_tokens},
-            "parallel_config": {"world_size": found["world_size"]},
-            "weight_transfer_config": {"backend": "nccl"},
-        },
-        "model_path": config.name, "served_model_name": config.name, "context_length": engine.max_context_tokens,
-        "tp_size": found["world_size"], "version": __version__, "weight_version": found["weight_version"],
-        "is_paused": found["is_paused"], "is_sleeping": found.get("is_sleeping", False),
-    }  # fmt: skip
-
-
 async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
     """Whether the engine answers; also while it is paused."""
     await engine.info()
     return {"status": "ok"}
 
 
-class ServerInfo(Strict):
-    config_format: Literal["json", "text"] | None = None
-
-
 CALLS = (
-    Call("/server_info", "What this server is", server_info, ServerInfo, _GET),
-    Call("/get_server_info", "What this server is", server_info, methods=_GET),
     Call("/health_generate", "Whether the engine answers", health, methods=_GET),
     Call("/get_weight_version", "Which weights run", version, methods=_GET),
     Call("/flush_cache", "Forget every prefix, in every tier", flush, methods=("GET", "POST")),

@@ -1,0 +1,1 @@
+"""Commands about what others left on the disk: prefixes and compiled kernels."""
