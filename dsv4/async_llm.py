@@ -26,11 +26,13 @@ from dsv4.llm_input import Prompt, as_params, as_prompts
 from dsv4.request import Completion, RequestError, SamplingParams, check_params, check_prompt
 from dsv4.text.output import TextOutput
 
+_REPLAY_BYTES = 12  # of one number: kept, packed, and as base64 in an answer
 _MAX_WAITING = 1 << 30  # callers of this process bound themselves
 
 
 def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> EngineInfo:
     """What clients of this model's engine must know."""
+    config, schedule = llm.config, llm.model.schedule[: llm.config.num_hidden_layers]
     return EngineInfo(
         fingerprint=llm.identity().name,
         vocab_size=llm.config.vocab_size,
@@ -40,6 +42,8 @@ def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> Engin
         num_blocks=llm.cache.schema.num_blocks,
         records=records,
         weight_version=llm.weight_version,
+        expert_bytes=_REPLAY_BYTES * len(schedule) * config.num_experts_per_tok,
+        pick_bytes=_REPLAY_BYTES * sum(layer.has_indexer for layer in schedule) * config.index_topk,
     )
 
 

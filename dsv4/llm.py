@@ -431,7 +431,7 @@ class LLM(Inside, Controls):
             output = self._outputs.pop(request, None)
             if output is None:
                 continue
-            output.num_cached_tokens = request.num_cached_tokens
+            output.num_cached_tokens, output.replay = request.num_cached_tokens, request.replay
             output.prompt_logprobs = request.prompt_logprobs
             output.weight_versions = request.weight_versions
             if not output.is_done:

@@ -50,6 +50,7 @@ from dsv4.engine.step.masks import constraint_failure, make_masks
 from dsv4.engine.step.sampler import Drawn, Undrawable, undrawable
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
+from dsv4.engine.write_watch import WriteWatch
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
@@ -93,7 +94,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
-        self.gate = Gate()
+        self.gate = Gate(WriteWatch(model.params))
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0
@@ -160,10 +161,9 @@ class Engine:
         check_params(params, config.vocab_size)
         request = Request.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
-            eos_token_id=config.eos_token_id, constraint=constraint,
+            eos_token_id=config.eos_token_id, constraint=constraint, can_replay=isinstance(self.scheduler, Scheduler),
         )  # fmt: skip
-        if self.gate.refusal is not None:
-            raise self.gate.refusal
+        self.gate.check()
         needed, total = blocks_at_position(request.max_len), self.cache.schema.num_blocks
         if needed > total:
             raise RequestError(

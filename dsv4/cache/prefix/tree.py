@@ -27,7 +27,10 @@ KEY_BYTES = 32
 
 
 class ChainKeys:
-    """Keys of the prefixes of one request's tokens, made as far as they are asked for. `token_ids` may grow."""
+    """Keys of the prefixes of one request's tokens, made as far as they are asked for. `token_ids` may grow, unless the
+    chain `is_complete`: nothing behind them is of use to others."""
+
+    is_complete = False
 
     def __init__(self, token_ids: Sequence[int], salt: str | None, fingerprint: str = "") -> None:
         self.token_ids = token_ids

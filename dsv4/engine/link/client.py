@@ -31,6 +31,7 @@ from dsv4.engine.link.messages import (
     error_of,
     pack_ids,
     unpack_logprobs,
+    unpack_rows,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
 from dsv4.engine.stats import EngineStats
@@ -221,6 +222,11 @@ class EngineClient(asyncio.Protocol):
                 output.admitted_seconds = start.admitted_seconds
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+        for replay in step.replays:
+            found = owners.get(replay.handle)
+            log = None if found is None else found[0].outputs[found[1]].replay
+            if log is not None:
+                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
         logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()

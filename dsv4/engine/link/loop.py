@@ -281,8 +281,7 @@ class EngineLoop:
 
     def _forget(self, request: Request) -> None:
         client, handle = self._owners.pop(request)
-        client.started.discard(handle)
-        del client.requests[handle]
+        client.forget(handle)
 
     def _lose(self, client: ClientConnection) -> None:
         """A client is gone, and what it waited for with it."""

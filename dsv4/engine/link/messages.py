@@ -10,11 +10,12 @@ rare parts (log-probabilities, starts, ends) come beside them. No torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from dsv4 import errors
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
@@ -117,6 +118,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     fingerprint   checkpoint, numerics, kernels and processor in one word
     records       "": nothing is recorded; "whole", or "hashes": what `Record` lines hold. The engine keeps them
+    expert_bytes, pick_bytes
+                  what a token's routed experts and its picks (`ReplayLog`) take at most, engine and JSON included
     """
 
     fingerprint: str
@@ -127,6 +130,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     records: Literal["", "whole", "hashes"] = ""
     weight_version: str = "0"
+    expert_bytes: int = 0
+    pick_bytes: int = 0
+
+    def replay_bytes(self, asked: Mapping[str, Any]) -> int:
+        """Of a token, by the fields of `SamplingParams`."""
+        return (
+            asked.get("routed_experts", False) * self.expert_bytes + asked.get("indexer_topk", False) * self.pick_bytes
+        )
 
 
 class Hello(msgspec.Struct, tag=10, array_like=True):
@@ -141,6 +152,23 @@ class PackedLogprobs(msgspec.Struct, array_like=True):
     num_top: int
     top_ids: bytes
     top: bytes
+
+
+class PackedRows(msgspec.Struct, array_like=True):
+    """An array of whole numbers [N, layers, k]."""
+
+    data: bytes
+    dtype: str
+    shape: list[int]
+
+
+class Replay(msgspec.Struct, array_like=True):
+    """What a request's tokens from number `position` on were computed with (`ReplayLog`)."""
+
+    handle: int
+    position: int
+    experts: PackedRows | None = None
+    picks: PackedRows | None = None
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -173,6 +201,7 @@ class Step(msgspec.Struct, tag=11, array_like=True):
     starts: list[Start] = []
     logprobs: list[tuple[int, PackedLogprobs]] = []  # by row
     ends: list[End] = []
+    replays: list[Replay] = []
 
 
 class Reply(msgspec.Struct, tag=12, array_like=True):
@@ -258,6 +287,14 @@ def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
         TokenLogprobs(token_id, chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top]))
         for row, token_id in enumerate(unpack_ids(packed.token_ids))
     ]
+
+
+def pack_rows(rows: NDArray[Any] | None) -> PackedRows | None:
+    return None if rows is None else PackedRows(rows.tobytes(), str(rows.dtype), list(rows.shape))
+
+
+def unpack_rows(packed: PackedRows | None) -> NDArray[Any] | None:
+    return None if packed is None else np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -19,6 +19,7 @@ from dsv4.engine.schedule.kept import Outcome, kept_rows
 from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
 from dsv4.engine.step.masks import Masks
+from dsv4.engine.step.replays import Replays, wants_picks
 from dsv4.engine.step.sampler import num_top_for, outcomes
 from dsv4.engine.step.scores import Scores
 from dsv4.ops.sampling import SamplingRows
@@ -33,7 +34,8 @@ class InFlightStep:
     forwarded        None once the draw is launched
     drawn            None until then
     drafted          None if nothing was asked for
-    experts          those chosen, where somebody wants to know
+    experts          those chosen, where an observer wants to know
+    replays          experts and entries of the requests that asked for them
     number           of its plan, where rank 0 counts them
     stuck            by row that draws here, why it cannot
     stuck_elsewhere  the same on each of the other ranks
@@ -48,6 +50,7 @@ class InFlightStep:
     drawn: HostCopy | None = None
     drafted: HostCopy | None = None
     experts: HostCopy | None = None
+    replays: Replays | None = None
     number: int = 0
     stuck: dict[int, str] = field(default_factory=dict)
     stuck_elsewhere: Sequence[dict[int, str]] = ()
@@ -60,8 +63,10 @@ class InFlightStep:
         target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
-        forwarded = runner.forward(step.batch, step.draw_rows)
+        forward = runner.forward_with_picks if wants_picks(plan) else runner.forward
+        forwarded = forward(step.batch, step.draw_rows)
         made = cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
+        made.replays = Replays.launch(runner, forwarded, plan)
         if tells_experts:
             made.experts = HostCopy([torch.stack(forwarded.experts)[:, : step.num_tokens]], runner.cache.device)
         return made
@@ -83,7 +88,9 @@ class InFlightStep:
         self.forwarded = None  # its memory may be used again
 
     def tell_experts(self, observers: Sequence[Callable[[Tensor], None]], drawn: Sequence[Outcome]) -> None:
-        """To each observer, of the tokens that count. `drawn`: what the pieces besides rows drew here."""
+        """To each observer, and to requests, of the tokens that count. `drawn`: what pieces besides rows drew here."""
+        if self.replays is not None:
+            self.replays.read(self.own.others, drawn)
         if self.experts is None or not observers:
             return
         chosen = self.experts.wait()[0]

@@ -117,8 +117,8 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {request.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
-        if request.chain is None and request.params.prompt_logprobs is None:  # a scored prompt is read whole
-            request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
+        if request.chain is None:
+            request.chain = request.chain_by(self._cache.chain)
         request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, request, key=order_of)
@@ -240,7 +240,7 @@ class Scheduler:
             self._displace(request, keep=False)
         for request in (*self._waiting, *self._running):
             if request.chain is not None:
-                request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
+                request.chain = request.chain_by(self._cache.chain)
 
     def check_integrity(self) -> None:
         """Recompute the truth: order, slots, positions, blocks and counts. Between two steps."""
