@@ -15,7 +15,6 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig
 from dsv4.config.layers import build_schedule
 from dsv4.dist.shares import expert_range, rank_limits
-from dsv4.engine.gate import Gate
 from dsv4.engine.ranks import router as router_module
 from dsv4.engine.ranks.report import LoadReport
 from dsv4.engine.ranks.router import Room, Router
@@ -63,7 +62,7 @@ class Rank:
         trees = [] if self.books.prefix is None else [self.books.prefix.tree]
         self.books.watch_prefixes = lambda: PrefixWatch(trees)
         self.report, self.known = (
-            LoadReport(SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=Gate())),
+            LoadReport(SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=SimpleNamespace(held=()))),
             set(),
         )
 
