@@ -21,6 +21,7 @@ from dsv4.engine.link.messages import (
     EngineLost,
     Finish,
     Frames,
+    Hello,
     Record,
     Reply,
     Step,
@@ -29,13 +30,14 @@ from dsv4.engine.link.messages import (
     encode,
     error_in,
     error_of,
+    logprobs_by_row,
     pack_ids,
-    unpack_ids,
     unpack_logprobs,
+    unpack_rows,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
 from dsv4.engine.stats import EngineStats
-from dsv4.request import FinishReason, TokenLogprobs
+from dsv4.request import FinishReason
 from dsv4.text.output import TextOutput
 
 
@@ -203,7 +205,7 @@ class EngineClient(asyncio.Protocol):
                     answer.set_result(message.payload)
                 else:
                     answer.set_exception(error)
-            else:
+            elif isinstance(message, Hello):
                 self.info = message.info
                 if not self._hello.done():
                     self._hello.set_result(None)
@@ -219,11 +221,15 @@ class EngineClient(asyncio.Protocol):
             if found is not None:
                 output = found[0].outputs[found[1]]
                 output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
+                output.admitted_seconds = start.admitted_seconds
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
-        logprobs: dict[int, TokenLogprobs] = {}
-        for rows, packed in step.logprobs:
-            logprobs.update(zip(unpack_ids(rows), unpack_logprobs(packed), strict=True))
+        for replay in step.replays:
+            found = owners.get(replay.handle)
+            log = None if found is None else found[0].outputs[found[1]].replay
+            if log is not None:
+                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
+        logprobs = logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()
