@@ -8,9 +8,13 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from dsv4.config import shown
 from dsv4.errors import Dsv4Error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class RequestError(Dsv4Error, ValueError):
@@ -56,6 +60,9 @@ class SamplingParams:
     ignore_eos          go on past the model's end of sequence
     logprobs            None: none; n: the log-probability of each token, and the n most likely ones beside it
     prompt_logprobs     the same for each token of the prompt but the first, which nothing predicts
+    routed_experts      give the experts that every layer chose for every token (`Completion.routed_experts`)
+    indexer_topk        give the entries that the indexer of every CSA layer picked for every token
+    replay_start        both from this token on, at most the prompt length; what is before may come from the cache
     cache_salt          prompts share cached prefixes only with prompts of the same salt; None: with those of none
     priority            higher goes first, and takes slots and cache blocks from lower when there are too few
     deadline            seconds from its submission after which the request fails if it is not done; None waits
@@ -80,6 +87,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    routed_experts: bool = False
+    indexer_topk: bool = False
+    replay_start: int = 0
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
@@ -100,8 +110,9 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise _wrong("stop", f"must hold non-empty strings, found {shown(text)}")
-        if not isinstance(self.ignore_eos, bool):
-            raise _wrong("ignore_eos", f"must be true or false, found {shown(self.ignore_eos)}")
+        for name in ("ignore_eos", "routed_experts", "indexer_topk"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, f"must be true or false, found {shown(getattr(self, name))}")
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise _wrong("cache_salt", f"must be a non-empty string, found {shown(self.cache_salt)}")
         if self.top_k == -1:
@@ -142,6 +153,7 @@ def later_seed(seed: int, place: int) -> int:
 _INTEGER_RANGE = {
     "n": (1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (0, 100), "priority": (-10, 10),
+    "replay_start": (0, 2**31 - 1),
 }  # fmt: skip
 _OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "deadline", "allowed_token_ids"}
 _MAX_BIAS = 100
@@ -230,8 +242,12 @@ class Completion:
     seed               that it was drawn with: `SamplingParams.seed`, or the one chosen for it
     weight_versions    which weights drew which tokens: pairs of a token's number, from 0, and the version from it on.
                        One pair unless weights were updated in the middle (`pause("keep")`)
+    routed_experts     where asked for: uint8 or uint16 [N, layers, k], ascending ids, of each token from number
+                       `replay_start` of the prompt on but the last one, which nothing was computed from
+    indexer_topk       where asked for: uint16 or uint32 [N, CSA layers, most], the entries of four tokens each that the
+                       attention read, ascending, then the largest number of the dtype
 
-    Two completions are equal whatever these three are: they say how the result was reached, not what it is.
+    Two completions are equal whatever the last five are: they say how the result was reached, not what it is.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -243,6 +259,8 @@ class Completion:
     num_cached_tokens: int = field(default=0, compare=False)
     seed: int = field(default=0, compare=False)
     weight_versions: tuple[tuple[int, str], ...] = field(default=(), compare=False)
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
+    indexer_topk: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
 
 def check_token_ids(

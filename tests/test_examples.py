@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from server_cases import SERVED, make_llm
+from server_cases import SERVED, make_llm, start_server
 from server_fixtures import live, served_params
 
 from dsv4 import LLM, AsyncLLM, SamplingParams
@@ -91,6 +93,31 @@ def test_the_training_loop_goes_on_where_it_was_killed(tmp_path):
     assert again == lines
 
 
+@pytest.mark.skipif(not HAS_SERVER, reason="the server's libraries are not installed")
+def test_the_loops_own_half(served_params, tmp_path, monkeypatch):
+    """Everything of it but the trained model: rollouts, their scores, rewards, new weights, rollouts of those."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "rl"))
+    monkeypatch.setitem(sys.modules, "policy", types.ModuleType("policy"))  # it needs transformers
+    train = runpy.run_path(str(EXAMPLES / "rl" / "train.py"))
+    write_checkpoint(tmp_path / "next", SERVED, experts="bf16", seed=2)
+    live = start_server(make_llm(deepcopy(served_params)), rl=True, rl_roots=(str(tmp_path),))
+    client = train["Server"](live.url)
+    prompts = [client.encode("And it"), client.encode("The king")]
+    first = client.rollouts(prompts, 12, seed=5)
+    assert train["share_of_equal"](first, client.score(first)) == 1.0
+    client.update(tmp_path / "next", "1")
+    second = client.rollouts(prompts, 12, seed=5)
+    assert [one.weight_version for one in (*first, *second)] == ["0", "0", "1", "1"]
+    assert train["share_of_equal"](second, client.score(second)) == 1.0
+    assert train["share_of_equal"](first, client.score(first)) < 1.0, "scores of other weights look the same"
+    assert train["reward"]("No words, three good, The end") == 1 / 2
+    assert train["reward"]("...") == 0.0
+    above = train["advantages"]([0.0, 1.0, 3.0, 3.0], 2)
+    assert above[0] == -above[1] < 0
+    assert above[2:] == [0.0, 0.0]
+    live.stop()
+
+
 def test_verl_adapter(served_params, tmp_path):
     """Rollouts, new weights between an abort and the next, and rollouts of those."""
     server_class = runpy.run_path(str(EXAMPLES / "rl" / "verl_adapter.py"))["RolloutServer"]
@@ -124,6 +151,10 @@ def test_verl_adapter(served_params, tmp_path):
             found = await waiting
             assert (found.token_ids, found.log_probs) == wanted(LLM(tmp_path / "next", numerics="exact"))
             assert found.weight_versions == ((0, "next"),)
+            replayed = await server_class(llm, routed_experts=True).generate(prompt, {**asked, "seed": 7})
+            assert replayed.token_ids == found.token_ids
+            shape = (len(prompt) + 5, SERVED.num_hidden_layers, SERVED.num_experts_per_tok)
+            assert replayed.routed_experts.shape == shape
             with pytest.raises(ValueError, match="sampling_params: lora"):
                 await server.generate(prompt, {"lora": 1})
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
 
 # what each part may import besides itself and the base
-BASE = {"config", "request", "errors", "__version__"}
+BASE = {"config", "request", "replay", "errors", "__version__"}
 BELOW_ENGINE = ("loader", "model", "dist", "ops", "cache", "formats")
 MAY_IMPORT = {
     "formats": set(),
@@ -45,11 +45,12 @@ TOP = {"__init__", "__main__", "errors", "testing"}
 SELFTEST = "dsv4.tools.selftest"
 
 TORCH_FREE = [
-    "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.hub",
+    "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.replay", "dsv4.hub",
     "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
-    "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
-    "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
+    "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.router",
+    "dsv4.engine.ranks.remote", "dsv4.dist.mesh", "dsv4.cache.prefix.watch", "dsv4.formats.rows",
+    "dsv4.text", "dsv4.text.*",
     "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
     "dsv4.engine.link.throughput", "dsv4.cli.serve.*",
 ]  # fmt: skip

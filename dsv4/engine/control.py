@@ -22,7 +22,9 @@ from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.serving import Serving
 from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
+from dsv4.engine.weight_inbox import WeightInbox
 from dsv4.engine.weight_update import WeightSource, WeightUpdate, open_source
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
@@ -56,10 +58,12 @@ class EngineControl:
         self._llm, self._backend = llm, backend
         self._num_updates = 0
         self.weights_name = ""
+        self._inbox = WeightInbox(llm)
         profiler = Profiler()
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
             "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
+            "init_group": self._inbox.join, "receive_weights": self.receive_weights,
             "sleep": self.sleep, "wake": self.wake, "info": self.info,
             "start_profile": profiler.start, "stop_profile": profiler.stop,
         }  # fmt: skip
@@ -94,8 +98,8 @@ class EngineControl:
         engine = self._llm.engine
         if self._sleeper.asleep:
             raise RequestError("the engine sleeps: wake() it first")
-        if engine.gate.refusal is not None:
-            raise engine.gate.refusal
+        self._inbox.check_empty()
+        engine.gate.check()
         engine.resume()
 
     def reset_prefix_cache(self, running: bool = False) -> None:
@@ -119,6 +123,7 @@ class EngineControl:
         """See `Controls.update_weights`."""
         if WEIGHTS in self._sleeper.asleep:
             raise RequestError("the weights sleep: wake(['weights']) first")
+        self._inbox.clear()
         llm = self._llm
         engine = llm.engine
         self._check_rest("weights can be updated")
@@ -136,6 +141,16 @@ class EngineControl:
         self._num_updates += 1
         llm.checkpoint = None if update.is_from_memory else update.checkpoint
         return self.set_weight_version(version if version is not None else str(self._num_updates))
+
+    def receive_weights(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], version: str | None = None
+    ) -> str | None:  # fmt: skip
+        """Tensors that the trainer's group sends now (`init_group`). Once the model is whole it is updated, and this
+        returns its version; None before. What has been received is kept beside the weights until then."""
+        self._check_rest("weights can be received")
+        if self._inbox.receive(names, dtypes, shapes):
+            return self.update_weights(self._inbox.take(), version)
+        return None
 
     def set_weight_version(self, version: str) -> str:
         """Another name for the weights that run; requests that run have it from their next token on."""
@@ -202,7 +217,7 @@ class Controls:
     """The verbs as methods of `LLM`, for any of its threads. Other threads' requests go on, or wait, meanwhile."""
 
     control: EngineControl
-    engine: Engine
+    engine: Serving
     _lock: threading.RLock
 
     @property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING
 
+from dsv4.config import BLOCK_TOKENS
 from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
 from dsv4.errors import Dsv4Error
+from dsv4.replay import ReplayLog, replayed
 from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -63,7 +66,10 @@ class Request:
     `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
     draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
 
+    `replay` grows as tokens are fed, where it was asked for.
+
     `weight_versions` are runs of its tokens: the number of the first one, and the version of the weights that drew it.
+    `admitted_seconds` is the clock when it first got a slot; nothing depends on it.
 
     While the request has a row among `rows`, how far it is stands there: `num_processed`, `num_read` and `num_unread`
     are read from there.
@@ -90,10 +96,17 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
+    replay: ReplayLog | None = None
+    admitted_seconds: float = 0.0
     name: str = ""
     _num_processed: int = field(default=0, init=False)
     _num_unread: int = field(default=0, init=False)
     _num_read: int = field(default=0, init=False)
+
+    def admitted(self) -> None:
+        """It has a slot, and stands behind the prefix it took over."""
+        if self.num_preemptions == 0:
+            self.num_cached_tokens, self.admitted_seconds = self.num_processed, time.perf_counter()
 
     @classmethod
     def start(
@@ -101,9 +114,13 @@ class Request:
         constraint: Constraint | None = None,
     ) -> Request:  # fmt: skip
         """A checked prompt, not yet admitted."""
+        replay = ReplayLog.of(params)
         if params.n != 1:
             raise RequestError(f"n must be 1 for one answer, found {params.n}; generate() gives several", field="n")
         (params,) = params.answers()
+        if params.replay_start > len(prompt):
+            message = f"replay_start must be at most the prompt's {len(prompt)} tokens, found {params.replay_start}"
+            raise RequestError(message, field="replay_start")
         return cls(
             params=params,
             token_ids=list(prompt),
@@ -112,6 +129,7 @@ class Request:
             eos_token_id=eos_token_id,
             constraint=constraint,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing predicts the first token
+            replay=replay,
         )
 
     @property
@@ -204,8 +222,23 @@ class Request:
     @property
     def can_have_row(self) -> bool:
         """Whether its next tokens need nothing but to be fed and drawn."""
-        is_plain = self.params.logprobs is None and not self.has_rules and not self.drafts
+        is_plain = self.params.logprobs is None and not self.has_rules and not self.drafts and self.replay is None
         return is_plain and len(self.end_ids) <= MAX_END_IDS
+
+    def chain_by(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> ChainKeys | None:
+        """What the prefix cache may know its tokens by: none that must be read, since their scores are asked for, or
+        the experts they choose."""
+        if self.params.prompt_logprobs is not None:
+            return None
+        if self.replay is None:
+            return make(self.token_ids, self.params.cache_salt)
+        num_blocks = self.replay.start // BLOCK_TOKENS
+        if not num_blocks:
+            return None
+        chain = make(self.token_ids[: num_blocks * BLOCK_TOKENS + 1], self.params.cache_salt)
+        if chain is not None:
+            chain.is_complete = True
+        return chain
 
     def ends_at(self, token_id: int) -> bool:
         """Whether this token would be its last, whatever comes before."""
@@ -261,4 +294,5 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             seed=self.params.seed,
             weight_versions=tuple(self.weight_versions),
+            **replayed(self.replay, len(self.token_ids)),
         )

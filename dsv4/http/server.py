@@ -39,10 +39,11 @@ from dsv4.http.gate import Gate
 from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
-from dsv4.http.request_log import log_request
 from dsv4.http.settings import MIB, ServerConfig
 from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, StreamClock, collect, to_api_error
+from dsv4.http.telemetry.request_log import log_request
+from dsv4.http.telemetry.traces import Tracer
 from dsv4.request import RequestError
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.memory_check import give_back_memory
@@ -74,6 +75,7 @@ class Server:
         self._created = int(time.time())
         self._lines: set[asyncio.Future[None]] = set()  # of the record, being made
         self._publishing: asyncio.Task[None] | None = None
+        self._tracer = Tracer.make(config.name)
 
     async def open(self) -> None:
         info = await self.engine.open()
@@ -98,6 +100,8 @@ class Server:
         if self._lines:
             await asyncio.wait(self._lines, timeout=_RECORD_SECONDS)
         self._shared.publish()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         await self.engine.close()
 
     async def _publish(self) -> None:
@@ -163,7 +167,7 @@ class Server:
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool, name: str
     ) -> Response:
         stream = await self._submit(job, name)
-        ended = partial(self._ended, request.scope["state"]["request_id"], request.url.path, job, timer)
+        ended = partial(self._ended, request, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint, SEED_HEADER: str(job.outputs[0].params.seed)}
         if is_stream:
             return EventStream(stream, assembler, self.metrics, timer, self._clock, headers=headers, on_end=ended)
@@ -199,9 +203,12 @@ class Server:
         except (RequestAborted, RequestFailed) as error:
             raise to_api_error(error) from None
 
-    def _ended(self, request_id: str, route: str, job: Job, timer: RequestTimer, problem: str | None) -> None:
+    def _ended(self, request: Request, job: Job, timer: RequestTimer, problem: str | None) -> None:
         """A request is over, whatever ended it (`problem`)."""
+        request_id, route = request.scope["state"]["request_id"], request.url.path
         log_request(request_id, route, job, timer, problem)
+        if self._tracer is not None:
+            self._tracer.record(request_id, route, request.headers, job, timer, problem)
         if self._records:
             loop = asyncio.get_running_loop()
             lines = loop.run_in_executor(None, self._record_lines, request_id, route, job, problem)

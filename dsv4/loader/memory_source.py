@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
 
-_DTYPES = {
+TENSOR_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.int32: "I32", torch.int64: "I64",
@@ -29,12 +29,12 @@ class TensorSource(Checkpoint):
         for name, tensor in pairs:
             if name in infos:
                 raise CheckpointError(f"{name} is given twice")
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
+            if not isinstance(tensor, Tensor) or tensor.dtype not in TENSOR_DTYPES:
                 kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TENSOR_DTYPES)
                 raise CheckpointError(f"{name} is {kind}, expected a tensor of one of: {known}")
             num_bytes = tensor.numel() * tensor.element_size()
-            infos[name] = TensorInfo(name, _DTYPES[tensor.dtype], tuple(tensor.shape), label, 0, num_bytes)
+            infos[name] = TensorInfo(name, TENSOR_DTYPES[tensor.dtype], tuple(tensor.shape), label, 0, num_bytes)
         super().__init__(label, infos)
 
     def read(self, name: str) -> Tensor:

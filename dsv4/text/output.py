@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from dsv4.replay import ReplayLog, replayed
 from dsv4.request import Completion, FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.collected import GrowingText, LogprobList
 from dsv4.text.stop import StopBuffer
@@ -22,8 +23,10 @@ class TextOutput:
     finish_reason      set with the last token: by the engine, or here where a stop string is complete
     error              why the request failed, if it did
     num_cached_tokens  prompt tokens that came from the prefix cache
+    admitted_seconds   the engine's clock when the request got its place; 0 where that is not known
     prompt_logprobs    grow as the prompt is read, where they were asked for
     weight_versions    see `Completion`
+    replay             grows as tokens are fed, where it was asked for
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class TextOutput:
         self.logprobs = LogprobList()
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
+        self.admitted_seconds = 0.0
         self.weight_versions: list[tuple[int, str]] = []
+        self.replay = ReplayLog.of(params)
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._eos_token_id = eos_token_id
@@ -120,4 +125,5 @@ class TextOutput:
             num_cached_tokens=self.num_cached_tokens,
             seed=self.params.seed,
             weight_versions=tuple(run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))),
+            **replayed(self.replay, len(self.prompt_ids) + len(self.token_ids)),
         )

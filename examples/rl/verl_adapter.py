@@ -36,10 +36,12 @@ class TokenOutput:
 
 
 class RolloutServer:
-    """`update_weights` between `abort_all_requests` and `resume_generation`, or while nothing runs."""
+    """`update_weights` between `abort_all_requests` and `resume_generation`, or while nothing runs. With
+    `routed_experts` every answer has them, as numbers [tokens but the last, layers, k]."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, *, routed_experts: bool = False) -> None:
         self._llm = llm
+        self._routed_experts = routed_experts
         self._num_seeds = 0
 
     async def generate(
@@ -56,11 +58,12 @@ class RolloutServer:
         if "seed" not in fields:
             fields["seed"], self._num_seeds = self._num_seeds, self._num_seeds + 1
         wants = bool(sampling_params.get("logprobs"))
-        params = SamplingParams(**fields, logprobs=0 if wants else None)
+        params = SamplingParams(**fields, logprobs=0 if wants else None, routed_experts=self._routed_experts)
         found = (await self._llm.generate(prompt_ids, params))[0]
         return TokenOutput(
-            list(found.token_ids), [one.logprob for one in found.logprobs or ()] if wants else None, None,
-            "aborted" if found.finish_reason is FinishReason.ABORT else "completed", found.weight_versions,
+            list(found.token_ids), [one.logprob for one in found.logprobs or ()] if wants else None,
+            found.routed_experts, "aborted" if found.finish_reason is FinishReason.ABORT else "completed",
+            found.weight_versions,
         )  # fmt: skip
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: str | None = None) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import SMALL
+from engine_cases import SMALL, assert_all_free
 from safetensors import safe_open
 
 from dsv4 import LLM, EngineConfig, SamplingParams
@@ -249,6 +250,63 @@ def test_planted_mistakes_are_seen(folders, expected, mistake, monkeypatch):
 
 def _drafts(llm):
     return [(one.drafts, one.logits.tolist()) for one in llm.draft_trace(PROMPTS[0], anchor=5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("embed", lambda params: params.embed.mul_(2)),
+        ("lm_head", lambda params: params.lm_head.source.zero_()),
+        ("layers[1].attn.kv_norm", lambda params: params.layers[1].attn.kv_norm[3:4].fill_(2.0)),
+        ("layers[2].ffn.experts.w1.scale", lambda params: params.layers[2].ffn.experts.w1.source.scale[0, 0].add_(1)),
+    ],
+)
+def test_weights_change_by_updates_alone(folders, expected, name, write):
+    """Who writes into a tensor is told, and half a change answers nobody."""
+    llm = LLM(folders[0], engine=LIMITS)
+    assert answers(llm) == expected[0]
+    write(llm.model.params)
+    for _ in range(2):
+        with pytest.raises(WeightsIncomplete, match=re.escape(f"model.params.{name} was written into directly")):
+            llm.generate([1, 2, 3], PARAMS[0])
+    assert not llm.info()["weights_are_whole"]
+    llm.update_weights(folders[1])
+    assert answers(llm) == expected[1]
+    assert llm.info()["weights_are_whole"]
+
+
+MANY = EngineConfig(max_context_tokens=512, max_concurrent_requests=32, max_chunk_tokens=128)
+MANY_PROMPTS = [[seed + 3, *range(5, 5 + 9 * (seed % 5))] for seed in range(32)]
+
+
+def _in_the_middle(llm, params):
+    """Outputs of 32 requests, paused once all have begun and none is done."""
+    outputs = [llm.start(prompt, one)[1] for prompt, one in zip(MANY_PROMPTS, params, strict=True)]
+    while min(output.num_output for output in outputs) < 4:
+        llm.step()
+    assert not any(output.is_done for output in outputs)
+    llm.pause("keep")
+    return outputs
+
+
+def _to_the_end(llm, outputs):
+    llm.resume()
+    while not all(output.is_done for output in outputs):
+        llm.step()
+    return [output.completion() for output in outputs]
+
+
+@pytest.mark.parametrize("settings", [{}, {"drafts": 2, "offload_experts": 3}], ids=str)
+def test_there_and_back_while_requests_are_paused(folders, settings):
+    """32 of them, in the middle of their answers: they never notice."""
+    llm = LLM(folders[0], engine=MANY, **settings)
+    params = [SamplingParams(max_tokens=40, seed=seed, ignore_eos=True, logprobs=0) for seed in range(32)]
+    undisturbed = llm.generate(MANY_PROMPTS, params)
+    outputs = _in_the_middle(llm, params)
+    for folder in (folders[1], folders[0]):
+        llm.update_weights(folder)
+    assert _to_the_end(llm, outputs) == undisturbed
+    assert_all_free(llm)
 
 
 def test_operands_made_of_old_weights_are_forgotten(folders, expected, monkeypatch):

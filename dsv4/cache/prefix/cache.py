@@ -251,7 +251,8 @@ class PrefixCache:
         if held is None:
             return
         last_multiple = position // BLOCK_TOKENS * BLOCK_TOKENS
-        if last_multiple > held.last_saved and position - last_multiple <= self._slack:
+        is_of_use = not held.chain.is_complete or last_multiple <= held.chain.num_known * BLOCK_TOKENS
+        if is_of_use and last_multiple > held.last_saved and position - last_multiple <= self._slack:
             held.last_saved = last_multiple
             self._save(slot, held, last_multiple)
         self._name(slot, held, blocks)

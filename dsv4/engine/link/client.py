@@ -21,6 +21,7 @@ from dsv4.engine.link.messages import (
     EngineLost,
     Finish,
     Frames,
+    Hello,
     Record,
     Reply,
     Step,
@@ -31,6 +32,7 @@ from dsv4.engine.link.messages import (
     error_of,
     pack_ids,
     unpack_logprobs,
+    unpack_rows,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
 from dsv4.engine.stats import EngineStats
@@ -202,7 +204,7 @@ class EngineClient(asyncio.Protocol):
                     answer.set_result(message.payload)
                 else:
                     answer.set_exception(error)
-            else:
+            elif isinstance(message, Hello):
                 self.info = message.info
                 if not self._hello.done():
                     self._hello.set_result(None)
@@ -218,8 +220,14 @@ class EngineClient(asyncio.Protocol):
             if found is not None:
                 output = found[0].outputs[found[1]]
                 output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
+                output.admitted_seconds = start.admitted_seconds
                 if start.prompt_logprobs is not None:
                     output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+        for replay in step.replays:
+            found = owners.get(replay.handle)
+            log = None if found is None else found[0].outputs[found[1]].replay
+            if log is not None:
+                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
         logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()

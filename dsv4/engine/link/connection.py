@@ -13,14 +13,18 @@ from dsv4.engine.link.messages import (
     EngineInfo,
     Frames,
     Hello,
+    Load,
     PackedLogprobs,
+    Replay,
     Reply,
     Start,
     Step,
     encode,
     pack_logprobs,
+    pack_rows,
 )
 from dsv4.engine.request import Request
+from dsv4.replay import ReplayLog
 from dsv4.request import FinishReason, TokenLogprobs
 
 _READ_BYTES = 1 << 18
@@ -42,7 +46,8 @@ class ClientConnection:
         self.requests: dict[int, Request] = {}
         self.compiling: dict[int, str] = {}
         self.started: set[int] = set()
-        self.replies: list[Reply | Hello] = []
+        self._replaying: dict[int, ReplayLog] = {}
+        self.replies: list[Reply | Hello | Load] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -52,6 +57,7 @@ class ClientConnection:
         self.starts: list[Start] = []
         self.logprobs: list[tuple[int, PackedLogprobs]] = []
         self.ends: list[End] = []
+        self._replays: list[Replay] = []
 
     @property
     def has_news(self) -> bool:
@@ -77,8 +83,25 @@ class ClientConnection:
         scores: PackedLogprobs | None = None
         if request.params.prompt_logprobs is not None and handle not in self.started:
             scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
+        if request.replay is not None:
+            self._replaying[handle] = request.replay
         self.started.add(handle)
-        self.starts.append(Start(handle, request.num_cached_tokens, scores, [*request.weight_versions]))
+        versions = [*request.weight_versions]
+        self.starts.append(Start(handle, request.num_cached_tokens, scores, versions, request.admitted_seconds))
+
+    def forget(self, handle: int) -> None:
+        """The request is over, and all its tokens are among the news."""
+        self._add_replay(handle)
+        self._replaying.pop(handle, None)
+        self.started.discard(handle)
+        del self.requests[handle]
+
+    def _add_replay(self, handle: int) -> None:
+        log = self._replaying.get(handle)
+        found = None if log is None else log.take_new()
+        if found is not None:
+            position, experts, picks = found
+            self._replays.append(Replay(handle, position, pack_rows(experts), pack_rows(picks)))
 
     def announce(self, info: EngineInfo) -> None:
         """Other weights run from now on, for requests that have begun too."""
@@ -98,8 +121,12 @@ class ClientConnection:
             self.unsent += encode(reply)
         self.replies.clear()
         if self._handles or self.ends or self.accepted or self.starts:
+            for handle in self._replaying:
+                self._add_replay(handle)
             handles, token_ids = bytes(self._handles), bytes(self._token_ids)
-            step = Step(seconds, handles, token_ids, self.accepted, self.starts, self.logprobs, self.ends)
+            step = Step(
+                seconds, handles, token_ids, self.accepted, self.starts, self.logprobs, self.ends, self._replays
+            )
             self.unsent += encode(step)
             self._clear()
 

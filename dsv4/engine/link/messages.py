@@ -1,7 +1,7 @@
 """Messages between an engine and its clients: MessagePack, each after its length in four bytes. Nothing is unpickled.
 
     client -> engine   Submit, Cancel, Finish, Ask, Record, Control
-    engine -> client   Hello once, then Step (at most one a step and client), Reply
+    engine -> client   Hello once, then Step (at most one a step and client), Reply; a rank's engine: Load
 
 A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
 rare parts (log-probabilities, starts, ends) come beside them. No torch.
@@ -10,11 +10,12 @@ rare parts (log-probabilities, starts, ends) come beside them. No torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from dsv4 import errors
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
@@ -52,7 +53,8 @@ class RejectedGrammar(RequestError):
 
 class Submit(msgspec.Struct, tag=0, array_like=True):
     """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`. All
-    follow `grammar`, whose text must be able to go on after the ids `opening`. `name` is what `abort` knows them by."""
+    follow `grammar`, whose text must be able to go on after the ids `opening`. `name` is what `abort` knows them by.
+    They have waited for `waited` seconds already."""
 
     first: int
     prompts: list[bytes]
@@ -61,6 +63,7 @@ class Submit(msgspec.Struct, tag=0, array_like=True):
     grammar: str | None = None
     opening: list[int] = []
     name: str = ""
+    waited: float = 0.0
 
     @property
     def handles(self) -> range:
@@ -117,6 +120,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     fingerprint   checkpoint, numerics, kernels and processor in one word
     records       "": nothing is recorded; "whole", or "hashes": what `Record` lines hold. The engine keeps them
+    expert_bytes, pick_bytes
+                  what a token's routed experts and its picks (`ReplayLog`) take at most, engine and JSON included
     """
 
     fingerprint: str
@@ -127,6 +132,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     records: Literal["", "whole", "hashes"] = ""
     weight_version: str = "0"
+    expert_bytes: int = 0
+    pick_bytes: int = 0
+
+    def replay_bytes(self, asked: Mapping[str, Any]) -> int:
+        """Of a token, by the fields of `SamplingParams`."""
+        return (
+            asked.get("routed_experts", False) * self.expert_bytes + asked.get("indexer_topk", False) * self.pick_bytes
+        )
 
 
 class Hello(msgspec.Struct, tag=10, array_like=True):
@@ -143,13 +156,32 @@ class PackedLogprobs(msgspec.Struct, array_like=True):
     top: bytes
 
 
+class PackedRows(msgspec.Struct, array_like=True):
+    """An array of whole numbers [N, layers, k]."""
+
+    data: bytes
+    dtype: str
+    shape: list[int]
+
+
+class Replay(msgspec.Struct, array_like=True):
+    """What a request's tokens from number `position` on were computed with (`ReplayLog`)."""
+
+    handle: int
+    position: int
+    experts: PackedRows | None = None
+    picks: PackedRows | None = None
+
+
 class Start(msgspec.Struct, array_like=True):
-    """A request's prompt has been read; once more where the weights change under it (`Completion.weight_versions`)."""
+    """A request's prompt has been read; once more where the weights change under it (`Completion.weight_versions`).
+    `admitted_seconds`: the clock when it got a slot."""
 
     handle: int
     num_cached: int
     prompt_logprobs: PackedLogprobs | None = None
     weight_versions: list[tuple[int, str]] = []
+    admitted_seconds: float = 0.0
 
 
 class End(msgspec.Struct, array_like=True):
@@ -171,6 +203,19 @@ class Step(msgspec.Struct, tag=11, array_like=True):
     starts: list[Start] = []
     logprobs: list[tuple[int, PackedLogprobs]] = []  # by row
     ends: list[End] = []
+    replays: list[Replay] = []
+
+
+class Load(msgspec.Struct, tag=13, array_like=True):
+    """How much room an engine has, and which prefixes it has got or lost since it said so last: keys, one after the
+    other. `num_tokens`: that requests which run have yet to feed."""
+
+    num_waiting: int
+    num_free_slots: int
+    num_free_blocks: int
+    num_tokens: int
+    added: bytes = b""
+    removed: bytes = b""
 
 
 class Reply(msgspec.Struct, tag=12, array_like=True):
@@ -184,7 +229,7 @@ class Reply(msgspec.Struct, tag=12, array_like=True):
 
 
 ToEngine = Submit | Cancel | Finish | Ask | Record | Control
-FromEngine = Hello | Step | Reply
+FromEngine = Hello | Step | Load | Reply
 _ENCODER = msgspec.msgpack.Encoder()
 TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
@@ -256,6 +301,14 @@ def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
         TokenLogprobs(token_id, chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top]))
         for row, token_id in enumerate(unpack_ids(packed.token_ids))
     ]
+
+
+def pack_rows(rows: NDArray[Any] | None) -> PackedRows | None:
+    return None if rows is None else PackedRows(rows.tobytes(), str(rows.dtype), list(rows.shape))
+
+
+def unpack_rows(packed: PackedRows | None) -> NDArray[Any] | None:
+    return None if packed is None else np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -36,6 +36,7 @@ class Forwarded(NamedTuple):
     logits   fp32 (or wider) [R, vocab]: of the rows asked for
     streams  [T, n, D]: after the last layer
     experts  [T, k] for every layer
+    picks    entries [T, index_topk] for every CSA layer, where they were asked for
     hidden   [T, ...]: what the drafter takes of every token, where there is one
     bucket   the graph that made it, or None
     """
@@ -45,6 +46,7 @@ class Forwarded(NamedTuple):
     experts: tuple[Tensor, ...]
     hidden: Tensor | None = None
     bucket: BucketGraph | None = None
+    picks: tuple[Tensor, ...] = ()
 
 
 class Draws(NamedTuple):

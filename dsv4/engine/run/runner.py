@@ -131,10 +131,6 @@ class Runner:
         self._graphs.clear()
         self._pool = self._stream = None
 
-    def padded(self, num_tokens: int) -> int:
-        """Rows to give a call of `num_tokens` tokens, at least as many. The rest is padding."""
-        return num_tokens
-
     def step_buffer(self, num_tokens: int, num_draws: int) -> StepBuffer | None:
         """Where to build a step of so many rows, so that its captured call need not copy it; None if it has none."""
         if self.drafting is not None:  # a step with drafts has more numbers, some of which only the device knows
@@ -145,11 +141,20 @@ class Runner:
     @torch.no_grad()
     def forward(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
         """The batch through the model; logits of the batch rows `draw_rows` [R]."""
-        bucket = self._bucket_for(batch, draw_rows)
+        return self._forward(batch, draw_rows, self._bucket_for(batch, draw_rows))
+
+    @torch.no_grad()
+    def forward_with_picks(self, batch: TokenBatch, draw_rows: Tensor) -> Forwarded:
+        """With those of the indexers, which no graph keeps."""
+        return self._forward(batch, draw_rows, None, keeps_picks=True)
+
+    def _forward(
+        self, batch: TokenBatch, draw_rows: Tensor, bucket: int | None, *, keeps_picks: bool = False
+    ) -> Forwarded:  # fmt: skip
         with self._compiles:
             if bucket is None:
                 self.num_direct += 1
-                made = self._compute(batch, draw_rows)
+                made = self._compute(batch, draw_rows, keeps_picks=keeps_picks)
             else:
                 self.num_replays += 1
                 made = self._graphs[bucket].forward(batch, draw_rows)
@@ -207,21 +212,27 @@ class Runner:
 
     # ---- the one function ----
 
-    def _compute(self, batch: TokenBatch, draw_rows: Tensor, num_valid: int | None = None) -> Forwarded:
+    def _compute(
+        self, batch: TokenBatch, draw_rows: Tensor, num_valid: int | None = None, *, keeps_picks: bool = False
+    ) -> Forwarded:  # fmt: skip
         ops, last_tokens = self.model.context.ops, self.slots.state.last_tokens
         batch = replace(batch, token_ids=ops.resolve_tokens(batch.token_ids, batch.slots, last_tokens))
         experts: list[Tensor] = []
+        picks: list[Tensor] = []
         tap = None if self.drafting is None else self.drafting.drafter.tap(batch.num_tokens)
 
         def keep(layer_idx: int, output: BlockOutput) -> None:
             experts.append(output.experts)
+            if keeps_picks and output.entries is not None:
+                picks.append(output.entries)
             if tap is not None:
                 tap(layer_idx, output)
 
         with padded_from(self.experts, num_valid):
             streams = self.model.forward(batch, self.cache.handle, keep)
             logits = self.model.logits(streams.index_select(0, draw_rows))
-            return Forwarded(logits, streams, tuple(experts), None if tap is None else tap.hidden)
+            hidden = None if tap is None else tap.hidden
+            return Forwarded(logits, streams, tuple(experts), hidden, picks=tuple(picks))
 
     def _draft(
         self, drafting: Drafting, forwarded: Forwarded, batch: TokenBatch, token_ids: Tensor | None, fed: FedDrafts,

@@ -107,9 +107,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, request: Request, now: float = 0.0, order: tuple[int, int] | None = None) -> None:
-        """Queue a new request. `now` is the clock its deadline is counted from, that of `schedule`. `order`: its
-        place, where that was decided before."""
+    def add(self, request: Request, now: float = 0.0) -> None:
+        """Queue a new request. `now` is the clock its deadline is counted from, that of `schedule`."""
         if request.order is not None or request.is_done:
             raise ValueError("the request was queued before; make a new one")
         needed = blocks_at_position(request.max_len)
@@ -117,9 +116,9 @@ class Scheduler:
             raise RequestNeverFits(
                 f"a request of {request.max_len} tokens needs {needed} blocks, the whole cache has {self._num_blocks}"
             )
-        if request.chain is None and request.params.prompt_logprobs is None:  # a scored prompt is read whole
-            request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
-        request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
+        if request.chain is None:
+            request.chain = request.chain_by(self._cache.chain)
+        request.order = (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, request, key=order_of)
         if request.params.deadline is not None:
@@ -240,7 +239,7 @@ class Scheduler:
             self._displace(request, keep=False)
         for request in (*self._waiting, *self._running):
             if request.chain is not None:
-                request.chain = self._cache.chain(request.token_ids, request.params.cache_salt)
+                request.chain = request.chain_by(self._cache.chain)
 
     def check_integrity(self) -> None:
         """Recompute the truth: order, slots, positions, blocks and counts. Between two steps."""
@@ -353,8 +352,7 @@ class Scheduler:
             head.slot = self._cache.admit(head.max_len, head.chain, match)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
-            if head.num_preemptions == 0:
-                head.num_cached_tokens = head.num_processed
+            head.admitted()
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=order_of)
             insort(self._singles, head, key=order_of)

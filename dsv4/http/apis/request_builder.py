@@ -3,7 +3,7 @@ the engine is refused here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,8 +155,8 @@ class RequestBuilder:
         self._check_length(sum(len(segment.text) for segment in segments), "messages")
         return Prompt(refusing(self.tokenizer.encode_segments, segments), is_open)
 
-    def completion(self, request: CompletionRequest) -> Job:
-        """`ApiError` for prompts or options that cannot be served."""
+    def completion(self, request: CompletionRequest, replay: Mapping[str, Any] | None = None) -> Job:
+        """`ApiError` for prompts or options that cannot be served. `replay`: fields of `SamplingParams` besides."""
         self.check_model(request.model)
         given = _prompts(request)
         prompts = [self.encode(prompt, bool(request.add_special_tokens)) for prompt in given]
@@ -170,7 +170,7 @@ class RequestBuilder:
             prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
         if request.max_tokens == 0 and prompt_logprobs is None:
             prompt_logprobs = 0  # read the prompt, write nothing: echo alone
-        options = self._options(request, request.logprobs, prompt_logprobs)
+        options = {**self._options(request, request.logprobs, prompt_logprobs), **(replay or {})}
         outputs = self._outputs(prompts, request, options, request.max_tokens, _DEFAULT_COMPLETION_TOKENS)
         shows = request.logprobs is not None
         return Job(outputs, sum(map(len, prompts)), request.n or 1, False, shows, grammar)
@@ -284,7 +284,8 @@ class RequestBuilder:
         scored = (read * count, options["prompt_logprobs"]), (written, options["logprobs"])
         shown = sum(tokens * (num_top + 1) for tokens, num_top in scored if num_top is not None)
         answers = count * len(lengths)
-        needed = answers * _ANSWER_BYTES + (read * count + written) * _TOKEN_BYTES + shown * _LOGPROB_BYTES
+        each = _TOKEN_BYTES + self._info.replay_bytes(options)
+        needed = answers * _ANSWER_BYTES + (read * count + written) * each + shown * _LOGPROB_BYTES
         if needed > self._config.max_answer_bytes:
             name = "prompt" if len(lengths) > count else "n" if count > 1 else "max_tokens"
             raise _wrong(

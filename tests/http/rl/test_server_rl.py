@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rl_cases import PROMPT, another_front_end, answer_of, differing, greedy, start_rl
 from server_cases import HEADERS, SERVED, TOKENIZER, make_llm, start_server
@@ -233,6 +235,33 @@ def test_rollouts_of_both_dialects_are_those_of_the_engine(server, root):
     assert [one[0] for one in meta["input_token_logprobs"][1:]] == [one.logprob for one in wanted.prompt_logprobs[1:]]
 
 
+def test_replay_data_of_both_dialects_are_those_of_the_engine(server, root):
+    """Compact in vLLM's route; in SGLang's as its clients read them: flat int32."""
+    answer_of(server.post("/update_weights", {"weight_dir": str(root / "a")}))
+    llm = LLM(root / "a", numerics="exact")
+    for start in (0, 2):
+        params = SamplingParams(max_tokens=6, seed=3, routed_experts=True, indexer_topk=True, replay_start=start)
+        wanted = llm.generate(PROMPT, params)[0]
+        asked = {
+            "return_routed_experts": True, "return_indexer_topk": True, "routed_experts_start_len": start,
+        }  # fmt: skip
+        fields = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "seed": 3}}
+        choice = answer_of(server.post("/inference/v1/generate", {**fields, **asked}))["choices"][0]
+        fields = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "sampling_seed": 3}}
+        meta = answer_of(server.post("/generate", {**fields, **asked}))["meta_info"]
+        for name in ("routed_experts", "indexer_topk"):
+            rows, compact = getattr(wanted, name), choice[name]
+            assert len(rows) == len(PROMPT) + 6 - 1 - start
+            assert (compact["shape"], compact["dtype"], compact["start"]) == ([*rows.shape], str(rows.dtype), start)
+            data = np.frombuffer(base64.b64decode(compact["data"]), dtype=compact["dtype"]).reshape(compact["shape"])
+            assert np.array_equal(data, rows)
+            flat = np.frombuffer(base64.b64decode(meta[name]), dtype=np.int32)
+            assert np.array_equal(flat.reshape(meta[f"{name}_shape"]), rows)
+        assert meta["routed_experts_start_len"] == start
+    plain = answer_of(server.post("/inference/v1/generate", {"token_ids": PROMPT}))["choices"][0]
+    assert not {"routed_experts", "indexer_topk"} & set(plain)
+
+
 def test_a_streamed_rollout_is_the_whole_one(server):
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 0, "n": 2}}
     whole = answer_of(server.post("/inference/v1/generate", body))["choices"]
@@ -351,6 +380,8 @@ BAD = [
     ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": "x"}}, "sampling_params.max_tokens"),
     ("/generate", {"input_ids": [9999]}, "prompt"),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True, "return_routed_experts": True}, "stream"),
+    ("/inference/v1/generate", {"token_ids": [1], "routed_experts_start_len": 2}, "routed_experts_start_len"),
     (
         "/inference/v1/generate",
         {"token_ids": [1], "sampling_params": {"temperature": 9}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -18,6 +20,7 @@ from dsv4.http.apis.schemas import Answer, PromptLogprobs
 from dsv4.http.apis.sse import DONE, PING, error_event, json_object, plain_event, quote, to_json
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError
+from dsv4.replay import Rows, encode_rows, replayed
 from dsv4.request import TokenLogprobs
 from dsv4.text.output import TextOutput
 
@@ -42,7 +45,31 @@ class InferenceRequest(Strict):
     priority: int | None = Field(default=None, ge=-10, le=10)
     stream: bool | None = None
     stream_options: dict[str, JsonValue] | None = None
-    return_routed_experts: bool | None = None
+    return_routed_experts: bool = False
+    return_indexer_topk: bool = False
+    routed_experts_start_len: int = Field(default=0, ge=0, le=MAX_INT)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.stream and (self.return_routed_experts or self.return_indexer_topk):
+            raise ValueError("stream: not with return_routed_experts or return_indexer_topk")
+        _check_start(self.routed_experts_start_len, [self.token_ids])
+        return self
+
+
+def _check_start(start: int, prompts: Sequence[Sequence[Any]]) -> None:
+    shortest = min(map(len, prompts))
+    if start > shortest:
+        raise ValueError(f"routed_experts_start_len: at most the prompt's {shortest} tokens, found {start}")
+
+
+class RowsOfTokens(Answer):
+    """Whole numbers [tokens, layers, k], little-endian in base64; the first row is that of token `start`."""
+
+    data: str
+    shape: list[int]
+    dtype: Literal["uint8", "uint16", "uint32"]
+    start: int
 
 
 class TokenChoice(Answer):
@@ -51,7 +78,8 @@ class TokenChoice(Answer):
     logprobs: dict[str, JsonValue] | None = None
     finish_reason: Literal["stop", "length", "abort"] | None
     weight_versions: list[tuple[int, str]]
-    routed_experts: str | None = None
+    routed_experts: RowsOfTokens | None = None
+    indexer_topk: RowsOfTokens | None = None
 
 
 class TokenAnswer(Answer):
@@ -74,7 +102,20 @@ def inference_job(jobs: RequestBuilder, asked: InferenceRequest) -> Job:
     given = {name: value for name, value in asked.sampling_params.items() if name not in _ITS_OWN}
     around = asked.model_dump(include={"model", "request_id", "cache_salt", "priority", "stream", "stream_options"})
     fields = {"prompt": asked.token_ids} | {name: value for name, value in around.items() if value is not None}
-    return jobs.completion(_completion({**given, **fields}, "sampling_params"))
+    return jobs.completion(_completion({**given, **fields}, "sampling_params"), _replay(asked))
+
+
+def _replay(asked: InferenceRequest | GenerateRequest) -> dict[str, Any]:
+    return {
+        "routed_experts": asked.return_routed_experts, "indexer_topk": asked.return_indexer_topk,
+        "replay_start": asked.routed_experts_start_len,
+    }  # fmt: skip
+
+
+def _replayed(output: TextOutput) -> dict[str, Rows]:
+    """What was asked for, by the names of `Completion`."""
+    found = replayed(output.replay, output.prompt_len + output.num_output)
+    return {name: rows for name, rows in found.items() if rows is not None}
 
 
 class InferenceAssembler:
@@ -112,7 +153,9 @@ class InferenceAssembler:
         outputs = self._job.outputs
         shows = self._job.shows_logprobs
         choices = [
-            self._choice(place, [*one.token_ids], [*one.logprobs] if shows else None, str(one.finish_reason))
+            self._choice(
+                place, [*one.token_ids], [*one.logprobs] if shows else None, str(one.finish_reason), _replayed(one)
+            )
             for place, one in enumerate(outputs)
         ]  # fmt: skip
         prompt = None
@@ -124,13 +167,16 @@ class InferenceAssembler:
         )  # fmt: skip
 
     def _choice(
-        self, index: int, ids: list[int], scores: list[TokenLogprobs] | None, finish_reason: str | None
+        self, index: int, ids: list[int], scores: list[TokenLogprobs] | None, finish_reason: str | None,
+        replay: Mapping[str, Rows] | None = None,
     ) -> str:  # fmt: skip
         logprobs = None if scores is None else f'{{"content":{self._names.tokens(scores)}}}'
+        start = self._job.outputs[index].params.replay_start
+        rows = {name: to_json(encode_rows(one, start)) for name, one in (replay or {}).items()}
         return json_object(
             index=str(index), token_ids=to_json(ids), logprobs=logprobs,
             finish_reason="null" if finish_reason is None else quote(finish_reason),
-            weight_versions=to_json(self._job.outputs[index].weight_versions),
+            weight_versions=to_json(self._job.outputs[index].weight_versions), **rows,
         )  # fmt: skip
 
 
@@ -186,6 +232,8 @@ class GenerateRequest(Strict):
     logprob_start_len: int = Field(default=-1, ge=-1, le=MAX_INT)
     return_text_in_logprobs: bool = False
     return_routed_experts: bool = False
+    return_indexer_topk: bool = False
+    routed_experts_start_len: int = Field(default=0, ge=0, le=MAX_INT)
     rid: Name | None = None
     stream: Literal[False] | None = None
     model: str | None = None
@@ -194,6 +242,9 @@ class GenerateRequest(Strict):
     def _one_prompt(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("input_ids: expected it or text")
+        if isinstance(self.input_ids, list):
+            prompts = [one for one in self.input_ids if isinstance(one, list)]
+            _check_start(self.routed_experts_start_len, prompts or [self.input_ids])
         return self
 
     @property
@@ -220,7 +271,7 @@ def generate_job(jobs: RequestBuilder, asked: GenerateRequest) -> Job:
         if asked.logprob_start_len >= 0:
             given["prompt_logprobs"] = asked.top_logprobs_num
     around = {"prompt": asked.text if asked.input_ids is None else asked.input_ids, "model": asked.model}
-    return jobs.completion(_completion({**given, **around, "rid": asked.rid}, "sampling_params"))
+    return jobs.completion(_completion({**given, **around, "rid": asked.rid}, "sampling_params"), _replay(asked))
 
 
 class GenerateAssembler:
@@ -258,6 +309,9 @@ class GenerateAssembler:
             "completion_tokens": output.num_output, "cached_tokens": output.num_cached_tokens,
             "weight_version": version_of(output), "weight_versions": output.weight_versions,
         }  # fmt: skip
+        for name, rows in _replayed(output).items():  # int32 and flat, as SGLang's clients read them
+            meta[name] = base64.b64encode(rows.astype("<i4").tobytes()).decode("ascii")
+            meta[f"{name}_shape"], meta["routed_experts_start_len"] = list(rows.shape), output.params.replay_start
         if self._asked.return_logprob:
             self._add_logprobs(meta, output)
         is_whole = self._asked.sampling_params.get("no_stop_trim") is True  # with what ended it

@@ -113,11 +113,13 @@ async def from_disk(engine: Controls, asked: FromDisk) -> dict[str, Any]:
 
 
 async def from_group(engine: Controls, asked: FromGroup) -> dict[str, Any]:
-    tensors = vllm.TensorList(names=asked.names, dtype_names=asked.dtypes, shapes=asked.shapes)
+    if not len(asked.names) == len(asked.dtypes) == len(asked.shapes):
+        message = "names: expected as many as dtypes and shapes"
+        raise ApiError(400, message, code="invalid_value", param="names")
     if asked.abort_all_requests:
         await engine.control("abort", names=None)
-    update = vllm.UpdateWeights(update_info=tensors, weight_version=asked.weight_version)
-    return _done("the engine runs the new weights", **await vllm.update(engine, update))
+    found = await vllm.receive(engine, asked.names, asked.dtypes, asked.shapes, asked.weight_version)
+    return _done(f"{len(asked.names)} tensors were received", **found)
 
 
 async def from_tensor(engine: Controls, asked: Anything) -> dict[str, Any]:
@@ -129,7 +131,7 @@ async def from_tensor(engine: Controls, asked: Anything) -> dict[str, Any]:
 
 
 async def init_group(engine: Controls, asked: Group) -> dict[str, Any]:
-    await engine.control("init_group", **asked.model_dump(exclude={"group_name"}))
+    await engine.control("init_group", **asked.model_dump())
     return _done("the engine has joined the group")
 
 

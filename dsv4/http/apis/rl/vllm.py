@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
+from dsv4.http.errors import ApiError
 
 _GET = ("GET",)
 TensorName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -137,7 +138,14 @@ async def wake_up(engine: Controls, asked: WakeUp) -> dict[str, Any]:
 
 
 async def init_transfer(engine: Controls, asked: InitTransfer) -> dict[str, Any]:
-    await engine.control("init_group", **asked.init_info.model_dump())
+    info = asked.init_info
+    if info.packed:
+        message = (
+            "init_info.packed: vLLM's packed transfer sends a pickle, and this server unpickles nothing; set it to "
+            "false and send tensor by tensor (docs/rl.md), or use weight_dir"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param="init_info.packed")
+    await engine.control("init_group", **info.model_dump(exclude={"packed"}))
     return {"message": "the engine has joined the group"}
 
 
@@ -147,11 +155,19 @@ async def start_update(engine: Controls, asked: StartUpdate) -> dict[str, Any]:
 
 async def update(engine: Controls, asked: UpdateWeights) -> dict[str, Any]:
     if asked.weight_dir is not None:
-        source: Any = engine.folder(asked.weight_dir, "weight_dir")
-    else:
-        assert asked.update_info is not None
-        source = asked.update_info.model_dump(exclude={"packed"})
-    return {"status": "ok", "weight_version": await engine.update(source, asked.weight_version)}
+        folder = engine.folder(asked.weight_dir, "weight_dir")
+        return {"status": "ok", "weight_version": await engine.update(folder, asked.weight_version)}
+    assert asked.update_info is not None
+    sent = asked.update_info
+    return {"status": "ok", **await receive(engine, sent.names, sent.dtype_names, sent.shapes, asked.weight_version)}
+
+
+async def receive(
+    engine: Controls, names: list[str], dtypes: list[str], shapes: list[list[int]], version: str | None
+) -> dict[str, Any]:
+    """`is_whole`: whether the model has come as a whole and runs; until then the old weights are there."""
+    found = await engine.control("receive_weights", names=names, dtypes=dtypes, shapes=shapes, version=version)
+    return {"is_whole": found is not None, "weight_version": found or (await engine.info())["weight_version"]}
 
 
 async def name_version(engine: Controls, asked: FinishUpdate | NewVersion) -> dict[str, Any]:
