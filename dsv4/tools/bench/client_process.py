@@ -30,6 +30,7 @@ _IS_NAMED = re.compile(rb"^event: ?(\S+)").match  # those of Responses and Messa
 _HAS_DELTA = re.compile(rb'"(?:delta|text|thinking|partial_json)": ?"[^"]').search
 _ENDS = (b"response.completed", b"response.incomplete", b"message_stop")
 _USAGE = re.compile(rb'"(prompt|completion|input|output)_tokens": ?(\d+)').findall
+_CACHED = re.compile(rb'"cache_(?:read|creation)_input_tokens": ?(\d+)').findall  # Messages counts them apart
 _USAGE_NAMES = {b"input": "prompt", b"output": "completion"}
 _IS_ERROR = re.compile(rb'(?:^|\n)data: ?\{"error"|^event: ?(?:error|response\.failed)').search
 _PROGRESS_SECONDS = 0.2
@@ -91,6 +92,8 @@ class Events:
                 self._answer.is_complete = True
             if b'"completion_tokens"' in event or b'"output_tokens"' in event:
                 counts = {_USAGE_NAMES.get(name) or name.decode(): int(count) for name, count in _USAGE(event)}
+                if "prompt" in counts:
+                    counts["prompt"] += sum(map(int, _CACHED(event)))
                 self._answer.usage |= counts
 
 

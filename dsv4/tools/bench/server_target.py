@@ -116,7 +116,9 @@ class UrlTarget:
                 {"place": -2, "size": num_words, "output": 1},
             )
             usage = self._json("POST", _PATHS[load.kind], body).get("usage", {})
-            counts.append(usage.get("prompt_tokens", usage.get("input_tokens")))
+            cached = sum(usage.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
+            count = usage.get("prompt_tokens", usage.get("input_tokens"))
+            counts.append(None if count is None else count + cached)
         if None in counts:
             return lambda tokens: tokens
         each = max((counts[1] - counts[0]) / 64, 0.1)

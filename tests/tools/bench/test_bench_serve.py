@@ -203,6 +203,10 @@ def test_named_events_are_counted():
         feed(f"event: {name}\ndata: {json.dumps({'type': name, **value})}\n\n".encode(), 1.0)
     assert (len(answer.times), answer.is_complete, answer.error) == (2, True, None)
     assert answer.usage == {"prompt": 4, "completion": 2}
+    usage = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 128, "output_tokens": 1}
+    cached = Answer(0.0)
+    Events(cached).feed(f"event: message_delta\ndata: {json.dumps({'usage': usage})}\n\n".encode(), 0.0)
+    assert cached.usage == {"prompt": 132, "completion": 1}
     failed = Answer(0.0)
     Events(failed).feed(b'event: response.failed\ndata: {"type":"response.failed"}\n\n', 0.0)
     assert "response.failed" in failed.error
