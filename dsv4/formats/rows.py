@@ -13,8 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dsv4.errors import Dsv4Error
+
 ENTRY_GROUP = 64
 INDEX_FP4_GROUP = 32
+
+
+class RowError(Dsv4Error, ValueError):
+    """A model's rows have no such format."""
 
 
 class RowKind(StrEnum):
@@ -35,14 +41,14 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         if self.kind is RowKind.ENTRY_FP8 and (self.dim - self.rope_dim) % ENTRY_GROUP:
-            raise ValueError(
+            raise RowError(
                 f"FP8 cache entries need head_dim - qk_rope_head_dim to be a multiple of {ENTRY_GROUP}, "
                 f"found {self.dim} - {self.rope_dim}; use numerics='exact'"
             )
         if self.kind is RowKind.INDEX_FP4 and self.dim % INDEX_FP4_GROUP:
-            raise ValueError(f"FP4 index keys need index_head_dim to be a multiple of {INDEX_FP4_GROUP}: {self.dim}")
+            raise RowError(f"FP4 index keys need index_head_dim to be a multiple of {INDEX_FP4_GROUP}: {self.dim}")
         if (self.kind is RowKind.PLAIN) != (self.itemsize > 0):
-            raise ValueError("itemsize is given for plain rows, and for them only")
+            raise RowError("itemsize is given for plain rows, and for them only")
 
     @property
     def data_bytes(self) -> int:

@@ -63,11 +63,11 @@ def compare_with_pieces(call: OpCall, backend: Backend) -> list[Measure]:
     kernel = call.kernel(backend)
     whole, state = call.fresh(), call.fresh()
     result, written = whole.run(kernel)
-    result = _defined(whole, result)
+    result = defined_result(whole, result)
     measures = []
     for rows in reversed(pieces_of(call.num_rows)):
         part = state.of_rows(rows)
-        piece = _defined(part, part.run(kernel)[0])
+        piece = defined_result(part, part.run(kernel)[0])
         for what, found, expected in _pairs("result", piece, rows_of(result, rows)):
             measures.append(_bits(f"{what}, rows {rows.start} to {rows.stop - 1}", found, expected))
     for name, expected in written.items():
@@ -107,13 +107,13 @@ def pieces_of(num_rows: int) -> list[slice]:
 
 def _leaves(call: OpCall, outcome: tuple[Any, dict[str, Any]]) -> list[Leaf]:
     result, written = outcome
-    found = list(_walk("result", _defined(call, result)))
+    found = list(_walk("result", defined_result(call, result)))
     for name, value in written.items():
         found += _walk(name, value)
     return found
 
 
-def _defined(call: OpCall, result: Any) -> Any:
+def defined_result(call: OpCall, result: Any) -> Any:
     """The result without what an op leaves unwritten: parts of experts that are elsewhere."""
     if call.op != "moe_parts":
         return result

@@ -273,14 +273,22 @@ def read_records(path: Path, commit: str | None = None) -> dict[str, dict[str, A
 @dataclass(frozen=True)
 class Comparison:
     """One case in two files. `ratio` is new / old; a regression is slower by more than 5 % and beyond both spreads.
-    `has_other_bits`: both records have a `digest` of the output, and these differ."""
+    Without two times there is no ratio. `has_other_bits`: both records have a `digest` of the output, and these differ;
+    None where one has none.
+    """
 
     key: str
-    old_us: float
-    new_us: float
-    ratio: float
+    old_us: float | None
+    new_us: float | None
+    ratio: float | None
     is_regression: bool
-    has_other_bits: bool = False
+    has_other_bits: bool | None = None
+
+    def __str__(self) -> str:
+        marks = ("  SLOWER" if self.is_regression else "") + ("  BITS CHANGED" if self.has_other_bits else "")
+        if self.ratio is None:
+            return f"{self.key:44}{marks}"
+        return f"{self.key:44} {self.old_us:9.2f} -> {self.new_us:9.2f} us  x {self.ratio:.3f}{marks}"
 
 
 def compare(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[Comparison]:
@@ -293,12 +301,25 @@ def compare(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> l
         before, after = old[key], new[key]
         if before["gpu"] != after["gpu"]:
             raise BenchError(f"{key}: expected records of one chip, found {before['gpu']!r} and {after['gpu']!r}")
-        ratio = after["median_us"] / before["median_us"]
-        is_regression = ratio > REGRESSION_LIMIT and after["p10_us"] > before["p90_us"]
-        digests = {record["digest"] for record in (before, after) if "digest" in record}
-        times = before["median_us"], after["median_us"]
-        comparisons.append(Comparison(key, *times, ratio, is_regression, has_other_bits=len(digests) > 1))
-    return sorted(comparisons, key=lambda item: -item.ratio)
+        ratio, is_regression = None, False
+        if "median_us" in before and "median_us" in after:
+            ratio = after["median_us"] / before["median_us"]
+            is_regression = ratio > REGRESSION_LIMIT and after["p10_us"] > before["p90_us"]
+        digests = [record["digest"] for record in (before, after) if "digest" in record]
+        has_other_bits = digests[0] != digests[1] if len(digests) == 2 else None
+        times = before.get("median_us"), after.get("median_us")
+        comparisons.append(Comparison(key, *times, ratio, is_regression, has_other_bits))
+    return sorted(comparisons, key=lambda item: -(item.ratio or 0.0))
+
+
+def summary(comparisons: Iterable[Comparison]) -> str:
+    found = list(comparisons)
+    timed = [item for item in found if item.ratio is not None]
+    digested = [item for item in found if item.has_other_bits is not None]
+    return (
+        f"{len(timed)} cases timed, {sum(item.is_regression for item in timed)} slower; "
+        f"{len(digested)} with digests, {sum(item.has_other_bits is True for item in digested)} with other bits"
+    )
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:

@@ -108,6 +108,27 @@ def test_the_comparison_sees_what_it_should(models, ours_in_one_go):
     assert pure_deviation(ours_in_one_go[:CHANGED_TOKENS], expected) <= PURE_LOGITS_ABS
 
 
+ODD = {
+    "hidden_size": 192, "num_attention_heads": 6, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 80,
+    "o_groups": 3, "o_lora_rank": 48, "n_routed_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 72,
+    "index_head_dim": 32, "index_topk": 9, "sliding_window": 37, "num_hash_layers": 0,
+}  # fmt: skip
+
+
+def test_sizes_unlike_any_release(tmp_path):
+    """Heads, experts, choices, window and picks of no published model, layers in an order of their own."""
+    config = replace(make_config((4, 0, 128)), **ODD)
+    write_checkpoint(tmp_path / "checkpoint", config, experts="bf16", seed=12)
+    theirs = DeepseekV4ForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", dtype=torch.float32, experts_implementation="eager"
+    )
+    ours = LLM(tmp_path / "checkpoint", numerics="exact", dtype=torch.float32)
+    token_ids = TOKEN_IDS[:CHANGED_TOKENS]
+    expected = huggingface_logits(theirs.eval(), token_ids)
+    assert pure_deviation(ours.logits(token_ids), expected) <= PURE_LOGITS_ABS
+    assert pure_deviation(ours.logits(token_ids, [1, 40, 89, 1, 1]), expected) <= PURE_LOGITS_ABS
+
+
 def test_lower_clamp_of_the_gate_shows(models, monkeypatch):
     """At the published limit of 10 this mistake is almost invisible; at 0.75 it is not."""
     theirs, ours = models

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.config import ModelConfig
+from dsv4.config import ConfigError, ModelConfig
 from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX
 from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_quantize, nvfp4_quantize
 from dsv4.formats.fp8 import fp8_block_quantize
@@ -51,7 +51,7 @@ class Recipe:
             for group in groups:
                 if getattr(self.config, name) % group:
                     size = getattr(self.config, name)
-                    raise ValueError(f"{name} must be a multiple of {group} for FP4 experts, found {size}")
+                    raise ConfigError(f"{name} must be a multiple of {group} for FP4 experts, found {size}")
 
     def format_of(self, tensor: LogicalTensor) -> QuantFormat | None:
         """The format `tensor` is made in; None is plain."""
