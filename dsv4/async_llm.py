@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from dsv4.engine.control import AsyncControls
 from dsv4.engine.link.client import EngineClient
+from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
-from dsv4.engine.link.messages import EngineInfo, EngineLost
+from dsv4.engine.link.messages import EngineLost
 from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.link.thread import EngineThread
 from dsv4.engine.stats import EngineStats
@@ -26,25 +27,7 @@ from dsv4.llm_input import Prompt, as_params, as_prompts
 from dsv4.request import Completion, RequestError, SamplingParams, check_params, check_prompt
 from dsv4.text.output import TextOutput
 
-_REPLAY_BYTES = 12  # of one number: kept, packed, and as base64 in an answer
 _MAX_WAITING = 1 << 30  # callers of this process bound themselves
-
-
-def engine_info(llm: LLM, records: Literal["", "whole", "hashes"] = "") -> EngineInfo:
-    """What clients of this model's engine must know."""
-    config, schedule = llm.config, llm.model.schedule[: llm.config.num_hidden_layers]
-    return EngineInfo(
-        fingerprint=llm.identity().name,
-        vocab_size=llm.config.vocab_size,
-        eos_token_id=llm.config.eos_token_id,
-        max_context_tokens=llm.cache.limits.max_context_tokens,
-        num_slots=llm.engine.num_slots,
-        num_blocks=llm.cache.schema.num_blocks,
-        records=records,
-        weight_version=llm.weight_version,
-        expert_bytes=_REPLAY_BYTES * len(schedule) * config.num_experts_per_tok,
-        pick_bytes=_REPLAY_BYTES * sum(layer.has_indexer for layer in schedule) * config.index_topk,
-    )
 
 
 class AsyncLLM(AsyncControls):

@@ -35,9 +35,8 @@ from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerpri
 from dsv4.engine.link.stream import EndEvent, TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
-from dsv4.engine.ranks.worker import RankExecutor, follow
+from dsv4.engine.ranks.start import take_place
 from dsv4.engine.request import Request
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import step_buckets
@@ -45,6 +44,7 @@ from dsv4.engine.run.cpu_threads import set_threads
 from dsv4.engine.run.kernel_record import allowed_backend
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.warmup_requests import rehearse_requests
+from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
 from dsv4.llm_input import (
@@ -262,10 +262,12 @@ class LLM(Inside, Controls):
                 # an engine of its own: nothing of it is counted
                 uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
                 rehearse_requests(Engine(self.model, self.cache, runner=runner, experts=pool, drafts=uncounted))
+        self.engine: Serving
         if world is None:
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
-            self._take_place(world, runner, choice)
+            self.engine = take_place(self, world, runner, choice, backend)
+            self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
@@ -285,23 +287,6 @@ class LLM(Inside, Controls):
         itemsize = self.model.context.dtype.itemsize if self.numerics == "exact" else None
         schema = build_cache_schema(self.config, schedule, limits, plain_itemsize=itemsize)
         return run_fingerprint(self.identity(), self.config, schema)
-
-    def _take_place(self, world: World, runner: Runner, choice: FixedDrafts | None) -> None:
-        """Rank 0 leads from now on; every other rank serves until it ends, and exits."""
-        model, cache = self.model, self.cache
-        if world.rank:
-            drafts = EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
-            follow(
-                RankExecutor(runner), world.follower, world.rank, world.size,
-                lambda: self._make_cache(drafts, model.schedule),
-            )  # fmt: skip
-            cache.close()
-            raise SystemExit(0)
-        self.engine = RankEngine(
-            model, cache, world.leader, world.size, runner=runner, experts=self.pool, drafts=choice
-        )  # fmt: skip
-        self.model = LeadingTransformer(model, world.leader)
-        self._end_ranks = weakref.finalize(self, world.leader.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -418,6 +403,8 @@ class LLM(Inside, Controls):
 
     def _deliver(self, tokens: StepTokens) -> None:
         """What a step drew becomes text; requests that are over are forgotten."""
+        for part in tokens.rest:
+            self._deliver(part)
         last = tokens.last_tokens()
         ended = [*tokens.ended]
         for place, (request, token_id) in enumerate(zip(tokens.requests, tokens.token_ids.tolist(), strict=True)):

@@ -48,8 +48,9 @@ TORCH_FREE = [
     "dsv4", "dsv4.errors", "dsv4.config", "dsv4.config.*", "dsv4.request", "dsv4.replay", "dsv4.hub",
     "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
-    "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.books",
-    "dsv4.engine.ranks.scheduler", "dsv4.engine.ranks.wire", "dsv4.formats.rows", "dsv4.text", "dsv4.text.*",
+    "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.router",
+    "dsv4.engine.ranks.remote", "dsv4.dist.mesh", "dsv4.cache.prefix.watch", "dsv4.formats.rows",
+    "dsv4.text", "dsv4.text.*",
     "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
     "dsv4.engine.link.throughput", "dsv4.cli.serve.*",
 ]  # fmt: skip

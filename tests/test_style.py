@@ -16,15 +16,14 @@ LIMITS = {"module lines": 400, "function lines": 80, "public arguments": 10, "ke
 
 EXCEPTIONS = {
     "module lines": {
-        "llm.py": 501,  # every public method of `LLM`, and their docstrings
+        "llm.py": 488,  # every public method of `LLM`, and their docstrings
         "engine/offload/pool.py": 497,  # slots, copies and the three ops that use them share one state
         "engine/schedule/scheduler.py": 475,  # the plan and preemption change the same ledger
         "ops/moe/many/kernel_tiles.py": 457,  # one kernel, its warp roles and its epilogue
-        "engine/link/loop.py": 447,  # one thread's loop: every message it reads and every answer it writes
+        "engine/link/loop.py": 424,  # one thread's loop: every message it reads and every answer it writes
         "ops/select/kernel_long.py": 446,  # one kernel in two sizes, with its device functions
         "engine/engine.py": 444,  # launch and collect share the steps in flight
         "cache/schema.py": 436,  # the bytes of every kind of layer
-        "dist/control.py": 436,  # one protocol
         "config/model.py": 435,  # every field with its check
         "ops/linear/kernel_linear.py": 425,  # the contract of all forms of linear layers
         "ops/attention/kernel_attend.py": 418,

@@ -5,8 +5,7 @@ moves it forward, `rewind` moves it back. A request admitted with its `chain` ma
 of a prefix that was here before (prefix.py), and leaves its own for others.
 
 Every call that can fail checks everything first and changes nothing when it raises. What a call means for tensors is
-left to methods that do nothing here: `KVCacheManager` (manager.py) has the tensors, and rank 0 keeps books of other
-ranks' caches without them (engine/ranks/books.py).
+left to methods that do nothing here: `KVCacheManager` (manager.py) has the tensors.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from dsv4.cache.paged import PagedCache
 from dsv4.cache.pool import Pool
 from dsv4.cache.prefix.snapshots import SnapshotStore
 from dsv4.cache.prefix.tree import ChainKeys
+from dsv4.cache.prefix.watch import Keys, PrefixWatch
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cache.state import NO_POSITION, StateCache
 from dsv4.cache.tiers.disk import DiskTier
@@ -77,6 +78,13 @@ class KVCacheManager(CacheLedger):
             disk = DiskTier(Path(engine.cache_dir), engine.cache_disk_bytes, fingerprint)
         host = HostTier(engine.cache_host_bytes, self.device)
         return Tiers(Payload(self._paged, self._snapshots), host, disk)
+
+    def watch_prefixes(self) -> PrefixWatch:
+        """What requests could start from, now and as it changes; on all tiers."""
+        trees: list[Keys] = [] if self.prefix is None else [self.prefix.tree]
+        if self.tiers is not None:
+            trees += [tier.tree for tier in (self.tiers.host, self.tiers.disk) if tier is not None]
+        return PrefixWatch(trees)
 
     def close(self) -> None:
         """Finish writing files. The cache is of no use for the prefix cache afterwards."""

@@ -1,6 +1,7 @@
-"""`Leader` and `Follower`: rank 0 tells the others what to do, and every rank notices within seconds when one is gone.
+"""`Leader` and `Follower`: rank 0 and the others watch one another; each notices within seconds when one is gone.
 
-One TCP connection from each follower to the leader carries work, answers, and a beat every second in both directions.
+One TCP connection from each follower to the leader carries what they say while loading, and a beat every second in
+both directions.
 A rank has failed when it says so, when its connection ends, when it is silent, or when it stands still while others
 wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest is known by its count.
 
@@ -161,21 +162,12 @@ class Leader:
             raise
         except BaseException as error:
             is_own = not isinstance(error, PeerLost)
-            self._suspect(f"rank 0: {_described(error)}", is_sure=is_own)
+            self._suspect(f"rank 0: {described(error)}", is_sure=is_own)
             if is_own:
                 raise
             raise RankFailed(self._wait_for_failure()) from error
         finally:
             self._working_since = None
-
-    def tell(self, payload: bytes) -> None:
-        """Work for every follower, in this order; some of it is answered."""
-        self._progress.tick()
-        for peer in self._peers.values():
-            try:
-                peer.channel.send(Kind.WORK, payload)
-            except OSError:
-                raise RankFailed(self._wait_for_failure()) from None
 
     def answers(self, while_waiting: Callable[[], None] = lambda: None) -> list[bytes]:
         """One answer from every follower, by rank."""
@@ -266,7 +258,7 @@ class Leader:
     def _end_if_stuck(self, until: float) -> None:
         while self._may_be_stuck and self._working_since is not None:
             if time.monotonic() > until:
-                _end_process(f"dsv4: error: {self._failure}")
+                end_process(f"dsv4: error: {self._failure}")
             time.sleep(0.1)
 
     def _look_for_trouble(self, now: float) -> None:
@@ -315,86 +307,6 @@ class Leader:
         return self.processes[rank - 1] if 0 < rank <= len(self.processes) else None
 
 
-class Follower:
-    """Any other rank. `on_lost` is called, in a thread, when the leader has gone: by default the process ends."""
-
-    def __init__(
-        self, address: tuple[str, int], rank: int, token: bytes, progress: Progress, *,
-        on_lost: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._rank = rank
-        self._progress = progress
-        self._on_lost = on_lost or self._end
-        self._channel = Channel(socket.create_connection(address, timeout=_CONNECT_SECONDS))
-        self._channel.send(Kind.HELLO, pack([rank]) + token)
-        self._heard_at = time.monotonic()
-        self._work: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._is_over = False
-        for task in (self._read, self._beat):
-            threading.Thread(target=task, name=f"dsv4-{task.__name__.strip('_')}", daemon=True).start()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the leader has gone, or has ended the work."""
-        return self._is_over
-
-    def work(self) -> bytes | None:
-        """The next thing to do; None at the end."""
-        payload = self._work.get()
-        if payload is not None:
-            self._progress.tick()
-        return payload
-
-    def answer(self, payload: bytes) -> None:
-        self._progress.tick()
-        self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
-        self._channel.send(Kind.ANSWER, payload)
-
-    def report(self, error: BaseException) -> None:
-        """This rank cannot go on. The leader ends the others."""
-        numbers = [int(isinstance(error, PeerLost)), *text_numbers(_described(error))]
-        try:
-            self._channel.send(Kind.FAILED, pack(numbers))
-        except OSError:
-            return  # the leader has gone too
-
-    def close(self) -> None:
-        self._is_over = True
-        self._channel.close()
-
-    def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            kind, payload = message
-            self._heard_at = time.monotonic()
-            if kind is Kind.WORK:
-                self._work.put(payload)
-            elif kind is Kind.STOP:
-                self._is_over = True
-                self._work.put(None)
-                return
-        if not self._is_over:
-            self._lose("rank 0 has gone")
-
-    def _beat(self) -> None:
-        while not self._is_over:
-            try:
-                self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
-            except OSError:
-                return  # the reader sees the end
-            if time.monotonic() - self._heard_at > SILENT_SECONDS:
-                self._lose(f"rank 0 has not been heard of for {SILENT_SECONDS:g} s")
-                return
-            time.sleep(BEAT_SECONDS)
-
-    def _lose(self, why: str) -> None:
-        self._is_over = True
-        self._on_lost(why)
-        self._work.put(None)
-
-    def _end(self, why: str) -> None:
-        _end_process(f"dsv4: rank {self._rank} ends: {why}")
-
-
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float = 0.0) -> None:
     """Wait for processes that should end, and kill those that do not."""
     until = time.monotonic() + patience
@@ -408,7 +320,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float 
             process.stdin.close()
 
 
-def _end_process(text: str) -> None:
+def end_process(text: str) -> None:
     """At once: the main thread may wait for another rank, and would for ever."""
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
@@ -422,7 +334,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, (PeerLost, ValueError)) and text else f"{type(error).__name__}: {text}"
 

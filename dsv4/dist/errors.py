@@ -18,4 +18,4 @@ class ExchangeDamaged(Dsv4Error, RuntimeError):
 
 
 class RanksDiverged(Dsv4Error, RuntimeError):
-    """A rank is not where rank 0 takes it to be: a plan was lost, or their books differ."""
+    """A rank is not where another takes it to be: it has run more steps, or fewer."""

@@ -16,8 +16,7 @@ _MAX_BYTES = 1 << 32  # more is no message of ours
 
 class Kind(IntEnum):
     HELLO = 1  # follower: token and rank
-    WORK = 2  # leader: something to do; each is answered
-    ANSWER = 3  # follower: the result
+    ANSWER = 3  # follower: it is ready
     FAILED = 4  # follower: it cannot go on; whether another rank is to blame, and why
     BEAT = 5  # both: alive; the follower's progress
     STOP = 6  # leader: the end
@@ -81,14 +80,6 @@ def unpack(payload: bytes) -> list[int]:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tolist()
-
-
-def float_bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def bits_float(value: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", value))[0])
 
 
 def text_numbers(text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """`World`: one rank's place among the others, and how the ranks of a model come together.
 
 Under `torchrun` every process is a rank already. Otherwise the first one starts the others on its own machine, each as
-`python -m dsv4.engine.ranks` with torchrun's variables set, so that both kinds of rank begin in the same way.
+`python -m dsv4.rank` with torchrun's variables set, so that both kinds of rank begin in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
-from dsv4.dist.control import STALLED_SECONDS, Follower, Leader, Progress, end_processes
+from dsv4.dist.control import STALLED_SECONDS, Leader, Progress, end_processes
 from dsv4.dist.exchange import CollectiveExchange, Exchange
+from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, Group, gloo_group, nccl_group
+from dsv4.dist.mesh import Mesh, meet
 from dsv4.dist.shares import most_rows
 from dsv4.dist.symmetric import symmetric_exchange
 
@@ -43,6 +45,7 @@ class World:
     group: Group
     link: Leader | Follower
     progress: Progress
+    mesh: Mesh = field(default_factory=Mesh)
     meeting: Any = None  # torch's default group, where GPUs meet that share memory
 
     def exchange(self, config: ModelConfig, limits: EngineConfig, device: torch.device, dtype: torch.dtype) -> Exchange:
@@ -117,6 +120,7 @@ def join_world(
     try:
         is_gpu = device.type == "cuda"
         link = _link(store, rank, size, host, progress, processes, stalled_seconds, is_gpu)
+        mesh = meet(store, rank, size, host, store.get(_TOKEN), lambda: link.is_lost)
         meeting = None
         if is_gpu and not is_checked and _can_share_memory(size):
             group: Group = gloo_group(store, rank, size, host, progress.tick, lambda: link.is_lost)
@@ -128,7 +132,7 @@ def join_world(
     except BaseException:
         end_processes(processes)
         raise
-    return World(rank, size, CheckedGroup(group) if is_checked else group, link, progress, meeting)
+    return World(rank, size, CheckedGroup(group) if is_checked else group, link, progress, mesh, meeting)
 
 
 def _can_share_memory(size: int) -> bool:

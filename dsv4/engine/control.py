@@ -22,6 +22,7 @@ from dsv4.engine.gate import PauseMode
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.serving import Serving
 from dsv4.engine.sleep import LEVELS, WEIGHTS, Sleeper
 from dsv4.engine.weight_inbox import WeightInbox
 from dsv4.engine.weight_update import WeightSource, WeightUpdate, open_source
@@ -216,7 +217,7 @@ class Controls:
     """The verbs as methods of `LLM`, for any of its threads. Other threads' requests go on, or wait, meanwhile."""
 
     control: EngineControl
-    engine: Engine
+    engine: Serving
     _lock: threading.RLock
 
     @property

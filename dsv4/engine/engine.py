@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +31,12 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import HostCopy
-from dsv4.dist.errors import RankFailed
 from dsv4.engine.draft.counts import FixedDrafts, Offer
 from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
-from dsv4.engine.ranks.scheduler import RankScheduler, StepSize
 from dsv4.engine.request import UNREAD, Request
-from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
+from dsv4.engine.run.in_flight import InFlightStep
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -48,6 +47,7 @@ from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
 from dsv4.engine.step.sampler import Drawn, Undrawable, undrawable
+from dsv4.engine.step.size import OwnSizes, Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
 from dsv4.engine.write_watch import WriteWatch
@@ -63,7 +63,7 @@ class Engine:
     runner      computes the steps; by default directly, without graphs
     overlap     launch a step before the one before it is collected; by default on a GPU
     experts     the pool of a model whose experts are offloaded, for `stats` and `check_integrity`
-    scheduler   who runs next; by default over this cache alone
+    sizes       how large each step is, where other engines run in step with this one
     drafts      how many drafts the runner's drafter is asked for; None does not draft
     clock       seconds, for deadlines
 
@@ -74,12 +74,12 @@ class Engine:
     def __init__(
         self, model: Transformer, cache: KVCacheManager, *,
         runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
-        experts: ExpertPool | None = None, scheduler: Scheduler | RankScheduler | None = None,
-        drafts: FixedDrafts | None = None,
+        experts: ExpertPool | None = None, drafts: FixedDrafts | None = None, sizes: Sizes | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
-        self.scheduler = scheduler or Scheduler(
+        self.sizes: Sizes = sizes or OwnSizes()
+        self.scheduler = Scheduler(
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens,
             num_rows=0 if drafts is not None else cache.schema.num_slots,
         )  # fmt: skip
@@ -104,7 +104,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         can_run = not self.gate.is_still and self.scheduler.has_work
-        return can_run or bool(self._flights) or bool(self._results) or bool(self._results.ended)
+        has_results = bool(self._flights) or bool(self._results) or bool(self._results.ended)
+        return can_run or has_results or self.sizes.is_called
 
     @property
     def has_idle_work(self) -> bool:
@@ -117,7 +118,7 @@ class Engine:
 
     def start_anew(self, name: str, *, clears: bool = False) -> None:
         """Forget cached prefixes, made by other weights than those called `name`; with `clears`, all cached rows."""
-        assert not self.has_work and isinstance(self.scheduler, Scheduler), "an engine of one rank, between two steps"
+        assert not self._flights, "between two steps"
         self._verifier.forget()
         self.cache.start_anew(name)
         self.scheduler.start_anew(clears=clears)
@@ -127,19 +128,15 @@ class Engine:
         """Requests that can run at once."""
         return self.cache.schema.num_slots
 
-    def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
-        """`tell` is called, in any thread, if the engine ends because another rank did. One rank has no other."""
-
     def stats(self) -> EngineStats:
         """Where the engine stands now."""
         scheduler = self.scheduler
-        num_blocks, num_free = self._blocks()
         moved = TransferStats() if self._experts is None else self._experts.stats
         return EngineStats(
             num_waiting=scheduler.num_waiting + len(self.gate.held),
             num_slots=self.num_slots,
-            num_blocks_used=num_blocks - num_free,
-            num_blocks=num_blocks,
+            num_blocks_used=self.cache.schema.num_blocks - self.cache.num_free_blocks,
+            num_blocks=self.cache.schema.num_blocks,
             num_output_tokens=self._num_output_tokens,
             num_expert_hits=moved.num_hits,
             num_expert_misses=moved.num_misses,
@@ -149,7 +146,7 @@ class Engine:
             num_wrong_hits=self._verifier.num_wrong,
             drafts=None if self._drafts is None else self._drafts.stats(),
             **{name: getattr(scheduler, name) for name in SCHEDULER_COUNTS},
-            **self._prefix_stats(),
+            **self.cache.prefix_stats(),
         )
 
     def prepare(
@@ -161,7 +158,7 @@ class Engine:
         check_params(params, config.vocab_size)
         request = Request.start(
             token_ids, params, max_context_tokens=limits.max_context_tokens,
-            eos_token_id=config.eos_token_id, constraint=constraint, can_replay=isinstance(self.scheduler, Scheduler),
+            eos_token_id=config.eos_token_id, constraint=constraint,
         )  # fmt: skip
         self.gate.check()
         needed, total = blocks_at_position(request.max_len), self.cache.schema.num_blocks
@@ -173,14 +170,16 @@ class Engine:
             )
         return request
 
-    def submit(self, request: Request) -> None:
-        """Queue a prepared request. Its deadline counts from here. While the engine is paused, it waits outside."""
+    def submit(self, request: Request, waited: float = 0.0) -> None:
+        """Queue a prepared request, which has `waited` for so many seconds. Its deadline counts from the beginning of
+        that. While the engine is paused, it waits outside."""
         self._verifier.make_way()
+        since = self._clock() - waited
         if self.gate.is_shut:
-            self.gate.held[request] = self._clock()
+            self.gate.held[request] = since
         else:
             self.gate.stamp(request)
-            self.scheduler.add(request, self._clock())
+            self.scheduler.add(request, since)
 
     def resume(self) -> None:
         """Go on after `gate.shut`; what came meanwhile is queued."""
@@ -203,15 +202,16 @@ class Engine:
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
         started = time.perf_counter()
-        launched = None if self.gate.is_still else self._launch()
-        while len(self._flights) > (self._depth if launched else 0):
-            self._collect()
-        if launched is not None and launched.drawn is None:
-            self._draw(launched)
-        if launched is not None and launched.is_drafting:
-            while self._flights:
+        with self.sizes.working():
+            launched = self._launch()
+            while len(self._flights) > (self._depth if launched else 0):
                 self._collect()
-        if launched is not None and self._drafts is not None:
+            if launched is not None and launched.drawn is None:
+                self._draw(launched)
+            if launched is not None and launched.is_drafting:
+                while self._flights:
+                    self._collect()
+        if launched is not None and self._drafts is not None and launched.plan:
             took = time.perf_counter() - started
             self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
         return self.take_results()
@@ -241,27 +241,25 @@ class Engine:
         if self._experts is not None:
             self._experts.check_integrity()
 
-    def _prefix_stats(self) -> dict[str, int]:
-        return self.cache.prefix_stats()
-
-    def _blocks(self) -> tuple[int, int]:
-        """Cache blocks there are, and free ones."""
-        return self.cache.schema.num_blocks, self.cache.num_free_blocks
-
     # ---- launching ----
 
     def _launch(self) -> InFlightStep | None:
         """The next step, on its way. Its draw too, unless a rule must hear of the step before first."""
-        plan = self._plan()
-        if plan is None:
-            return None
+        plan = None if self.gate.is_still else self._plan()
         try:
-            flight = self._forward(plan)
+            size = self.sizes.agree(None if plan is None else self._size(plan))
+            if size is None:
+                return None
+            flight = InFlightStep.launch(
+                self.runner, self._builder, plan or StepPlan(), size, tells_experts=bool(self.observers)
+            )
         except BaseException:
-            self._end_all(plan, lambda: self.scheduler.discard(plan))
+            if plan is not None:
+                self._end_all(plan, partial(self.scheduler.discard, plan))
             raise
-        self.scheduler.commit(plan)
-        must_wait = bool(self._flights) and plan.has_rules
+        if plan is not None:
+            self.scheduler.commit(plan)
+        must_wait = bool(self._flights) and flight.plan.has_rules
         self._flights.append(flight)
         if not must_wait:
             self._draw(flight)
@@ -277,34 +275,25 @@ class Engine:
             return plan
         self.scheduler.commit(plan)
         if plan.is_waiting and not self._flights:
-            self._wait_for_files(_FILE_SECONDS)
+            self.cache.wait_for_files(_FILE_SECONDS)
         elif self.scheduler.num_waiting and not self._flights:
             raise NoFreeSlot(f"{self.scheduler.num_waiting} requests wait for slots or blocks held outside this engine")
         return None
 
-    def _wait_for_files(self, seconds: float) -> None:
-        """Nothing can run before a prefix has been read. No longer than so: callers may have something else."""
-        self.cache.wait_for_files(seconds)
-
-    def _forward(self, plan: StepPlan) -> InFlightStep:
-        """Launch the forward call."""
-        return self._run(plan, StepSize(self.runner.padded(plan.num_tokens), num_drafts=self._num_asked(plan)))
+    def _size(self, plan: StepPlan) -> StepSize:
+        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan))
 
     def _num_asked(self, plan: StepPlan) -> int:
         """How many drafts to ask for behind the step."""
         return self._drafts.how_many(plan.num_drawing) if self._drafts is not None and plan.num_drawing else 0
-
-    def _run(self, plan: StepPlan, size: StepSize) -> InFlightStep:
-        """Launch the forward call of a plan whose pieces are all this process's."""
-        return InFlightStep.launch(self.runner, self._builder, plan, size, tells_experts=bool(self.observers))
 
     def _draw(self, flight: InFlightStep) -> None:
         """Launch the draw, once rules have said what they allow."""
         try:
             if flight.plan.has_rules:
                 self._read_drafts()
-            vocab_size, own = self.model.config.vocab_size, flight.own
-            flight.draw(self.runner, make_masks(own.others, vocab_size, self.cache.device, len(own.rows)))
+            vocab_size, plan = self.model.config.vocab_size, flight.plan
+            flight.draw(self.runner, make_masks(plan.others, vocab_size, self.cache.device, len(plan.rows)))
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)
@@ -319,23 +308,24 @@ class Engine:
         try:
             started = time.perf_counter()
             self._read_drafts()
-            found, elsewhere = flight.drawn.wait(), self._elsewhere(flight)
+            found = flight.drawn.wait()
             self._seconds_waiting += time.perf_counter() - started
             flight.scores.read()
-            own, drawn = self._own_offers(flight), flight.outcomes(found)
+            offers, drawn = self._offers(flight), flight.outcomes(found)
             flight.tell_experts(self.observers, drawn)
         except BaseException:  # the device failed: nothing that was launched can be trusted
             self._drop_flights()
             raise
         self._flights.popleft()
-        if flight.own.rows:
-            self._settle_rows(flight.own.rows, found[0].numpy()[: len(flight.own.rows)])
-        self._settle(flight.plan.others, [*drawn, *elsewhere.drawn])
-        self._offer(flight.plan, [*own, *elsewhere.offers])
+        rows, others = flight.plan.rows, flight.plan.others
+        if rows:
+            self._settle_rows(rows, found[0].numpy()[: len(rows)])
+        self._settle(others, drawn)
+        self._offer(flight.plan, offers)
 
-    def _own_offers(self, flight: InFlightStep) -> list[Offer]:
-        """What the drafter says comes next of the requests that drew here: `UNREAD` if nobody must know it yet."""
-        drawing = [piece.request for piece in flight.own.others if piece.draws]
+    def _offers(self, flight: InFlightStep) -> list[Offer]:
+        """What the drafter says comes next of the requests that drew: `UNREAD` if nobody must know it yet."""
+        drawing = [piece.request for piece in flight.plan.others if piece.draws]
         if flight.drafted is None or self._drafts is None or self._drafts.must_read:
             return read_offers(flight.drafted, len(drawing))
         self._unread = drawing, flight.drafted
@@ -352,13 +342,8 @@ class Engine:
         for request, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
             request.drafts = offer.drafts[:count]
 
-    def _elsewhere(self, flight: InFlightStep) -> RemoteResults:
-        """What happened on other ranks. One rank has no other."""
-        return RemoteResults([], [])
-
     def _settle_rows(self, step: RowsOfStep, token_ids: NDArray[np.int64]) -> None:
         """Each row of a step gets its token; requests that end with it leave."""
-        assert isinstance(self.scheduler, Scheduler), "only requests of one cache have rows"
         taken = self.scheduler.rows.take(step, token_ids)
         self._num_output_tokens += len(taken.requests)
         self._results.add(taken.requests, taken.token_ids)
@@ -429,13 +414,22 @@ class Engine:
                 request.error = constraint_failure(error)
         return True
 
+    def give_up(self) -> None:
+        """Nobody will ever say what was drawn: other engines, which it takes, have failed."""
+        self._drop_flights()
+
     def _drop_flights(self) -> None:
         while self._flights:
             self._drop(self._flights.popleft())
 
     def _drop(self, flight: InFlightStep) -> None:
         """The step failed: its requests are aborted."""
-        self._end_all(flight.plan, lambda: [self.scheduler.abort(piece.request) for piece in flight.plan.pieces])
+
+        def abort() -> None:
+            for piece in flight.plan.pieces:
+                self.scheduler.abort(piece.request)
+
+        self._end_all(flight.plan, abort)
 
     def _end_all(self, plan: StepPlan, drop: Callable[[], object]) -> None:
         """`drop` the requests of a plan, and say that they ended."""

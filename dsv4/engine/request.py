@@ -111,13 +111,10 @@ class Request:
     @classmethod
     def start(
         cls, prompt: Sequence[int], params: SamplingParams, *, max_context_tokens: int, eos_token_id: int,
-        constraint: Constraint | None = None, can_replay: bool = True,
+        constraint: Constraint | None = None,
     ) -> Request:  # fmt: skip
         """A checked prompt, not yet admitted."""
         replay = ReplayLog.of(params)
-        if replay is not None and not can_replay:
-            name = "routed_experts" if replay.wants_experts else "indexer_topk"
-            raise RequestError(f"{name} needs gpus=1: not yet on several ranks", field=name)
         if params.n != 1:
             raise RequestError(f"n must be 1 for one answer, found {params.n}; generate() gives several", field="n")
         (params,) = params.answers()

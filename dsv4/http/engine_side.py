@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4.async_llm import engine_info
+from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
 from dsv4.http.grammar.compiler import GrammarCompiler

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.engine.engine import Engine
+from dsv4.engine.serving import Serving
 from dsv4.engine.stats import EngineStats
 from dsv4.tools.experts import expert_counts
 
@@ -20,7 +20,7 @@ _DECAY = 0.9  # of a step's counts, per step: the view shows about the last ten 
 class LiveView:
     """Both methods run in the engine's thread, `on_step` after every step."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Serving) -> None:
         self._engine = engine
         config = engine.model.config
         self._num_experts = config.n_routed_experts

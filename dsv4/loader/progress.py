@@ -1,11 +1,18 @@
-"""Progress over bytes: a transient bar on stderr, a caller's function, or nothing."""
+"""Progress over bytes: a transient bar on stderr, lines of the log where that is no terminal, a caller's function, or
+nothing."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = bool | Callable[[int, int], None]  # a function gets (bytes done, bytes in total)
+
+
+_LINE_SECONDS = 10.0
+_LOG = logging.getLogger("dsv4.engine")
 
 
 @contextmanager
@@ -20,7 +27,10 @@ def byte_progress(progress: Progress, total_bytes: int, title: str) -> Iterator[
 
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
-        with RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        if not console.is_terminal:
+            yield _lines(total_bytes, title)
+            return
+        with RichProgress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=total_bytes)
             yield lambda num_bytes: bar.advance(task, num_bytes)
     else:
@@ -32,3 +42,22 @@ def byte_progress(progress: Progress, total_bytes: int, title: str) -> Iterator[
             progress(done, total_bytes)
 
         yield advance
+
+
+def _lines(total_bytes: int, title: str) -> Callable[[int], None]:
+    """A line every ten seconds: for services, whose start would be silent for minutes."""
+    begun = last = time.monotonic()
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done, last
+        done += num_bytes
+        now = time.monotonic()
+        if now - last >= _LINE_SECONDS and done < total_bytes:
+            last, speed = now, done / (now - begun)
+            left = (total_bytes - done) / speed
+            _LOG.info(
+                "%s: %.1f of %.1f GB, %.2f GB/s, %.0f s left", title, done / 1e9, total_bytes / 1e9, speed / 1e9, left
+            )
+
+    return advance

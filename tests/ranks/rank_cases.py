@@ -1,7 +1,8 @@
-"""Several ranks inside one process: a thread each, with the real sockets, gloo groups, engine and followers."""
+"""Several ranks inside one process: a thread each, with the real sockets, gloo groups and engines."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
 
@@ -12,15 +13,24 @@ from test_runner import FakeGraph
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
-from dsv4.dist.control import Follower, Leader, Progress
+from dsv4.dist.control import Leader, Progress
 from dsv4.dist.exchange import CollectiveExchange
+from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, gloo_group
+from dsv4.dist.mesh import meet
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
+from dsv4.engine.control import EngineControl
 from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.engine import Engine
+from dsv4.engine.fingerprint import Identity
+from dsv4.engine.link.info import engine_info
 from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import map_tensors
-from dsv4.engine.ranks.engine import LeadingTransformer, RankEngine
-from dsv4.engine.ranks.worker import RankExecutor, follow
+from dsv4.engine.ranks.agreement import Agreement
+from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
+from dsv4.engine.ranks.engine import RanksEngine
+from dsv4.engine.ranks.remote import RemoteRank
+from dsv4.engine.ranks.serve import serve_rank
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner
 from dsv4.model.transformer import Transformer
@@ -50,13 +60,17 @@ def share_of(params, experts):
 
 
 class _Rank:
-    """One rank's model, cache and runner."""
+    """One rank's model, cache, runner and engine; an `LLM` to those who ask what it is."""
 
-    def __init__(self, ranks, rank, tick, link):
-        group = gloo_group(ranks.store, rank, ranks.size, HOST, tick, lambda: link.is_lost)
+    numerics, checkpoint, num_ranks, weight_version = "official", None, 2, "0"
+
+    def __init__(self, ranks, rank, progress, link):
+        self.mesh = meet(ranks.store, rank, ranks.size, HOST, TOKEN, lambda: link.is_lost)
+        group = gloo_group(ranks.store, rank, ranks.size, HOST, progress.tick, lambda: link.is_lost)
         self.group = ranks.wrap(rank, group)
         group = CheckedGroup(self.group) if ranks.is_checked else self.group
-        config, own = ranks.config, expert_range(ranks.config.n_routed_experts, ranks.size, rank)
+        self.config = config = ranks.config
+        own = expert_range(ranks.config.n_routed_experts, ranks.size, rank)
         exchange = CollectiveExchange(group, config.n_routed_experts)
         self.plain_dtype = None if ranks.dtype is torch.bfloat16 else ranks.dtype
         params, pool = share_of(ranks.params, own), None
@@ -66,7 +80,7 @@ class _Rank:
             )
         self.pool, backend = pool, TORCH if pool is None else pool.backend
         self.model = Transformer(config, params, ranks.dtype, backend=backend, exchange=exchange)
-        choice = ranks.drafts
+        choice = self.choice = ranks.drafts if rank == 0 else copy.deepcopy(ranks.drafts)
         self.cache = self.make_cache(
             rank_folder(ranks.limits, rank), build_schedule(config, with_mtp=choice is not None)
         )
@@ -79,6 +93,19 @@ class _Rank:
         )  # fmt: skip
         if ranks.buckets:
             self.runner.warm_up()
+        self.agreement = Agreement(
+            self.mesh.steps, link, progress, padding_server(self.model, self.cache, self.make_drafts)
+        )  # fmt: skip
+        clock = {} if ranks.clock is None else {"clock": ranks.clock}
+        self.engine = Engine(
+            self.model, self.cache, runner=self.runner, overlap=ranks.overlap, experts=pool, drafts=choice,
+            sizes=self.agreement, **clock,
+        )  # fmt: skip
+
+    def identity(self):
+        return Identity(
+            checkpoint="c", numerics="official", kernels="k", libraries="l", processor="p", package="p"
+        )  # fmt: skip
 
     def make_cache(self, limits, schedule):
         config = self.model.config
@@ -96,12 +123,14 @@ class ThreadedRanks:
     def __init__(
         self, config, params, size, limits, *, dtype=torch.bfloat16, tokenizer=None, is_checked=False,
         wrap=lambda rank, group: group, stalled_seconds=8.0, clock=None, change=lambda rank, made: None,
-        overlap=False, placement=None, drafts=None, buckets=(),
+        overlap=False, placement=None, drafts=None, buckets=(), constrain=None,
     ):  # fmt: skip
         self.config, self.params, self.size, self.dtype = config, params, size, dtype
         self.limits = rank_limits(limits, size)
         self.placement, self.drafts, self.buckets = placement, drafts, buckets
         self.is_checked, self.wrap, self.change = is_checked, wrap, change
+        self.overlap, self.clock, self.constrain = overlap, clock, constrain
+        self.others = {}
         self.store = dist.HashStore()
         self.errors = {}
         progress = Progress()
@@ -110,30 +139,40 @@ class ThreadedRanks:
         for thread in self.threads:
             thread.start()
         self.link.connect()
-        self.own = _Rank(self, 0, progress.tick, self.link)
+        self.own = _Rank(self, 0, progress, self.link)
         change(0, self.own)
         self.link.answers()  # everybody is ready
         more = {} if clock is None else {"clock": clock}
-        self.engine = RankEngine(
-            self.own.model, self.own.cache, self.link, size, runner=self.own.runner, overlap=overlap,
-            experts=self.own.pool, drafts=drafts, **more,
-        )  # fmt: skip
-        self.model = LeadingTransformer(self.own.model, self.link)
+        remotes = [RemoteRank(rank, self.own.mesh.requests[rank]) for rank in range(1, size)]
+        self.engine = RanksEngine(self.own.engine, remotes, self.link, **more)
+        self.model = LeadingTransformer(self.own.model, self.own.agreement)
 
     def _follow(self, rank):
         progress = Progress()
         link = Follower(self.link.address, rank, TOKEN, progress, on_lost=lambda why: None)
         try:
-            made = _Rank(self, rank, progress.tick, link)
+            made = self.others[rank] = _Rank(self, rank, progress, link)
             self.change(rank, made)
             link.answer(b"")
-            follow(RankExecutor(made.runner), link, rank, self.size, made.make_drafts)
+            control = EngineControl(made, TORCH)
+            serve_rank(
+                made.engine, control, engine_info(made), made.mesh.requests[0], link, constrain=self.constrain
+            )  # fmt: skip
             made.cache.close()
         except BaseException as error:
             link.report(error)
             self.errors[rank] = error
         finally:
             link.close()
+
+    @property
+    def engines(self):
+        """Of every rank."""
+        return [self.engine.own, *(self.others[rank].engine for rank in sorted(self.others))]
+
+    @property
+    def caches(self):
+        return [engine.cache for engine in self.engines]
 
     def run(self, requests):
         """(prompt, params) each -> completions, in order."""
@@ -148,4 +187,5 @@ class ThreadedRanks:
         for thread in self.threads:
             thread.join(10)
         self.own.cache.close()
+        self.own.mesh.close()
         assert not any(thread.is_alive() for thread in self.threads), "a rank is left behind"

@@ -29,7 +29,7 @@ PARAMS = [
     SamplingParams(max_tokens=3, seed=5, min_p=0.05, presence_penalty=1.0, ignore_eos=True, prompt_logprobs=2),
     SamplingParams(max_tokens=4, seed=6, logprobs=1, allowed_token_ids=tuple(range(1, 30)), min_tokens=3),
     SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
-    SamplingParams(max_tokens=0, prompt_logprobs=30),
+    SamplingParams(max_tokens=0, prompt_logprobs=30, routed_experts=True, indexer_topk=True),
 ]
 
 
@@ -70,8 +70,10 @@ def test_tokens_and_logprobs(make_ranks, alone, size, numerics, limits, overlap)
     one before it is collected, or after."""
     ranks = make_ranks(size, numerics, limits, overlap=overlap)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone[numerics]
-    homes = [books.num_free_slots for books in ranks.engine.scheduler.books]
-    assert homes == [ranks.limits.max_concurrent_requests] * size, "every slot is free again"
+    ranks.engine.check_integrity()
+    assert [cache.num_free_slots for cache in ranks.caches] == [ranks.limits.max_concurrent_requests] * size, (
+        "every slot is free again"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +90,19 @@ def arrivals(models):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_arrivals_at_random(make_ranks, arrivals, overlap):
-    """Requests come while others run, on three ranks with two slots and few blocks each; some are dropped."""
+    """Six requests at once, others while they run, on three ranks of two slots and few blocks; some are dropped."""
     generator = torch.Generator().manual_seed(4)
     prompts, params, expected = arrivals
     ranks = make_ranks(
         3, limits={"max_concurrent_requests": 6, "num_blocks": 2, "max_chunk_tokens": 200}, overlap=overlap
     )
-    engine, requests, dropped = ranks.engine, [], set()
+    engine, dropped = ranks.engine, set()
+    requests = [ranks.engine.add(*one) for one in zip(prompts[:6], params[:6], strict=True)]
     while len(requests) < 10 or engine.has_work:
         for _ in range(int(torch.randint(0, 4, (), generator=generator))):
             if len(requests) < 10:
                 requests.append(engine.add(prompts[len(requests)], params[len(requests)]))
-        if len(requests) == 9 and not dropped:
+        if len(requests) > 8 and not dropped:
             engine.abort(requests[8])
             engine.abort(requests[2])
             dropped |= {i for i in (2, 8) if requests[i].is_aborted}
@@ -110,7 +113,8 @@ def test_arrivals_at_random(make_ranks, arrivals, overlap):
             assert request.completion() == bare(completion), place
     stats = engine.stats()
     assert stats.num_preemptions > 0
-    assert (stats.num_finished, stats.num_aborted) == (10 - len(dropped), len(dropped))
+    assert stats.num_finished + stats.num_aborted == 10, "one may have been dropped after its end on another rank"
+    assert 0 < stats.num_aborted <= len(dropped)
 
 
 def test_rules_that_end_while_steps_overlap(make_ranks, one):
@@ -187,7 +191,8 @@ def test_padding_is_poisoned(make_ranks, alone):
     def poison(rank, made):
         made.model.params.embed = made.model.params.embed.clone()
         made.model.params.embed[0] = float("nan")
-        made.runner.padded = lambda rows: rows + 3
+        agree = made.agreement.agree
+        made.agreement.agree = lambda own: (size := agree(own)) and size._replace(num_rows=size.num_rows + 3)
 
     ranks = make_ranks(2, change=poison)
     assert ranks.run(zip(PROMPTS, PARAMS, strict=True)) == alone["official"]

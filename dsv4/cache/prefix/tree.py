@@ -114,6 +114,7 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self._lru: OrderedDict[Node, None] = OrderedDict()  # nodes with a snapshot, least recently used first
         self._of_block: dict[int, Node] = {}
+        self.touched: set[bytes] | None = None  # keys whose snapshots came or went, where they are watched
         self.num_idle_blocks = 0
         self.num_evictions = 0
 
@@ -216,10 +217,24 @@ class PrefixTree:
         assert node.block is not None, "a snapshot without its blocks is of no use"
         if node.snapshot is None:
             node.snapshot, node.is_rolling = snapshot, is_rolling
+            self._touch(node)
         else:
             self.give_back(snapshot)
             node.is_rolling = node.is_rolling and is_rolling
         self.touch(node)
+
+    def get(self, key: bytes) -> int | None:
+        """The snapshot at the end of this prefix."""
+        node = self._nodes.get(key)
+        return None if node is None else node.snapshot
+
+    def all_keys(self) -> list[bytes]:
+        """Of all snapshots."""
+        return [node.key for node in self._lru]
+
+    def _touch(self, node: Node) -> None:
+        if self.touched is not None:
+            self.touched.add(node.key)
 
     def touch(self, node: Node) -> None:
         """The node's snapshot was of use now."""
@@ -231,6 +246,7 @@ class PrefixTree:
         self._free_snapshots.append(node.snapshot)
         node.snapshot, node.is_rolling = None, False
         del self._lru[node]
+        self._touch(node)
         self._trim(node)
 
     def clear(self) -> None:

@@ -50,10 +50,14 @@ class SegmentTree:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_evictions = 0
+        self.touched: set[bytes] | None = None  # keys that came or went, where they are watched
         self._segments: OrderedDict[bytes, Segment] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._segments)
+
+    def all_keys(self) -> list[bytes]:
+        return list(self._segments)
 
     def get(self, key: bytes) -> Segment | None:
         return self._segments.get(key)
@@ -68,6 +72,8 @@ class SegmentTree:
         assert parent is None or self._segments.get(parent.key) is parent, "the segment's parent is gone"
         self._segments[segment.key] = segment
         self.num_bytes += segment.num_bytes
+        if self.touched is not None:
+            self.touched.add(segment.key)
         if parent is not None:
             parent.num_children += 1
 
@@ -79,6 +85,8 @@ class SegmentTree:
         assert segment.num_children == 0 and segment.num_pins == 0, "the segment is in use"
         del self._segments[segment.key]
         self.num_bytes -= segment.num_bytes
+        if self.touched is not None:
+            self.touched.add(segment.key)
         if segment.parent is not None:
             segment.parent.num_children -= 1
 

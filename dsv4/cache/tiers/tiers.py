@@ -59,7 +59,6 @@ class Tiers:
         self._writes: dict[bytes, _Write] = {}  # in the order they were asked for
         self._loads: dict[bytes, _Load] = {}  # by the key of the last file
         self._from_disk: set[bytes] = set()  # loaded, and not yet of use
-        self._promised: list[Segment] = []  # pinned
         self.num_stored = 0
 
     # ---- looking ----
@@ -101,20 +100,6 @@ class Tiers:
         """Until everything that is being read has arrived, or so long."""
         wait([done for load in self._loads.values() for _, _, done in load.files], seconds)
         self.settle()
-
-    def promise(self, keys: Sequence[bytes]) -> tuple[int, bool]:
-        """As `longest`, and it stays until `end_promises`; and whether a file brought it."""
-        segment = self.host.tree.longest(keys)
-        if segment is None:
-            return 0, False
-        segment.num_pins += 1
-        self._promised.append(segment)
-        return segment.end, segment.key in self._from_disk
-
-    def end_promises(self) -> None:
-        for segment in self._promised:
-            segment.num_pins -= 1
-        self._promised.clear()
 
     def flush(self) -> None:
         """Until everything is written, too."""

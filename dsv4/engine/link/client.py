@@ -21,6 +21,7 @@ from dsv4.engine.link.messages import (
     EngineLost,
     Finish,
     Frames,
+    Hello,
     Record,
     Reply,
     Step,
@@ -203,7 +204,7 @@ class EngineClient(asyncio.Protocol):
                     answer.set_result(message.payload)
                 else:
                     answer.set_exception(error)
-            else:
+            elif isinstance(message, Hello):
                 self.info = message.info
                 if not self._hello.done():
                     self._hello.set_result(None)

@@ -13,6 +13,7 @@ from dsv4.engine.link.messages import (
     EngineInfo,
     Frames,
     Hello,
+    Load,
     PackedLogprobs,
     Replay,
     Reply,
@@ -46,7 +47,7 @@ class ClientConnection:
         self.compiling: dict[int, str] = {}
         self.started: set[int] = set()
         self._replaying: dict[int, ReplayLog] = {}
-        self.replies: list[Reply | Hello] = []
+        self.replies: list[Reply | Hello | Load] = []
         self._clear()
 
     def _clear(self) -> None:

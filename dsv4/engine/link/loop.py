@@ -18,13 +18,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.control import EngineControl
-from dsv4.engine.engine import Engine
 from dsv4.engine.link.connection import ClientConnection
 from dsv4.engine.link.control_desk import ControlDesk, reply_to
 from dsv4.engine.link.grammars import Constrain, GrammarQueue
@@ -39,17 +36,19 @@ from dsv4.engine.link.messages import (
     EngineStopped,
     Finish,
     Hello,
+    Load,
     RejectedGrammar,
     Submit,
     ToEngine,
     encode,
     end_of,
-    pack_ids,
     pack_reply,
     unpack_ids,
 )
+from dsv4.engine.link.routes import TokenRoutes
 from dsv4.engine.link.throughput import ThroughputLog
 from dsv4.engine.request import Request, RequestAborted, WeightsIncomplete
+from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
 from dsv4.request import FinishReason, RequestError
@@ -67,6 +66,7 @@ class EngineLoop:
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
+    load         what the only client is told of the engine's load after each step; None if nothing is new
     max_waiting  requests that may wait for a slot before further ones are refused
 
     step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
@@ -75,9 +75,10 @@ class EngineLoop:
     step_start: float | None = None
 
     def __init__(
-        self, engine: Engine, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
+        self, engine: Serving, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
         constrain: Constrain | None = None, answers: Mapping[str, Callable[[], Any]] | None = None,
         on_record: Callable[[bytes], None] | None = None, on_step: Callable[[], None] | None = None,
+        load: Callable[[], Load | None] | None = None,
     ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
@@ -85,12 +86,10 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._grammars = None if constrain is None else GrammarQueue(constrain, self._call)
         self._answers = {"stats": engine.stats, **(answers or {})}
-        self._on_record, self._on_step = on_record, on_step
+        self._on_record, self._on_step, self._load = on_record, on_step, load
         self._clients: set[ClientConnection] = set()
         self._owners: dict[Request, tuple[ClientConnection, int]] = {}
-        # tokens of a step of these requests: which client gets those at which places, under which handles
-        self._routed: tuple[Request, ...] = ()
-        self._routes: list[tuple[ClientConnection, NDArray[np.int64], bytes]] = []
+        self._routes = TokenRoutes(self._owners)
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
@@ -102,7 +101,9 @@ class EngineLoop:
         self.last_error: Exception | None = None
         self._desk = ControlDesk(control, self._end_early, self._announce)
         self._throughput = ThroughputLog(engine.stats())
-        engine.when_failed(lambda error: self._call(lambda: self._fail(error)))
+        engine.sizes.when_failed(lambda error: self._call(lambda: self._fail(error)))
+        for one in engine.sizes.sockets:
+            self._selector.register(one, selectors.EVENT_READ, engine.sizes)
 
     # ---- any thread ----
 
@@ -170,7 +171,7 @@ class EngineLoop:
                     self._receive(key.data)
             elif key.data is None:
                 os.read(self._wake_reader, 4096)
-            else:
+            elif isinstance(key.data, socket.socket):
                 try:
                     self._open(key.data.accept()[0])
                 except OSError as error:
@@ -267,7 +268,7 @@ class EngineLoop:
         for handle, request in zip(handles, prepared, strict=True):
             client.requests[handle], request.name = request, message.name
             self._owners[request] = (client, handle)
-            self.engine.submit(request)
+            self.engine.submit(request, message.waited)
 
     def _refuse(self, client: ClientConnection, handles: range, problem: Exception) -> None:
         client.ends += [end_of(handle, problem) for handle in handles]
@@ -317,44 +318,17 @@ class EngineLoop:
             self.last_error = error
             tokens = self.engine.take_results()
         seconds, self.step_start = time.perf_counter(), None
-        self._collect(tokens)
+        for rank, part in enumerate(tokens.parts):
+            if part.requests:
+                self._routes.deliver(rank, part)
+            for request in part.ended:
+                if request in self._owners:
+                    self._end(request)
         if self._on_step is not None:
             self._on_step()
         self._flush(seconds)
         if self._throughput.wants(seconds):
             self._throughput.update(self.engine.stats(), seconds)
-
-    def _collect(self, tokens: StepTokens) -> None:
-        """Tokens to the clients that wait for them, then the requests that are over. While the requests stay the same,
-        a client costs one selection, whatever their number."""
-        if tokens.requests is not self._routed:
-            self._route(tokens.requests)
-        for client, places, handles in self._routes:
-            if tokens.logprobs:
-                self._pack_logprobs(client, places.tolist(), tokens)
-            client.add_tokens(handles, tokens.token_ids[places])
-        for request in tokens.ended:
-            if request in self._owners:
-                self._end(request)
-
-    def _route(self, requests: tuple[Request, ...]) -> None:
-        """Which tokens of such a step go to which client."""
-        places: dict[ClientConnection, list[int]] = {}
-        handles: dict[ClientConnection, list[int]] = {}
-        for place, request in enumerate(requests):
-            client, handle = self._owners[request]
-            if handle not in client.started:
-                client.start(handle, request)
-            places.setdefault(client, []).append(place)
-            handles.setdefault(client, []).append(handle)
-        self._routed = requests
-        self._routes = [(client, np.array(found), pack_ids(handles[client])) for client, found in places.items()]
-
-    def _pack_logprobs(self, client: ClientConnection, places: list[int], tokens: StepTokens) -> None:
-        for row, place in enumerate(places, start=client.num_tokens):
-            logprobs = tokens.logprobs.get(place)
-            if logprobs is not None:
-                client.add_logprobs(row, tokens.requests[place], logprobs)
 
     def _end(self, request: Request) -> None:
         client, handle = self._owners[request]
@@ -401,6 +375,9 @@ class EngineLoop:
 
     def _flush(self, seconds: float) -> None:
         self._desk.settle(has_work=self.engine.has_work)
+        if self._load is not None and self._clients and (load := self._load()) is not None:
+            for client in self._clients:
+                client.replies.append(load)
         for client in [one for one in self._clients if one.has_news]:
             client.pack(seconds)
             self._send(client)

@@ -1,7 +1,7 @@
 """Messages between an engine and its clients: MessagePack, each after its length in four bytes. Nothing is unpickled.
 
     client -> engine   Submit, Cancel, Finish, Ask, Record, Control
-    engine -> client   Hello once, then Step (at most one a step and client), Reply
+    engine -> client   Hello once, then Step (at most one a step and client), Reply; a rank's engine: Load
 
 A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
 rare parts (log-probabilities, starts, ends) come beside them. No torch.
@@ -53,7 +53,8 @@ class RejectedGrammar(RequestError):
 
 class Submit(msgspec.Struct, tag=0, array_like=True):
     """Requests `first`, `first` + 1, ...: request i continues prompt `owners[i]` (int32 ids) under `params[i]`. All
-    follow `grammar`, whose text must be able to go on after the ids `opening`. `name` is what `abort` knows them by."""
+    follow `grammar`, whose text must be able to go on after the ids `opening`. `name` is what `abort` knows them by.
+    They have waited for `waited` seconds already."""
 
     first: int
     prompts: list[bytes]
@@ -62,6 +63,7 @@ class Submit(msgspec.Struct, tag=0, array_like=True):
     grammar: str | None = None
     opening: list[int] = []
     name: str = ""
+    waited: float = 0.0
 
     @property
     def handles(self) -> range:
@@ -204,6 +206,18 @@ class Step(msgspec.Struct, tag=11, array_like=True):
     replays: list[Replay] = []
 
 
+class Load(msgspec.Struct, tag=13, array_like=True):
+    """How much room an engine has, and which prefixes it has got or lost since it said so last: keys, one after the
+    other. `num_tokens`: that requests which run have yet to feed."""
+
+    num_waiting: int
+    num_free_slots: int
+    num_free_blocks: int
+    num_tokens: int
+    added: bytes = b""
+    removed: bytes = b""
+
+
 class Reply(msgspec.Struct, tag=12, array_like=True):
     """An answer, or the name of an error and its text."""
 
@@ -215,7 +229,7 @@ class Reply(msgspec.Struct, tag=12, array_like=True):
 
 
 ToEngine = Submit | Cancel | Finish | Ask | Record | Control
-FromEngine = Hello | Step | Reply
+FromEngine = Hello | Step | Load | Reply
 _ENCODER = msgspec.msgpack.Encoder()
 TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)

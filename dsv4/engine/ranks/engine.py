@@ -1,14 +1,10 @@
-"""`RankEngine`: the engine of several ranks, on rank 0. One plan a step goes to all; each runs its own requests.
+"""`RanksEngine`: the engines of all ranks as one, on rank 0. It has the methods of `Engine`, and computes nothing.
 
-A step: `RankScheduler` says which requests feed how many tokens on which rank. The plan goes out as one message
-(engine/rank_wire.py). Every rank runs its share, padded to the rows of the busiest one, because each layer's experts
-are everybody's; then it draws. Rank 0's own share is the step of any other engine. The draw of a step whose requests
-have rules waits for a second message, with what the rules allow; a third asks every rank for what it drew.
+Every rank runs an ordinary `Engine` over its own cache; they agree on the size of each step among themselves
+(agreement.py). What is left for rank 0 is to give each new request to one of them (router.py), for good: to its own
+engine, or over a connection to another rank's (remote.py), from which its tokens come back, one message a step.
 
-Steps overlap as in `Engine`: the plan of a step goes out before the one before it is collected. `observers` are told
-of rank 0's own tokens.
-
-A rank that fails ends the engine (`RankFailed`): requests are spread over all ranks' memory, and none could go on.
+A rank that fails ends all (`RankFailed`): its experts are needed by everybody.
 """
 
 from __future__ import annotations
@@ -17,264 +13,329 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from math import inf
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 
-from dsv4.cache.batch import TokenBatch
-from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.manager import KVCacheManager
 from dsv4.dist.control import Leader
-from dsv4.dist.errors import RankFailed, RanksDiverged
-from dsv4.dist.messages import pack, unpack
-from dsv4.engine.draft.counts import FixedDrafts
+from dsv4.dist.errors import RankFailed
 from dsv4.engine.engine import Engine
-from dsv4.engine.offload.pool import ExpertPool
-from dsv4.engine.ranks.books import RankBooks
-from dsv4.engine.ranks.scheduler import RankScheduler, RanksPlan, StepSize
-from dsv4.engine.ranks.tiers import Lookups, RankTiers
-from dsv4.engine.ranks.wire import (
-    DrawnToken,
-    Opening,
-    RankAnswer,
-    RankPiece,
-    RankShare,
-    SentMasks,
-    decode_answer,
-    drawing_params,
-    encode_masks,
-    encode_plan,
-)
-from dsv4.engine.ranks.worker import RollingChecksum, Work
+from dsv4.engine.gate import Gate
+from dsv4.engine.ranks.remote import RemoteRank, wait_for
+from dsv4.engine.ranks.report import LoadReport
+from dsv4.engine.ranks.router import Room, Router
 from dsv4.engine.request import Request
-from dsv4.engine.run.in_flight import InFlightStep, RemoteResults
-from dsv4.engine.run.runner import Runner
-from dsv4.engine.schedule.plan import Piece, StepPlan
-from dsv4.engine.step.masks import Masks, make_masks
-from dsv4.engine.step.sampler import Drawn, Undrawable
-from dsv4.engine.step.tokens import StepTokens
-from dsv4.model.attention import SharedWindow
-from dsv4.model.block import BlockOutput
+from dsv4.engine.stats import DraftStats, EngineStats
+from dsv4.engine.step.constraint import Constraint
+from dsv4.engine.step.size import Sizes
+from dsv4.engine.step.tokens import StepTokens, joined
 from dsv4.model.transformer import Transformer
+from dsv4.request import FinishReason, SamplingParams
+
+_WAIT_SECONDS = 0.002  # for news of other ranks, in one go: callers have other things to do
+_PATIENCE_SECONDS = 30.0  # for an answer that comes between two steps
 
 
-class RankEngine(Engine):
-    """As `Engine`, over the caches of `num_ranks` ranks that are alike. `cache` and `runner` are rank 0's own."""
+class RanksEngine:
+    """`own` is rank 0's engine, `remotes` are the others, `link` watches over them. Not for several threads at once."""
 
     def __init__(
-        self, model: Transformer, cache: KVCacheManager, link: Leader, num_ranks: int, *,
-        runner: Runner | None = None, overlap: bool | None = None, clock: Callable[[], float] = time.monotonic,
-        experts: ExpertPool | None = None, drafts: FixedDrafts | None = None,
+        self, own: Engine, remotes: Sequence[RemoteRank], link: Leader, *, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
-        self._lookups = Lookups(self._look)
-        tiers = [None if cache.tiers is None else RankTiers(self._lookups, rank) for rank in range(1, num_ranks)]
-        self._others = [RankBooks(cache.schema, cache.limits, one) for one in tiers]
-        self._lookups.books.extend(self._others)
-        self._books: list[CacheLedger] = [cache, *self._others]
-        scheduler = RankScheduler(self._books, max_batched_tokens=cache.limits.max_chunk_tokens)
-        super().__init__(
-            model, cache, runner=runner, overlap=overlap, clock=clock, experts=experts, scheduler=scheduler,
-            drafts=drafts,
-        )  # fmt: skip
-        self._link = link
-        self._num_plans = self._num_collected = 0
-        self._checksums = [RollingChecksum() for _ in self._others]
-        self._opened: dict[Request, int] = {}  # what other ranks know: the request, as it was after so many preemptions
+        self.own, self.remotes = own, tuple(remotes)
+        self.observers: list[Callable[[Tensor], None]] = own.observers  # of rank 0's own tokens
+        self._link, self._clock = link, clock
+        self._router = Router(own.cache.limits.max_chunk_tokens)
+        self._report = LoadReport(own)
+        self._known: set[bytes] = set()  # of the own cache
+        self._own_requests: set[Request] = set()
+        self._kept: list[StepTokens] = []  # of the own engine, not yet returned
+        self._ended: list[Request] = []  # that never got a rank
+        self._pauses: list[Future[Any]] = []
+        self._num_aborted = self._num_failed = 0
+        self._answers([one.ask("stats") for one in self.remotes], inf)  # and their loads, with what their files hold
+
+    # ---- as of an engine ----
+
+    @property
+    def model(self) -> Transformer:
+        return self.own.model
+
+    @property
+    def cache(self) -> KVCacheManager:
+        """Rank 0's."""
+        return self.own.cache
+
+    @property
+    def gate(self) -> Gate:
+        """Rank 0's; the others' are told (control.py)."""
+        return self.own.gate
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.own.sizes
 
     @property
     def num_slots(self) -> int:
-        return sum(books.schema.num_slots for books in self._books)
+        return self.own.num_slots * (1 + len(self.remotes))
 
-    def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
-        self._link.when_failed(tell)
+    @property
+    def has_work(self) -> bool:
+        has_results = bool(self._kept or self._ended) or any(one.has_results for one in self.remotes)
+        if self.own.has_work or has_results or self._is_pausing():
+            return True
+        return not self.gate.is_still and (len(self._router) > 0 or any(one.requests for one in self.remotes))
+
+    @property
+    def has_idle_work(self) -> bool:
+        return False
+
+    def idle_step(self) -> None:
+        raise AssertionError("ranks do nothing in idle time")
+
+    def prepare(
+        self, prompt: Iterable[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Request:  # fmt: skip
+        return self.own.prepare(prompt, params, constraint)
+
+    def submit(self, request: Request, waited: float = 0.0) -> None:
+        """Queue a prepared request. One with a rule that has no `source` stays on this rank: nobody else has it."""
+        if request.constraint is not None and _source(request) is None:
+            self._own_requests.add(request)
+            self.own.submit(request, waited)
+            return
+        chain = request.chain = request.chain_by(self.cache.chain)
+        self._router.add(request, self._clock() - waited, self.own.scheduler.num_steps, chain)
+
+    def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:
+        request = self.prepare(prompt, params)
+        self.submit(request)
+        return request
+
+    def resume(self) -> None:
+        self.own.resume()
 
     def step(self) -> StepTokens:
         """See `Engine.step`. An interrupt (Ctrl-C) is seen between two steps: in the middle the others would wait."""
-        with _interrupts_later():
-            try:
-                return super().step()
-            except BaseException:
-                if self._link.is_lost:
-                    self._drop_flights()  # nobody will ever say what they drew
-                raise
+        with _interrupts_later(), self._ending():
+            with self._link.working():
+                pass  # `RankFailed` once there is nothing to work with
+            self._ended += self._router.expire(self._clock())
+            self._hear()
+            self._give()
+            if self.own.has_work:
+                self._step()
+            elif not any(one.has_results for one in self.remotes):
+                self._wait(_WAIT_SECONDS)
+            self._hear()
+        return self.take_results()
+
+    def take_results(self) -> StepTokens:
+        """Rank 0's own, and in `rest` those of each other rank."""
+        kept, self._kept = [*self._kept, self.own.take_results()], []
+        own = joined(kept)
+        self._own_requests.difference_update(own.ended)
+        ended, self._ended = tuple(self._ended), []
+        rest = tuple(one.take_results() for one in self.remotes)
+        for request in (*own.ended, *(request for one in rest for request in one.ended)):
+            self._router.remove(request)
+        self._num_failed += sum(request.is_expired for request in ended)
+        return replace(own, ended=(*own.ended, *ended), rest=rest)
+
+    def abort(self, request: Request) -> None:
+        if request.is_done:
+            return
+        home = self._home(request)
+        if self._router.remove(request):
+            request.is_aborted = True
+            self._num_aborted += 1
+        elif home is not None:
+            home.cancel(request)
+            request.is_aborted = True
+        else:
+            self._own_requests.discard(request)
+            self.own.abort(request)
+
+    def finish(self, request: Request, reason: FinishReason = FinishReason.STOP) -> None:
+        if request.is_done:
+            return
+        home = self._home(request)
+        if self._router.remove(request):
+            request.finish_reason = reason
+        elif home is not None:
+            home.finish(request)
+            request.finish_reason = reason
+        else:
+            self._own_requests.discard(request)
+            self.own.finish(request, reason)
+
+    def stats(self) -> EngineStats:
+        """Of all ranks together. `seconds_waiting` is rank 0's."""
+        own = self.own.stats()
+        parts = [own] if self._link.is_lost else [own, *(_stats_of(found) for found in self.ask("stats"))]
+        total = Counter[str]()
+        for part in parts:
+            total.update({one.name: getattr(part, one.name) for one in fields(part) if one.name != "drafts"})
+        counts: dict[str, Any] = dict(total)
+        counts |= {"seconds_waiting": own.seconds_waiting, "num_steps": own.num_steps, "drafts": _drafts_of(parts)}
+        counts["num_waiting"] += len(self._router)
+        counts["num_aborted"] += self._num_aborted
+        counts["num_failed"] += self._num_failed
+        return EngineStats(**counts)
 
     def check_integrity(self) -> None:
-        """Also the books of the other ranks' caches, which follow them in every step, or say so."""
-        super().check_integrity()
-        for books in self._others:
-            books.check_integrity()
+        """Every rank's own."""
+        self.own.check_integrity()
+        self.ask("check_integrity")
 
-    def _blocks(self) -> tuple[int, int]:
-        return sum(one.schema.num_blocks for one in self._books), sum(one.num_free_blocks for one in self._books)
+    # ---- other ranks ----
 
-    def _prefix_stats(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for books in self._books:
-            total.update(books.prefix_stats())
-        return dict(total)
+    def ask(self, what: str) -> list[Any]:
+        """What every other rank answers, between two of its steps."""
+        return self._answers([one.ask(what) for one in self.remotes])
 
-    # ---- launching ----
+    def tell(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
+        """Have every other rank obey a command; returns their answers or raises the first error."""
+        return self._answers([one.control(verb, arguments) for one in self.remotes])
 
-    def _plan(self) -> StepPlan | None:
-        self._lookups.forget()
-        return super()._plan()
+    def begin_pause(self, mode: str) -> None:
+        """Tell every other rank to pause. That has come about once this engine `has_work` no more."""
+        if mode == "wait":  # what waits was here before
+            rooms = self._rooms()
+            while (given := self._router.give_anyway(rooms)) is not None:
+                self._given(*given)
+        self._pauses = [one.control("pause", {"mode": mode}) for one in self.remotes]
 
-    def _wait_for_files(self, seconds: float) -> None:
-        for books in self._books:
-            books.wait_for_files(seconds)
+    def _is_pausing(self) -> bool:
+        self._pauses = [one for one in self._pauses if not one.done()]
+        return bool(self._pauses)
 
-    def _look(self, question: list[int]) -> list[list[int]]:
-        """What every other rank says it has below its device."""
-        with self._link.working():
-            self._link.tell(pack([Work.LOOK, *question]))
-            return [unpack(answer) for answer in self._link.answers()]
+    def _answers(self, asked: list[Future[Any]], seconds: float = _PATIENCE_SECONDS) -> list[Any]:
+        """Steps that other ranks have begun go on meanwhile."""
+        until = time.monotonic() + seconds
+        with self._ending():
+            while not all(one.done() for one in asked):
+                if self._link.failure is not None:
+                    raise self._link.failure
+                if time.monotonic() > until:
+                    raise RankFailed(f"a rank has not answered within {seconds:g} s")
+                if self.own.sizes.is_called:
+                    self._step()
+                self._wait(_WAIT_SECONDS)
+                self._hear()
+        return [one.result() for one in asked]
 
-    def _forward(self, plan: StepPlan) -> InFlightStep:
-        assert isinstance(plan, RanksPlan)
-        size = StepSize(self.runner.padded(plan.num_rows), plan.num_requests, self._num_asked(plan))
-        self._num_plans += 1
-        shares = [self._share(books, part) for books, part in zip(self._others, plan.shares[1:], strict=True)]
-        self._opened = {request: count for request, count in self._opened.items() if request.slot is not None}
-        with self._link.working():
-            self._tell(Work.STEP, encode_plan(self._num_plans, size, not plan.has_rules, shares))
-            flight = self._run(plan.shares[0], size)
-        flight.plan = plan
-        return flight
+    def _step(self) -> None:
+        found = self.own.step()
+        if found:
+            self._kept.append(found)
 
-    def _share(self, books: RankBooks, part: StepPlan) -> RankShare:
-        """What a rank is told."""
-        changes = books.take_changes()
-        books.prepare_forward(
-            [piece.slot for piece in part.pieces], [piece.start for piece in part.pieces],
-            [piece.length for piece in part.pieces],
-        )  # fmt: skip
-        openings = []
-        for piece in part.pieces:
-            request = piece.request
-            if self._opened.get(request) != request.num_preemptions:
-                self._opened[request] = request.num_preemptions
-                openings.append(_opening(request, piece.slot))
-        return RankShare(changes, tuple(openings), tuple(map(_told, part.pieces)))
+    def _hear(self) -> None:
+        for one in self.remotes:
+            one.receive()
+            if one.is_lost:
+                with self._link.working():
+                    one.check()
 
-    def _draw(self, flight: InFlightStep) -> None:
-        assert isinstance(flight.plan, RanksPlan)
-        with self._link.working():
-            if flight.plan.has_rules:
-                vocab_size = self.model.config.vocab_size
-                shares, device = flight.plan.shares[1:], self.cache.device
-                found = [make_masks(part.others, vocab_size, device) for part in shares]
-                flight.stuck_elsewhere = [masks.stuck for masks in found]  # these rows draw in vain
-                self._tell(Work.DRAW, encode_masks([_told_masks(masks) for masks in found]))
-            super()._draw(flight)
-
-    # ---- collecting ----
-
-    def _collect(self) -> None:
-        with self._link.working():
-            self._tell(Work.COLLECT, [])
-            super()._collect()
-
-    def _elsewhere(self, flight: InFlightStep) -> RemoteResults:
-        plan, stuck = flight.plan, flight.stuck_elsewhere or [{}] * len(self._others)
-        assert isinstance(plan, RanksPlan)
-        self._num_collected += 1
-        found = RemoteResults([], [])
-        for rank, payload in enumerate(self._link.answers(), start=1):
-            answer, part = self._check(rank, payload), plan.shares[rank]
-            _take_scores(part, answer)
-            expected = sum(1 + piece.num_drafts for piece in part.pieces if piece.draws)
-            if len(answer.drawn) != expected:
-                raise RanksDiverged(f"rank {rank} drew from {len(answer.drawn)} rows, the plan has {expected}")
-            found.drawn.extend(_outcome(one, stuck[rank - 1].get(row)) for row, one in enumerate(answer.drawn))
-            found.offers.extend(answer.offers)
-        return found
-
-    def _check(self, rank: int, payload: bytes) -> RankAnswer:
-        """What a rank says, once it has shown that it did what it was told."""
-        step, checksum, answer = decode_answer(unpack(payload))
-        if step != self._num_collected:
-            raise RanksDiverged(f"rank {rank} answered plan {step}, expected {self._num_collected}")
-        if checksum != self._checksums[rank - 1].add_answer(answer):
-            raise RanksDiverged(f"rank {rank}: the checksum of its plans and tokens differs from rank 0's")
-        return answer
-
-    def _tell(self, work: Work, numbers: list[int]) -> None:
-        payload = pack([work, *numbers])
-        for checksum in self._checksums:
-            checksum.add(payload)
-        self._link.tell(payload)
-
-
-class LeadingTransformer(Transformer):
-    """Rank 0's model for calls outside the engine: the other ranks run as many rows of padding through the same layers,
-    so that their experts are there."""
-
-    def __init__(self, inner: Transformer, link: Leader) -> None:
-        self.config, self.params = inner.config, inner.params
-        self.schedule, self.context = inner.schedule, inner.context
-        self._link = link
-
-    def block(self, layer_idx: int, streams: Tensor, cache: LayerCacheHandle, batch: TokenBatch) -> BlockOutput:
-        with self._together(Work.BLOCK, batch, layer_idx):
-            return super().block(layer_idx, streams, cache, batch)
-
-    def forward(
-        self, batch: TokenBatch, cache: Callable[[int], LayerCacheHandle],
-        observe: Callable[[int, BlockOutput], None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        with self._together(Work.FORWARD, batch):
-            return super().forward(batch, cache, observe)
-
-    def mtp(self, mtp_idx: int, streams: Tensor, batch: TokenBatch, cache: LayerCacheHandle) -> Tensor:
-        with self._together(Work.MTP, batch, mtp_idx):
-            return super().mtp(mtp_idx, streams, batch, cache)
-
-    def dspark(
-        self, batch: TokenBatch, handles: Sequence[LayerCacheHandle], shared: SharedWindow | None
-    ) -> Tensor:  # fmt: skip
-        with self._together(Work.DSPARK, batch):
-            return super().dspark(batch, handles, shared)
+    def _wait(self, seconds: float) -> None:
+        wait_for([*(one.socket for one in self.remotes if not one.is_lost), *self.own.sizes.sockets], seconds)
 
     @contextmanager
-    def _together(self, work: Work, batch: TokenBatch, layer_idx: int = 0) -> Iterator[None]:
-        with self._link.working():
-            self._link.tell(pack([work, batch.num_tokens, layer_idx]))
+    def _ending(self) -> Iterator[None]:
+        """Once ranks are lost, nothing that runs can go on."""
+        try:
             yield
-            self._link.answers()
+        except BaseException:
+            if self._link.is_lost:
+                self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        self.own.give_up()
+        lost = [*self._own_requests, *self._router.requests]
+        for request in lost:
+            self.abort(request)
+        for one in self.remotes:
+            for request in tuple(one.requests.values()):
+                self.abort(request)
+                lost.append(request)
+        self._ended += lost
+        self._pauses = []
+
+    # ---- placing ----
+
+    def _give(self) -> None:
+        """Give away whoever finds room. While the engine is paused, they wait."""
+        if not len(self._router) or self.gate.is_shut:
+            return
+        rooms = self._rooms()
+        homes = [self._own_requests, *(one.requests.values() for one in self.remotes)]
+        while (given := self._router.give(rooms, homes)) is not None:
+            self._given(*given)
+
+    def _given(self, waiting: Any, home: int, num_blocks: int, num_tokens: int) -> None:
+        request, waited = waiting.request, self._clock() - waiting.since
+        if home == 0:
+            self._own_requests.add(request)
+            self.own.submit(request, waited)
+        else:
+            remote = self.remotes[home - 1]
+            remote.submit(request, waited, _source(request))
+            remote.reserved[request] = num_blocks, num_tokens
+
+    def _rooms(self) -> list[Room]:
+        load, news = self._report.measure()
+        self._known.difference_update(news.removed)
+        self._known.update(news.added)
+        rooms = [
+            Room(
+                load.num_free_slots - load.num_waiting, load.num_free_blocks, load.num_tokens, len(self._own_requests),
+                load.num_waiting, self._known,
+            )
+        ]  # fmt: skip
+        for one in self.remotes:
+            load = one.load
+            room = Room(
+                load.num_free_slots, load.num_free_blocks, load.num_tokens, len(one.requests) - len(one.reserved),
+                load.num_waiting, one.known,
+            )  # fmt: skip
+            for num_blocks, num_tokens in one.reserved.values():
+                room.take(num_blocks, num_tokens)
+                room.num_waiting += not num_blocks
+            rooms.append(room)
+        return rooms
+
+    def _home(self, request: Request) -> RemoteRank | None:
+        """The other rank that has it."""
+        return next((one for one in self.remotes if one.has(request)), None)
 
 
-def _opening(request: Request, slot: int) -> Opening:
-    known = () if request.chain is not None else tuple(request.token_ids)  # its admission said them
-    params = drawing_params(request.params, request.eos_token_id)
-    return Opening(slot, request.max_len, request.prompt_len, request.num_scored, params, known)
+def _source(request: Request) -> tuple[str, list[int]] | None:
+    """What another rank makes the request's rule from; None without a rule, or where it has none."""
+    return getattr(request.constraint, "source", None)
 
 
-def _told(piece: Piece) -> RankPiece:
-    return RankPiece(piece.slot, piece.start, piece.length, piece.draws, piece.request.drafts[: piece.num_drafts])
+def _stats_of(found: dict[str, Any]) -> EngineStats:
+    drafts = found["drafts"]
+    return EngineStats(**(found | {"drafts": None if drafts is None else DraftStats(**drafts)}))
 
 
-def _told_masks(masks: Masks) -> SentMasks:
-    """Of the rows that have one."""
-    if masks.rows is None or masks.words is None:
-        return ()
-    return tuple((row, tuple(words)) for row, words in zip(masks.rows.tolist(), masks.words.tolist(), strict=True))
-
-
-def _take_scores(part: StepPlan, answer: RankAnswer) -> None:
-    """Each request gets what was scored of its prompt."""
-    requests = {piece.slot: piece.request for piece in part.pieces}
-    for slot, scores in answer.scores:
-        request = requests[slot]
-        request.prompt_logprobs += scores
-        request.num_scored += len(scores)
-
-
-def _outcome(drawn: DrawnToken, stuck: str | None) -> Drawn | Undrawable:
-    reason = stuck or drawn.error
-    return Drawn(drawn.token_id, drawn.logprobs) if reason is None else Undrawable(reason)
+def _drafts_of(parts: Sequence[EngineStats]) -> DraftStats | None:
+    found = [asdict(part.drafts) for part in parts if part.drafts is not None]
+    if not found:
+        return None
+    places = {
+        name: tuple(map(sum, zip(*(one[name] for one in found), strict=True)))
+        for name in ("verified_by_place", "accepted_by_place")
+    }
+    return DraftStats(sum(one["num_steps"] for one in found), **places)
 
 
 @contextmanager

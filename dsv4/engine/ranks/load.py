@@ -12,6 +12,7 @@ import torch
 
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.dist.control import Leader
+from dsv4.dist.errors import RankFailed
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World, is_started_by_torchrun, local_rank
 from dsv4.engine.fingerprint import Identity, headers_digest
@@ -49,7 +50,7 @@ def failing_together(world: World) -> Iterator[None]:
     except BaseException as error:
         if isinstance(world.link, Leader):
             world.link.stop()
-        else:
+        elif not isinstance(error, (RankFailed, SystemExit)):  # it has been told
             world.link.report(error)
         raise
 

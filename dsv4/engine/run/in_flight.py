@@ -1,18 +1,15 @@
-"""`InFlightStep`: a step between its launch and its end, on any rank."""
+"""`InFlightStep`: a step between its launch and its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.transfer import HostCopy, to_device
-from dsv4.engine.draft.counts import Offer
 from dsv4.engine.draft.host_copy import launch_drafts
-from dsv4.engine.ranks.scheduler import StepSize
 from dsv4.engine.run.bucket import Forwarded
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, kept_rows
@@ -22,6 +19,7 @@ from dsv4.engine.step.masks import Masks
 from dsv4.engine.step.replays import Replays, wants_picks
 from dsv4.engine.step.sampler import num_top_for, outcomes
 from dsv4.engine.step.scores import Scores
+from dsv4.engine.step.size import StepSize
 from dsv4.ops.sampling import SamplingRows
 
 
@@ -29,20 +27,17 @@ from dsv4.ops.sampling import SamplingRows
 class InFlightStep:
     """A step from its launch until it is collected.
 
-    plan, own        what runs, and what of it runs in this process
-    num_drafts       that the drafter is asked for behind it
-    forwarded        None once the draw is launched
-    drawn            None until then
-    drafted          None if nothing was asked for
-    experts          those chosen, where an observer wants to know
-    replays          experts and entries of the requests that asked for them
-    number           of its plan, where rank 0 counts them
-    stuck            by row that draws here, why it cannot
-    stuck_elsewhere  the same on each of the other ranks
+    plan        what runs
+    num_drafts  that the drafter is asked for behind it
+    forwarded   None once the draw is launched
+    drawn       None until then
+    drafted     None if nothing was asked for
+    experts     those chosen, where an observer wants to know
+    replays     experts and entries of the requests that asked for them
+    stuck       by row that draws, why it cannot
     """
 
     plan: StepPlan
-    own: StepPlan
     step: StepInput
     num_drafts: int
     forwarded: Forwarded | None
@@ -51,21 +46,19 @@ class InFlightStep:
     drafted: HostCopy | None = None
     experts: HostCopy | None = None
     replays: Replays | None = None
-    number: int = 0
     stuck: dict[int, str] = field(default_factory=dict)
-    stuck_elsewhere: Sequence[dict[int, str]] = ()
 
     @classmethod
     def launch(
         cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize, *, tells_experts: bool = False
     ) -> InFlightStep:  # fmt: skip
-        """The forward call of a plan whose pieces are all this process's."""
+        """The forward call of a plan, padded to a size."""
         target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
         forward = runner.forward_with_picks if wants_picks(plan) else runner.forward
         forwarded = forward(step.batch, step.draw_rows)
-        made = cls(plan, plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
+        made = cls(plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
         made.replays = Replays.launch(runner, forwarded, plan)
         if tells_experts:
             made.experts = HostCopy([torch.stack(forwarded.experts)[:, : step.num_tokens]], runner.cache.device)
@@ -78,7 +71,7 @@ class InFlightStep:
         rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
         if masks.rows is not None and masks.words is not None:
             rows = replace(rows, **_masks_of_rows(len(step.drawing), masks.rows, masks.words, device))
-        num_top = num_top_for([piece.request.params.logprobs for piece in self.own.others if piece.draws])
+        num_top = num_top_for([piece.request.params.logprobs for piece in self.plan.others if piece.draws])
         drawn = runner.draw(self.forwarded, rows, num_top) if step.drawing else None
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it
@@ -88,22 +81,22 @@ class InFlightStep:
         self.forwarded = None  # its memory may be used again
 
     def tell_experts(self, observers: Sequence[Callable[[Tensor], None]], drawn: Sequence[Outcome]) -> None:
-        """To each observer, and to requests, of the tokens that count. `drawn`: what pieces besides rows drew here."""
+        """To each observer, and to requests, of the tokens that count. `drawn`: what pieces besides rows drew."""
         if self.replays is not None:
-            self.replays.read(self.own.others, drawn)
+            self.replays.read(self.plan.others, drawn)
         if self.experts is None or not observers:
             return
         chosen = self.experts.wait()[0]
-        if any(piece.num_drafts for piece in self.own.others):
-            num_rows = len(self.own.rows)
-            kept = [*range(num_rows), *(num_rows + row for row in kept_rows(self.own.others, drawn))]
+        if any(piece.num_drafts for piece in self.plan.others):
+            num_rows = len(self.plan.rows)
+            kept = [*range(num_rows), *(num_rows + row for row in kept_rows(self.plan.others, drawn))]
             chosen = chosen[:, kept]
         for observer in tuple(observers):  # one may remove itself
             observer(chosen)
 
     def outcomes(self, found: Sequence[Tensor]) -> list[Outcome]:
-        """What the pieces besides rows drew here; `found` is what `drawn` brought."""
-        num_rows, requests = len(self.own.rows), self.step.drawing[len(self.own.rows) :]
+        """What the pieces besides rows drew; `found` is what `drawn` brought."""
+        num_rows, requests = len(self.plan.rows), self.step.drawing[len(self.plan.rows) :]
         if not requests:
             return []
         stuck = {row - num_rows: reason for row, reason in self.stuck.items()}
@@ -124,10 +117,3 @@ def _masks_of_rows(num_rows: int, masked: Tensor, words: Tensor, device: torch.d
     return {
         "mask": mask.index_copy_(0, places, to_device(words, device)), "is_masked": is_masked.index_fill_(0, places, 1)
     }  # fmt: skip
-
-
-class RemoteResults(NamedTuple):
-    """What requests on other ranks drew, in the plan's order, and what drafters there expect of them."""
-
-    drawn: list[Outcome]
-    offers: list[Offer]

@@ -131,10 +131,6 @@ class Runner:
         self._graphs.clear()
         self._pool = self._stream = None
 
-    def padded(self, num_tokens: int) -> int:
-        """Rows to give a call of `num_tokens` tokens, at least as many. The rest is padding."""
-        return num_tokens
-
     def step_buffer(self, num_tokens: int, num_draws: int) -> StepBuffer | None:
         """Where to build a step of so many rows, so that its captured call need not copy it; None if it has none."""
         if self.drafting is not None:  # a step with drafts has more numbers, some of which only the device knows

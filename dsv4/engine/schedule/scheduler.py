@@ -107,9 +107,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, request: Request, now: float = 0.0, order: tuple[int, int] | None = None) -> None:
-        """Queue a new request. `now` is the clock its deadline is counted from, that of `schedule`. `order`: its
-        place, where that was decided before."""
+    def add(self, request: Request, now: float = 0.0) -> None:
+        """Queue a new request. `now` is the clock its deadline is counted from, that of `schedule`."""
         if request.order is not None or request.is_done:
             raise ValueError("the request was queued before; make a new one")
         needed = blocks_at_position(request.max_len)
@@ -119,7 +118,7 @@ class Scheduler:
             )
         if request.chain is None:
             request.chain = request.chain_by(self._cache.chain)
-        request.order = order or (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
+        request.order = (self.num_steps - request.params.priority * self._aging_steps, self._num_added)
         self._num_added += 1
         insort(self._waiting, request, key=order_of)
         if request.params.deadline is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,12 +23,18 @@ class StepTokens:
     logprobs   by place among them, where a request asked
     ended      requests that are over since the last step, except those that the caller ended: with the last of these
                tokens, without one (its prompt was only scored), or without a result (`Request.problem`)
+    rest       of several ranks: what the others gave, always as many
     """
 
     requests: tuple[Request, ...] = ()
     token_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     ended: tuple[Request, ...] = ()
+    rest: tuple[StepTokens, ...] = ()
+
+    @property
+    def parts(self) -> tuple[StepTokens, ...]:
+        return (self, *self.rest)
 
     def __len__(self) -> int:
         """Tokens."""
@@ -45,6 +51,20 @@ class StepTokens:
             if request.error is None and request.finish_reason is not None and request in backwards:
                 found[len(backwards) - 1 - backwards.index(request)] = request.finish_reason
         return found
+
+
+def joined(many: Sequence[StepTokens]) -> StepTokens:
+    """What several steps gave, one after the other."""
+    full = [one for one in many if one]
+    if len(full) < 2:
+        return full[0] if full else StepTokens()
+    logprobs: dict[int, TokenLogprobs] = {}
+    requests: tuple[Request, ...] = ()
+    for one in full:
+        logprobs |= {len(requests) + place: found for place, found in one.logprobs.items()}
+        requests += one.requests
+    token_ids = np.concatenate([one.token_ids for one in full])
+    return StepTokens(requests, token_ids, logprobs, tuple(request for one in full for request in one.ended))
 
 
 class Results:

@@ -36,8 +36,10 @@ class Machine:
     host_bytes: int | None = None
 
     def as_if_idle(self) -> Machine:
-        """As every machine of its kind is: processes that are started apart must choose alike."""
-        return replace(self, gpus=tuple(replace(gpu, free_bytes=gpu.total_bytes) for gpu in self.gpus))
+        """As every machine of its kind is: processes that are started apart must choose alike. Whether host memory does
+        is seen when the model is loaded."""
+        gpus = tuple(replace(gpu, free_bytes=gpu.total_bytes) for gpu in self.gpus)
+        return replace(self, gpus=gpus, host_bytes=None)
 
 
 def read_machine() -> Machine:

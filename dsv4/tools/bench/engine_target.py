@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsv4.engine.engine import Engine
+from dsv4.engine.serving import Serving
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.client_process import LAST_TOKEN_ID, prompt_ids
 from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
@@ -16,7 +16,7 @@ from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
 class EngineTarget:
     """Steps the engine itself."""
 
-    def __init__(self, engine: Engine, name: str, vocab_size: int) -> None:
+    def __init__(self, engine: Serving, name: str, vocab_size: int) -> None:
         self.name = name
         self._engine = engine
         self._last_id = min(LAST_TOKEN_ID, vocab_size - 1)
@@ -69,11 +69,12 @@ class EngineTarget:
         num_ended = 0
         results = self._engine.step()
         now = time.monotonic()
-        for request in results.requests:
-            stamps[id(request)].append(now)
-        for request in results.ended:
-            on_done(1)
-            num_ended += request is not long
+        for part in results.parts:
+            for request in part.requests:
+                stamps[id(request)].append(now)
+            for request in part.ended:
+                on_done(1)
+                num_ended += request is not long
         return num_ended
 
     def _prepare(self, load: Load, prompt: list[int], output: int, seed: int) -> Any:

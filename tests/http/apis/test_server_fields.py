@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
-from dsv4.async_llm import engine_info
+from dsv4.engine.link.info import engine_info
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.fields import HarmlessFields

@@ -47,6 +47,8 @@ def test_exit_status_and_output(mini, broken, tmp_path):
     found = call(broken, "--html", tmp_path / "page.html")
     assert found.exit_code == 1
     assert f"fault scale not finite: {NAME}" in found.output
+    assert "1 fault" in found.output
+    assert "1 faults" not in found.output
     assert NAME in (tmp_path / "page.html").read_text()
     as_json = call(broken, "--json")
     assert as_json.exit_code == 1

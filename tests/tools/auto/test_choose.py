@@ -153,6 +153,14 @@ def test_a_machine_without_a_gpu_has_the_limits_it_always_had():
         choose(TINY, weights(TINY), Wishes(device="cuda"), Machine(why_no_gpu="no driver"))
 
 
+def test_processes_that_are_started_apart_choose_alike():
+    """Under torchrun each of them chooses, whatever others hold at that moment."""
+    first, second = machine(H200, H200), machine(H200, BUSY, host=20)
+    assert chosen(FLASH, first.as_if_idle(), gpus=2) == chosen(FLASH, second.as_if_idle(), gpus=2)
+    found = chosen(TINY, Machine(host_bytes=1000).as_if_idle(), gpus=2)
+    assert found.limits.max_concurrent_requests == 16
+
+
 def test_a_machine_with_little_memory_gets_less():
     usual = chosen(TINY, Machine(host_bytes=8 * GIB)).planned["total"]
     found = chosen(TINY, Machine(host_bytes=usual), memory=0.5)

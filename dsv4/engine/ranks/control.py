@@ -1,0 +1,52 @@
+"""`RanksControl`: commands to the engines of all ranks (`EngineControl` of each)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4.engine.control import EngineControl
+from dsv4.engine.engine import Engine
+from dsv4.engine.ranks.engine import RanksEngine
+from dsv4.ops.backend import Backend
+
+
+class RanksControl(EngineControl):
+    """Rank 0's own, which tells the others. A command that this rank refuses, nobody is told."""
+
+    def __init__(self, llm: Any, backend: Backend, engine: RanksEngine) -> None:
+        super().__init__(_OwnView(llm, engine.own), backend)
+        self._engine = engine
+        for verb in ("pause", "resume", "set_weight_version"):
+            self._verbs[verb] = getattr(self, verb)
+
+    def pause(self, mode: Any = "keep") -> None:
+        super().pause(mode)
+        self._engine.begin_pause(mode)
+
+    def resume(self) -> None:
+        self._engine.tell("resume", {})
+        super().resume()
+
+    def set_weight_version(self, version: str) -> str:
+        found = super().set_weight_version(version)
+        self._engine.tell("set_weight_version", {"version": version})
+        return found
+
+    def info(self) -> dict[str, Any]:
+        stats = self._engine.stats()
+        return super().info() | {
+            "num_requests": stats.num_waiting + stats.num_running, "num_slots": self._engine.num_slots
+        }  # fmt: skip
+
+
+class _OwnView:
+    """An `LLM`, and this rank's engine as its engine."""
+
+    def __init__(self, llm: Any, engine: Engine) -> None:
+        self.__dict__.update(_llm=llm, engine=engine)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._llm, name, value)

@@ -1,0 +1,170 @@
+"""`Router`: which rank a new request is given to, and when. Pure Python, no torch.
+
+Requests that no rank has room for wait here, in one order: that of any scheduler (priority with ageing, then arrival).
+The first of them is given to a rank as soon as one has room; nobody is given away past the first. Once given, a request
+never moves: its rank's engine runs it like any other, and preempts it like any other.
+
+It goes to the rank that has the longest prefix of its tokens, unless that rank has too many requests already: one more
+than the emptiest rank has costs as much as reading `IMBALANCE_TOKENS` tokens again. Where no prefix decides, it goes to
+the rank with most room. One that finds no room, but whose priority may displace somebody, goes to the rank whose last
+request is the one to be displaced.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dsv4.cache.prefix.tree import ChainKeys
+from dsv4.cache.schema import blocks_at_position
+from dsv4.config import BLOCK_TOKENS
+from dsv4.engine.request import Request, expire
+
+IMBALANCE_TOKENS = BLOCK_TOKENS
+AGING_STEPS = 1024
+
+
+@dataclass
+class Room:
+    """What a rank has left, and what it knows.
+
+    num_open    requests it was given that are not over
+    num_tokens  that they have yet to feed
+    known       keys of prefixes that it can start from
+    """
+
+    num_slots: int
+    num_blocks: int
+    num_tokens: int
+    num_open: int
+    num_waiting: int = 0
+    known: Container[bytes] = frozenset()
+
+    def take(self, num_blocks: int, num_tokens: int) -> None:
+        """A request was given to the rank."""
+        self.num_slots -= 1
+        self.num_open += 1
+        self.num_blocks -= num_blocks
+        self.num_tokens += num_tokens
+
+
+@dataclass(order=True)
+class Waiting:
+    """`order` as a scheduler's; `since` the clock at its arrival. `chain`: the keys of its prompt's prefixes."""
+
+    order: tuple[int, int]
+    request: Request = field(compare=False)
+    since: float = field(compare=False)
+    chain: ChainKeys | None = field(compare=False, default=None)
+
+
+class Router:
+    """`add` requests, then `give` them away. `max_batched_tokens`: of a rank's step."""
+
+    def __init__(self, max_batched_tokens: int) -> None:
+        self._max_batched_tokens = max_batched_tokens
+        self._queue: list[Waiting] = []
+        self._num_added = 0
+        self.orders: dict[Request, tuple[int, int]] = {}  # of those given away
+
+    def __len__(self) -> int:
+        """Requests that wait here."""
+        return len(self._queue)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return tuple(one.request for one in self._queue)
+
+    def add(self, request: Request, now: float, step: int, chain: ChainKeys | None) -> None:
+        order = step - request.params.priority * AGING_STEPS, self._num_added
+        self._num_added += 1
+        insort(self._queue, Waiting(order, request, now, chain))
+
+    def remove(self, request: Request) -> bool:
+        """Whether it waited here."""
+        self.orders.pop(request, None)
+        found = next((place for place, one in enumerate(self._queue) if one.request is request), None)
+        if found is not None:
+            del self._queue[found]
+        return found is not None
+
+    def expire(self, now: float) -> list[Request]:
+        """Requests whose deadline has passed; they have left."""
+        late = [
+            one.request
+            for one in self._queue
+            if one.request.params.deadline is not None and now >= one.since + one.request.params.deadline
+        ]
+        for request in late:
+            self.remove(request)
+            request.error = expire(request)
+        return late
+
+    def give(self, rooms: Sequence[Room], homes: Sequence[Iterable[Request]]) -> tuple[Waiting, int, int, int] | None:
+        """The first request, the rank it is given to, and what it takes of its room: blocks and tokens. None if nobody
+        can be. `homes`: the requests that each rank has."""
+        if not self._queue:
+            return None
+        first = self._queue[0]
+        found = self._best(rooms, first)
+        if found is None:
+            home = self._with_last_victim(rooms, homes, first)
+            if home is None:
+                return None
+            found = home, 0, first.request.num_pending
+        return self._given(first, rooms, found)
+
+    def give_anyway(self, rooms: Sequence[Room]) -> tuple[Waiting, int, int, int] | None:
+        """As `give`, to the emptiest rank, whether it has room or not."""
+        if not self._queue:
+            return None
+        home = min(range(len(rooms)), key=lambda rank: rooms[rank].num_open)
+        return self._given(self._queue[0], rooms, (home, 0, self._queue[0].request.num_pending))
+
+    def _given(
+        self, first: Waiting, rooms: Sequence[Room], found: tuple[int, int, int]
+    ) -> tuple[Waiting, int, int, int]:  # fmt: skip
+        home, num_blocks, num_tokens = found
+        rooms[home].take(num_blocks, num_tokens)
+        del self._queue[0]
+        self.orders[first.request] = first.order
+        return first, home, num_blocks, num_tokens
+
+    def _best(self, rooms: Sequence[Room], one: Waiting) -> tuple[int, int, int] | None:
+        """The rank to live on, and the blocks and tokens it takes there; None if none has room."""
+        fewest = min(room.num_open for room in rooms)
+        worths = []
+        for rank, room in enumerate(rooms):
+            start = prefix_len(one.chain, room.known, one.request.num_pending)
+            num_blocks = blocks_at_position(min(one.request.num_pending, start + self._max_batched_tokens))
+            if room.num_slots <= 0 or room.num_waiting or room.num_blocks < num_blocks:
+                continue
+            saved = max(0, start - IMBALANCE_TOKENS * (room.num_open - fewest))
+            worth = saved, -room.num_tokens // self._max_batched_tokens, room.num_blocks, room.num_slots, -rank
+            worths.append((worth, num_blocks, one.request.num_pending - start))
+        if not worths:
+            return None
+        worth, num_blocks, num_tokens = max(worths)
+        return -worth[-1], num_blocks, num_tokens
+
+    def _with_last_victim(
+        self, rooms: Sequence[Room], homes: Sequence[Iterable[Request]], one: Waiting
+    ) -> int | None:  # fmt: skip
+        """Where the worst-ranked request runs that this one may displace."""
+        victims = [
+            (self.orders[request], rank)
+            for rank, (room, requests) in enumerate(zip(rooms, homes, strict=True))
+            if not room.num_waiting
+            for request in requests
+            if request.params.priority < one.request.params.priority and self.orders.get(request, one.order) > one.order
+        ]
+        return max(victims)[1] if victims else None
+
+
+def prefix_len(chain: ChainKeys | None, known: Container[bytes], num_tokens: int) -> int:
+    """Tokens of the longest known prefix, of which the last token is none."""
+    if chain is None:
+        return 0
+    keys = chain.first(min(chain.num_known, max(0, num_tokens - 1) // BLOCK_TOKENS))
+    return next((place * BLOCK_TOKENS for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
