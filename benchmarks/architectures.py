@@ -2,7 +2,7 @@
 
 python -m benchmarks architectures                  all, on all cores; records in benchmarks/results/architectures.json
 python -m benchmarks architectures --arch 89        one of them; what the others' cases gave stays
-python -m benchmarks architectures --markdown       only the page, from the records
+python -m benchmarks architectures --markdown       only the page, from the records; other Hoppers are calculated
 
 No GPU is needed. Of each op and format a step of one token and one of many are compiled. On 16 cores that should take a
 few minutes; what ptxas said is kept by the content of its input (.pytest_cache/compile).
@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks import hoppers
 from dsv4.ops import OpSet
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
 from dsv4.testing.bench import BenchCase, case_modules, load_cases
@@ -126,6 +127,7 @@ def markdown(records: dict[str, Any]) -> str:
     for name in sorted({name for part in kernels.values() for name in part}):
         cells = [f"{kernels[arch][name][1] / 1024:.1f}" if name in kernels[arch] else "" for arch in ARCHITECTURES]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += hoppers.page_lines()
     failures = [
         f"* sm_{arch}: {case}: {result[:80]}"
         for arch in ARCHITECTURES

@@ -32,7 +32,7 @@ class AttentionPlan(NamedTuple):
 
     heads: int = 64
     has_tiles_only: bool = False
-    max_states: int = 4224
+    max_states: int = 32 * H200_MULTIPROCESSORS
     multiprocessors: int = H200_MULTIPROCESSORS
     num_warps: int = 8
     wide: int = 2
@@ -118,4 +118,4 @@ def pick_plan(architecture: Architecture, num_multiprocessors: int = H200_MULTIP
         plan = PAIRS_PLAN if architecture.has_wide_kernels else PLAN
     else:
         plan = HALVES_PLAN if architecture.shared_bytes > 128 * 1024 else TILES_PLAN
-    return plan._replace(multiprocessors=num_multiprocessors)
+    return plan._replace(multiprocessors=num_multiprocessors, max_states=32 * num_multiprocessors)

@@ -24,7 +24,7 @@ from dsv4.formats.tensors import (
     as_loaded,
     dequantize,
 )
-from dsv4.ops.lib.arch import code_tensor
+from dsv4.ops.lib.arch import code_tensor, num_multiprocessors
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
 from dsv4.ops.linear.bundle import LinearBundle, Segment, is_kernel_weight, takes_codes
@@ -53,10 +53,12 @@ from dsv4.ops.linear.plan import (
     LINEAR_TILES,
     MANY_ROWS,
     QUANTISE_GROUPS,
+    SHUFFLED_ROWS,
     SHUFFLED_TILES,
     WIDE,
     LinearTile,
     num_splits,
+    pick_shuffled_tile,
     pick_tile,
 )
 
@@ -100,7 +102,7 @@ def grouped_linear(x: Tensor, weight: AnyWeight | ShuffledTensor) -> Tensor:
     if x.dtype != torch.bfloat16:
         return grouped_linear_ref(x, weight)
     if isinstance(weight, ShuffledTensor):
-        if x.shape[0] <= max(SHUFFLED_TILES):
+        if x.shape[0] <= SHUFFLED_ROWS:
             return launch_shuffled(x, weight)
         return launch_grouped(x, widened(weight))
     return launch_grouped(x, dequantize(weight, x.dtype)) if is_kernel_weight(weight) else grouped_linear_ref(x, weight)
@@ -210,7 +212,7 @@ def launch_shuffled(x: Tensor, weight: ShuffledTensor, tile: LinearTile | None =
     """`grouped_shuffled_kernel`; the tile follows from the number of rows unless a benchmark chooses it."""
     rows, rank = _grouped_operands(x, weight.shape)
     out = torch.empty(*x.shape[:2], rank, dtype=x.dtype, device=x.device)
-    tile = tile or pick_tile(SHUFFLED_TILES, SHUFFLED_TILES[max(SHUFFLED_TILES)], x.shape[0])
+    tile = tile or pick_shuffled_tile(x.shape[0], num_multiprocessors(x.device))
     _launch_shuffled(x, rows, weight, tile, out, None)
     return out
 

@@ -58,19 +58,15 @@ LINEAR_TILES = {
     224: LinearTile(128, 64, 4, 4, 2, tokens_first=True),
 }
 MANY_ROWS = LinearTile(128, 64, 4, 3, 2, tokens_first=True, is_split=False)
-# a shuffled FP8 weight; for more rows it is made bf16 first. Flash's has 256 of the larger tiles for 256 tokens, and an
-# H200 264 places for them; half a wave takes as long, and then twice as many smaller ones are faster
-_HALF_WAVES = LinearTile(TILE_ROWS, 128, 4, 2, 2, max_registers=168)
-_WHOLE_WAVES = LinearTile(2 * TILE_ROWS, 128, 8, 2, 2, max_registers=128)
+# a shuffled FP8 weight; for more rows than SHUFFLED_ROWS it is made bf16 first
+HALF_WAVES = LinearTile(TILE_ROWS, 128, 4, 2, 2, max_registers=168)
+WHOLE_WAVES = LinearTile(2 * TILE_ROWS, 128, 8, 2, 2, max_registers=128)
 SHUFFLED_TILES = {
     16: LinearTile(TILE_ROWS, 16, 4, 4, 4),
     32: LinearTile(TILE_ROWS, 32, 4, 4, 4),
     64: LinearTile(TILE_ROWS, 64, 4, 3, 3),
-    128: _HALF_WAVES,
-    256: _WHOLE_WAVES,
-    384: _HALF_WAVES,
-    512: _WHOLE_WAVES,
 }
+SHUFFLED_ROWS = 512
 CODED_ROWS = 16  # of a shuffled weight: up to this many rows become codes in the launch that makes them
 # a bf16 weight
 GROUPED_TILES = {
@@ -97,3 +93,13 @@ def num_splits(num_rows: int, width: int, kind: str) -> int:
 
 def pick_tile(table: dict[int, LinearTile], many: LinearTile, num_rows: int) -> LinearTile:
     return next((tile for limit, tile in sorted(table.items()) if num_rows <= limit), many)
+
+
+def pick_shuffled_tile(num_tokens: int, multiprocessors: int) -> LinearTile:
+    """Flash's weight has 128 of the larger tiles for every 128 tokens, and a multiprocessor two places for them. Twice
+    as many smaller ones take half as long: they are faster where they leave less of the last wave empty.
+    """
+    if num_tokens <= max(SHUFFLED_TILES):
+        return pick_tile(SHUFFLED_TILES, WHOLE_WAVES, num_tokens)
+    num_tiles, places = -(-num_tokens // 128) * 128, 2 * multiprocessors
+    return HALF_WAVES if -(-2 * num_tiles // places) < 2 * -(-num_tiles // places) else WHOLE_WAVES

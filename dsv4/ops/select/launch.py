@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.ops.lib.arch import num_multiprocessors
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import IS_INTERPRETED, KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.select.kernel_long import LINE, LIST, NUM_PHASES, scratch_len, topk_long_kernel
+from dsv4.ops.select.kernel_list import LIST
+from dsv4.ops.select.kernel_long import LINE, NUM_PHASES, scratch_len, topk_long_kernel
 from dsv4.ops.select.kernel_short import topk_rank_kernel, topk_short_kernel
 from dsv4.ops.select.plan import COUNTERS_OF_SPREAD, MAX_COLUMNS, MAX_K, OPTIONS, TOPK_CONFIG, Spread, TopkConfig
 
@@ -61,9 +63,10 @@ def _select_short(scores: Tensor, lengths: Tensor, picks: Tensor, config: TopkCo
     """picks [T, k] of scores [T, N], N up to `short_row`."""
     (num_rows, num_columns), k = scores.shape, picks.shape[1]
     block = max(next_power_of_2(num_columns), 128)
-    tile = config.few_tile if num_rows <= config.few_rows else config.short_tile
+    is_few = num_rows <= num_multiprocessors(scores.device)
+    tile = config.few_tile if is_few else config.short_tile
     # by itself the compiler spills to fit two programs of 16 warps
-    options = OPTIONS | {"maxnreg": 128} if num_rows <= config.few_rows else OPTIONS
+    options = OPTIONS | {"maxnreg": 128} if is_few else OPTIONS
     topk_short_kernel[(num_rows,)](
         scores, lengths, picks, num_columns, *scores.stride(), K=k, K_BLOCK=max(next_power_of_2(k), 32), BLOCK=block,
         TILE=min(block, tile), num_warps=config.short_warps(block), **flags, **options,

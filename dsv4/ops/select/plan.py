@@ -33,8 +33,7 @@ class TopkConfig:
     short_row: int = 16384  # rows up to here fit the registers of one program
     short_keys: int = 32  # a thread's share of a short row
     short_tile: int = 2048  # of its columns, written at once
-    few_rows: int = 132  # up to here one program a multiprocessor, with twice the registers
-    few_tile: int = 4096
+    few_tile: int = 4096  # the same with a row for each multiprocessor or fewer: then programs have twice the registers
     long_row: int = 4096  # rows up to here are never spread
     long_keys: int = 1024  # a program of a spread row has at least this many
     long_tile: int = 2048  # read at once
@@ -46,13 +45,15 @@ class TopkConfig:
     max_lone_keys: int = 4096
 
     def spread(self, num_rows: int, num_columns: int, device: torch.device) -> Spread | None:
-        """How rows are spread over programs that wait for each other; None where rows are short.
+        """On the GPU at hand."""
+        return self.spread_over(num_rows, num_columns, num_multiprocessors(device))
 
-        All programs must run at once, unless each has a row of its own and waits for none.
+    def spread_over(self, num_rows: int, num_columns: int, limit: int) -> Spread | None:
+        """How rows are spread over programs that wait for each other, on `limit` multiprocessors; None where rows are
+        short. All programs must run at once, unless each has a row of its own and waits for none.
         """
         if num_columns <= self.long_row:
             return None
-        limit = num_multiprocessors(device)
         if num_rows <= min(self.lone_rows, limit):
             programs = self._power(limit // num_rows, num_columns // self.lone_keys)
             if num_columns <= programs * self.max_lone_keys:

@@ -108,7 +108,7 @@ def test_attention_takes_fewer_heads_where_shared_memory_or_registers_are_few():
         80: HALVES_PLAN, 89: TILES_PLAN, 90: PAIRS_PLAN, 100: HALVES_PLAN, 103: HALVES_PLAN, 120: TILES_PLAN
     }  # fmt: skip
     assert pick_plan(Architecture(0)) == PLAN
-    assert pick_plan(Architecture(100), 148) == HALVES_PLAN._replace(multiprocessors=148)
+    assert pick_plan(Architecture(100), 148) == HALVES_PLAN._replace(multiprocessors=148, max_states=32 * 148)
 
 
 @pytest.fixture(scope="module")

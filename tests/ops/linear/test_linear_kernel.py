@@ -46,7 +46,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # every tile, and with it both forms
 ROW_TILES = [*linear_config.LINEAR_TILES.values(), linear_config.MANY_ROWS]
 GROUPED_ROW_TILES = [*linear_config.GROUPED_TILES.values(), linear_config.GROUPED_MANY_ROWS]
-SHUFFLED_ROW_TILES = list(linear_config.SHUFFLED_TILES.values())
+SHUFFLED_ROW_TILES = [
+    *linear_config.SHUFFLED_TILES.values(), linear_config.HALF_WAVES, linear_config.WHOLE_WAVES,
+]  # fmt: skip
 
 
 def fp8_weight(num_rows, width, fp32_scale=False, seed=0):
