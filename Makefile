@@ -24,7 +24,7 @@ DEV := $(VENV)/.dev-installed
 help:
 	@echo "make demo      stream text from the trained miniature that ships with dsv4 (CPU)"
 	@echo "make test      lint, format check, types and every CPU test"
-	@echo "make quick     a first look, below a minute: formats, cache, scheduler, text, config, imports, single blocks"
+	@echo "make quick     a first look, below 40 seconds: formats, cache, scheduler, text, config, imports, single blocks"
 	@echo "make affected  the tests that what differs from BASE ($(BASE)) can turn red, by the imports"
 	@echo "make lint | types | unit-test | format    one part of it"
 	@echo "make client-test     openai, anthropic, langchain, trl, Claude Code, Codex, ... against a live server (needs npm)"

@@ -21,13 +21,7 @@ EXCEPTIONS = {
         "engine/schedule/scheduler.py": 475,  # the plan and preemption change the same ledger
         "ops/moe/many/kernel_tiles.py": 457,  # one kernel, its warp roles and its epilogue
         "engine/link/loop.py": 424,  # one thread's loop: every message it reads and every answer it writes
-        "ops/select/kernel_long.py": 446,  # one kernel in two sizes, with its device functions
         "engine/engine.py": 444,  # launch and collect share the steps in flight
-        "cache/schema.py": 436,  # the bytes of every kind of layer
-        "config/model.py": 435,  # every field with its check
-        "ops/linear/kernel_linear.py": 425,  # the contract of all forms of linear layers
-        "ops/attention/kernel_attend.py": 418,
-        "ops/compress/kernel_compress.py": 406,
     },
     "function lines": {
         "ops/attention/kernel_attend.py:_attend_kernel": 122,  # a device function for a part costs registers

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from dsv4.cache.handle import PagedView
+from dsv4.cache.layer_schema import LayerCacheSchema
 from dsv4.cache.pool import Pool, row_store
-from dsv4.cache.schema import CacheSchema, LayerCacheSchema
+from dsv4.cache.schema import CacheSchema
 
 
 class PagedCache:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import LayerCacheSchema, PoolSchema
+from dsv4.cache.layer_schema import LayerCacheSchema
+from dsv4.cache.schema import PoolSchema
 from dsv4.formats.row_store import RowStore
 from dsv4.formats.rows import RowFormat
 

@@ -20,13 +20,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4.cache.layer_schema import (
+    CSA_ENTRIES_PER_BLOCK,
+    POSITION_BYTES,
+    CompressorSchema,
+    LayerCacheSchema,
+    TailSchema,
+    _ring_slack,
+    layer_schema,
+)
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind, LayerSpec, validate_schedule
 from dsv4.formats.rows import RowFormat, RowKind
 
 ALIGNMENT = 256
-POSITION_BYTES = 4  # int32 in the rings and in the block table
-CSA_ENTRIES_PER_BLOCK = BLOCK_TOKENS // CSA_RATIO
 
 
 def blocks_for_tokens(num_tokens: int) -> int:
@@ -44,72 +51,6 @@ def blocks_at_position(position: _Positions) -> _Positions:
     closes together with its last CSA entry. So a request at 131 owns one block, at 132 two.
     """
     return -(-(position // CSA_RATIO) // CSA_ENTRIES_PER_BLOCK)
-
-
-@dataclass(frozen=True)
-class TailSchema:
-    """A ring of raw projections: kv and score of `ring_len` tokens, `dim` values each."""
-
-    ring_len: int
-    dim: int
-    itemsize: int
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return 2 * self.ring_len * self.dim * self.itemsize
-
-
-@dataclass(frozen=True)
-class CompressorSchema:
-    """`own` feeds the block a token is in, `following` (CSA only) the next one."""
-
-    own: TailSchema
-    following: TailSchema | None
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return self.own.bytes_per_slot + (0 if self.following is None else self.following.bytes_per_slot)
-
-
-@dataclass(frozen=True)
-class LayerCacheSchema:
-    """The cache of one layer: row formats, rows per block and per slot, and what they weigh without padding."""
-
-    layer_idx: int
-    attention: AttentionKind
-    ring_len: int
-    window: RowFormat
-    entries_per_block: int
-    entries: RowFormat | None
-    index_keys: RowFormat | None
-    compressor: CompressorSchema | None
-    index_compressor: CompressorSchema | None
-
-    @property
-    def entry_bytes_per_block(self) -> int:
-        return 0 if self.entries is None else self.entries_per_block * self.entries.row_bytes
-
-    @property
-    def index_bytes_per_block(self) -> int:
-        return 0 if self.index_keys is None else self.entries_per_block * self.index_keys.row_bytes
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.entry_bytes_per_block + self.index_bytes_per_block
-
-    @property
-    def window_bytes_per_slot(self) -> int:
-        return self.ring_len * self.window.row_bytes
-
-    @property
-    def position_bytes_per_slot(self) -> int:
-        return self.ring_len * POSITION_BYTES
-
-    @property
-    def state_bytes_per_slot(self) -> int:
-        """The compressor tails; the window is counted apart."""
-        compressors = (self.compressor, self.index_compressor)
-        return sum(compressor.bytes_per_slot for compressor in compressors if compressor is not None)
 
 
 @dataclass(frozen=True)
@@ -231,7 +172,7 @@ def build_cache_schema(
     if num_blocks is None:
         num_blocks = budget
     ring_len = config.sliding_window + _ring_slack(config, schedule, engine)
-    layers = tuple(_layer_schema(config, layer, engine, plain_itemsize, ring_len) for layer in schedule)
+    layers = tuple(layer_schema(config, layer, engine, plain_itemsize, ring_len) for layer in schedule)
     state_pools = _state_pools(layers, engine.max_concurrent_requests)
     num_snapshots = _num_snapshots(state_pools, config.sliding_window, num_blocks, engine.prefix_cache_bytes)
     return CacheSchema(
@@ -275,60 +216,6 @@ def compute_block_budget(
         raise ConfigError(f"headroom must be a fraction of at least 0, found {headroom!r}")
     base = blocks_for_tokens(max_context_tokens) * max_concurrent_requests
     return math.ceil(base * (1 + Fraction(str(headroom))))
-
-
-def _ring_slack(config: ModelConfig, schedule: Sequence[LayerSpec], engine: EngineConfig) -> int:
-    """Rows a ring has beyond the window. A DSpark head writes a whole block of rows in front of the window it reads."""
-    dspark = config.dspark if any(layer.is_mtp for layer in schedule) else None
-    return max(engine.max_draft_tokens, 0 if dspark is None else dspark.block_size)
-
-
-def _layer_schema(
-    config: ModelConfig, layer: LayerSpec, engine: EngineConfig, plain_itemsize: int | None, ring_len: int
-) -> LayerCacheSchema:
-    entry_format = _entry_format(config, plain_itemsize)
-    compressor = index_compressor = index_format = None
-    if layer.attention is not AttentionKind.SWA:
-        compressor = _compressor_schema(layer, config.head_dim, engine, plain_itemsize)
-    if layer.has_indexer:
-        index_format = _index_format(config, engine, plain_itemsize)
-        index_compressor = _compressor_schema(layer, config.index_head_dim, engine, plain_itemsize)
-    return LayerCacheSchema(
-        layer_idx=layer.layer_idx,
-        attention=layer.attention,
-        ring_len=ring_len,
-        window=entry_format,
-        entries_per_block=BLOCK_TOKENS // layer.ratio if layer.ratio else 0,
-        entries=entry_format if layer.ratio else None,
-        index_keys=index_format,
-        compressor=compressor,
-        index_compressor=index_compressor,
-    )
-
-
-def _entry_format(config: ModelConfig, plain_itemsize: int | None) -> RowFormat:
-    if plain_itemsize is not None:
-        return RowFormat(RowKind.PLAIN, config.head_dim, itemsize=plain_itemsize)
-    return RowFormat(RowKind.ENTRY_FP8, config.head_dim, rope_dim=config.qk_rope_head_dim)
-
-
-def _index_format(config: ModelConfig, engine: EngineConfig, plain_itemsize: int | None) -> RowFormat:
-    if plain_itemsize is not None:
-        return RowFormat(RowKind.PLAIN, config.index_head_dim, itemsize=plain_itemsize)
-    kind = RowKind.INDEX_FP4 if engine.index_key_format == "fp4" else RowKind.INDEX_FP8
-    return RowFormat(kind, config.index_head_dim)
-
-
-def _compressor_schema(
-    layer: LayerSpec, dim: int, engine: EngineConfig, plain_itemsize: int | None
-) -> CompressorSchema:
-    """Rings long enough for the blocks an entry is made of, and for drafts that are taken back."""
-    itemsize = 8 if plain_itemsize == 8 else 4
-    own = TailSchema(layer.ratio + engine.max_draft_tokens, dim, itemsize)
-    if layer.attention is AttentionKind.HCA:
-        return CompressorSchema(own, None)
-    # the next block's entry reads this block's rows too, so they live for two blocks
-    return CompressorSchema(own, TailSchema(2 * layer.ratio + engine.max_draft_tokens, dim, itemsize))
 
 
 _RowsOf = Callable[[LayerCacheSchema], tuple[RowFormat, int] | None]  # a layer's row format and rows per leading index

@@ -6,8 +6,9 @@ import torch
 
 from dsv4.cache.errors import UnknownSlot
 from dsv4.cache.handle import CompressorView, TailView, WindowView
+from dsv4.cache.layer_schema import LayerCacheSchema
 from dsv4.cache.pool import Pool, find_pool, row_store
-from dsv4.cache.schema import CacheSchema, LayerCacheSchema, PoolSchema
+from dsv4.cache.schema import CacheSchema, PoolSchema
 
 NO_POSITION = -1
 ABSENT_SCORE = float("-inf")  # softmax weight exactly 0

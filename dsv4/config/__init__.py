@@ -1,5 +1,6 @@
 """`ModelConfig` and `EngineConfig`, frozen and strict; the layer schedule; the spellings of config.json. No torch."""
 
+from dsv4.config.engine import EngineConfig, IndexKeyFormat
 from dsv4.config.model import (
     BLOCK_TOKENS,
     CSA_RATIO,
@@ -10,8 +11,6 @@ from dsv4.config.model import (
     NUM_DSPARK_LAYERS,
     ConfigError,
     DSparkConfig,
-    EngineConfig,
-    IndexKeyFormat,
     ModelConfig,
     RopeScaling,
     is_positive_real,

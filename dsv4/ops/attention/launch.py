@@ -32,9 +32,9 @@ from dsv4.ops.attention.kernel_attend import (
     TableArguments,
     TokenArguments,
     _attend_kernel,
-    _combine_kernel,
 )
 from dsv4.ops.attention.kernel_columns import TileArguments, _pv_accumulate_kernel, _qk_softmax_kernel
+from dsv4.ops.attention.kernel_combine import _combine_kernel
 from dsv4.ops.attention.kernel_pairs import attend_pairs_kernel
 from dsv4.ops.attention.kernel_pairs_rows import DIM as PAIRS_DIM
 from dsv4.ops.attention.kernel_pairs_rows import HEADS as PAIRS_HEADS

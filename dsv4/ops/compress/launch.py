@@ -16,10 +16,10 @@ from dsv4.config import CSA_RATIO, HCA_RATIO
 from dsv4.ops.compress.kernel_compress import (
     BatchArguments,
     CompressorArguments,
-    TailArguments,
     _compress_kernel,
     _compress_pair_kernel,
 )
+from dsv4.ops.compress.kernel_tail import TailArguments
 from dsv4.ops.compress.op import Compression, CompressorSpec
 from dsv4.ops.compress.plan import CompressPlan, pick_plan
 from dsv4.ops.lib.arrivals import NUM_COUNTERS, arrival_counters

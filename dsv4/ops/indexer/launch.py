@@ -27,7 +27,7 @@ from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.ops.norm import KERNEL_DTYPES
 from dsv4.ops.rows.target import row_kind
 from dsv4.ops.select import MAX_COLUMNS, MAX_K, TOPK_CONFIG, TopkConfig, select
-from dsv4.ops.select.kernel_long import LIST
+from dsv4.ops.select.kernel_list import LIST
 
 
 class KeyWords(NamedTuple):

@@ -16,7 +16,8 @@ from dsv4.ops.lib.codecs import e4m3_codes, e8m0_reciprocal, scale_of_halves
 from dsv4.ops.lib.fp4 import fp8_tile
 from dsv4.ops.lib.guard import INTERPRET, jit, tl
 from dsv4.ops.lib.pdl import pdl_trigger
-from dsv4.ops.linear.kernel_linear import dot, item_of, load_tile, store_tile, sum_of_splits, zeros
+from dsv4.ops.linear.kernel_linear import dot, item_of, load_tile, zeros
+from dsv4.ops.linear.kernel_splits import store_tile, sum_of_splits
 
 GROUPED_STEP = 64  # columns of a step of the plain form
 

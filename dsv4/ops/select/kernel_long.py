@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dsv4.ops.lib.guard import jit, tl
 from dsv4.ops.lib.maths import ordered_bits
-from dsv4.ops.lib.pdl import prefetch_l2
+from dsv4.ops.select.kernel_list import _LIST, _list_passing, _load_list, _load_packed, _prefetch, _unpack
 from dsv4.ops.select.kernel_pieces import (
     EMPTY,
     EMPTY_HALF,
@@ -46,14 +46,13 @@ from dsv4.ops.select.kernel_pieces import (
 )
 
 LINE = 32
-LIST = 4096  # keys that are searched in registers
 NUM_DIGITS = 8
 BASE = 16  # thresholds of a digit
 NUM_PHASES = NUM_DIGITS + 4  # maxima, list, digits, counts, and the end
 COUNTERS = 16  # of a row, one a wait
 COUNTS = 32  # where they lie in a row's scratch: behind the length of the list
 
-_LINE, _LIST, _BASE, _NUM_DIGITS = (tl.constexpr(value) for value in (LINE, LIST, BASE, NUM_DIGITS))
+_LINE, _BASE, _NUM_DIGITS = (tl.constexpr(value) for value in (LINE, BASE, NUM_DIGITS))
 _COUNTERS, _COUNTS = tl.constexpr(COUNTERS), tl.constexpr(COUNTS)
 _PIECE = tl.constexpr(1024)  # of the list, looked through together: more would not fit the registers
 _COUNTED = tl.constexpr(512)  # columns looked at together where the list overflows
@@ -96,7 +95,7 @@ def arrive_and_wait(counter_ptr, PROGRAMS: tl.constexpr):
         tl.debug_barrier()
 
 
-# ---- the list ----
+# ---- maxima ----
 
 
 @jit
@@ -129,59 +128,6 @@ def _store_maxima(maxima_ptr, scores, MAXIMA: tl.constexpr):
     else:
         maxima = tl.max(tl.reshape(keys, [MAXIMA, THREADS * keys.shape[1] // MAXIMA]), 1)
     tl.store(maxima_ptr + tl.arange(0, MAXIMA), maxima >> 16)
-
-
-@jit
-def _list_passing(
-    length_ptr, list_ptr, scores, columns, size, lowest, is_all, IS_FULL: tl.constexpr, FEW: tl.constexpr
-):
-    """Add the scores from `lowest` on, or all, to the row's list, wherever there is room."""
-    passes = (scores >= lowest) | is_all
-    if not IS_FULL:
-        passes = passes & (columns < size)
-    if FEW:
-        # a thread's stand side by side: the order of the list does not matter
-        ones = passes.to(tl.int32)
-        counts = tl.sum(ones, 1)
-        places = (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(ones, 1) - 1
-        places += tl.atomic_add(length_ptr, tl.sum(counts, 0), sem="relaxed")
-    else:
-        # one addition for every score that passes: they are few, and the compiler makes one of a warp's
-        zeros = tl.zeros_like(columns)
-        places = tl.atomic_add(length_ptr + zeros, zeros + 1, mask=passes, sem="relaxed")
-    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns.to(tl.uint32).to(tl.int64)
-    tl.store(list_ptr + places.to(tl.uint32), packed, mask=passes & (places < _LIST))
-
-
-@jit
-def _load_packed(list_ptr, LEN: tl.constexpr):
-    """The first LEN places of the list, whether anything was stored there or not."""
-    return tl.load(list_ptr + tl.arange(0, LEN), cache_modifier=".cg")
-
-
-@jit
-def _unpack(packed, total):
-    """Keys and columns of places of the list; keys are EMPTY from place `total` on."""
-    keys = ordered_bits((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
-    return tl.where(tl.arange(0, packed.shape[0]) < total, keys, EMPTY), packed.to(tl.int32)
-
-
-@jit
-def _load_list(list_ptr, total, LEN: tl.constexpr):
-    """The first LEN keys of the list, EMPTY behind its end, and their columns."""
-    return _unpack(_load_packed(list_ptr, LEN), total)
-
-
-@jit
-def _prefetch(counters_ptr, scratch_ptr, list_ptr, program, PROGRAMS: tl.constexpr, SMALL: tl.constexpr):
-    """Into L2, while the scores come: what programs count in, and all places of the list that are read first. The
-    places behind its end are read too; no program stores there, so they would come from memory when all wait for them.
-    """
-    PER_LINE: tl.constexpr = 16
-    PLACES: tl.constexpr = max(SMALL // PER_LINE // PROGRAMS, 1)
-    prefetch_l2(counters_ptr)
-    prefetch_l2(scratch_ptr)
-    prefetch_l2(list_ptr + (program * PLACES + tl.arange(0, PLACES)) % (SMALL // PER_LINE) * PER_LINE)
 
 
 @jit

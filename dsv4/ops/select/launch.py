@@ -14,7 +14,8 @@ from dsv4.ops.lib.arch import num_multiprocessors
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.ops.lib.guard import IS_INTERPRETED, KernelInputError, check_launch
 from dsv4.ops.lib.launch import next_power_of_2
-from dsv4.ops.select.kernel_long import LINE, LIST, NUM_PHASES, scratch_len, topk_long_kernel
+from dsv4.ops.select.kernel_list import LIST
+from dsv4.ops.select.kernel_long import LINE, NUM_PHASES, scratch_len, topk_long_kernel
 from dsv4.ops.select.kernel_short import topk_rank_kernel, topk_short_kernel
 from dsv4.ops.select.plan import COUNTERS_OF_SPREAD, MAX_COLUMNS, MAX_K, OPTIONS, TOPK_CONFIG, Spread, TopkConfig
 

@@ -9,7 +9,7 @@ import torch
 
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.select import TopkConfig, launch_topk, topk_select, topk_select_ref
-from dsv4.ops.select.kernel_long import LIST
+from dsv4.ops.select.kernel_list import LIST
 from dsv4.testing.inputs import around, generator, kernel_device, poison, strided, transposed
 from dsv4.testing.numeric import assert_bitwise
 
