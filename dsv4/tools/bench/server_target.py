@@ -109,7 +109,7 @@ class UrlTarget:
 
     def _words_of(self, load: Load) -> Callable[[int], int]:
         """Words that give a chat's prompt its tokens, by the server's count of two short ones."""
-        counts = []
+        counts: list[int | None] = []
         for num_words in (16, 80):
             body = client_process.request_body(
                 {"seed": load.seed, "kind": load.kind, "fields": {"model": self._model}},
@@ -119,10 +119,11 @@ class UrlTarget:
             cached = sum(usage.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
             count = usage.get("prompt_tokens", usage.get("input_tokens"))
             counts.append(None if count is None else count + cached)
-        if None in counts:
+        short, long = counts
+        if short is None or long is None:
             return lambda tokens: tokens
-        each = max((counts[1] - counts[0]) / 64, 0.1)
-        around = counts[0] - 16 * each
+        each = max((long - short) / 64, 0.1)
+        around = short - 16 * each
         return lambda tokens: max(1, round((tokens - around) / each))
 
     def _first_model(self) -> str:
