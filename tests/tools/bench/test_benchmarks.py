@@ -19,7 +19,9 @@ from benchmarks.runner import Session, is_bad
 from dsv4.testing.model_cuts import CutModel
 
 FOLDER = Path(entry.__file__).parent
-HELPERS = {"__main__", "free_model", "hoppers", "runner", "server_goals", "serving", "rank_speed", "storm_clients"}
+HELPERS = {
+    "__main__", "free_model", "hoppers", "rank_host", "rank_speed", "runner", "server_goals", "serving", "storm_clients",
+}  # fmt: skip
 
 
 def test_every_benchmark_is_listed(capsys):
