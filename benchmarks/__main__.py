@@ -13,6 +13,7 @@ import sys
 CASES = {
     "ops": "every op at the shapes of Flash and Pro, against what the chip was measured to do; --compare, --markdown",
     "bits": "random whole models in one go, in pieces and beside another request: equal bits?",
+    "trust": "self-test, bits, digests, broken kernels and GPU tests under two assemblers, in one command",
     "model": "four Flash layers: steps, prompts, memory, bits; Hugging Face's beside them; 43 layers offloaded",
     "step": "a decode step through the engine against the GPU's busy time, by batch and kind of request",
     "timeline": "a decode step kernel by kernel, as the profiler saw it",
@@ -25,7 +26,7 @@ CASES = {
     "architectures": "every kernel compiled for six architectures; writes docs/architectures.md (CPU)",
     "plots": "tables and pictures of the documents from the records (CPU)",
 }  # name -> what it says
-OWN_OPTIONS = ("ops", "storm", "architectures", "plots")  # no session: `main(arguments)` of their own
+OWN_OPTIONS = ("ops", "trust", "storm", "architectures", "plots")  # no session: `main(arguments)` of their own
 
 
 def main(arguments: list[str]) -> int:

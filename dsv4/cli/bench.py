@@ -20,13 +20,15 @@ from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
 from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.plot import check_plots
-from dsv4.tools.model_loading import DeviceOption, DraftsOption, GpusOption, parse_drafts
+from dsv4.tools.model_loading import DraftsOption, parse_drafts
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
     from dsv4.tools.bench.engine_target import EngineTarget
     from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.model import Report
+
+_DeviceOption = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 
 bench_app = typer.Typer(no_args_is_help=True)
 CHECKOUT = Path(__file__).parents[2]
@@ -93,8 +95,8 @@ def bench_model_command(
     output: Annotated[int, typer.Option(help="Tokens each of them generates.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.", min=3)] = 20,
     sections: Annotated[str, typer.Option(help="Which of decode,layers,stream,prefill,serving,memory.")] = "all",
-    device: DeviceOption = "cpu",
-    gpus: GpusOption = 1,
+    device: _DeviceOption = "cpu",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model; with --device cpu, processes.")] = 1,
     bandwidth: Annotated[
         float | None, typer.Option(help="Read speed of the memory in TB/s; known for H200. For the byte floor.")
     ] = None,
@@ -152,7 +154,7 @@ def bench_drafts_command(
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file. Default: one the shipped models never saw.")
     ] = None,
-    device: DeviceOption = "cpu",
+    device: _DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
     """Measure drafts on text: acceptance by place, tokens per step, tokens/s with and without drafts.
@@ -248,7 +250,7 @@ def bench_serve_command(
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
     chunk: Annotated[int, typer.Option(help="Of a model: most prompt tokens in one forward call.", min=1)] = 2048,
-    device: DeviceOption = "cpu",
+    device: _DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
 ) -> None:

@@ -38,6 +38,7 @@ from dsv4.tools.model_loading import (
     load_llm,
     parse_drafts,
     parse_offload,
+    place_model,
     with_defaults,
 )
 
@@ -75,8 +76,8 @@ def chat_command(
     ] = None,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    gpus: GpusOption = 1,
+    device: DeviceOption = "auto",
+    gpus: GpusOption = None,
     offload_experts: OffloadOption = None,
     drafts: DraftsOption = "off",
     ignore_selftest: IgnoreSelftestOption = False,
@@ -88,7 +89,7 @@ def chat_command(
     Examples:
       dsv4 chat ./checkpoint
       dsv4 chat ./checkpoint --thinking --effort max --system "Answer briefly."
-      dsv4 chat ./checkpoint --device cuda --offload-experts auto
+      dsv4 chat ./checkpoint --gpus 2
     """
     check_numerics(numerics, dtype)
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
@@ -101,9 +102,12 @@ def chat_command(
         SamplingParams(max_tokens=max_tokens), {"temperature": temperature, "top_p": top_p}, folder, notes
     )
     limits = engine_limits(config, context=context, requests=1)
+    found = place_model(
+        folder, limits, notes, device=device, gpus=gpus, offload_experts=offload, numerics=numerics, dtype=dtype
+    )
     llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=notes,
-        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        folder, numerics=numerics, dtype=dtype, device=found.device, limits=limits, console=notes,
+        offload_experts=found.offload_experts, drafts=draft_count, gpus=found.gpus, threads=threads,
         ignore_selftest=ignore_selftest,
     )  # fmt: skip
 

@@ -40,6 +40,7 @@ from dsv4.tools.model_loading import (
     one_model,
     parse_drafts,
     parse_offload,
+    place_model,
     with_defaults,
 )
 
@@ -78,8 +79,8 @@ def generate_command(
     ] = None,
     numerics: NumericsOption = "official",
     dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    gpus: GpusOption = 1,
+    device: DeviceOption = "auto",
+    gpus: GpusOption = None,
     offload_experts: OffloadOption = None,
     drafts: DraftsOption = "off",
     ignore_selftest: IgnoreSelftestOption = False,
@@ -100,7 +101,7 @@ def generate_command(
       echo "Call me" | dsv4 generate -
       dsv4 generate ./checkpoint --file chapter.txt --max-tokens 200
       dsv4 generate ./checkpoint --ids 0,15,27 --temperature 0 --json
-      dsv4 generate ./checkpoint "Once upon a time" --device cuda --offload-experts auto
+      dsv4 generate ./checkpoint "Once upon a time" --gpus 2
     """
     model, prompt = _model_and_prompt(words or [], model_option, is_elsewhere=file is not None or ids is not None)
     source = _source(prompt, file, ids)
@@ -121,9 +122,12 @@ def generate_command(
     folder = find_model(model, console, revision=revision)
     params = with_defaults(params, options, folder, console)
     limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
+    found = place_model(
+        folder, limits, console, device=device, gpus=gpus, offload_experts=offload, numerics=numerics, dtype=dtype
+    )
     llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=device, limits=limits, console=console,
-        offload_experts=offload, drafts=draft_count, gpus=gpus, threads=threads,
+        folder, numerics=numerics, dtype=dtype, device=found.device, limits=limits, console=console,
+        offload_experts=found.offload_experts, drafts=draft_count, gpus=found.gpus, threads=threads,
         ignore_selftest=ignore_selftest,
     )  # fmt: skip
     counter = _count_experts(llm) if stats else None
@@ -141,7 +145,7 @@ def generate_command(
         print()
     else:
         print(",".join(map(str, run.completion.token_ids)))
-    console.print(f"[dim]{_summary(run)}; {numerics} numerics on {device}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]{_summary(run)}; {numerics} numerics on {found.device}[/dim]", highlight=False, soft_wrap=True)
     if counter is not None and not as_json:
         console.print(_experts_table(counter.layers()))
         if drafted is not None:

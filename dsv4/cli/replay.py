@@ -26,6 +26,7 @@ from dsv4.tools.model_loading import (
     find_model,
     load_llm,
     parse_offload,
+    place_model,
 )
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Header
@@ -54,7 +55,7 @@ def replay_command(
     numerics: Annotated[str | None, typer.Option(help="official or exact. Default: as recorded.")] = None,
     dtype: DtypeOption = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda. Default: as recorded.")] = None,
-    gpus: GpusOption = 1,
+    gpus: GpusOption = None,
     offload_experts: OffloadOption = None,
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
@@ -89,9 +90,13 @@ def replay_command(
     )
     if not prefix_cache:
         limits = replace(limits, prefix_cache_bytes=0)
+    place = place_model(
+        folder, limits, console, device=device or first["device"], gpus=gpus,
+        offload_experts=parse_offload(offload_experts), numerics=numerics, dtype=dtype,
+    )  # fmt: skip
     llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=device or first["device"], limits=limits, console=console,
-        offload_experts=parse_offload(offload_experts), gpus=gpus, threads=threads,
+        folder, numerics=numerics, dtype=dtype, device=place.device, limits=limits, console=console,
+        offload_experts=place.offload_experts, gpus=place.gpus, threads=threads,
     )  # fmt: skip
     try:
         report = _run(llm, found, limit, console)
@@ -102,7 +107,7 @@ def replay_command(
         llm.close()
     report.settings = {
         "model": str(folder), "batch": limits.max_concurrent_requests, "chunk": limits.max_chunk_tokens,
-        "prefix_cache": prefix_cache, "gpus": gpus,
+        "prefix_cache": prefix_cache, "gpus": place.gpus,
     }  # fmt: skip
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
@@ -152,7 +157,7 @@ def _constrainer(llm: LLM) -> Any:
             if llm.tokenizer is None:
                 raise RequestError("a grammar needs a tokenizer, and this checkpoint has none")
             try:
-                from dsv4.http.grammar.compiler import GrammarCompiler
+                from dsv4.engine.grammar.compiler import GrammarCompiler
             except ModuleNotFoundError as error:
                 raise RequestError(f"a grammar needs {error.name}: {how_to_install('serve')}") from None
             compiler.append(

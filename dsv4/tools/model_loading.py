@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_d
 from dsv4.loader.header import is_lfs_pointer, pointer_text
 from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
+from dsv4.tools.auto.choose import choose_for
+from dsv4.tools.auto.machine import read_machine
+from dsv4.tools.auto.settings import Settings, Wishes
 from dsv4.tools.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
 from dsv4.tools.plan.targets import PRESETS
 
@@ -36,8 +40,8 @@ _THREADS_HELP = (
     "Official numerics give the same bits with any number; exact ones may differ in the last bit."
 )
 _OFFLOAD_HELP = (
-    "Keep experts in host memory that do not fit on the GPU: auto fills the GPU; a number, e.g. 64, is how many "
-    "experts of each layer stay on it. Default: all on the GPU."
+    "Experts in host memory: auto fills the GPU with the others; a number, e.g. 64, is how many of each layer stay on "
+    "it; off keeps all. Default: auto if they do not fit."
 )
 
 
@@ -63,9 +67,14 @@ NumericsOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help="Dtype of --numerics exact: float64, float32 (default) or bfloat16.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="Device: auto (GPUs where there are any), cpu, cuda, or cuda:N for one GPU.")
+]
 GpusOption = Annotated[
-    int, typer.Option(help="Number of GPUs, one process each; with --device cpu, number of processes.")
+    int | None,
+    typer.Option(
+        help="GPUs that share the model, one process each; on a CPU, processes. Default: all, if it is large."
+    ),
 ]
 DraftsOption = Annotated[
     str,
@@ -170,7 +179,7 @@ def check_numerics(numerics: str, dtype: str | None) -> None:
 
 def parse_offload(text: str | None) -> str | int | None:
     """`--offload-experts`, before torch is loaded; what the model can have is checked with its config."""
-    if text is None or text == "auto":
+    if text in (None, "auto", "off"):
         return text
     if not (text.isascii() and text.isdigit()):
         raise RequestError(f"--offload-experts must be auto or a number of experts a layer, found {text!r}")
@@ -184,6 +193,25 @@ def parse_drafts(text: str, option: str = "--drafts") -> Drafts:
     if not (text.isascii() and text.isdigit()):
         raise RequestError(f"{option} must be auto, off or a number of tokens, found {text!r}")
     return int(text)
+
+
+def place_model(
+    folder: Path, limits: EngineConfig, console: Console, *, device: str, gpus: int | None,
+    offload_experts: str | int | None, numerics: str, dtype: str | None,
+) -> Settings:  # fmt: skip
+    """Device, ranks and offloading of a command that has limits of its own, chosen as a server's are."""
+    wishes = Wishes(
+        device=device, gpus=gpus, requests=limits.max_concurrent_requests, context=limits.max_context_tokens,
+        chunk=limits.max_chunk_tokens, drafts="off", offload_experts=offload_experts, numerics=numerics, limits=limits,
+    )  # fmt: skip
+    found = choose_for(folder, ModelConfig.from_pretrained(folder), wishes, read_machine(), dtype)
+    if found.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = found.visible
+    if device == "auto" and found.device != "cpu":
+        for choice in found.choices:
+            if choice.what in ("device", "busy", "experts"):
+                print_note(f"{choice.what}: {choice.value} ({choice.why}); {choice.option} changes it", console)
+    return found
 
 
 def check_loading(

@@ -191,7 +191,7 @@ def serve_command(
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
     check_numerics(numerics, dtype)
-    offload = "off" if offload_experts == "off" else parse_offload(offload_experts)
+    offload = parse_offload(offload_experts)
     draft_count = None if drafts is None else parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")

@@ -34,7 +34,8 @@ class Wishes:
         for name in ("gpus", "requests", "context", "chunk"):
             value = getattr(self, name)
             if value is not None and not is_size(value):
-                raise ConfigError(f"--{name} must be a positive integer, found {shown(value)}")
+                least = "from 1 to the number of experts" if name == "gpus" else "a positive integer"
+                raise ConfigError(f"--{name} must be {least}, found {shown(value)}")
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_chunk_speeds_are_those_of_the_records():
     [
         ({"memory": 0.0}, "--memory must be a share"),
         ({"memory": float("nan")}, "--memory must be a share"),
-        ({"gpus": 0}, "--gpus must be a positive"),
+        ({"gpus": 0}, "--gpus must be from 1"),
         ({"device": "gpu"}, "--device must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:9"}, "numbered from 0"),
         ({"device": "cpu:1"}, "--device must be"),

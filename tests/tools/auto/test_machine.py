@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from dsv4.config import ModelConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.walk import storages_of
 from dsv4.llm import LLM
 from dsv4.loader.files import find_tensors
 from dsv4.loader.write.synth import write_checkpoint
+from dsv4.tools import model_loading
 from dsv4.tools.auto import machine as machine_module
 from dsv4.tools.auto import nvml
 from dsv4.tools.auto.budget import WeightBytes
@@ -123,3 +125,19 @@ def test_what_is_loaded_is_what_was_planned(folder):
     held = sum(one.nbytes() for one in storages_of(llm.model.params))
     assert abs(cache - found.planned["cache"]) <= 0.01 * found.planned["cache"]
     assert abs(held - found.planned["weights"]) <= 0.01 * found.planned["weights"]
+
+
+def test_other_commands_go_where_a_server_would(folder, monkeypatch, capsys):
+    """Their limits are their own: a chat does not fill a GPU."""
+    second = Accelerator("NVIDIA H200", 140 * GIB, 139 * GIB, 90, "GPU-2-abc")
+    monkeypatch.setattr(model_loading, "read_machine", lambda: Machine((FIRST, second), host_bytes=GIB))
+    limits = EngineConfig(max_context_tokens=1024, max_concurrent_requests=1)
+    options = {"gpus": None, "offload_experts": None, "numerics": "official", "dtype": None}
+    console = Console(stderr=True, soft_wrap=True)
+    found = model_loading.place_model(folder, limits, console, device="auto", **options)
+    assert (found.device, found.gpus, found.offload_experts) == ("cuda:1", 1, None)
+    said = capsys.readouterr().err
+    assert "note: device: cuda:1: 1 x NVIDIA H200, 140.0 GiB" in said
+    assert "note: busy: GPU 0: 20.0 GiB of 140.0 GiB are free" in said
+    found = model_loading.place_model(folder, limits, console, device="cpu", **options)
+    assert (found.device, capsys.readouterr().err) == ("cpu", "")
