@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.free_model import free_engine
+from benchmarks.rank_host import measure
 from benchmarks.runner import Record, Session, wait
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.manager import KVCacheManager
@@ -29,7 +30,7 @@ NUM_REQUESTS, NUM_BLOCKS, NUM_STEPS = 256, 65536, 200
 NUM_WAITING, ANSWER_LEN, TOKEN = 1000, 500, 7
 CPU = torch.device("cpu")
 CONFIG = ModelConfig.tiny()  # the cost is the host's and the table's: it does not depend on the model's size
-SECTIONS = ("allocator", "cache", "engine")
+SECTIONS = ("allocator", "cache", "engine", "ranks")
 
 
 def run(session: Session) -> None:
@@ -40,6 +41,8 @@ def run(session: Session) -> None:
         session.attempt(f"prepare_forward, {count} tokens", prepare_forward, session.device, count)
     for count in (1, 16, 64, 256, 1024) if session.wants("engine") else ():
         session.attempt(f"engine, {count} requests", engine_step, count)
+    for count in (2, 4) if session.wants("ranks") else ():
+        session.attempt(f"{count} ranks", measure, count, NUM_REQUESTS)
 
 
 def allocator(num_at_once: int) -> Record:
@@ -127,5 +130,7 @@ def spread(op: str, shapes: dict[str, Any], seconds: list[float]) -> Record:
 
 def line(record: Record) -> str:
     rate = f", {record['pairs_per_s']:,.0f} pairs/s" if "pairs_per_s" in record else ""
+    if "mean_us" in record:
+        return f"{record['op']:16} {record['shapes']!s:40} {record['mean_us']:10,.1f} us"
     times = f"{record['median_us']:10,.1f} us ({record['p10_us']:,.1f} to {record['p90_us']:,.1f})"
     return f"{record['op']:16} {record['shapes']!s:40} {times}{rate}"

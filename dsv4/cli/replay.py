@@ -157,7 +157,7 @@ def _constrainer(llm: LLM) -> Any:
             if llm.tokenizer is None:
                 raise RequestError("a grammar needs a tokenizer, and this checkpoint has none")
             try:
-                from dsv4.http.grammar.compiler import GrammarCompiler
+                from dsv4.engine.grammar.compiler import GrammarCompiler
             except ModuleNotFoundError as error:
                 raise RequestError(f"a grammar needs {error.name}: {how_to_install('serve')}") from None
             compiler.append(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dsv4.engine.grammar.compiler import GrammarCompiler
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
-from dsv4.http.grammar.compiler import GrammarCompiler
 from dsv4.http.live_view import LiveView
 from dsv4.llm import LLM
 from dsv4.request import RequestError

@@ -13,6 +13,22 @@ def children_of(pid):
     return []
 
 
+def descendants_of(pid):
+    children = children_of(pid)
+    return [*children, *(one for child in children for one in descendants_of(child))]
+
+
+def ranks_under(pid):
+    """Ranks besides the first of a server, whose engine is a child of its supervisor."""
+    return [one for one in descendants_of(pid) if b"dsv4.rank" in _command(one)]
+
+
+def _command(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def wait_until_gone(pids, seconds=10):
     until = time.monotonic() + seconds
     while alive := [pid for pid in pids if _is_alive(pid)]:

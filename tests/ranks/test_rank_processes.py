@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import httpx
 import pytest
 import torch
 from draft_cases import ForcedDrafts, truth_of
-from process_cases import children_of, wait_until_gone
+from process_cases import children_of, descendants_of, ranks_under, wait_until_gone
 from rank_cases import SMALL
 
 from dsv4.cli.main import main
@@ -219,21 +220,32 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     while "running on" not in (tmp_path / "log").read_text():
         assert run.poll() is None
         time.sleep(0.2)
-    (child,) = children_of(run.pid)
+    (child,) = ranks_under(run.pid)
+    everyone = descendants_of(run.pid)
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99}}}
+    bounded = {"model": "flash-mini", "prompt": "SCENE", "max_tokens": 8, "seed": 3, "response_format": schema}
+    with ThreadPoolExecutor(4) as pool:  # as many on each rank
+        found = list(pool.map(lambda _: httpx.post(url, json=bounded, timeout=60).json(), range(4)))
+    texts = [one["choices"][0]["text"] for one in found]
+    assert len(set(texts)) == 1, "the same answer wherever it was made"
+    assert int(texts[0]) <= 99
     body = {"model": "flash-mini", "prompt": "SCENE", "max_tokens": 100, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", url, json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
         os.kill(child, signal.SIGKILL)
         assert f"rank 1 (process {child}) was ended by SIGKILL" in "".join(lines)
     assert run.wait(10) == 1
     assert f"dsv4: error: rank 1 (process {child}) was ended by SIGKILL" in (tmp_path / "log").read_text()
+    wait_until_gone(everyone)
     run = subprocess.Popen([*command, "--port", str(_free_port())], stderr=log)
-    while not (children := children_of(run.pid)):
+    while not ranks_under(run.pid):
         time.sleep(0.05)
+    everyone = descendants_of(run.pid)
     run.terminate()
     run.wait(10)
-    wait_until_gone(children)
+    wait_until_gone(everyone)
     log.close()
 
 

@@ -1,1 +1,1 @@
-"""The engine on several ranks: scheduler, messages, workers, loading."""
+"""Several ranks: the step they agree on, the router, rank 0's and the others' ends, loading."""

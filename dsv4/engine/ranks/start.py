@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 from dsv4.config import EngineConfig
 from dsv4.dist.world import World
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.engine import Engine
+from dsv4.engine.link.grammars import Constrain
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
@@ -29,7 +31,8 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
-        serve_rank(own, llm.control, engine_info(llm), world.mesh.requests[0], world.follower)
+        connection = world.mesh.requests[0]
+        serve_rank(own, llm.control, engine_info(llm), connection, world.follower, constrain=_constrain(llm))
         cache.close()
         raise SystemExit(0)
     remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
@@ -37,3 +40,16 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     llm.control = RanksControl(weakref.proxy(llm), backend, ranks)
     llm.model = LeadingTransformer(model, agreement)
     return ranks
+
+
+def _constrain(llm: Any) -> Constrain:
+    """Compiles grammars, once rank 0 has sent one: it has checked them."""
+
+    @cache
+    def compiler() -> Any:
+        from dsv4.engine.grammar.compiler import GrammarCompiler  # its library comes with the server
+
+        config = llm.config
+        return GrammarCompiler(llm.tokenizer, vocab_size=config.vocab_size, eos_token_id=config.eos_token_id)
+
+    return lambda lark, opening: compiler().compile(lark, opening).constraint()

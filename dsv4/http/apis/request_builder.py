@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.link.messages import EngineInfo
 from dsv4.http.apis.chat.request import AllowedToolChoice, ChatRequest, NamedToolChoice
 from dsv4.http.apis.completions.request import CompletionRequest
@@ -15,7 +16,6 @@ from dsv4.http.apis.logprobs import TokenNames
 from dsv4.http.body import leading_field
 from dsv4.http.errors import ApiError
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
-from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import ContentRule, content_rule, shown_schema
 from dsv4.http.settings import MIB, ServerConfig
 from dsv4.request import RequestError, SamplingParams, check_params, check_prompt, later_seed, new_seed

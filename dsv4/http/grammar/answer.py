@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsv4.http.grammar.errors import GrammarError
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.http.grammar.schema_refs import find_empty_reference
 from dsv4.http.grammar.structured import ContentRule, JsonRule
 from dsv4.text.protocol import PROTOCOL

@@ -12,9 +12,9 @@ from typing import Any
 
 from llguidance import gbnf_to_lark, regex_to_lark
 
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.http.apis.fields import JsonObjectFormat, JsonSchemaFormat, SamplingFields
 from dsv4.http.grammar.empty import is_empty_grammar
-from dsv4.http.grammar.errors import GrammarError
 
 # Where JSON may have white space, people write one space, or a new line and its indentation. A model left to itself
 # can otherwise fill an answer with it.

@@ -28,7 +28,7 @@ from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="grammars come with the server's libraries")
-from dsv4.http.grammar.compiler import GrammarCompiler
+from dsv4.engine.grammar.compiler import GrammarCompiler
 
 CONFIG = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 128), num_nextn_predict_layers=0)
 GRAMMARS = {"list": 'start: "[" NUM ("," NUM)* "]"\nNUM: /[0-9]{1,3}/', "word": 'start: ("ja" | "nein" | " ")+'}

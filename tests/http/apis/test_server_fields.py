@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
+from dsv4.engine.grammar.compiler import GrammarCompiler
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.link.info import engine_info
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
@@ -22,8 +24,6 @@ from dsv4.http.apis.hints import HINTS
 from dsv4.http.apis.request_builder import RequestBuilder, unsupported
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError
-from dsv4.http.grammar.compiler import GrammarCompiler
-from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.settings import ServerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def compiler():
 @pytest.fixture
 def asked_of_engine(jobs, compiler, monkeypatch):
     """`asked_of_engine(kind, body)`: prompts, parameters and whether a grammar binds, for every choice."""
-    monkeypatch.setattr("dsv4.http.grammar.compiler.check_grammar", lambda lark: "")  # in this process: it is ours
+    monkeypatch.setattr("dsv4.engine.grammar.compiler.check_grammar", lambda lark: "")  # in this process: it is ours
 
     def run(kind, body):
         request = validate(MODELS[kind], body)

@@ -12,10 +12,10 @@ from server_cases import SERVED, TOKENIZER, TWO_LAYERS
 
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
+from dsv4.engine.grammar.compiler import GrammarCompiler
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.step.constraint import ConstraintError, fill_allowed, has_bit
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
-from dsv4.http.grammar.compiler import GrammarCompiler
-from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import JsonRule
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import random_params
@@ -350,7 +350,7 @@ def test_a_schema_that_would_take_all_memory_is_refused(compiler):
 
 def test_a_grammar_seen_before_is_not_checked_again(compiler, monkeypatch):
     grammar = compiler.compile('start: "seen"')
-    monkeypatch.setattr("dsv4.http.grammar.compiler.check_grammar", lambda lark: "asked again")
+    monkeypatch.setattr("dsv4.engine.grammar.compiler.check_grammar", lambda lark: "asked again")
     assert compiler.compile('start: "seen"') is grammar
     with pytest.raises(GrammarError, match="asked again"):
         compiler.compile('start: "unseen"')

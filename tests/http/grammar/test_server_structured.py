@@ -11,10 +11,10 @@ import re
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, let_it_say, make_llm, start_server
 
+from dsv4.engine.grammar.compiler import GrammarCompiler
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.step.constraint import has_bit
 from dsv4.http.grammar.answer import AnswerRules, answer_grammar, symbols_of
-from dsv4.http.grammar.compiler import GrammarCompiler
-from dsv4.http.grammar.errors import GrammarError
 from dsv4.http.grammar.structured import ChoiceRule, GrammarRule, JsonRule, RegexRule
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

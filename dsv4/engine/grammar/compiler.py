@@ -1,7 +1,7 @@
 """Constraints from grammars, through llguidance: `GrammarCompiler` once per model, `GrammarConstraint` per request.
 
 A grammar is Lark text as llguidance reads it; `<[id]>` in it is a special token. Special tokens match nothing else, so
-text rules cannot produce a marker of the protocol. What the grammars are is in `answer_grammar.py`.
+text rules cannot produce a marker of the protocol. What the grammars are is in `http/grammar/answer.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from dsv4.engine.grammar.check import check_grammar
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.step.constraint import Constraint, ConstraintError, Words, pack_tokens
-from dsv4.http.grammar.check import check_grammar
-from dsv4.http.grammar.errors import GrammarError
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
 
@@ -81,7 +81,7 @@ class CompiledGrammar:
         self._group = group
 
     def constraint(self) -> GrammarConstraint:
-        return GrammarConstraint(self._matcher, self._group)
+        return GrammarConstraint(self._matcher, self._group, self.lark)
 
 
 class GrammarGroup:
@@ -109,9 +109,13 @@ def _failure(matcher: llguidance.LLMatcher) -> ConstraintError:
 
 
 class GrammarConstraint:
-    """One request's place in a grammar; implements `dsv4.engine.step.constraint.Constraint`. `start` stays as it is."""
+    """One request's place in a grammar; implements `dsv4.engine.step.constraint.Constraint`. `start` stays as it is.
 
-    def __init__(self, start: llguidance.LLMatcher, group: GrammarGroup) -> None:
+    source  from which another rank makes the same: the grammar's text, and ids that need no check any more
+    """
+
+    def __init__(self, start: llguidance.LLMatcher, group: GrammarGroup, lark: str) -> None:
+        self.source: tuple[str, list[int]] = (lark, [])
         self._start = start
         self.matcher = start.deep_copy()
         self.group = group
