@@ -26,7 +26,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(params, root):
-    server = start_server(make_llm(params), rl=True, rl_roots=(str(root),), max_choices=64)
+    server = start_server(make_llm(params), rl=True, rl_roots=(str(root),))
     yield server
     server.wait_until_free()
     server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _KEEPS_NOTHING = "this server keeps no answers: send the whole conversation"
 _FUNCTIONS_ONLY = "nothing is run here; offer functions"
+_ROLLOUTS = "use /generate or /inference/v1/generate (dsv4 serve --rl)"
 
 HINTS = {
     "functions": "use tools",
@@ -16,6 +17,8 @@ HINTS = {
     "web_search_options": _FUNCTIONS_ONLY,
     "truncation": "prompts are never cut in silence; only disabled is accepted",
     "verbosity": "ask for it in the conversation; only medium is accepted",
+    "return_routed_experts": _ROLLOUTS,
+    "routed_experts_start_len": _ROLLOUTS,
     "suffix": "the model does not fill gaps; only an empty suffix is accepted",
     "echo": "use /v1/completions",
     "chat_template": "the model has one protocol; use /v1/completions for prompts of your own",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rl_cases import PROMPT, another_front_end, answer_of, differing, greedy, start_rl
+from safetensors.torch import load_file
 from server_cases import HEADERS, SERVED, TOKENIZER, make_llm, start_server
 from server_processes import wait_for
 
 from dsv4 import LLM
+from dsv4.engine.weight_group import WeightGroup
 from dsv4.http.apis.rl.routes import CALLS, PATHS
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
@@ -67,6 +71,44 @@ def test_new_weights_are_those_of_a_fresh_engine(server, root, path):
     assert drawn["a"] != drawn["b"]
     assert drawn == {name: fresh(root / name) for name in drawn}
     assert fingerprints[0] != fingerprints[1], "answers of other weights have the same fingerprint"
+
+
+GROUP = {
+    "sglang": ("/init_weights_update_group", "/update_weights_from_distributed", lambda fields: fields, ("dtypes",)),
+    "vllm": (
+        "/init_weight_transfer_engine", "/update_weights", lambda fields: {"update_info": fields}, ("dtype_names",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", GROUP)
+def test_new_weights_of_a_trainers_group(server, root, dialect):
+    """The trainer's half runs in a thread: it waits for the engine to join, then sends in two pieces."""
+    join, update, body, (dtypes,) = GROUP[dialect]
+    answer_of(server.post("/update_weights", {"weight_dir": str(root / "a")}))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    where = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo",
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as trainer:
+        making = trainer.submit(WeightGroup, "127.0.0.1", port, rank=0, world_size=2)
+        answer_of(server.post(join, where if dialect == "sglang" else {"init_info": {**where, "packed": False}}))
+        tensors = [*load_file(next((root / "b").glob("*.safetensors"))).items()]
+        answer_of(server.post("/pause?mode=keep"))
+        for part in (tensors[:9], tensors[9:]):
+            sending = trainer.submit(making.result().send, part)
+            fields = {
+                "names": [name for name, _ in part], dtypes: [str(one.dtype) for _, one in part],
+                "shapes": [list(one.shape) for _, one in part],
+            }  # fmt: skip
+            answer = answer_of(server.post(update, body(fields)))
+            sending.result(30)
+            assert answer["is_whole"] == (part[-1] is tensors[-1])
+            went_on = server.post("/resume")
+            assert went_on.status_code == (200 if answer["is_whole"] else 400), went_on.text
+    assert greedy(server) == fresh(root / "b")
 
 
 def test_prefixes_of_old_weights_are_not_used(server, root):
@@ -372,6 +414,12 @@ BAD = [
     ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "update_info.names"),
     ("/update_weight_version", {}, "weight_version"),
     ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, "init_info.master_port"),
+    (
+        "/init_weight_transfer_engine",
+        {"init_info": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}},
+        "init_info.packed",
+    ),
+    ("/update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": [[1]]}, "names"),
     ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, "serialized_named_tensors"),
     ("/abort_request", {}, "rid"),
     ("/generate", {"text": "x", "input_ids": [1]}, "input_ids"),
