@@ -29,8 +29,8 @@ def capacities(
     gpu: Gpu, counts: Sequence[int], bytes_per_token: Fraction, total_weights: int,
     needed: Callable[[int], tuple[int, int]],
 ) -> tuple[Capacity, ...]:  # fmt: skip
-    """On this kind of GPU. `needed` takes a number of GPUs; of one of them: the bytes of its weights, and of all else but cache.
-    A tensor-parallel GPU is taken to need as much besides weights."""
+    """On this kind of GPU. `needed` takes a number of GPUs; of one of them: the bytes of its weights, and of all else
+    but cache. A tensor-parallel GPU is taken to need as much besides weights."""
     found = []
     for gpus in counts:
         weights, rest = needed(gpus)
