@@ -12,8 +12,8 @@
 | other-selftest, other-digests | the same with the ptxas of --ptxas; digests are then compared |
 | tests | the tests marked gpu |
 
-Parts run beside each other, since none is timed. `--kernels`: files of `tools/compile_ahead.py pack`, so that little is
-left to compile. What a part prints is in FOLDER; what did not end in time says so. Exit status 1 if something is red.
+Parts run beside each other, since none is timed. `--kernels`: files of `dsv4 kernels pack`, so that little is left to
+compile. What a part prints is in FOLDER; what did not end in time says so. Exit status 1 if something is red.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
     ends = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     for file in options.kernels:
-        subprocess.run([sys.executable, "tools/compile_ahead.py", "unpack", str(file.resolve())], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "dsv4", "kernels", "unpack", str(file.resolve())], cwd=ROOT, check=True)
     with ThreadPoolExecutor(5 if options.device == "cuda" else 1) as lanes:
         results = list(lanes.map(lambda part: run_part(part, options.out, ends), parts_of(options)))
     assemblers = compared(options.out)

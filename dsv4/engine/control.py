@@ -102,13 +102,13 @@ class EngineControl:
         engine.gate.check()
         engine.resume()
 
-    def reset_prefix_cache(self, running: bool = False) -> None:
+    def reset_prefix_cache(self, running: bool = False, name: str | None = None) -> None:
         """No later request starts from what is cached now, on any tier. With `running`, paused requests also compute
-        all their rows again."""
-        self._check_rest("the prefix cache can be reset")
+        all their rows again. `name`: of the prefixes from now on."""
+        self._check_still("the prefix cache can be reset")
         if self._llm.engine.scheduler.has_work and running and not self.is_paused:
             raise RequestError("rows of running requests can be computed again only while the engine is paused")
-        self._llm.engine.start_anew(uuid4().hex, clears=running)
+        self._llm.engine.start_anew(name or uuid4().hex, clears=running)
 
     # ---- weights ----
 
@@ -160,10 +160,12 @@ class EngineControl:
         return version
 
     def _check_rest(self, what: str) -> None:
-        engine = self._llm.engine
         if self._llm.num_ranks > 1:
             raise RequestError(f"{what} only with gpus=1: not yet on several ranks")
-        if engine.has_work:
+        self._check_still(what)
+
+    def _check_still(self, what: str) -> None:
+        if self._llm.engine.has_work:
             raise RequestError(f"{what} only while no request runs or waits, or while the engine is paused: pause() it")
 
     # ---- sleep ----

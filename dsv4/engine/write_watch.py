@@ -20,7 +20,7 @@ _version = attrgetter("_version")  # torch counts the writes into a tensor and i
 
 
 class WriteWatch:
-    """Of the tensors of `params` as they are now. A look costs some 50 ns a tensor."""
+    """Of the tensors of `params` as they are now. A look took 0.16 us a tensor on a busy CPU."""
 
     def __init__(self, params: Any) -> None:
         found = [(name, tensor) for name, tensor in _named(params, "") if not tensor.is_inference()]

@@ -33,7 +33,7 @@ from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.write.synth import write_checkpoint
-from dsv4.request import SamplingParams
+from dsv4.request import RequestError, SamplingParams
 
 LIMITS = EngineConfig(max_context_tokens=256, max_concurrent_requests=8)
 PROMPTS = [[5, 6, 7, 8], [9] * 140, [10, 11], [12, 13, 14], [15]]
@@ -101,6 +101,32 @@ def processes_of(llm):
     return llm.engine._link.processes
 
 
+def check_commands(llm, alone):
+    """Pauses, versions and resets reach every rank; answers stay what they are."""
+    requests = [llm.start(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    llm.step()
+    llm.pause()
+    assert not llm.engine.has_work
+    assert llm.info()["is_paused"]
+    counts = [len(output.token_ids) for _, output in requests]
+    late = llm.start(PROMPTS[1], PARAMS[1])
+    llm.reset_prefix_cache(running=True)
+    assert llm.set_weight_version("second") == "second"
+    assert [len(output.token_ids) for _, output in requests] == counts, "nothing runs"
+    llm.resume()
+    while not all(output.is_done for _, output in (*requests, late)):
+        llm.step()
+    expected = [done.token_ids for done in alone.generate(PROMPTS, PARAMS)]
+    assert [tuple(output.token_ids) for _, output in requests] == expected
+    assert tuple(late[1].token_ids) == expected[1]
+    assert {output.weight_versions[-1][1] for _, output in (*requests, late)} == {"second"}
+    llm.pause("wait")
+    llm.resume()
+    with pytest.raises(RequestError, match="weights can be updated only with gpus=1"):
+        llm.update_weights("nowhere")
+    llm.engine.check_integrity()
+
+
 def test_four_processes_and_one_killed_while_nothing_runs(folder):
     alone = LLM(folder, engine=LIMITS)
     shown = []
@@ -113,6 +139,7 @@ def test_four_processes_and_one_killed_while_nothing_runs(folder):
     assert torch.equal(llm.mtp_logits(PROMPTS[1][:20]), alone.mtp_logits(PROMPTS[1][:20]))
     sizes = [len(as_loaded(llm.model.params.layers[0].ffn.experts.w1).data), SMALL.n_routed_experts]
     assert sizes == [1, 6], "rank 0 of four has one of six experts, the others one or two"
+    check_commands(llm, alone)
     pids = [process.pid for process in processes_of(llm)]
     told = []
     llm.engine.sizes.when_failed(told.append)

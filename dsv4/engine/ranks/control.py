@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 from dsv4.engine.control import EngineControl
 from dsv4.engine.engine import Engine
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.ops.backend import Backend
+from dsv4.request import RequestError
 
 
 class RanksControl(EngineControl):
@@ -16,7 +18,7 @@ class RanksControl(EngineControl):
     def __init__(self, llm: Any, backend: Backend, engine: RanksEngine) -> None:
         super().__init__(_OwnView(llm, engine.own), backend)
         self._engine = engine
-        for verb in ("pause", "resume", "set_weight_version"):
+        for verb in ("pause", "resume", "reset_prefix_cache", "set_weight_version"):
             self._verbs[verb] = getattr(self, verb)
 
     def pause(self, mode: Any = "keep") -> None:
@@ -26,6 +28,16 @@ class RanksControl(EngineControl):
     def resume(self) -> None:
         self._engine.tell("resume", {})
         super().resume()
+
+    def reset_prefix_cache(self, running: bool = False, name: str | None = None) -> None:
+        if self._engine.has_work:
+            raise RequestError(
+                "the prefix cache can be reset only while no request runs, or while the engine is paused"
+            )
+        name = name or uuid4().hex
+        self._engine.tell("reset_prefix_cache", {"running": running, "name": name})
+        super().reset_prefix_cache(running, name)
+        self._engine.forget_prefixes()
 
     def set_weight_version(self, version: str) -> str:
         found = super().set_weight_version(version)

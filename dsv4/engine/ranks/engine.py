@@ -213,6 +213,10 @@ class RanksEngine:
                 self._given(*given)
         self._pauses = [one.control("pause", {"mode": mode}) for one in self.remotes]
 
+    def forget_prefixes(self) -> None:
+        """They go by another name from now on."""
+        self._router.rename(self.cache.chain)
+
     def _is_pausing(self) -> bool:
         self._pauses = [one for one in self._pauses if not one.done()]
         return bool(self._pauses)

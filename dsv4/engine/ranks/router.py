@@ -13,7 +13,7 @@ request is the one to be displaced.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsv4.cache.prefix.tree import ChainKeys
@@ -80,6 +80,11 @@ class Router:
         order = step - request.params.priority * AGING_STEPS, self._num_added
         self._num_added += 1
         insort(self._queue, Waiting(order, request, now, chain))
+
+    def rename(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> None:
+        """Prefixes have other keys now."""
+        for one in self._queue:
+            one.chain = one.request.chain = one.request.chain_by(make)
 
     def remove(self, request: Request) -> bool:
         """Whether it waited here."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dsv4.cache.transfer import HostCopy, to_device
 from dsv4.config import CSA_RATIO
@@ -33,13 +32,16 @@ class Replays:
         config, device = runner.model.config, runner.cache.device
         chosen = to_device(torch.tensor(rows), device)
         self._types = ("uint8" if config.n_routed_experts <= 1 << 8 else "uint16", "uint16")
-        kept = [_rows(forwarded.experts, chosen, torch.uint8 if self._types[0] == "uint8" else torch.int16)]
+        experts = torch.stack(forwarded.experts, 1).index_select(0, chosen)  # [N, layers, k]: few launches
+        kept = [experts.to(torch.uint8 if self._types[0] == "uint8" else torch.int16)]
         if forwarded.picks:
             most = max(piece.start + piece.length for piece in self._pieces) // CSA_RATIO
             is_short = runner.cache.limits.max_context_tokens // CSA_RATIO < 1 << 16
             self._types = (self._types[0], "uint16" if is_short else "uint32")
             picks = [one[:, :most] for one in forwarded.picks]
-            kept.append(_rows(picks, chosen, torch.int16 if is_short else torch.int32))
+            narrow = torch.int16 if is_short else torch.int32
+            # layer by layer: those of a long chunk are large
+            kept.append(torch.stack([one.index_select(0, chosen).to(narrow) for one in picks], 1))
         self._copy = HostCopy(kept, device)
 
     @classmethod
@@ -72,11 +74,6 @@ class Replays:
 
 def wants_picks(plan: StepPlan) -> bool:
     return any(piece.request.params.indexer_topk for piece in plan.others)
-
-
-def _rows(parts: Sequence[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of tensors [T, k], one for each layer -> [N, layers, k]."""
-    return torch.stack([part.index_select(0, rows).to(dtype) for part in parts], 1)
 
 
 def _own(table: Rows, here: slice) -> Rows:

@@ -27,6 +27,7 @@ from dsv4.engine.offload.placement import (
     workspace_bytes,
 )
 from dsv4.loader.write.config_file import ExpertFormat
+from dsv4.tools.plan.capacity import GPU_COUNTS, Capacity, capacities
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
@@ -109,6 +110,7 @@ class Plan:
     fits: tuple[GpuFit, ...]
     summary: str
     forecast: OffloadForecast | None = None
+    capacities: tuple[Capacity, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`; sizes are bytes."""
@@ -131,6 +133,7 @@ class Plan:
                 **{f"{name}_bytes": getattr(budget, attribute) for name, attribute in _BUDGET.items()},
             },
             "fits": [_fit_to_dict(fit) for fit in self.fits],
+            "capacities": [asdict(one) for one in self.capacities],
             "summary": self.summary,
         } | ({} if self.forecast is None else {"offload": asdict(self.forecast)})
 
@@ -188,6 +191,7 @@ def plan(
         fits=fits,
         summary=planner.advise(requested, budget),
         forecast=planner.forecast(requested, host_speed) if offload_experts and requested.fits and gpus == 1 else None,
+        capacities=() if gpu is None else planner.capacities(requested.gpu),
     )
 
 
@@ -279,6 +283,16 @@ class _Planner:
             return self.budget(engine, gpus).total <= gpu.usable_bytes
 
         return min(largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
+
+    def capacities(self, gpu: Gpu) -> tuple[Capacity, ...]:
+        """Tokens of cache on several GPUs of this kind, with all experts on them."""
+
+        def needed(gpus: int) -> tuple[int, int]:
+            budget = self.budget(self.engine, gpus, offload_experts=False)
+            return budget.weights, budget.without_cache - budget.weights
+
+        counts = [gpus for gpus in GPU_COUNTS if gpus <= self.config.n_routed_experts]
+        return capacities(gpu, counts, self.schema(self.engine).bytes_per_token, self.total_bytes, needed)
 
     def min_gpus(self, gpu: Gpu) -> int | None:
         """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""

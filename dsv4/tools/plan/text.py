@@ -15,7 +15,8 @@ def render(plan: Plan) -> RenderableType:
     lines = [Text(plan.summary, style="bold")]
     if plan.forecast is not None:
         lines.append(Text(forecast_line(plan.forecast, plan.config.n_routed_experts)))
-    return Group(_weights(plan), _cache(plan), _budget(plan), _fits(plan), *lines)
+    tables = [_weights(plan), _cache(plan), _budget(plan), _fits(plan)]
+    return Group(*tables, *([_capacities(plan)] if plan.capacities else []), *lines)
 
 
 def forecast_line(forecast: OffloadForecast, num_experts: int) -> str:
@@ -110,6 +111,15 @@ def _fits(plan: Plan) -> Table:
         longest = f"{fit.max_context_tokens:,}" if fit.max_context_tokens else "-"
         needed = "-" if fit.min_gpus is None else str(fit.min_gpus)
         table.add_row(fit.gpu.name, f"{fit.gpu.usable_bytes / GIB:g}", *counts, longest, needed)
+    return table
+
+
+def _capacities(plan: Plan) -> Table:
+    title = f"Tokens of KV cache on several {plan.fits[0].gpu.name}"
+    table = _table(title, "GPUs", "dsv4: DP attention + EP", "tensor parallel", "times")
+    for one in plan.capacities:
+        times = f"{one.tokens / one.tensor_parallel_tokens:.1f}" if one.tensor_parallel_tokens else "-"
+        table.add_row(str(one.gpus), f"{one.tokens:,}", f"{one.tensor_parallel_tokens:,}", times)
     return table
 
 

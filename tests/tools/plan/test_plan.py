@@ -55,6 +55,22 @@ def test_json_figures(run, target, bytes_per_token, window_bytes, state_bytes, w
     assert "\n" not in data["summary"]
 
 
+def test_tokens_of_cache_beside_tensor_parallelism(run):
+    """What is left of each GPU, by hand; nearly as many times as there are GPUs, where weights are small."""
+    data = json.loads(run("flash", "--gpu", "b200", "--gpus", "8", "--requests", "64", "--json").stdout)
+    assert [one["gpus"] for one in data["capacities"]] == [2, 4, 8]
+    eight, gpu, per_token = data["capacities"][-1], data["gpu"], data["kv"]["bytes_per_token"]
+    rest = gpu["total_bytes"] - gpu["weights_bytes"] - gpu["cache_bytes"]
+    room = GPU_GIB["b200"] * GIB - rest
+    assert eight["tokens"] == 8 * int((room - gpu["weights_bytes"]) / per_token)
+    assert eight["tensor_parallel_tokens"] == int((room - data["weights"]["total_bytes"] // 8) / per_token)
+    assert 7 < eight["tokens"] / eight["tensor_parallel_tokens"] < 8
+    small = json.loads(run("pro", "--gpu", "40", "--json").stdout)["capacities"]
+    assert [one["tokens"] for one in small] == [0, 0, 0]
+    assert json.loads(run("flash", "--json").stdout)["capacities"] == []
+    assert "DP attention + EP" in run("flash", "--gpu", "h200").stdout
+
+
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 @pytest.mark.parametrize("index_key_format", ["fp4", "fp8"])
 @pytest.mark.parametrize("config", [TINY, ModelConfig.tiny(compress_ratios=(128, 4, 128, 0, 4, 0), head_dim=256)])
