@@ -184,6 +184,7 @@ def test_memory_that_runs_out_all_the_same(dsv4, checkpoint, monkeypatch):
 @pytest.mark.usefixtures("no_loading")
 def test_what_does_not_fit_this_machine(dsv4, checkpoint, monkeypatch):
     """The nearest settings that fit are named, and taken."""
+    monkeypatch.setattr("dsv4.tools.auto.machine.free_host_bytes", lambda: 8 << 30)
     serve = ("serve", "--host", "no.such.host.invalid", "--model", checkpoint)
     asked = dsv4(*serve, "--requests", "10000000")
     refused(asked, "the cache of 10000000 requests", "GiB free (--memory 0.92)", "What fits: --requests ")

@@ -82,13 +82,13 @@ def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
 
 def test_a_server_over_a_free_model(tmp_path, capsys):
     out = tmp_path / "server.jsonl"
-    options = ["--streams", "3", "--section", "streams", "--kinds", "chat", "--processes", "1", "--step-ms", "1"]
+    options = ["--streams", "3", "--section", "streams", "--kinds", "chat", "--processes", "1", "--step-ms", "20"]
     assert entry.main(["server", "--preset", "free", "--small", "--device", "cpu", "--out", str(out), *options]) == 0
     alone, served = (json.loads(text) for text in out.read_text().splitlines())
     assert (alone["kind"], served["kind"], served["load"]["kind"]) == ("serve_engine", "serve", "chat")
     assert alone["failed"] == served["failed"] == 0
     assert alone["output_tokens"] == served["output_tokens"] == 3 * 6
-    assert alone["between_tokens_ms"]["p50"] >= 0.9, "a step takes its time"
+    assert alone["tokens_per_second"] <= 1.5 * 3 / 20e-3, "a step takes its time"
     assert set(served["cpu_seconds"]) >= {"1 front_end"}
     assert "us CPU a token" in capsys.readouterr().out
 
