@@ -1,0 +1,73 @@
+"""Several nodes: each is a network namespace of this machine, so that ranks reach one another by addresses alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from dsv4 import LLM, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.processes
+NODES = ("dsv4-node-0", "dsv4-node-1")
+LIMITS = EngineConfig(max_context_tokens=128, max_concurrent_requests=4)
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
+
+
+@contextmanager
+def two_nodes():
+    """Joined by one cable: 10.77.0.1 and 10.77.0.2."""
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need iproute2's `ip`, which is not installed")
+    try:
+        for name in NODES:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+        cable = ip(
+            "link", "add", "dsv4-veth0", "netns", NODES[0], "type", "veth", "peer", "dsv4-veth1", "netns", NODES[1]
+        )
+        if cable.returncode:
+            pytest.skip(f"no cable between network namespaces can be made here: {cable.stderr.strip()}")
+        for place, name in enumerate(NODES):
+            ip("-n", name, "addr", "add", f"10.77.0.{place + 1}/24", "dev", f"dsv4-veth{place}")
+            ip("-n", name, "link", "set", f"dsv4-veth{place}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for name in NODES:
+            ip("netns", "delete", name)
+
+
+def test_two_nodes_give_the_tokens_of_one():
+    with two_nodes():
+        runs = [
+            subprocess.Popen(
+                [
+                    "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                    "--node-rank", str(place), "--nproc-per-node", "1", "--master-addr", "10.77.0.1",
+                    "--master-port", "29531", "-m", "dsv4", "generate", "SCENE I.", "--gpus", "2", "--device", "cpu",
+                    "--max-tokens", "6", "--seed", "3", "--temperature", "0.8", "--json",
+                ],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"dsv4-veth{place}"},
+            )
+            for place, name in enumerate(NODES)
+        ]  # fmt: skip
+        try:
+            found = [run.communicate(timeout=120) for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
+    assert [run.returncode for run in runs] == [0, 0], [errors[-2000:] for _, errors in found]
+    (expected,) = LLM(engine=LIMITS).generate("SCENE I.", SamplingParams(max_tokens=6, seed=3, temperature=0.8))
+    assert json.loads(found[0][0])["token_ids"] == list(expected.token_ids)
+    assert found[1][0] == "", "the other node prints nothing"
