@@ -19,7 +19,7 @@ from benchmarks.runner import Session, is_bad
 from dsv4.testing.model_cuts import CutModel
 
 FOLDER = Path(entry.__file__).parent
-HELPERS = {"__main__", "free_model", "runner", "serving", "rank_speed", "storm_clients"}
+HELPERS = {"__main__", "free_model", "runner", "serving", "rank_host", "rank_speed", "storm_clients"}
 
 
 def test_every_benchmark_is_listed(capsys):
