@@ -11,6 +11,7 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.free_model import free_engine
@@ -21,6 +22,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.engine import Engine
+from dsv4.engine.step.constraint import Words, num_words
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams
@@ -95,18 +97,42 @@ def engine_step(num_requests: int) -> list[Record]:
     """A whole step of the engine, CPU time: a batch that decodes, the same while a thousand requests wait, and one
     whose requests end after 500 tokens and others begin."""
     ends = NUM_STEPS * num_requests // ANSWER_LEN + 100
-    loads = {"decoding": (0, None), "others wait": (NUM_WAITING, None), "come and go": (ends, ANSWER_LEN)}
+    loads: dict[str, dict[str, Any]] = {
+        "decoding": {}, "others wait": {"num_waiting": NUM_WAITING},
+        "come and go": {"num_waiting": ends, "length": ANSWER_LEN}, "log-probabilities": {"logprobs": 1},
+        "64 with rules": {"num_rules": 64},
+    }  # fmt: skip
     return [
-        spread("engine_step", {"requests": num_requests, "load": name}, _steps(num_requests, *load))
+        spread("engine_step", {"requests": num_requests, "load": name}, _steps(num_requests, **load))
         for name, load in loads.items()
     ]
 
 
-def _steps(num_requests: int, num_waiting: int, length: int | None) -> list[float]:
+class FreeRule:
+    """A rule that allows everything at no cost: what is measured is what rules cost the engine."""
+
+    words = np.full(num_words(CONFIG.vocab_size), -1, dtype=np.int32)
+
+    def allowed(self) -> Words:
+        return self.words
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+    def rollback(self, count: int) -> None:
+        pass
+
+
+def _steps(
+    num_requests: int, *, num_waiting: int = 0, length: int | None = None, logprobs: int | None = None,
+    num_rules: int = 0,
+) -> list[float]:  # fmt: skip
     engine = make_engine(num_requests)
     for place in range(num_requests + num_waiting):
         tokens = 900 if length is None else 1 + place % length if place < num_requests else length
-        engine.add([TOKEN] * 20, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0))
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, logprobs=logprobs)
+        rule = FreeRule() if place < num_rules else None
+        engine.submit(engine.prepare([TOKEN] * 20, params, rule))
     seconds = []
     for _ in range(NUM_STEPS + 20):
         started = time.thread_time()

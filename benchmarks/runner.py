@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
 import time
 import traceback
@@ -53,7 +54,8 @@ class Session:
         self.is_cuda = options.device != "cpu"
         self.device = torch.device(options.device)
         self.records: list[Record] = []
-        machine = {"gpu": "none"} | describe_machine(torch.device("cpu"))
+        machine = {"gpu": "none", "cpus": os.cpu_count(), "commit": options.commit or records_of.current_commit()}
+        machine |= describe_machine(torch.device("cpu"))
         self.origin = records_of.provenance(options.commit) if self.is_cuda else machine
         self._began, self._line = time.monotonic(), line
         self.out: Path | None = options.out

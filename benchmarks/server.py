@@ -1,7 +1,7 @@
 """`dsv4 serve` under load, beside the engine alone: tokens/s, waits, CPU time by process.
 
     python -m benchmarks server                                    four Flash layers, written to disk first
-    python -m benchmarks server --layers 34 --resident             as many as one H200 holds; nothing is written
+    python -m benchmarks server --layers 4,34 --resident           then as many as one H200 holds; nothing is written
     python -m benchmarks server --model FOLDER                     a checkpoint that is there
     python -m benchmarks server --preset mini --small --device cpu  the shipped miniature: a try
     python -m benchmarks server --preset free --device cpu         a model that costs nothing: the host alone
@@ -9,7 +9,7 @@
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
 `dsv4 bench serve`, in processes of their own. With `--resident` the engine is a thread of this process. Records:
 `serve_engine` (the engine alone), `serve` (through HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The
-first load of each server is not recorded.
+first load of each server is not recorded, apart from its very first request. At the end: the goals, and which are met.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import gc
 import json
 import os
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.free_model import FREE_CONFIG, free_llm
 from benchmarks.runner import SCHEDULE, Record, Session, free_memory, numbers
+from benchmarks.server_goals import table
 from benchmarks.serving import ResidentServer, ServerProcess
 from dsv4.config import EngineConfig
 from dsv4.http.settings import ServerConfig
@@ -70,7 +71,10 @@ SMALL = {"prompt": 24, "output": 6, "intruder": 600, "intruder_seconds": 0.2}  #
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=numbers, default=[1, 16, 64, 256, 1024], help="of the section streams")
     parser.add_argument("--kinds", default="completions,chat")
-    parser.add_argument("--layers", type=int, help="the preset's first layers instead of one or two of each kind")
+    parser.add_argument(
+        "--layers", type=numbers, default=[len(SCHEDULE)],
+        help="models one after another: 4 is one or two layers of each kind, any other number the preset's first",
+    )  # fmt: skip
     parser.add_argument("--model", help="a checkpoint instead")
     parser.add_argument("--resident", action="store_true", help="random weights made on the GPU, not on the disk")
     parser.add_argument("--small", action="store_true", help="short prompts and answers of few streams: a try")
@@ -83,56 +87,78 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        if session.options.resident or session.options.preset == "free":
-            run_resident(session, Path(name))
-            return
-        folder = checkpoint(session, Path(name))
-        print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
-        for section in SECTIONS:
-            if session.wants(section):
-                loads = loads_of(section, session)
-                engine: dict[int, float] = {}
-                session.attempt(f"{section}, engine", alone, session, folder, section, loads, engine)
-                session.attempt(f"{section}, server", served, session, folder, Path(name), section, loads, engine)
+    options = session.options
+    is_cut = options.preset not in ("free", "mini") and options.model is None
+    for layers in options.layers if is_cut else (0,):
+        with tempfile.TemporaryDirectory() as name:
+            if options.resident or options.preset == "free":
+                run_resident(session, Path(name), layers)
+                continue
+            folder = checkpoint(session, Path(name), layers)
+            print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
+            for section in SECTIONS:
+                if session.wants(section):
+                    loads = loads_of(section, session)
+                    made = Measured(section, loads, layers)
+                    session.attempt(f"{section}, engine", alone, session, folder, made)
+                    session.attempt(f"{section}, server", served, session, folder, Path(name), made)
 
 
-def run_resident(session: Session, folder: Path) -> None:
+def conclusions(records: list[Record]) -> list[str]:
+    return table(records)
+
+
+@dataclass
+class Measured:
+    """The loads of a section on one model, and the engine's tokens/s by number of streams, once known."""
+
+    section: str
+    loads: list[Load]
+    layers: int
+    engine: dict[int, float] = field(default_factory=dict)
+
+
+def run_resident(session: Session, folder: Path, layers: int) -> None:
     """One model for all sections."""
     sections = {section: loads_of(section, session) for section in SECTIONS if session.wants(section)}
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
-    llm = resident_model(session, folder, limits)
-    print(f"[{session.elapsed:6.1f}] the model is there", flush=True)
+    llm = resident_model(session, folder, limits, layers)
+    print(f"[{session.elapsed:6.1f}] the model is there, {layers or 'all'} layers", flush=True)
     gc.collect()
     gc.freeze()
     config = ServerConfig(name="model", port=0, max_waiting=2048, max_connections=2048)
     for section, loads in sections.items():
-        engine: dict[int, float] = {}
-        session.attempt(f"{section}, engine", loads_alone, llm, section, loads, engine)
+        made = Measured(section, loads, layers)
+        session.attempt(f"{section}, engine", loads_alone, llm, made)
         server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
-        session.attempt(f"{section}, server", loads_served, session, server, section, loads, engine)
+        session.attempt(f"{section}, server", loads_served, session, server, made)
+    gc.unfreeze()
+    llm.close()
+    del llm
+    free_memory()
 
 
-def resident_model(session: Session, folder: Path, limits: EngineConfig) -> LLM:
+def resident_model(session: Session, folder: Path, limits: EngineConfig, layers: int) -> LLM:
     """In this process; its tokenizer is written into the folder, for front ends."""
     options = session.options
     if options.preset == "free":
         return free_llm(limits, write_tokenizer(folder, FREE_CONFIG.vocab_size), step_seconds=options.step_ms / 1e3)
-    schedule = SCHEDULE if options.layers is None else None
-    model = build_model(
-        options.preset, layers=options.layers, schedule=schedule, hash_layers=None if schedule is None else 1,
-        experts="nvfp4", device=options.device,
-    )  # fmt: skip
+    model = build_model(options.preset, **cut_of(layers), experts="nvfp4", device=options.device)
     tokenizer = write_tokenizer(folder, model.config.vocab_size)
     return LLM.from_params(model.config, model.params, tokenizer=tokenizer, engine=limits)
 
 
-def checkpoint(session: Session, folder: Path) -> Path:
+def cut_of(layers: int) -> dict[str, Any]:
+    if layers == len(SCHEDULE):
+        return {"layers": None, "schedule": SCHEDULE, "hash_layers": 1}
+    return {"layers": layers, "schedule": None, "hash_layers": None}
+
+
+def checkpoint(session: Session, folder: Path, layers: int) -> Path:
     options = session.options
     if options.preset == "mini" or options.model is not None:
         return find_checkpoint(options.model)
-    schedule = SCHEDULE if options.layers is None else None
-    config = cut_config(PRESETS[options.preset](), options.layers, schedule, None if schedule is None else 1)
+    config = cut_config(PRESETS[options.preset](), *cut_of(layers).values())
     extra = {"tokenizer.json": json.dumps(whole_tokenizer(config.vocab_size))}
     return write_checkpoint(
         folder / "model", config, experts="nvfp4", with_mtp=False, extra_files=extra, device=session.device
@@ -178,62 +204,58 @@ def limits_of(session: Session, loads: list[Load]) -> EngineConfig:
     )
 
 
-def alone(
-    session: Session, folder: Path, section: str, loads: list[Load], engine: dict[int, float]
-) -> list[Record]:  # fmt: skip
-    llm = LLM(folder, device=session.options.device, engine=limits_of(session, loads))
+def alone(session: Session, folder: Path, made: Measured) -> list[Record]:
+    llm = LLM(folder, device=session.options.device, engine=limits_of(session, made.loads))
     gc.collect()
     gc.freeze()  # as the server does
     try:
-        return loads_alone(llm, section, loads, engine)
+        return loads_alone(llm, made)
     finally:
         gc.unfreeze()
         llm.close()
         free_memory()
 
 
-def loads_alone(llm: LLM, section: str, loads: list[Load], engine: dict[int, float]) -> list[Record]:
-    target, records = EngineTarget(llm.engine, "engine", llm.config.vocab_size), []
-    measure_load(target, replace(loads[0], seed=1, intruder=None))
-    for load in loads:
+def loads_alone(llm: LLM, made: Measured) -> list[Record]:
+    records: list[Record] = []
+    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
+    measure_load(target, replace(made.loads[0], seed=1, intruder=None))
+    for load in made.loads:
         report, _ = measure_load(target, replace(load, seed=2))
-        engine[load.streams] = report.tokens_per_second
-        records.append({**report.to_dict(), "kind": "serve_engine", "section": section})
+        made.engine[load.streams] = report.tokens_per_second
+        records.append({**report.to_dict(), "kind": "serve_engine", "section": made.section, "layers": made.layers})
     return records
 
 
-def served(
-    session: Session, folder: Path, log: Path, section: str, loads: list[Load], engine: dict[int, float]
-) -> list[Record]:  # fmt: skip
-    limits = limits_of(session, loads)
-    process = ServerProcess(folder, log / f"{section}.log", [
+def served(session: Session, folder: Path, log: Path, made: Measured) -> list[Record]:
+    limits = limits_of(session, made.loads)
+    process = ServerProcess(folder, log / f"{made.section}.log", [
         "--device", session.options.device, "--requests", str(limits.max_concurrent_requests), "--context",
         str(limits.max_context_tokens), "--chunk", str(session.options.chunk), "--max-waiting", "2048",
         "--max-connections", "2048", *session.options.serve_option,
     ])  # fmt: skip
-    return loads_served(session, process, section, loads, engine)
+    return loads_served(session, process, made)
 
 
-def loads_served(
-    session: Session, process: ServerProcess | ResidentServer, section: str, loads: list[Load], engine: dict[int, float]
-) -> list[Record]:  # fmt: skip
-    records = []
+def loads_served(session: Session, process: ServerProcess | ResidentServer, made: Measured) -> list[Record]:
+    records: list[Record] = []
     url = process.start()
     try:
         target = UrlTarget(url, processes=session.options.processes)
         kinds = session.options.kinds.split(",")
-        for seed, (kind, load) in enumerate([(kinds[0], loads[0])] + [(k, load) for k in kinds for load in loads], 3):
+        loads = [(kinds[0], made.loads[0]), *((kind, load) for kind in kinds for load in made.loads)]
+        for seed, (kind, load) in enumerate(loads, 3):
             before = process.cpu_seconds()
             report, _ = measure_load(target, replace(load, kind=kind, seed=seed))
             used = {
                 name: round(total - before.get(name, 0.0), 3) for name, total in process.cpu_seconds().items()
             }  # fmt: skip
-            tokens = max(report.output_tokens, 1)
+            tokens, alone = max(report.output_tokens, 1), made.engine.get(load.streams)
             records.append(report.to_dict() | {
-                "section": section, "cpu_seconds": used,
+                "section": made.section, "layers": made.layers, "cpu_seconds": used,
                 "cpu_us_per_token": round(1e6 * sum(used.values()) / tokens, 1),
-                "share_of_engine": round(report.tokens_per_second / engine[load.streams], 3)
-                if engine.get(load.streams) else None,
+                "share_of_engine": round(report.tokens_per_second / alone, 3) if alone else None,
+                **({"very_first_ms": records[0]["first_token_ms"].get("max")} if records else {}),
             })  # fmt: skip
     finally:
         process.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from dsv4.http.processes.settings import FrontEndSettings, Room
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 
+_PARTS = ("engine_process", "front_end")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -71,6 +73,12 @@ class ServerProcess:
         self._is_up = False
         self.process.send_signal(signal.SIGTERM)
         self.exit_codes.append(self.process.wait(120))
+
+    def kill_one(self, chance: random.Random) -> str:
+        """Kill the engine or one of the front ends; which of them. It is to be started again."""
+        part = chance.choice(_PARTS)
+        os.kill(chance.choice([pid for pid in family(self.process.pid) if _module_of(pid) == part]), signal.SIGKILL)
+        return part
 
     def look(self) -> None:
         """Take a sample, if the server is up."""

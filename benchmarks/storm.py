@@ -2,12 +2,14 @@
 
     python -m benchmarks storm                                   # a minute, a random model of two layers
     python -m benchmarks storm --seconds 600 --restarts 1 --model flash-mini --out benchmarks/results/storm
+    python -m benchmarks storm --seconds 600 --kills 30          # of the engine and of front ends, at random
 
 A process of its own serves the model; clients (`storm_clients.py`) ask the same few questions over and over, leave,
-dawdle, send half of something or nonsense. Every answer that comes whole must equal the same question asked alone; at
-the end every slot and block must be free; memory, descriptors and threads must have stayed what they were; the log must
-hold no traceback and about a line a request. Printed: what became of the clients, tokens/s, the server's own share per
-token. With --out also a JSON record and, where matplotlib is there, a plot. Exit status 1 if anything was wrong.
+dawdle, send half of something or nonsense. Processes that are killed are started again (`--restart`). Every answer that
+comes whole must equal the same question asked alone; at the end every slot and block must be free; memory, descriptors
+and threads must have stayed what they were; the log must hold no traceback and about a line a request. Printed: what
+became of the clients, tokens/s, the server's own share per token. With --out also a JSON record and, where matplotlib
+is there, a plot. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,10 +102,30 @@ async def storm(process: ServerProcess, clients: Storm, options: argparse.Namesp
             await asyncio.sleep(1.0)
             clients.is_restarting = False
 
-    looking, restarting = asyncio.create_task(look()), asyncio.create_task(restart())
+    async def kill() -> None:
+        chance = random.Random(options.seed)
+        for _ in range(options.kills):
+            await asyncio.sleep(options.seconds / (options.kills + 1) * chance.uniform(0.5, 1.2))
+            clients.is_restarting = True
+            clients.killed[await asyncio.to_thread(process.kill_one, chance)] += 1
+            await asyncio.to_thread(wait_until_ready, clients.url)
+            clients.is_restarting = False
+
+    looking = asyncio.create_task(look())
+    changing = [asyncio.create_task(restart()), asyncio.create_task(kill())]
     await clients.run(options.workers)
-    await restarting
+    await asyncio.gather(*changing)
     looking.cancel()
+
+
+def wait_until_ready(url: str, seconds: float = 60.0) -> None:
+    """Until every front end says that requests are taken, and what died has been noticed."""
+    end, num_good = time.monotonic() + seconds, 0
+    time.sleep(1.0)
+    while num_good < 10 and time.monotonic() < end:
+        time.sleep(0.1)
+        with suppress(httpx.TransportError):
+            num_good = num_good + 1 if httpx.get(f"{url}/ready", timeout=30).status_code == 200 else 0
 
 
 def wait_until_free(url: str, seconds: float = 60.0) -> dict[str, Any] | None:
@@ -180,6 +203,7 @@ def make_record(
     return {
         "what": "storm on dsv4 serve", "model": options.model or "random, two layers", "numerics": options.numerics,
         "workers": options.workers, "slots": options.slots, "seconds": round(seconds, 1), "restarts": options.restarts,
+        "kills": dict(clients.killed), "front_ends": options.front_ends,
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(), "torch": torch.__version__, "uvicorn": uvicorn.__version__,
         "commit": current_commit(), "load_average": os.getloadavg()[0],
@@ -232,7 +256,8 @@ def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], S
     log_file = workspace / "server.log"
     process = ServerProcess(folder, log_file, [
         "--requests", str(options.slots), "--max-waiting", "1024", "--numerics", options.numerics, "--context",
-        str(CONTEXT), "--drain-seconds", str(DRAIN_SECONDS),
+        str(CONTEXT), "--drain-seconds", str(DRAIN_SECONDS), "--front-ends", str(options.front_ends),
+        *(["--restart"] if options.kills else []),
     ])  # fmt: skip
     url = process.start()
     try:
@@ -253,7 +278,7 @@ def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], S
 
 
 def report(record: dict[str, Any]) -> None:
-    names = ("workers", "slots", "seconds", "restarts", "model", "numerics", "machine")
+    names = ("workers", "slots", "seconds", "restarts", "kills", "model", "numerics", "machine")
     print(", ".join(f"{name} {record[name]}" for name in names))
     print(f"clients: {record['outcomes']}")
     rate = record["last_server"]["output_tokens"] / record["seconds"]
@@ -270,6 +295,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--slots", type=int, default=64, help="requests in the batch at most")
     parser.add_argument("--restarts", type=int, default=0, help="times the server is stopped and started meanwhile")
+    parser.add_argument("--kills", type=int, default=0, help="processes of the server that are killed meanwhile")
+    parser.add_argument("--front-ends", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of who is killed and when")
     parser.add_argument("--model", help="a checkpoint folder or a shipped one; default: random, two layers")
     parser.add_argument("--numerics", default="exact", choices=["exact", "official"])
     parser.add_argument("--out", type=Path, help="write FILE.json and, with matplotlib, FILE.png")

@@ -1,7 +1,7 @@
 """Clients of a storm: those that behave, those that leave, dawdle, send half of something or nonsense.
 
-Every answer that comes whole must equal the same question asked alone. While a server is being restarted, clients may
-be refused or told that it is shutting down; nothing else.
+Every answer that comes whole must equal the same question asked alone. While a server is being restarted, or one of its
+processes has died, clients may be refused, lost, or told why; nothing else.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Storm:
         self._behaviour = behaviour
         self._end = time.monotonic() + seconds
         self.is_restarting = False
+        self.killed: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []  # what must never happen, in words
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4.config import shown
 from dsv4.errors import Dsv4Error
@@ -224,8 +224,7 @@ def _check_tokens(params: SamplingParams) -> None:
     object.__setattr__(params, "logit_bias", dict(params.logit_bias))
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """One token: its log-probability under the model, and the most likely tokens there, best first."""
 
     token_id: int

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -229,7 +229,12 @@ def bench_serve_command(
     streams: Annotated[int, typer.Option(help="Closed loop: requests always under way.", min=1)] = 8,
     rate: Annotated[float | None, typer.Option(help="Open loop: arrivals a second, at random (Poisson).")] = None,
     requests: Annotated[int | None, typer.Option(help="Requests in all. Default: 4 a stream.", min=1)] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="With a URL: chats instead of completions.")] = False,
+    api: Annotated[
+        str | None, typer.Option(help="With a URL: completions (default), chat, responses or messages.")
+    ] = None,
+    extra: Annotated[
+        str | None, typer.Option(help="With a URL: further fields of every request, a JSON object.")
+    ] = None,
     intruder: Annotated[
         int | None, typer.Option(help="Length of one long prompt sent during the load, e.g. 524288.", min=1)
     ] = None,
@@ -262,7 +267,7 @@ def bench_serve_command(
     \b
     Examples:
       dsv4 bench serve http://127.0.0.1:8000 --streams 256 --shape random
-      dsv4 bench serve http://127.0.0.1:8000 --chat --rate 20 --requests 1000 --shape sharegpt --plot waits.png
+      dsv4 bench serve http://127.0.0.1:8000 --api chat --rate 20 --requests 1000 --shape sharegpt --plot waits.png
       dsv4 bench serve http://127.0.0.1:8000 --streams 64 --output 1024 --intruder 524288
       dsv4 bench serve flash --schedule swa,csa,hca,csa --experts nvfp4 --device cuda --streams 256
     """
@@ -272,7 +277,7 @@ def bench_serve_command(
 
     load = Load.of(
         shape, prompt, output, spread, requests=requests or 4 * streams, streams=streams, rate=rate,
-        kind="chat" if chat else "completions", temperature=temperature, top_p=top_p, seed=seed, intruder=intruder,
+        kind=api or "completions", temperature=temperature, top_p=top_p, seed=seed, intruder=intruder,
         intruder_seconds=intruder_seconds,
     )  # fmt: skip
     if plot is not None:
@@ -281,10 +286,13 @@ def bench_serve_command(
     if target is not None and "://" in target:
         from dsv4.tools.bench.server_target import UrlTarget
 
-        served = UrlTarget(target, model, api_key, processes=processes, only_standard=only_standard)
+        served = UrlTarget(
+            target, model, api_key, processes=processes, only_standard=only_standard, extra=_fields(extra)
+        )
     else:
-        if chat:
-            raise ConfigError("--chat needs the URL of a server; an engine reads token ids")
+        given = next((name for name, value in (("--api", api), ("--extra", extra)) if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"{given} needs the URL of a server; an engine reads token ids")
         served = _engine_target(target, load, _kinds(schedule), _expert_format(experts), device, chunk)
     with progress(load) as on_done:
         report, seen = measure_load(served, load, on_done)
@@ -295,6 +303,17 @@ def bench_serve_command(
     if plot is not None:
         plot_waits(report, seen, plot)
     raise typer.Exit(1 if report.failed or "error" in (report.intruder or {}) else 0)
+
+
+def _fields(text: str | None) -> dict[str, Any]:
+    """Of `--extra`."""
+    try:
+        found = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra must be JSON such as '{{\"top_k\": 5}}': {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra must be a JSON object of request fields, found {text}")
+    return found
 
 
 def _engine_target(

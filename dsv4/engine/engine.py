@@ -23,8 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.errors import NoFreeSlot
@@ -46,7 +44,7 @@ from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
-from dsv4.engine.step.sampler import Drawn, Undrawable, undrawable
+from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawable
 from dsv4.engine.step.size import OwnSizes, Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
@@ -319,7 +317,7 @@ class Engine:
         self._flights.popleft()
         rows, others = flight.plan.rows, flight.plan.others
         if rows:
-            self._settle_rows(rows, found[0].numpy()[: len(rows)])
+            self._settle_rows(rows, [part[: len(rows)] for part in found])
         self._settle(others, drawn)
         self._offer(flight.plan, offers)
 
@@ -342,11 +340,13 @@ class Engine:
         for request, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
             request.drafts = offer.drafts[:count]
 
-    def _settle_rows(self, step: RowsOfStep, token_ids: NDArray[np.int64]) -> None:
-        """Each row of a step gets its token; requests that end with it leave."""
+    def _settle_rows(self, step: RowsOfStep, found: Sequence[Tensor]) -> None:
+        """Each row of a step gets its token; requests that end with it leave. `found`: what was drawn, by row."""
+        token_ids = found[0].numpy()
         taken = self.scheduler.rows.take(step, token_ids)
+        listed = listed_logprobs(token_ids.tolist(), step.counts or (), found[1:])
         self._num_output_tokens += len(taken.requests)
-        self._results.add(taken.requests, taken.token_ids)
+        self._results.add(taken.requests, taken.token_ids, [listed[row] for row in taken.rows] if listed else ())
         for request in taken.ended:
             self.scheduler.settle(request)
         self._results.ended += taken.ended
@@ -354,8 +354,8 @@ class Engine:
             request, token_id = step.requests[row], int(token_ids[row])
             was_done = request.is_done
             request.num_unread -= 1
-            is_token = token_id >= 0
-            self._take(request, Drawn(token_id, None) if is_token else undrawable(token_id, len(request.token_ids)))
+            drawn = Drawn(token_id, listed[row] if listed else None)
+            self._take(request, drawn if token_id >= 0 else undrawable(token_id, len(request.token_ids)))
             self._let_go(request, was_done)
 
     def _settle(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:

@@ -222,7 +222,7 @@ class Request:
     @property
     def can_have_row(self) -> bool:
         """Whether its next tokens need nothing but to be fed and drawn."""
-        is_plain = self.params.logprobs is None and not self.has_rules and not self.drafts and self.replay is None
+        is_plain = not self.has_rules and not self.drafts and self.replay is None
         return is_plain and len(self.end_ids) <= MAX_END_IDS
 
     def chain_by(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> ChainKeys | None:

@@ -56,7 +56,7 @@ def random_requests():
         params = SamplingParams(
             max_tokens=chance.randrange(1, 8) if place % 25 else 10, seed=chance.randrange(2**40),
             temperature=chance.choice([0.0, 1.0]), top_k=chance.choice([0, 20]), ignore_eos=place % 3 > 0,
-            presence_penalty=chance.choice([0.0, 0.0, 0.5]), logprobs=chance.choice([0, 3]),
+            presence_penalty=chance.choice([0.0, 0.0, 0.5]), logprobs=chance.choice([None, 0, 3]),
             priority=chance.choice([-1, 0, 0, 1]), min_tokens=chance.choice([0, 0, 1]),
             logit_bias=chance.choice([None, None, {7: 4.0}]), bad_words_ids=chance.choice([(), ((9,),), ((7, 7),)]),
             prompt_logprobs=chance.choice([None, None, 1]), deadline=chance.choice([None] * 7 + [60.0]),

@@ -30,13 +30,14 @@ from dsv4.engine.link.messages import (
     encode,
     error_in,
     error_of,
+    logprobs_by_row,
     pack_ids,
     unpack_logprobs,
     unpack_rows,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
 from dsv4.engine.stats import EngineStats
-from dsv4.request import FinishReason, TokenLogprobs
+from dsv4.request import FinishReason
 from dsv4.text.output import TextOutput
 
 
@@ -228,7 +229,7 @@ class EngineClient(asyncio.Protocol):
             log = None if found is None else found[0].outputs[found[1]].replay
             if log is not None:
                 log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
-        logprobs: dict[int, TokenLogprobs] = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
+        logprobs = logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()

@@ -20,6 +20,7 @@ from dsv4.engine.link.messages import (
     Start,
     Step,
     encode,
+    pack_ids,
     pack_logprobs,
     pack_rows,
 )
@@ -55,7 +56,7 @@ class ClientConnection:
         self._token_ids = bytearray()
         self.accepted: list[int] = []
         self.starts: list[Start] = []
-        self.logprobs: list[tuple[int, PackedLogprobs]] = []
+        self._logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # with their rows, by how many they list
         self.ends: list[End] = []
         self._replays: list[Replay] = []
 
@@ -75,7 +76,7 @@ class ClientConnection:
 
     def add_logprobs(self, row: int, request: Request, logprobs: TokenLogprobs) -> None:
         """Of the token in this row of the news."""
-        self.logprobs.append((row, pack_logprobs([logprobs])))
+        self._logprobs.setdefault(len(logprobs.top), []).append((row, logprobs))
         request.logprobs.clear()  # the client has it
 
     def start(self, handle: int, request: Request) -> None:
@@ -124,9 +125,13 @@ class ClientConnection:
             for handle in self._replaying:
                 self._add_replay(handle)
             handles, token_ids = bytes(self._handles), bytes(self._token_ids)
+            logprobs = [
+                (pack_ids([row for row, _ in found]), pack_logprobs([one for _, one in found]))
+                for found in self._logprobs.values()
+            ]
             step = Step(
-                seconds, handles, token_ids, self.accepted, self.starts, self.logprobs, self.ends, self._replays
-            )
+                seconds, handles, token_ids, self.accepted, self.starts, logprobs, self.ends, self._replays
+            )  # fmt: skip
             self.unsent += encode(step)
             self._clear()
 

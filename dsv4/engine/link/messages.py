@@ -201,7 +201,7 @@ class Step(msgspec.Struct, tag=11, array_like=True):
     token_ids: bytes
     accepted: list[int] = []
     starts: list[Start] = []
-    logprobs: list[tuple[int, PackedLogprobs]] = []  # by row
+    logprobs: list[tuple[bytes, PackedLogprobs]] = []  # of these rows; those that list as many tokens together
     ends: list[End] = []
     replays: list[Replay] = []
 
@@ -309,6 +309,13 @@ def pack_rows(rows: NDArray[Any] | None) -> PackedRows | None:
 
 def unpack_rows(packed: PackedRows | None) -> NDArray[Any] | None:
     return None if packed is None else np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
+
+
+def logprobs_by_row(step: Step) -> dict[int, TokenLogprobs]:
+    found: dict[int, TokenLogprobs] = {}
+    for rows, packed in step.logprobs:
+        found.update(zip(unpack_ids(rows), unpack_logprobs(packed), strict=True))
+    return found
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -35,6 +35,7 @@ from dsv4.engine.link.messages import (
     encode,
     error_in,
     error_of,
+    logprobs_by_row,
     pack_ids,
     unpack_logprobs,
     unpack_rows,
@@ -186,30 +187,20 @@ class RemoteRank:
     def _take_tokens(self, step: Step) -> None:
         if not step.handles:
             return
-        token_ids = np.frombuffer(step.token_ids, dtype=np.int32)
+        token_ids, logprobs = np.frombuffer(step.token_ids, dtype=np.int32), logprobs_by_row(step)
         if step.handles != self._last[0]:
             handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
             if not all(handle in self.requests for handle in handles):  # some were dropped meanwhile
                 is_here = np.array([handle in self.requests for handle in handles])
                 token_ids = token_ids[is_here]
-                step.logprobs = [
-                    (int(is_here[:row].sum()), one) for row, one in step.logprobs if is_here[row]
-                ]  # fmt: skip
+                logprobs = {int(is_here[:row].sum()): one for row, one in logprobs.items() if is_here[row]}
                 handles = [handle for handle in handles if handle in self.requests]
             requests = tuple([self.requests[handle] for handle in handles])
             self._last = (step.handles if len(handles) * 4 == len(step.handles) else b""), requests
         requests = self._last[1]
-        logprobs = {row: unpack_logprobs(one)[0] for row, one in step.logprobs}
         for request, token_id in zip(requests, token_ids.tolist(), strict=True):
             request.token_ids.append(token_id)
-        if not logprobs:
-            self._results.add(requests, token_ids)
-            return
-        for row, (request, token_id) in enumerate(zip(requests, token_ids.tolist(), strict=True)):
-            found = logprobs.get(row)
-            if found is not None:
-                request.logprobs.append(found)
-            self._results.append(request, token_id, found)
+        self._results.add(requests, token_ids, [logprobs.get(row) for row in range(len(requests))] if logprobs else ())
 
     def _forget(self, request: Request) -> int:
         handle = self._handles.pop(request)

@@ -71,7 +71,8 @@ class InFlightStep:
         rows = SamplingRows(step.draw_slots, step.draw_positions, drafts=step.draw_drafts)
         if masks.rows is not None and masks.words is not None:
             rows = replace(rows, **_masks_of_rows(len(step.drawing), masks.rows, masks.words, device))
-        num_top = num_top_for([piece.request.params.logprobs for piece in self.plan.others if piece.draws])
+        asked = [piece.request.params.logprobs for piece in self.plan.others if piece.draws]
+        num_top = num_top_for([*asked, *(self.plan.rows.counts or ())])
         drawn = runner.draw(self.forwarded, rows, num_top) if step.drawing else None
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it

@@ -2,7 +2,8 @@
 
 Such a request is fed the token it drew last and draws one more, in every step until it ends. So what changes are a few
 numbers, kept here by slot; its `Request` reads them from here while it has its row. A step over a thousand of them is
-arithmetic on arrays: a request is touched where it comes, where a block begins, and where it ends.
+arithmetic on arrays: a request is touched where it comes, where a block begins, and where it ends. Log-probabilities
+are listed for all rows of a step at once.
 
 A row belongs to one stay of a request in its slot: a step that was launched before the request left finds another
 number in `stays`, and leaves the row alone.
@@ -42,6 +43,7 @@ class RowsOfStep:
     slots        [R]
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
+    counts       their `SamplingParams.logprobs`; None where nobody asks for log-probabilities
     """
 
     requests: tuple[Request, ...]
@@ -49,6 +51,7 @@ class RowsOfStep:
     slots: Numbers
     stays: Numbers
     starts: Numbers
+    counts: tuple[int | None, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -67,12 +70,14 @@ NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE)
 class RowsTaken:
     """What became of a step's draws: of the requests that took one, in order, with their tokens, those that ended.
 
+    rows     places in the step of those that took one
     left     places in the step of requests that had lost their row since it was launched
     invalid  places of draws that are no tokens; nothing was done with them
     """
 
     requests: tuple[Request, ...]
     token_ids: Numbers
+    rows: Sequence[int]
     ended: Sequence[Request] = ()
     left: Sequence[int] = ()
     invalid: Sequence[int] = ()
@@ -131,16 +136,21 @@ class DecodeRows:
         if self._all is None:
             slots = np.array([request.slot for request in self._members], dtype=np.int64)
             lists = tuple([request.token_ids for request in self._members])
-            self._all = RowsOfStep(tuple(self._members), lists, slots, self._stays[slots], slots)
+            counts = tuple([request.params.logprobs for request in self._members])
+            is_asked = any(count is not None for count in counts)
+            self._all = RowsOfStep(
+                tuple(self._members), lists, slots, self._stays[slots], slots, counts if is_asked else None
+            )  # fmt: skip
         every = self._all
         starts = self.num_processed[every.slots]
         is_fed = starts + 1 < self._max_lens[every.slots]
         if is_fed.all():
-            return RowsOfStep(every.requests, every.token_lists, every.slots, every.stays, starts)
+            return RowsOfStep(every.requests, every.token_lists, every.slots, every.stays, starts, every.counts)
         kept = is_fed.tolist()
         return RowsOfStep(
             tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
             every.slots[is_fed], every.stays[is_fed], starts[is_fed],
+            None if every.counts is None else tuple(compress(every.counts, kept)),
         )  # fmt: skip
 
     def launched(self, step: RowsOfStep) -> list[int]:
@@ -159,11 +169,12 @@ class DecodeRows:
         requests, lists, slots, tokens = step.requests, step.token_lists, step.slots, token_ids
         is_here = self._stays[slots] == step.stays
         is_taken = is_here & (tokens >= 0)
+        rows: Sequence[int] = range(len(step))
         left: Sequence[int] = ()
         invalid: Sequence[int] = ()
         if not is_taken.all():
             left, invalid = np.flatnonzero(~is_here).tolist(), np.flatnonzero(is_here & (tokens < 0)).tolist()
-            kept = is_taken.tolist()
+            kept, rows = is_taken.tolist(), np.flatnonzero(is_taken).tolist()
             requests, lists = tuple(compress(requests, kept)), tuple(compress(lists, kept))
             slots, tokens = slots[is_taken], tokens[is_taken]
         unread = self.num_unread[slots] - 1
@@ -175,7 +186,7 @@ class DecodeRows:
         for place in np.flatnonzero(is_end).tolist():
             requests[place].finish_reason = FinishReason.STOP if is_stop[place] else FinishReason.LENGTH
             ended.append(requests[place])
-        return RowsTaken(requests, tokens, ended, left, invalid)
+        return RowsTaken(requests, tokens, rows, ended, left, invalid)
 
     # ---- checks ----
 

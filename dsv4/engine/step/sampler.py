@@ -45,14 +45,14 @@ def outcomes(
     """What the rows of a step drew; `logprobs` are the op's three tensors, or none. A request's rows stand together:
     its newest token's, then those of its drafts."""
     drawn: list[Drawn | Undrawable] = []
+    listed = listed_logprobs(token_ids, [request.params.logprobs for request in requests], logprobs)
     for row, (token_id, request) in enumerate(zip(token_ids, requests, strict=True)):
         if row in stuck:
             drawn.append(Undrawable(stuck[row]))
         elif token_id < 0:
             drawn.append(undrawable(token_id, len(request.token_ids) + row - requests.index(request)))
         else:
-            count = request.params.logprobs
-            drawn.append(Drawn(token_id, None if count is None else token_logprobs(token_id, row, logprobs, count)))
+            drawn.append(Drawn(token_id, listed[row]))
     return drawn
 
 
@@ -64,8 +64,17 @@ def undrawable(code: int, position: int) -> Undrawable:
     return Undrawable("the request's biases and rules together allow no token")
 
 
-def token_logprobs(token_id: int, row: int, logprobs: Sequence[Tensor], count: int) -> TokenLogprobs:
-    """Row `row` of the three tensors of `sampled_logprobs`, with the `count` likeliest tokens."""
+def listed_logprobs(
+    token_ids: Sequence[int], counts: Sequence[int | None], logprobs: Sequence[Tensor]
+) -> list[TokenLogprobs | None]:  # fmt: skip
+    """The rows of the three tensors of `sampled_logprobs`, each with its `counts` likeliest tokens; None where a row
+    did not ask."""
+    most = max((count for count in counts if count is not None), default=None)
+    if most is None:
+        return [None] * len(counts)
     chosen, top_ids, top = logprobs
-    likeliest = zip(top_ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
-    return TokenLogprobs(token_id, chosen[row].item(), tuple(likeliest))
+    rows = zip(token_ids, counts, chosen.tolist(), top_ids[:, :most].tolist(), top[:, :most].tolist(), strict=True)
+    return [
+        None if count is None else TokenLogprobs(token_id, own, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token_id, count, own, ids, values in rows
+    ]

@@ -83,10 +83,17 @@ class Results:
         """Whether there are tokens."""
         return self._num_tokens > 0
 
-    def add(self, requests: tuple[Request, ...], token_ids: NDArray[np.integer]) -> None:
-        """A token of each of these."""
+    def add(
+        self, requests: tuple[Request, ...], token_ids: NDArray[np.integer],
+        logprobs: Sequence[TokenLogprobs | None] = (),
+    ) -> None:  # fmt: skip
+        """A token of each of these, and where somebody asked, log-probabilities of those who did."""
         if requests:
             self._add_singles()
+            for place, one in enumerate(logprobs):
+                if one is not None:
+                    requests[place].logprobs.append(one)
+                    self._logprobs[self._num_tokens + place] = one
             self._requests.append(requests)
             self._token_ids.append(token_ids)
             self._num_tokens += len(requests)

@@ -26,8 +26,13 @@ FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 255  # in every vocabulary, even one of byte
 WORDS = ["that", "with", "from", "have", "this", "will", "your", "what", "when", "good", "time", "year", "take", "know"]
 _HAS_TEXT = re.compile(rb'"(?:content|text|reasoning_content|reasoning)": ?"[^"]').search
 _IS_UNFINISHED = re.compile(rb'"finish_reason": ?null').search
-_USAGE = re.compile(rb'"(prompt|completion)_tokens": ?(\d+)').findall
-_IS_ERROR = re.compile(rb'(?:^|\n)data: ?\{"error"|^event: ?error').search
+_IS_NAMED = re.compile(rb"^event: ?(\S+)").match  # those of Responses and Messages
+_HAS_DELTA = re.compile(rb'"(?:delta|text|thinking|partial_json)": ?"[^"]').search
+_ENDS = (b"response.completed", b"response.incomplete", b"message_stop")
+_USAGE = re.compile(rb'"(prompt|completion|input|output)_tokens": ?(\d+)').findall
+_CACHED = re.compile(rb'"cache_(?:read|creation)_input_tokens": ?(\d+)').findall  # Messages counts them apart
+_USAGE_NAMES = {b"input": "prompt", b"output": "completion"}
+_IS_ERROR = re.compile(rb'(?:^|\n)data: ?\{"error"|^event: ?(?:error|response\.failed)').search
 _PROGRESS_SECONDS = 0.2
 
 
@@ -44,10 +49,13 @@ def prompt_text(seed: int, place: int, num_words: int) -> str:
 def request_body(work: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """The JSON of one request; `size` counts token ids, or words of a chat."""
     seed, place, size = work["seed"], request["place"], request["size"]
-    body = {**work["fields"], "seed": place, "max_tokens": request["output"]}
-    if work["kind"] == "chat":
-        return body | {"messages": [{"role": "user", "content": prompt_text(seed, place, size)}]}
-    return body | {"prompt": prompt_ids(seed, place, size)}
+    body = {"seed": place, **work["fields"]}
+    if work["kind"] == "completions":
+        return body | {"max_tokens": request["output"], "prompt": prompt_ids(seed, place, size)}
+    text = prompt_text(seed, place, size)
+    if work["kind"] == "responses":
+        return body | {"max_output_tokens": request["output"], "input": text}
+    return body | {"max_tokens": request["output"], "messages": [{"role": "user", "content": text}]}
 
 
 class Answer:
@@ -74,12 +82,19 @@ class Events:
         for event in events:
             if _IS_ERROR(event):
                 self._answer.error = event.decode(errors="replace")[:300]
+            elif named := _IS_NAMED(event):
+                self._answer.is_complete |= named[1] in _ENDS
+                if named[1].endswith((b".delta", b"block_delta")) and _HAS_DELTA(event):
+                    self._answer.times.append(now)
             elif _HAS_TEXT(event) or (_IS_UNFINISHED(event) and b'"role"' not in event):
                 self._answer.times.append(now)
             elif event.endswith(b"[DONE]"):
                 self._answer.is_complete = True
-            if b'"completion_tokens"' in event:
-                self._answer.usage = {name.decode(): int(count) for name, count in _USAGE(event)}
+            if b'"completion_tokens"' in event or b'"output_tokens"' in event:
+                counts = {_USAGE_NAMES.get(name) or name.decode(): int(count) for name, count in _USAGE(event)}
+                if "prompt" in counts:
+                    counts["prompt"] += sum(map(int, _CACHED(event)))
+                self._answer.usage |= counts
 
 
 class Connection(asyncio.Protocol):
@@ -172,7 +187,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         assert answer is not None
         if answer.error is None:
-            answer.error = error or (None if answer.is_complete else "ended without [DONE]")
+            answer.error = error or (None if answer.is_complete else "ended without its last event")
         if not self.is_open:
             self._transport.close()
         if not self._over.done():

@@ -14,6 +14,7 @@ from itertools import accumulate
 from dsv4.config import ConfigError
 from dsv4.tools.bench.client_process import LAST_TOKEN_ID, prompt_ids
 
+KINDS = ("completions", "chat", "responses", "messages")  # interfaces of a server
 INTRUDER_OUTPUT = 4  # tokens: its first one is what counts
 
 
@@ -84,8 +85,8 @@ class Load:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"rate must be a positive number of requests a second, found {self.rate}")
-        if self.kind not in ("completions", "chat"):
-            raise ConfigError(f"kind must be completions or chat, found {self.kind!r}")
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind must be one of {', '.join(KINDS)}, found {self.kind!r}")
         if self.intruder is not None and self.intruder < 1:
             raise ConfigError(f"intruder must be at least 1 token, found {self.intruder}")
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +22,10 @@ from dsv4.tools.bench import client_process
 from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
 
 MAX_PROCESSES = 8  # more than enough for 60,000 tokens/s
-_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_PATHS = {
+    "completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}  # fmt: skip
 _START_SECONDS = 0.3  # from all processes being ready to the first request
 
 
@@ -31,11 +34,16 @@ class ServerFailed(Dsv4Error, RuntimeError):
 
 
 class UrlTarget:
-    """A base URL such as http://127.0.0.1:8000. `only_standard` leaves out what OpenAI's interface does not have."""
+    """A base URL such as http://127.0.0.1:8000.
+
+    only_standard  leave out what the interface does not have where it comes from
+    extra          further fields of every request
+    """
 
     def __init__(
         self, url: str, model: str | None = None, api_key: str | None = None, *, processes: int | None = None,
         timeout: float = 600.0, only_standard: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
@@ -48,11 +56,12 @@ class UrlTarget:
         self._port = parts.port or (443 if self._tls else 80)
         self._base, self._key = parts.path.rstrip("/").removesuffix("/v1"), api_key
         self._processes, self._timeout, self._only_standard = processes, timeout, only_standard
+        self._extra = dict(extra or {})
         self._model = model or self._first_model()
 
     def run(self, load: Load, on_done: Callable[[int], None] = lambda count: None) -> Observed:
         sizes, arrivals = load.sizes(), load.arrivals()
-        words = self._words_of(load) if load.kind == "chat" else lambda tokens: tokens
+        words = (lambda tokens: tokens) if load.kind == "completions" else self._words_of(load)
         requests = [
             {"place": place, "size": words(prompt), "output": output} | ({} if arrivals is None else {"due": due})
             for place, ((prompt, output), due) in enumerate(zip(sizes, arrivals or [0.0] * len(sizes), strict=True))
@@ -76,11 +85,13 @@ class UrlTarget:
 
     def _work(self, load: Load, requests: list[dict[str, Any]], streams: int | None) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "model": self._model, "stream": True, "stream_options": {"include_usage": True},
-            "temperature": load.temperature, "top_p": load.top_p,
+            "model": self._model, "stream": True, "temperature": load.temperature, "top_p": load.top_p,
         }  # fmt: skip
-        if not self._only_standard:
+        if load.kind in ("completions", "chat"):
+            fields["stream_options"] = {"include_usage": True}
+        if not self._only_standard and load.kind != "messages":
             fields["ignore_eos"] = True
+        fields |= self._extra
         return {
             "host": self._host, "port": self._port, "tls": self._tls, "kind": load.kind, "seed": load.seed,
             "head": self._head(self._base + _PATHS[load.kind]), "fields": fields, "requests": requests,
@@ -93,22 +104,26 @@ class UrlTarget:
         return ("\r\n".join(lines) + "\r\n").encode()
 
     def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        headers = {"Content-Type": "application/json", "Anthropic-Version": "2023-06-01"}
+        return headers | ({"Authorization": f"Bearer {self._key}", "X-Api-Key": self._key} if self._key else {})
 
     def _words_of(self, load: Load) -> Callable[[int], int]:
         """Words that give a chat's prompt its tokens, by the server's count of two short ones."""
-        counts = []
+        counts: list[int | None] = []
         for num_words in (16, 80):
             body = client_process.request_body(
-                {"seed": load.seed, "kind": "chat", "fields": {"model": self._model}},
+                {"seed": load.seed, "kind": load.kind, "fields": {"model": self._model}},
                 {"place": -2, "size": num_words, "output": 1},
             )
-            counts.append(self._json("POST", _PATHS["chat"], body).get("usage", {}).get("prompt_tokens"))
-        if None in counts:
+            usage = self._json("POST", _PATHS[load.kind], body).get("usage", {})
+            cached = sum(usage.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
+            count = usage.get("prompt_tokens", usage.get("input_tokens"))
+            counts.append(None if count is None else count + cached)
+        short, long = counts
+        if short is None or long is None:
             return lambda tokens: tokens
-        each = max((counts[1] - counts[0]) / 64, 0.1)
-        around = counts[0] - 16 * each
+        each = max((long - short) / 64, 0.1)
+        around = short - 16 * each
         return lambda tokens: max(1, round((tokens - around) / each))
 
     def _first_model(self) -> str:

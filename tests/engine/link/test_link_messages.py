@@ -90,7 +90,7 @@ def test_messages_to_the_engine_arrive_as_they_were(message):
 
 def test_messages_from_the_engine_arrive_as_they_were():
     scores = pack_logprobs([TokenLogprobs(3, -0.25, ((4, -0.125), (5, -8.0)))])
-    step = Step(1.5, pack_ids([1]), pack_ids([9]), [1], [], [(0, scores)], [end_of(1, RequestFailed("x"))])
+    step = Step(1.5, pack_ids([1]), pack_ids([9]), [1], [], [(pack_ids([0]), scores)], [end_of(1, RequestFailed("x"))])
     for message in (Hello(EngineInfo("f", 300, 1, 512, 4, 16, "whole")), step, pack_reply(7, {"a": [1]})):
         (body,) = frames_of(encode(message), [])
         assert FROM_ENGINE.decode(body) == message

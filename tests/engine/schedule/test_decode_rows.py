@@ -31,15 +31,17 @@ def test_who_has_a_row():
     many = tuple(range(10, 10 + MAX_END_IDS))
     plain, stops = make_sequence(2, 9), make_sequence(2, 9, stop_token_ids=many[1:])
     others = [
-        make_sequence(2, 9, stop_token_ids=many), make_sequence(2, 9, logprobs=0), make_sequence(2, 9, min_tokens=4),
+        make_sequence(2, 9, stop_token_ids=many), make_sequence(2, 9, min_tokens=4),
         make_sequence(2, 9, bad_words_ids=((4, 5),)),
     ]  # fmt: skip
-    scheduler = decoding(plain, stops, *others)
-    assert [request.rows is scheduler.rows for request in (plain, stops, *others)] == [True] * 2 + [False] * 4
+    scored = make_sequence(2, 9, logprobs=3)
+    scheduler = decoding(plain, stops, scored, *others)
+    assert [one.rows is scheduler.rows for one in (plain, stops, scored, *others)] == [True] * 3 + [False] * 3
+    assert scheduler.rows.to_feed().counts == (None, None, 3)
     for _ in range(4):
         run_step(scheduler)
-    assert others[2].rows is scheduler.rows, "once it has its first tokens"
-    assert not any(others[place].rows for place in (0, 1, 3))
+    assert others[1].rows is scheduler.rows, "once it has its first tokens"
+    assert not any(others[place].rows for place in (0, 2))
     assert make_sequence(2, 9, ignore_eos=True, stop_token_ids=many).can_have_row
 
 

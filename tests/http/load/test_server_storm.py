@@ -1,4 +1,4 @@
-"""The storm of `python -m benchmarks storm` in twenty seconds, with a restart: `make slow-test`."""
+"""The storm of `python -m benchmarks storm` in twenty seconds, with a restart, and with kills: `make slow-test`."""
 
 from __future__ import annotations
 
@@ -15,3 +15,13 @@ def test_a_short_storm(tmp_path):
     assert record["outcomes"]["complete"] >= 5
     assert record["exit_codes"] == [0, 0]
     assert {one.process for one in process.samples} == {1, 2}
+
+
+@pytest.mark.slow
+def test_a_short_storm_with_kills(tmp_path):
+    options = storm.parse(["--seconds", "25", "--kills", "4", "--workers", "16", "--slots", "8"])
+    record, _ = storm.run(options, tmp_path)
+    assert record["wrong"] == []
+    assert record["outcomes"]["complete"] >= 5
+    assert record["exit_codes"] == [0]
+    assert sum(record["kills"].values()) == 4

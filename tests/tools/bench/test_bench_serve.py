@@ -23,7 +23,7 @@ from dsv4.loader.write.synth import random_params
 from dsv4.tools.bench import client_process
 from dsv4.tools.bench.client_process import Answer, Connection, Events, prompt_text
 from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import SHAPES, Lengths, Load, Observed, Timeline
+from dsv4.tools.bench.load import KINDS, SHAPES, Lengths, Load, Observed, Timeline
 from dsv4.tools.bench.serve import beside, measure_load, spread
 from dsv4.tools.bench.server_target import UrlTarget
 
@@ -186,6 +186,32 @@ def test_events_are_counted_wherever_a_stream_is_cut(separators, size):
     assert answer.error is None
 
 
+def test_named_events_are_counted():
+    """Those of Responses and Messages: deltas with text are tokens, repeated whole texts are not."""
+    answer = Answer(0.0)
+    named = [
+        ("response.created", {"response": {"usage": None}}),
+        ("response.content_part.added", {"part": {"text": ""}}),
+        ("response.reasoning_text.delta", {"delta": "a"}),
+        ("response.output_text.delta", {"delta": "b", "logprobs": []}),
+        ("response.output_text.delta", {"delta": ""}),
+        ("response.output_text.done", {"text": "b"}),
+        ("response.completed", {"response": {"usage": {"input_tokens": 4, "output_tokens": 2, "total_tokens": 6}}}),
+    ]
+    feed = Events(answer).feed
+    for name, value in named:
+        feed(f"event: {name}\ndata: {json.dumps({'type': name, **value})}\n\n".encode(), 1.0)
+    assert (len(answer.times), answer.is_complete, answer.error) == (2, True, None)
+    assert answer.usage == {"prompt": 4, "completion": 2}
+    usage = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 128, "output_tokens": 1}
+    cached = Answer(0.0)
+    Events(cached).feed(f"event: message_delta\ndata: {json.dumps({'usage': usage})}\n\n".encode(), 0.0)
+    assert cached.usage == {"prompt": 132, "completion": 1}
+    failed = Answer(0.0)
+    Events(failed).feed(b'event: response.failed\ndata: {"type":"response.failed"}\n\n', 0.0)
+    assert "response.failed" in failed.error
+
+
 @pytest.mark.parametrize("data", [event({"error": {"message": "busy"}}), b'event: error\ndata: {"type": "error"}\n\n'])
 def test_an_error_in_a_stream(data):
     answer = Answer(0.0)
@@ -240,7 +266,7 @@ def test_other_ends_of_an_answer():
     _, answer = answered(HEAD + chunked(*BODY)[:-20], close=True)
     assert answer.error == "cut off"
     _, answer = answered(HEAD + chunked(*BODY[:-1]))
-    assert answer.error == "ended without [DONE]"
+    assert answer.error == "ended without its last event"
     busy = b'{"error": "busy"}'
     refused = b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%b" % (len(busy), busy)
     for pieces in ((refused,), (refused[:5], refused[5:50], refused[50:])):
@@ -401,9 +427,10 @@ def test_the_miniature_server():
 
     server = start_server(make_llm(random_params(SERVED, dequantize_to=torch.float32)), api_key="k")
     try:
-        for kind in ("completions", "chat"):
+        for kind in KINDS:
             load = Load.of("fixed", 30, 6, requests=6, streams=3, kind=kind, temperature=1.0)
-            report, seen = measure_load(UrlTarget(server.url, api_key="k", processes=2), load)
+            extra = {"stop_sequences": ["~~"]} if kind == "messages" else {"top_k": 5}
+            report, seen = measure_load(UrlTarget(server.url, api_key="k", processes=2, extra=extra), load)
             assert report.errors == {}
             assert report.output_tokens == 36
             assert abs(report.prompt_tokens - 180) <= 6 * 5  # a word is five tokens of its tokenizer
@@ -418,13 +445,28 @@ def test_the_miniature_server():
 
 def test_the_command(serve, tmp_path):
     server = serve()
-    arguments = ["bench", "serve", server.url, "--requests", "3", "--streams", "2", "--output", "3", "--chat"]
+    arguments = [
+        "bench",
+        "serve",
+        server.url,
+        "--requests",
+        "3",
+        "--streams",
+        "2",
+        "--output",
+        "3",
+        "--api",
+        "chat",
+        "--extra",
+        '{"top_k": 5}',
+    ]
     shown = CliRunner().invoke(app, [*arguments, "--intruder", "50", "--intruder-seconds", "0"])
     assert shown.exit_code == 0, shown.output
     for words in ("first token", "tokens/s out", "beside the intruder", "the intruder's first token came after"):
         assert words in shown.output
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert (found["kind"], found["failed"], found["load"]["requests"]) == ("serve", 0, 3)
+    assert {body["top_k"] for body in server.asked} == {5}
 
 
 def test_failures_end_with_status_1(serve):
@@ -451,7 +493,10 @@ def test_a_picture_of_the_waits(serve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny", "--chat"], "--chat needs the URL of a server"),
+        (["tiny", "--api", "chat"], "--api needs the URL of a server"),
+        (["tiny", "--extra", "{}"], "--extra needs the URL of a server"),
+        (["http://127.0.0.1:1", "--extra", "[1]"], "--extra must be a JSON object"),
+        (["http://127.0.0.1:1", "--extra", "{top_k"], "--extra must be JSON such as"),
         (["ftp://127.0.0.1"], "the URL must be like http://127.0.0.1:8000, found 'ftp://127.0.0.1'"),
         (["http://127.0.0.1:1"], "does not answer as an OpenAI server"),
         (["--shape", "round"], "shape must be one of fixed, random, sharegpt, found 'round'"),

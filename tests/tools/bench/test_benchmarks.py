@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import runner, serving
+from benchmarks import runner, server_goals, serving
 from benchmarks.runner import Session, is_bad
 from dsv4.testing.model_cuts import CutModel
 
 FOLDER = Path(entry.__file__).parent
-HELPERS = {"__main__", "free_model", "runner", "serving", "rank_host", "rank_speed", "storm_clients"}
+HELPERS = {
+    "__main__", "free_model", "hoppers", "rank_host", "rank_speed", "runner", "server_goals", "serving",
+    "storm_clients",
+}  # fmt: skip
 
 
 def test_every_benchmark_is_listed(capsys):
@@ -28,7 +31,7 @@ def test_every_benchmark_is_listed(capsys):
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in entry.CASES)
     assert entry.main(["nothing"]) == 2
-    assert "no 'nothing'; there are ops, bits, model" in capsys.readouterr().err
+    assert "no 'nothing'; there are ops, bits, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", entry.CASES)
@@ -90,7 +93,30 @@ def test_a_server_over_a_free_model(tmp_path, capsys):
     assert alone["output_tokens"] == served["output_tokens"] == 3 * 6
     assert alone["tokens_per_second"] <= 1.5 * 3 / 20e-3, "a step takes its time"
     assert set(served["cpu_seconds"]) >= {"1 front_end"}
+    assert served["very_first_ms"] > 0
     assert "us CPU a token" in capsys.readouterr().out
+
+
+def test_goals_are_held_against_records():
+    def record(kind, section, streams, rate, between, **fields):
+        waits = {"p50": between, "p90": between, "p99": 3 * between}
+        return {
+            "kind": kind, "section": section, "load": {"streams": streams, "kind": "chat"}, "tokens_per_second": rate,
+            "between_tokens_ms": waits, "first_token_ms": {"p50": 7.0}, "host_share": 0.25, **fields,
+        }  # fmt: skip
+
+    records = [
+        record("serve_engine", "steady", 256, 1000.0, 4.0, layers=4),
+        record("serve", "steady", 256, 960.0, 4.1, layers=4, share_of_engine=0.96, cpu_us_per_token=40.0),
+        record("serve", "steady", 256, 960.0, 4.1, layers=34, share_of_engine=0.5, cpu_us_per_token=1.0),
+        record("serve_engine", "streams", 1024, 1000.0, 4.0, layers=4),
+        record("serve", "streams", 1024, 960.0, 4.1, layers=4),
+        {"kind": "error", "what": "x"},
+    ]
+    rows = [line.split() for line in server_goals.table(records)[2:]]
+    assert [(row[0], row[2], row[-3], row[-1]) for row in rows] == [
+        ("4", "256", "0.96", "met"), ("4", "256", "40", "missed"), ("4", "1024", "1", "met")
+    ]  # fmt: skip
 
 
 def test_bad_records():
