@@ -292,7 +292,9 @@ class _Planner:
             return budget.weights, budget.without_cache - budget.weights
 
         counts = [gpus for gpus in GPU_COUNTS if gpus <= self.config.n_routed_experts]
-        return capacities(gpu, counts, self.schema(self.engine).bytes_per_token, self.total_bytes, needed)
+        per_token = self.schema(self.engine).bytes_per_token
+        # a model of windows alone keeps nothing of old tokens
+        return capacities(gpu, counts, per_token, self.total_bytes, needed) if per_token else ()
 
     def min_gpus(self, gpu: Gpu) -> int | None:
         """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""
