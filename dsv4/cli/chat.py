@@ -192,7 +192,7 @@ def _save(session: ChatSession, name: str) -> str:
 
 
 def _answer(session: ChatSession, text: str, out: Console, notes: Console) -> None:
-    """Stream one answer; Ctrl-C ends it, what came of it stays in the conversation."""
+    """Stream one answer. Ctrl-C ends it; the text so far stays in the conversation."""
 
     def show(piece: str, style: str | None = None) -> None:
         out.print(piece, style=style, end="", markup=False, soft_wrap=True)

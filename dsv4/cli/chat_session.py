@@ -39,7 +39,7 @@ class ChatSession:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str) -> Iterator[Event]:
-        """The events of one answer. Closing the iterator early ends the answer there; what came of it is kept."""
+        """The events of one answer. Closing the iterator early ends the answer; the text so far is kept."""
         history = [*self.messages, {"role": "user", "content": text}]
         assert self.llm.tokenizer is not None
         prompt = self.llm.tokenizer.encode_segments(render_segments(history, self.options))

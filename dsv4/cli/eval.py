@@ -39,7 +39,7 @@ def eval_command(
     The text is cut into contexts and runs through the model three times: exact (weights dequantised, fp32), official
     (every rounding of the published code), and official with FP8 index keys. Printed: perplexity of each, and by layer
     how often official chose the same experts and index entries as exact. Then prefill against token-by-token decode.
-    It computes on the CPU unless told otherwise and says nothing about the quality of answers.
+    It computes on the CPU by default (--device). It does not measure the quality of answers.
 
     Without --text, on Shakespeare and King James text that was held out when the shipped models were trained.
 

@@ -115,7 +115,7 @@ def generate_command(
         "repetition_penalty": repetition_penalty,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
-    replace(params, **given)  # type: ignore[arg-type]  # mistakes are told before the checkpoint is looked at
+    replace(params, **given)  # type: ignore[arg-type]  # a bad value is reported before the checkpoint is read
     check_numerics(numerics, dtype)
     offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
     console = Console(stderr=True)

@@ -65,8 +65,8 @@ class Engine:
     drafts      how many drafts the runner's drafter is asked for; None does not draft
     clock       seconds, for deadlines
 
-    Each of `observers` is told the experts that every step chose: int64 [layers, tokens, k] on the host. Append one,
-    and remove the same one later; while the list is empty nothing is copied.
+    Each of `observers` is called with the experts that every step chose: int64 [layers, tokens, k] on the host. Append
+    one, and remove the same one later; while the list is empty nothing is copied.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Engine:
         return not self.has_work and not self.gate.is_shut and self._verifier.has_work
 
     def idle_step(self) -> None:
-        """A forward call for nobody: cached prefixes are compared with cold runs (`EngineConfig.verify_hits`)."""
+        """A forward call between requests that compares cached prefixes with cold runs (`EngineConfig.verify_hits`)."""
         self._verifier.step()
 
     def start_anew(self, name: str, *, clears: bool = False) -> None:
@@ -169,8 +169,8 @@ class Engine:
         return request
 
     def submit(self, request: Request, waited: float = 0.0) -> None:
-        """Queue a prepared request, which has `waited` for so many seconds. Its deadline counts from the beginning of
-        that. While the engine is paused, it waits outside."""
+        """Queue a prepared request that has already waited `waited` seconds: its deadline counts from then. While the
+        engine is paused, the request is not queued yet."""
         self._verifier.make_way()
         since = self._clock() - waited
         if self.gate.is_shut:
@@ -322,7 +322,7 @@ class Engine:
         self._offer(flight.plan, offers)
 
     def _offers(self, flight: InFlightStep) -> list[Offer]:
-        """What the drafter says comes next of the requests that drew: `UNREAD` if nobody must know it yet."""
+        """Drafts for the requests that drew: `UNREAD` where the host need not read them yet."""
         drawing = [piece.request for piece in flight.plan.others if piece.draws]
         if flight.drafted is None or self._drafts is None or self._drafts.must_read:
             return read_offers(flight.drafted, len(drawing))
@@ -382,7 +382,7 @@ class Engine:
                 self._results.ended.append(request)
 
     def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
-        """The books of a piece whose first drafts came true, of whose draws the request took so many before its end."""
+        """Account for a piece: its accepted drafts, and the draws that the request took before it ended."""
         self.scheduler.keep(piece, num_true)
         if self._drafts is not None and num_taken:
             is_over = num_taken <= num_true  # at a draft: those behind it were not tried
@@ -415,7 +415,7 @@ class Engine:
         return True
 
     def give_up(self) -> None:
-        """Nobody will ever say what was drawn: other engines, which it takes, have failed."""
+        """Drop all steps in flight: another rank failed, so their draws will never arrive."""
         self._drop_flights()
 
     def _drop_flights(self) -> None:

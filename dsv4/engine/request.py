@@ -63,8 +63,8 @@ class Request:
     `chain` is what the prefix cache knows its tokens by, `num_cached_tokens` how many of them it did not have to feed
     when it first started.
 
-    `error` says why a request that failed could not go on. `constraint` is asked for the allowed tokens before each
-    draw and told what was drawn. `prompt_logprobs` grow as the prompt is read, where they were asked for.
+    `error` says why a request that failed could not go on. `constraint` gives the allowed tokens before each
+    draw and takes the drawn one. `prompt_logprobs` grow as the prompt is read, where they were asked for.
 
     `replay` grows as tokens are fed, where it was asked for.
 

@@ -52,7 +52,7 @@ class WeightGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """To all engines, in this order, which they have been told."""
+        """Send to all engines, in the order that was announced to them."""
         for _, tensor in tensors:
             self._broadcast(tensor.detach().to(self.device).contiguous())
 

@@ -43,7 +43,7 @@ class WeightInbox:
                 master_address, master_port, rank=rank_offset, world_size=world_size, device=device, backend=backend,
                 name=group_name,
             )  # fmt: skip
-        except RuntimeError as error:  # torch's: nobody there, or not all came
+        except RuntimeError as error:  # torch's: no master there, or a member is missing
             raise RequestError(f"master_address: no group at {master_address}:{master_port}: {error}") from None
 
     def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:

@@ -1,4 +1,4 @@
-"""`WriteWatch`: sees that somebody wrote into the weights of a model that runs, past `update_weights`.
+"""`WriteWatch`: notices writes into the weights of a running model that bypass `update_weights`.
 
 Such a write would be half a change: operands made before, and rows in the prefix cache, are of the old values. So the
 engine refuses requests until a whole update follows.
@@ -33,7 +33,7 @@ class WriteWatch:
         self._versions = list(map(_version, self._tensors))
 
     def problem(self) -> WeightsIncomplete | None:
-        """Says which tensor somebody wrote into; None if there is none."""
+        """An error that names a tensor written into; None if there is none."""
         versions = list(map(_version, self._tensors))
         if versions == self._versions:
             return None

@@ -12,8 +12,8 @@ from dsv4.http.settings import ServerConfig
 def take_address(config: ServerConfig) -> socket.socket:
     """A socket bound to the server's address, not yet listening. `ConfigError` if the address cannot be had.
 
-    Nobody can connect before the server listens. A bound socket alone does not keep another process from listening
-    there, nor does binding notice one that does, so the address is tried out first.
+    Clients cannot connect before the server listens. Binding alone neither keeps another process from listening there
+    nor notices one that does, so the address is tried first.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

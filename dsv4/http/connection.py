@@ -113,10 +113,10 @@ class Connection(H11Protocol):
         self._refuse(ApiError(408, f"the {part} of the request did not arrive within {seconds:g} s", code="timeout"))
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not HTTP/1.1 as it should be", code="invalid_http"))
+        self._refuse(ApiError(400, "malformed HTTP request", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, if nothing has been answered yet, and close. A handler that waits is told that its client is gone."""
+        """Send an error unless an answer has begun, and close. A waiting handler then sees a disconnect."""
         self._expect(None)
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True

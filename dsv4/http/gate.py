@@ -84,7 +84,7 @@ class Gate:
     def _check(self, scope: Scope, headers: Mapping[bytes, list[bytes]]) -> None:
         self._check_host((headers.get(b"host") or [b""])[0].decode("latin-1").lower())
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy may believe one and this server the other: what follows could be somebody else's request.
+            # Request smuggling: a proxy that reads the other header sees the next request begin elsewhere.
             message = "content-length: not allowed together with transfer-encoding"
             raise ApiError(400, message, code="ambiguous_length", closes=True)
         is_guarded = self._key is not None and scope["path"].startswith(self._guarded)

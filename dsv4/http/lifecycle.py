@@ -1,8 +1,7 @@
 """The life of a front end: how it starts to listen, how it ends.
 
-Nobody is let in before the model is there. When it is told to stop it takes no more requests: new ones get 503 while
-those that run are finished. Requests that are not done after `drain_seconds`, or when it is told again, end with an
-error that says why.
+It accepts requests once the model is loaded. After a first stop signal new requests get 503 while running ones finish.
+Requests still running after `drain_seconds`, or at a second signal, end with an error that says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The live view: what the engine is doing now, for the page. Experts are counted only while somebody looks."""
+"""The live view: what the engine is doing now, for the page. Experts are counted only while a page reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LiveView:
         self._watched_until = 0.0
 
     def on_step(self) -> None:
-        """Start or stop counting experts, as somebody looks or not."""
+        """Count experts while a page has asked recently; stop when none has."""
         is_watched, observers = time.monotonic() < self._watched_until, self._engine.observers
         if is_watched and not self._is_counting:
             observers.append(self._count)

@@ -348,7 +348,7 @@ async def _on_lost_engine(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """The client went before its request had arrived whole; there is nobody to answer."""
+    """The client disconnected before its whole request had arrived; no answer can reach it."""
     if not request.scope["state"].get("is_refused"):
         _LOG.info("%s %s: the client left while sending", request.scope["state"]["request_id"], request.url.path)
     return Response(status_code=_CLIENT_CLOSED)

@@ -26,7 +26,7 @@ class TlsFiles:
 class ServerConfig:
     """
     name               the model's name in requests and answers
-    host, port         where to listen; a loopback address unless told otherwise. Port 0 takes a free one
+    host, port         where to listen; the default host is loopback. Port 0 takes a free port
     allowed_hosts      further names in the Host header that are answered (a reverse proxy's); "*" answers to any.
                        Without them, a server on loopback answers to this machine's names, any other to all
     tls                certificate and key; None speaks plain HTTP

@@ -49,7 +49,7 @@ class Assembler(Protocol):
 
 
 class ClientGone(Dsv4Error):
-    """Nobody is there to answer."""
+    """The client has disconnected."""
 
 
 class _Stalled(Dsv4Error):
@@ -146,8 +146,7 @@ class EventStream(Response):
     """A job as server-sent events; one that fails ends with an error instead of its interface's usual end. All events
     that are ready are written at once, in the handler that has read the engine's message.
 
-    on_end  told at the end what kept the client from getting everything: `DISCONNECTED`, `STALLED`, an error's code, or
-            None
+    on_end  called once at the end with what cut the answer short: `DISCONNECTED`, `STALLED`, an error's code, or None
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""How many drafts an engine asks for and verifies, and what came of them. On the host; no torch.
+"""How many drafts an engine asks for and verifies, and how many were accepted. On the host; no torch.
 
 `FixedDrafts` always asks for as many; `ChosenDrafts` for as many as pay, by what steps took and drafts achieved so far.
 No choice changes a token.
@@ -42,7 +42,7 @@ class FixedDrafts:
         self._has_warned = False
 
     def how_many(self, num_requests: int) -> int:
-        """How many drafts to ask for behind a step in which so many requests draw: 0, or one of `choices`."""
+        """Drafts to ask for after a step in which `num_requests` draw: 0, or one of `choices`."""
         return self.max_drafts
 
     def offer(self, request: Request, drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
@@ -57,7 +57,7 @@ class FixedDrafts:
                 request.drafts = ()
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
-        """What came of one request's drafts in a step."""
+        """Count one request's verified and accepted drafts of a step."""
         self._num_steps += 1
         for place in range(num_drafts):
             self._verified[place] += 1
@@ -71,7 +71,7 @@ class FixedDrafts:
             )  # fmt: skip
 
     def record_step_time(self, num_rows: int, seconds: float, *, has_drafted: bool) -> None:
-        """A step of so many rows took so long; drafts were made behind it, or not."""
+        """Learn the duration of a step of `num_rows` rows, with or without drafting after it."""
 
     def stats(self) -> DraftStats:
         return DraftStats(self._num_steps, tuple(self._verified), tuple(self.meter.num_accepted))

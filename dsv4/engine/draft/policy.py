@@ -64,7 +64,7 @@ class LearnedTimes:
         self._num_steps = 0
 
     def record(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Learn the duration of a step of `num_rows` rows."""
         self._num_steps += 1
         size = _size(num_rows)
         before, _ = self._seen.get(size, (seconds, 0))
@@ -138,7 +138,7 @@ class DraftPolicy:
     verify       seconds of a step by its rows
     draft        seconds of drafting by the number of requests; None: it costs nothing, or is part of `verify`
     plain        seconds of a step behind which no drafts are made, by its rows; None: as `verify`
-    probe_steps  after so many steps in which drafts did not pay, one is asked for, so that a better time is noticed
+    probe_steps  steps without drafts after which one draft is tried again, in case drafts pay by now
     """
 
     def __init__(

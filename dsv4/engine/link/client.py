@@ -211,7 +211,7 @@ class EngineClient(asyncio.Protocol):
                     self._hello.set_result(None)
 
     def _take(self, step: Step) -> None:
-        """What the engine did, to those who wait for it."""
+        """Hand a step's tokens, ends and errors to the streams of their requests."""
         owners, seconds = self._owners, step.seconds
         for first in step.accepted:
             if first in owners:

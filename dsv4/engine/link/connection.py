@@ -80,7 +80,7 @@ class ClientConnection:
         request.logprobs.clear()  # the client has it
 
     def start(self, handle: int, request: Request) -> None:
-        """The client is told what is known of the request, apart from its tokens."""
+        """Tell the client that the request has started, with its cached tokens and prompt log-probabilities."""
         scores: PackedLogprobs | None = None
         if request.params.prompt_logprobs is not None and handle not in self.started:
             scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])

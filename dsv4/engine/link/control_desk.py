@@ -25,8 +25,8 @@ def reply_to(client: ClientConnection, number: int) -> Future[Any]:
 
 
 class ControlDesk:
-    """end_early  ends the requests whose names it is told to, and says how many
-    announce      tells clients which weights run: their fingerprint and version
+    """end_early  ends the named requests and returns how many it ended
+    announce   tells clients which weights run: their fingerprint and version
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ControlDesk:
                 self._end_early(lambda name: True)
             if self._control.weights != before:
                 self._announce(*self._control.weights)
-        except Exception as error:  # told to whoever asked; the engine goes on
+        except Exception as error:  # becomes the command's answer; the engine goes on
             answer.set_exception(error)
             return
         if verb == "pause":

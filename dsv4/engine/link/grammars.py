@@ -33,7 +33,7 @@ class GrammarQueue:
             try:
                 assert message.grammar is not None
                 made = [self._constrain(message.grammar, message.opening) for _ in message.params]
-            except Exception as error:  # told to the request, whatever it is
+            except Exception as error:  # any error becomes the request's own
                 made = error if isinstance(error, RequestError) else RejectedGrammar(str(error))
             self._call(lambda: self._done(client, message, made, tell))
 

@@ -66,7 +66,7 @@ class EngineLoop:
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
-    load         what the only client is told of the engine's load after each step; None if nothing is new
+    load         returns the engine's load for the only client, after each step; None if nothing is new
     max_waiting  requests that may wait for a slot before further ones are refused
 
     step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
@@ -298,7 +298,7 @@ class EngineLoop:
     def _idle_step(self) -> None:
         try:
             self.engine.idle_step()
-        except Exception:  # nobody waits for it
+        except Exception:  # no request depends on it
             _LOG.exception("a forward call in idle time failed")
 
     def _step(self) -> None:
@@ -313,7 +313,7 @@ class EngineLoop:
                 self._end(request)
         except RankFailed as error:
             self._fail(error)
-        except Exception as error:  # whatever it was, its requests are told and the next ones get their chance
+        except Exception as error:  # its requests fail with it; later ones may succeed
             _LOG.exception("a forward call failed; its requests are dropped")
             self.last_error = error
             tokens = self.engine.take_results()

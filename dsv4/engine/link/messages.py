@@ -41,7 +41,7 @@ class EngineLost(RequestAborted):
 
 
 class ControlFailed(Dsv4Error, RuntimeError):
-    """The engine could not do what it was told, for a reason without a name of its own."""
+    """A command to the engine failed with an error that has no class of its own."""
 
 
 class RejectedGrammar(RequestError):
@@ -80,7 +80,7 @@ class Submit(msgspec.Struct, tag=0, array_like=True):
 
 
 class Cancel(msgspec.Struct, tag=1, array_like=True):
-    """Nobody waits for these any more."""
+    """Abort these requests: their clients have gone."""
 
     handles: list[int]
 

@@ -1,4 +1,4 @@
-"""`RequestStream`: the reader's side of a group of requests: what the engine has drawn and nobody has read yet.
+"""`RequestStream`: the reader's side of a group of requests, with the tokens that are not read yet.
 
 Reading never holds up the engine: tokens wait here, at most as many as the requests may have, until the reader comes.
 Text is made when they are read. A reader is a task that waits (`next_batch`), or a function that is called where the
@@ -75,8 +75,8 @@ class RequestStream:
     that are ready at once.
 
     It ends when every request of the group has ended. Belongs to the event loop it was made in.
-    on_finish  told which request's text is complete before the engine says so
-    on_cancel  told to drop what still runs
+    on_finish  called with a request whose text is complete before the engine ends it
+    on_cancel  called to abort the requests that still run
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class RequestStream:
         self.outputs = tuple(outputs)
         self._on_finish, self._on_cancel = on_finish, on_cancel
         self._ready: list[RawToken | ErrorEvent] = []
-        self._events: list[RequestEvent] = []  # made, for those who read one by one
+        self._events: list[RequestEvent] = []  # decoded, for readers that take one event at a time
         self._open = set(range(len(self.outputs)))  # not read to their end
-        self._running = len(self.outputs)  # the engine has not ended so many
+        self._running = len(self.outputs)  # requests that the engine has not ended
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Callable[[], None] | None = None
         self._is_accepted = False
@@ -136,8 +136,8 @@ class RequestStream:
             raise first.error
 
     def cancel(self) -> None:
-        """Drop what still runs; its blocks are free again before the engine's next step. A reader that waits is told.
-        Safe to repeat."""
+        """Abort the requests that still run; their blocks are free before the engine's next step. A waiting reader
+        gets the end of the stream. Safe to repeat."""
         if self._running > 0:
             self._on_cancel(self)
             self.end(ErrorEvent(0, RequestAborted("the request was cancelled"), time.perf_counter()))

@@ -52,10 +52,8 @@ class Placement:
 
 
 def divide_slots(num_slots: int, config: ModelConfig, engine: EngineConfig) -> Placement:
-    """So many slots a layer: enough of them come and go for one token of every request and its drafts, so that decode
-    is captured.
-
-    The others hold experts for good and save the host their copy.
+    """Divide a layer's slots into resident and cached ones. The cached ones can hold the experts of one token of every
+    request and its drafts, so that decode is captured. A resident expert needs no copy in host memory.
     """
     if num_slots >= config.n_routed_experts:
         return Placement(config.n_routed_experts, 0)

@@ -1,8 +1,8 @@
-"""`Agreement`: what ranks say to one another before each step: how large it must be, for the experts are everybody's.
+"""`Agreement`: ranks agree on the size of each step, since every rank computes its experts for all of them.
 
-A rank that has something to run says so to all others, and waits until every one has said what it needs; then all run
-a step of the largest sizes. A rank that hears of a step while it has nothing to run says so, and runs padding: its
-experts serve the others. While nobody has anything to run, nobody says anything.
+A rank with requests sends the sizes it needs to all others and waits for theirs; then all run a step of the largest
+sizes. A rank without requests answers with zeros and runs padding: its experts serve the others. While all ranks are
+idle, no message is sent.
 
 What is said is five numbers, to each other rank over a connection of its own:
 

@@ -13,7 +13,7 @@ from dsv4.request import RequestError
 
 
 class RanksControl(EngineControl):
-    """Rank 0's own, which tells the others. A command that this rank refuses, nobody is told."""
+    """Rank 0's control. It forwards each command to the other ranks, unless rank 0 itself refuses it."""
 
     def __init__(self, llm: Any, backend: Backend, engine: RanksEngine) -> None:
         super().__init__(_OwnView(llm, engine.own), backend)

@@ -4,7 +4,7 @@ Every rank runs an ordinary `Engine` over its own cache; they agree on the size 
 (agreement.py). What is left for rank 0 is to give each new request to one of them (router.py), for good: to its own
 engine, or over a connection to another rank's (remote.py), from which its tokens come back, one message a step.
 
-A rank that fails ends all (`RankFailed`): its experts are needed by everybody.
+If one rank fails, all end (`RankFailed`): every step needs its experts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RanksEngine:
 
     @property
     def gate(self) -> Gate:
-        """Rank 0's; the others' are told (control.py)."""
+        """Rank 0's; control.py sets the others' alike."""
         return self.own.gate
 
     @property
@@ -106,7 +106,7 @@ class RanksEngine:
         return self.own.prepare(prompt, params, constraint)
 
     def submit(self, request: Request, waited: float = 0.0) -> None:
-        """Queue a prepared request. One with a rule that has no `source` stays on this rank: nobody else has it."""
+        """Queue a prepared request. A rule without a `source` cannot be sent, so its request stays on this rank."""
         if request.constraint is not None and _source(request) is None:
             self._own_requests.add(request)
             self.own.submit(request, waited)

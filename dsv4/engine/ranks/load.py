@@ -1,4 +1,4 @@
-"""Ranks while a model is loaded: each reads its own experts, rank 0 shows the progress of all, errors end everybody."""
+"""Loading a model on ranks: each reads its own experts, rank 0 shows the progress of all, an error ends all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def failing_together(world: World) -> Iterator[None]:
     except BaseException as error:
         if isinstance(world.link, Leader):
             world.link.stop()
-        elif not isinstance(error, (RankFailed, SystemExit)):  # it has been told
+        elif not isinstance(error, (RankFailed, SystemExit)):  # rank 0 knows of these
             world.link.report(error)
         raise
 

@@ -77,7 +77,7 @@ class RemoteRank:
     # ---- what is said ----
 
     def submit(self, request: Request, waited: float, grammar: tuple[str, list[int]] | None) -> None:
-        """Give it a request, for good, which has waited for so many seconds."""
+        """Move a request that has waited `waited` seconds to that rank; it stays there."""
         handle = next(self._next_handle)
         self.requests[handle], self._handles[request] = request, handle
         text, opening = grammar or (None, [])
@@ -85,7 +85,7 @@ class RemoteRank:
         self._send(Submit(handle, [prompt], [0], [request.params], text, opening, request.name, waited))
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more."""
+        """Abort a request there: its client has gone."""
         self._send(Cancel([self._forget(request)]))
 
     def finish(self, request: Request) -> None:

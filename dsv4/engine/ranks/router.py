@@ -1,13 +1,13 @@
 """`Router`: which rank a new request is given to, and when. Pure Python, no torch.
 
 Requests that no rank has room for wait here, in one order: that of any scheduler (priority with ageing, then arrival).
-The first of them is given to a rank as soon as one has room; nobody is given away past the first. Once given, a request
-never moves: its rank's engine runs it like any other, and preempts it like any other.
+The first of them goes to a rank as soon as one has room; none overtakes it. After that a request never changes its
+rank, whose engine runs and preempts it like any other.
 
 It goes to the rank that has the longest prefix of its tokens, unless that rank has too many requests already: one more
 than the emptiest rank has costs as much as reading `IMBALANCE_TOKENS` tokens again. Where no prefix decides, it goes to
-the rank with most room. One that finds no room, but whose priority may displace somebody, goes to the rank whose last
-request is the one to be displaced.
+the rank with most room. If no rank has room, a request of higher priority goes to the rank that holds the lowest-ranked
+request, which it preempts.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Router:
         return late
 
     def give(self, rooms: Sequence[Room], homes: Sequence[Iterable[Request]]) -> tuple[Waiting, int, int, int] | None:
-        """The first request, the rank it is given to, and what it takes of its room: blocks and tokens. None if nobody
-        can be. `homes`: the requests that each rank has."""
+        """The first request, its rank, and the blocks and tokens it takes there; None if no rank can take it.
+        `homes`: the requests that each rank has."""
         if not self._queue:
             return None
         first = self._queue[0]

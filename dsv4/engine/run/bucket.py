@@ -1,4 +1,4 @@
-"""`BucketGraph`: the captured step of up to so many tokens: the forward call, the draw, and the log-probabilities.
+"""`BucketGraph`: a captured step of a fixed number of rows: the forward call, the draw, and the log-probabilities.
 
 Three graphs, since not every step needs all: a step that reads prompts may draw nothing, and the draw may have to wait
 for the host (a rule's mask) while the forward call runs. Each reads static buffers and the results of those before it.
@@ -50,7 +50,7 @@ class Forwarded(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Token ids int64 [R], and what `sampled_logprobs` gives of them where somebody asked."""
+    """Token ids int64 [R], and their `sampled_logprobs` where a request asked for them."""
 
     token_ids: Tensor
     logprobs: tuple[Tensor, ...] = ()
@@ -174,7 +174,7 @@ class BucketGraph:
     def draft(self, fed: FedDrafts, num_drafts: int, *, has_drawn: bool) -> Drafted | None:
         """After the last draw, if there was one: the drafter's rows, and drafts for the requests that drew; None for 0
         drafts."""
-        if not has_drawn:  # the drafter reads draws, of nobody
+        if not has_drawn:  # the drafter reads draws: give it those of the padding slot
             self._rows.slots.fill_(PADDED_SLOT)
             self._draw()
         num_requests, num_tokens = fed.slots.shape[0], fed.next_ids.shape[0]
@@ -200,7 +200,7 @@ def padding_batch(size: int, block_table: Tensor) -> tuple[Tensor, TokenBatch]:
 
 
 def padding_rows(size: int, vocab_size: int, device: torch.device, max_drafts: int | None = None) -> SamplingRows:
-    """Rows that draw nothing; with room for so many drafts before each, where there is a drafter."""
+    """Rows that draw nothing, each with room for `max_drafts` drafts if there is a drafter."""
     return SamplingRows(
         slots=torch.full((size,), PADDED_SLOT, dtype=torch.int64, device=device),
         positions=torch.zeros(size, dtype=torch.int64, device=device),

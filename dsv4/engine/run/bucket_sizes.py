@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsv4.config import EngineConfig, ModelConfig
 
-CAPTURED_PROMPT = 128  # tokens: calls up to so many are captured, however few requests there may be
+CAPTURED_PROMPT = 128  # tokens: calls up to this size are captured even if `max_requests` is smaller
 MAX_DRAFT_BUCKET = 512  # tokens: larger steps with drafts are few, and their logits many
 
 

@@ -16,7 +16,7 @@ ONE_THREAD_BELOW = 2048  # hidden_size; measured in docs/decisions/server-life.m
 
 
 def choose_threads(config: ModelConfig) -> int | None:
-    """1 for a small model; None leaves it to torch. Where OMP_NUM_THREADS is set, somebody has chosen already.
+    """1 for a small model. None leaves it to torch, which is also the choice where OMP_NUM_THREADS is set.
 
     The model alone decides, never a measurement: the same call must give the same bits at any time.
     """

@@ -132,7 +132,7 @@ class Runner:
         self._pool = self._stream = None
 
     def step_buffer(self, num_tokens: int, num_draws: int) -> StepBuffer | None:
-        """Where to build a step of so many rows, so that its captured call need not copy it; None if it has none."""
+        """The input buffer of this step's graph, to build the step in place; None without a graph, or with drafts."""
         if self.drafting is not None:  # a step with drafts has more numbers, some of which only the device knows
             return None
         bucket = self._bucket_of(max(num_tokens, num_draws))
@@ -270,7 +270,7 @@ class Runner:
             self.experts.stages_always = False
 
     def _rehearse(self, size: int) -> None:
-        """All calls of a step of so many tokens, on padding."""
+        """Run all calls of a step of `size` tokens, on padding."""
         _, batch = padding_batch(size, self.cache.block_table)
         made = self._compute(batch, self._padding_rows(size), num_valid=0)
         rehearse(self.model.context.ops, made.logits, self.slots.state)
@@ -285,7 +285,7 @@ class Runner:
                 rehearse_drafts(self.drafting, ops, state, self.draft_table, batch, made.hidden, made.logits)
 
     def _most_rows(self, size: int) -> int:
-        """Rows of the largest call of a step of so many tokens."""
+        """Rows of the largest call of a step of `size` tokens."""
         each = 0 if self.drafting is None else self.drafting.drafter.rows_per_request
         return max(size, min(size, self.cache.schema.num_slots) * each)
 

@@ -27,7 +27,7 @@ class PlanBuilder:
     is_waiting: bool = False
 
     def grant(self, request: Request, length: int) -> None:
-        """Feed so many of the request's tokens."""
+        """Plan to feed `length` of the request's tokens."""
         self.num_tokens -= length
         self.num_blocks -= new_blocks(request, length)
         self.lengths[request] = length

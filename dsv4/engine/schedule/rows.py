@@ -43,7 +43,7 @@ class RowsOfStep:
     slots        [R]
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
-    counts       their `SamplingParams.logprobs`; None where nobody asks for log-probabilities
+    counts       their `SamplingParams.logprobs`; None if no request asks for log-probabilities
     """
 
     requests: tuple[Request, ...]

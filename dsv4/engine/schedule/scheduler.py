@@ -8,17 +8,17 @@ change, so two requests cannot take turns at displacing each other.
 `schedule` spends two budgets, tokens and cache blocks, in this order:
 
 1. **Decode.** Every running request with one token left to feed gets it: those with a row (rows.py) all at once, where
-   tokens and blocks are enough for everybody, as they nearly always are. Then those that have drafts get them too, as
-   far as the blocks they hold reach, and half of the tokens that are left: drafts cost nobody a block.
+   tokens and blocks suffice for all, as they nearly always do. Then drafts are added, up to half of the tokens that are
+   left and only within blocks their requests already hold: drafts take no block from another request.
 2. **Prefill and admission**, in order. Running requests with more to feed get chunks, as far as tokens and blocks
    reach. The best waiting request, and only that one, is admitted when a slot is free and the blocks of its first chunk
-   are; then the next. Nobody is admitted past it, or past a running request that lacks blocks.
+   are; then the next. No request overtakes it, or a running request that lacks blocks.
 
 A running request that can have no block takes those of the worst-ranked request behind it, which is preempted: slot and
 blocks are freed and it waits again, at its old place, with all its known tokens to feed. To come back it must find room
-for all of them and one spare block for each request ahead of it, so that it is not at once displaced again. With nobody
-behind it a request keeps what it holds and waits. The best-ranked request therefore always moves, and every request is
-the best-ranked one sooner or later: nobody starves. A waiting request of strictly higher priority preempts likewise.
+for all of them and one spare block for each request ahead of it, so that it is not at once displaced again. The
+last-ranked request keeps what it holds and waits. The best-ranked request therefore always moves, and every request is
+the best-ranked one sooner or later: none starves. A waiting request of strictly higher priority preempts likewise.
 
 A plan is made before the tokens of the step before it are known: the next one of a request is counted
 (`Request.num_unread`) and fed all the same. What it was, and whether it was the last, `settle` hears later. Drafts are
@@ -197,7 +197,7 @@ class Scheduler:
             del self._singles[bisect_left(self._singles, order_of(request), key=order_of)]
 
     def keep(self, piece: Piece, num_accepted: int) -> None:
-        """So many of the piece's drafts came true; the others were never fed, as far as the books know."""
+        """Keep the accepted drafts of a piece; the ledger treats the others as never fed."""
         request = piece.request
         if not piece.num_drafts or not self._is_here(request) or request.slot is None:
             return
@@ -370,7 +370,7 @@ class Scheduler:
         return leader is not None
 
     def _victims(self, draft: PlanBuilder, head: Request, match: Match) -> list[Request] | None:
-        """Whom to preempt so that a waiting request can start: nobody if there is room, None if that is impossible."""
+        """Requests to preempt so that a waiting one can start: [] if there is room, None if it cannot start."""
         needed = self._blocks_to_start(head, match) - draft.num_blocks
         num_slots = self._cache.num_free_slots
         if num_slots and needed <= 0:
@@ -384,8 +384,8 @@ class Scheduler:
         return victims if (num_slots or victims) and needed <= self._freed(draft, victims) else None
 
     def _fewest(self, draft: PlanBuilder, candidates: list[Request], *, num_blocks: int) -> list[Request]:
-        """The first of the candidates that free so many blocks together, without those that free nothing; all that free
-        something if they are too few. What requests share is free only when all of them are gone."""
+        """The first candidates that together free `num_blocks` blocks, or all of them if that is too few. Candidates
+        that free nothing are left out. A shared block is free once all its requests are gone."""
         chosen: list[Request] = []
         for candidate in candidates:
             if self._freed(draft, chosen) >= num_blocks:
@@ -464,7 +464,7 @@ class Scheduler:
         else:
             self.rows.remove(request)
         self._num_of_priority[request.params.priority] -= 1
-        self._num_of_priority += Counter()  # without those that nobody has
+        self._num_of_priority += Counter()  # drops counts of 0
         request.slot = None
 
     def _fail(self, request: Request, reason: str) -> None:

@@ -167,7 +167,7 @@ def _tokens_of(pieces: Iterable[Piece], most: int) -> list[int]:
 
 
 def _steps(lengths: Numbers) -> Numbers:
-    """0, 1, ... of runs of so many: 2, 3 -> 0, 1, 0, 1, 2."""
+    """Offsets within runs of these lengths: 2, 3 -> 0, 1, 0, 1, 2."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 

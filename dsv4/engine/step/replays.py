@@ -46,7 +46,7 @@ class Replays:
 
     @classmethod
     def launch(cls, runner: Runner, forwarded: Forwarded, plan: StepPlan) -> Replays | None:
-        """None if nobody wants them."""
+        """None if no request of the plan asks for them."""
         is_wanted = any(piece.request.replay is not None for piece in plan.others)
         return cls(runner, forwarded, plan) if is_wanted else None
 

@@ -1,4 +1,4 @@
-"""What came of a draw, on the host."""
+"""Results of a draw, on the host."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Undrawable(NamedTuple):
 
 
 def num_top_for(asked: Sequence[int | None]) -> int | None:
-    """How many of the likeliest tokens to list where requests ask for so many; None if nobody asks."""
+    """How many of the likeliest tokens to list, given what each request asks for; None if none asks."""
     most = max((count for count in asked if count is not None), default=None)
     return None if most is None else next(count for count in NUM_TOP if count >= most)
 
 
 def scored_rows(num_left: int) -> int:
-    """How many rows to score next where so many are left; padding among them, if they are fewer."""
+    """How many rows to score in the next call, with `num_left` left; padding fills the rest."""
     return next((size for size in SCORED_ROWS if size <= num_left), SCORED_ROWS[-1])
 
 

@@ -25,7 +25,7 @@ class Scores:
     def __init__(self) -> None:
         self._asked: list[tuple[Request, list[int]]] = []  # with the tokens scored here
         self._num_top = 0
-        self._parts: list[tuple[int, HostCopy]] = []  # of so many of those tokens, one after the other
+        self._parts: list[tuple[int, HostCopy]] = []  # each with its number of tokens, in order
 
     @classmethod
     def launch(cls, runner: Runner, forwarded: Forwarded, plan: StepPlan) -> Scores:

@@ -34,7 +34,7 @@ class Sizes(Protocol):
         """Whether others have begun a step, which needs this engine."""
 
     def agree(self, own: StepSize | None) -> StepSize | None:
-        """The size of the step, for which this engine needs `own`; None if it needs none, and nobody else does."""
+        """The size of the next step on all ranks, where this one needs `own`; None if no rank needs a step."""
 
     def working(self) -> AbstractContextManager[None]:
         """Around a step: an error in it may be the end of others."""

@@ -23,7 +23,7 @@ class SlotStates:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.state = SamplingState.empty(num_slots, vocab_size, device)
         self._device = device
-        self._owners: list[ref[Request] | None] = [None] * num_slots  # who took the slot last; keeps nobody alive
+        self._owners: list[ref[Request] | None] = [None] * num_slots  # last owner of each slot, as a weak reference
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Write the rows of the slots that have changed hands since the last step."""

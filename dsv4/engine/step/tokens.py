@@ -87,7 +87,7 @@ class Results:
         self, requests: tuple[Request, ...], token_ids: NDArray[np.integer],
         logprobs: Sequence[TokenLogprobs | None] = (),
     ) -> None:  # fmt: skip
-        """A token of each of these, and where somebody asked, log-probabilities of those who did."""
+        """Add one token for each request, and the log-probabilities that some of them asked for."""
         if requests:
             self._add_singles()
             for place, one in enumerate(logprobs):
@@ -126,5 +126,5 @@ class Results:
         return made
 
     def forget(self) -> None:
-        """Keep nobody: a request of the last results has left."""
+        """Drop the references to requests: one of the last results has left."""
         self._last = ()

@@ -1,4 +1,4 @@
-"""Routes for those who run a server: what it is, with every setting that was chosen, and profiles of its engine."""
+"""Routes for operators: the server's settings, given and chosen, and profiles of its engine."""
 
 from __future__ import annotations
 

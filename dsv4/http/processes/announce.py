@@ -17,7 +17,7 @@ def announce_ready(url: str) -> None:
 
 
 def announce_end(seconds: float) -> None:
-    """The server ends, within so many seconds."""
+    """Tell systemd that the server stops, and that this may take `seconds`."""
     _notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
 
 

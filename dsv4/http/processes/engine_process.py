@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before anything slow
 
 
 def run(orders: Orders, settings: EngineSettings) -> None:
-    """Load the model, serve until told to stop. `RankFailed` if a rank ended it."""
+    """Load the model and serve until the supervisor stops it. Raises `RankFailed` if a rank failed."""
     from rich.console import Console
 
     from dsv4.http.heartbeat import Heartbeat

@@ -42,7 +42,7 @@ def delete_abandoned(parent: Path) -> None:
             if found.st_uid != os.getuid() or time.time() - found.st_mtime < _YOUNG_SECONDS:
                 continue
             lock = _lock(folder / _LOCK)
-        except OSError:  # somebody else deletes it now, or it is no folder of ours
+        except OSError:  # another process is deleting it, or it is not one of these folders
             continue
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # before anything slow
 
 
 def run(orders: Orders, settings: FrontEndSettings) -> int:
-    """Serve until told to stop; returns the exit status."""
+    """Serve until the supervisor stops it; returns the exit status."""
     from dsv4.http.engine_connection import EngineConnection
     from dsv4.http.heartbeat import PulseReader
     from dsv4.http.lifecycle import make_uvicorn

@@ -27,7 +27,7 @@ from dsv4.http.settings import ServerConfig
 
 _ENGINE, _FRONT_END = "dsv4.http.processes.engine_process", "dsv4.http.processes.front_end"
 _TICK_SECONDS = 0.25
-_SILENT_SECONDS = 10.0  # clients are told after 1.5 s; an engine that stays silent so long does not come back
+_SILENT_SECONDS = 10.0  # clients get an error after 1.5 s; an engine silent for this long has hung
 _FLUSH_SECONDS = 5.0  # for a front end's last words, beyond the drain
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _END_SECONDS = 5.0  # for the cache's files and the processes' ends
@@ -137,7 +137,7 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         if self._status is None:
             self._status = 130 if number == signal.SIGINT else 0
-            if not self._is_announced:  # nobody waits for an answer
+            if not self._is_announced:  # no request can be running yet
                 self._kill_the_rest()
                 return
             _LOG.info("shutting down: what runs is finished, for at most %g s", self._server.drain_seconds)

@@ -113,7 +113,7 @@ class NamespaceTool(Strict):
 
 
 class HostedTool(Strict):
-    """A tool that OpenAI's servers run and Codex always offers. The model is not told of it and so never calls it."""
+    """A tool that OpenAI's servers run and Codex always offers. It is left out of the prompt, and so never called."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
