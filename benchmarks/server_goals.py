@@ -43,7 +43,9 @@ def _over_step(name: str) -> Callable[[Record, Record], float | None]:
 def _host_ms(served: Record, engine: Record) -> float | None:
     """Of a step: the engine's time besides waiting, its prompts' steps included."""
     waits, share = engine["between_tokens_ms"], engine["host_share"]
-    return None if not waits or share is None else float(waits["p50"] * share)
+    if not waits or share is None or not engine.get("layers"):  # the free model waits where it is called
+        return None
+    return float(waits["p50"] * share)
 
 
 def _late_ms(served: Record, engine: Record) -> float | None:
