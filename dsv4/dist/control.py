@@ -42,8 +42,9 @@ class Progress:
     def __init__(self) -> None:
         self.count = self.bytes_done = self.bytes_total = 0
 
-    def tick(self) -> None:
-        self.count += 1
+    def tick(self, weight: int = 1) -> None:
+        """`weight`: of a place that a rank must not be taken to share with others for having counted as far."""
+        self.count += weight
 
     def load(self, done: int, total: int) -> None:
         self.bytes_done, self.bytes_total = done, total

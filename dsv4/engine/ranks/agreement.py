@@ -34,6 +34,7 @@ _LAYOUT = struct.Struct("<5q")
 _LOOK_UP_SECONDS = 0.5
 _READ_BYTES = 4096
 _NOTHING = StepSize()
+_ROUND = 1 << 20  # more than the exchanges of a step: who is in an earlier round is behind, and is seen to be
 
 
 class Said(NamedTuple):
@@ -110,7 +111,7 @@ class Agreement:
 
     def _exchange(self, kind: int, first: int, second: int, third: int) -> list[Said]:
         """What every rank says in this round, this one included."""
-        self._progress.tick()
+        self._progress.tick(_ROUND)
         own = Said(self._num_rounds, kind, first, second, third)
         data = _LAYOUT.pack(*own)
         for rank, one in self._sockets.items():
