@@ -52,7 +52,11 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"))
+        text = self.path.read_text(encoding="utf-8")
+        try:
+            return ast.parse(text)
+        except SystemError:  # Python 3.11 counts the depth of all threads' trees together
+            return ast.parse(text)
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:

@@ -11,6 +11,7 @@ from engine_cases import SMALL, assert_all_free
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
+from dsv4.engine.step.size import OwnSizes
 from dsv4.http.metrics import Metrics
 from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
@@ -88,10 +89,19 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
 
 
-def padding_runner(llm, padded):
+class PaddedSizes(OwnSizes):
+    """Each step has more rows than it needs, as where another rank needs more."""
+
+    def __init__(self, padded):
+        self.padded = padded
+
+    def agree(self, own):
+        return None if own is None else own._replace(num_rows=self.padded(own.num_rows))
+
+
+def padding_engine(llm, padded):
     runner = Runner(llm.model, llm.cache, buckets=(), use_graphs=False)
-    runner.padded = padded
-    return runner
+    return Engine(llm.model, llm.cache, runner=runner, sizes=PaddedSizes(padded))
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_blocks": 3, "max_chunk_tokens": 60}])
@@ -108,7 +118,7 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
         sizes.append(num_tokens)
         return num_tokens + 1 + num_tokens % 3
 
-    llm.engine = Engine(llm.model, llm.cache, runner=padding_runner(llm, bucket))
+    llm.engine = padding_engine(llm, bucket)
     assert llm.generate(PROMPTS, PARAMS) == alone
     assert len(sizes) == llm.engine.stats().num_steps
     monkeypatch.undo()
@@ -121,7 +131,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     embed[0] = float("nan")
     monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
-    llm.engine = Engine(llm.model, llm.cache, runner=padding_runner(llm, lambda num: num + 2))
+    llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])
     while llm.engine.has_work:
         llm.engine.step()

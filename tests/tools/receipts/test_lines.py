@@ -109,11 +109,11 @@ def test_parameters_of_another_version():
 
 def test_every_bit_of_a_logprob_counts():
     base = ANSWER.digests()
-    nudged = (replace(ANSWER.logprobs[0], logprob=-0.5000000596046448), ANSWER.logprobs[1])  # the next fp32
+    nudged = (ANSWER.logprobs[0]._replace(logprob=-0.5000000596046448), ANSWER.logprobs[1])  # the next fp32
     assert {name for name, one in replace(ANSWER, logprobs=nudged).digests().items() if one != base[name]} == {
         "logprobs", "top_logprobs",
     }  # fmt: skip
-    listed = (replace(ANSWER.logprobs[0], top=((5, -0.5),)), ANSWER.logprobs[1])
+    listed = (ANSWER.logprobs[0]._replace(top=((5, -0.5),)), ANSWER.logprobs[1])
     changed = replace(ANSWER, logprobs=listed).digests()
     assert {name for name, one in changed.items() if one != base[name]} == {"top_logprobs"}
     zero, minus = (replace(ANSWER, logprobs=(TokenLogprobs(4, value, ()),) * 2).digests() for value in (0.0, -0.0))
