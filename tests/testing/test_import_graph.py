@@ -1,7 +1,5 @@
 """What a file's behaviour can come from, and the tests that a change can turn red."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsv4.testing.imports import ImportGraph
