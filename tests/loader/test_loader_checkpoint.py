@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loader_cases import SET_A, same_bits
+from loader_cases import SET_A, same_bits, write_raw
 from safetensors.torch import save_file
 
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
@@ -38,13 +38,6 @@ def test_shards_are_mapped_anew_and_what_was_read_stays(small_file, monkeypatch)
         read = {name: checkpoint.read(name) for name in [*small_tensors()] * 2}
     for name, tensor in small_tensors().items():
         assert same_bits(read[name], tensor.view(torch.uint8) if name == "c" else tensor)
-
-
-def write_raw(file, header, data=b"", header_bytes=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    length = len(text) if header_bytes is None else header_bytes
-    file.write_bytes(length.to_bytes(8, "little") + text + data)
-    return file
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
