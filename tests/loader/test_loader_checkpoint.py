@@ -288,7 +288,7 @@ def read_all(file):
 MUTATION = st.tuples(st.integers(0, 600), st.one_of(st.integers(0, 255), st.sampled_from(list(b'0123456789-"{}[],:'))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(mutations=st.lists(MUTATION, min_size=1, max_size=4), cut=st.one_of(st.none(), st.integers(0, 600)))
 @example(mutations=[(0, 0)], cut=None)
 @example(mutations=[(7, 255)], cut=None)
@@ -311,7 +311,7 @@ VALUE = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from("abcdef"),
     key=st.sampled_from(["dtype", "shape", "data_offsets", "more"]),
