@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import ONE_LAYER, SMALL, assert_all_free
+from engine_cases import ONE_LAYER, SMALL, assert_all_free, finish
 
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
@@ -55,6 +55,5 @@ def make_llm(models, tokenizer, request):
 
     yield make
     for llm in made:
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         assert_all_free(llm)
