@@ -7,6 +7,7 @@ The cases and the timer of `ops` belong to a checkout, not to the installed pack
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,19 +40,13 @@ def bench() -> None:
     """Measure this machine."""
 
 
-@bench_app.command("ops")
-def bench_ops_command(
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
-    samples: Annotated[int, typer.Option(help="Timed replays per case.", min=10)] = 100,
-    out: Annotated[Path | None, typer.Option(help="Record file. Default: benchmarks/results/<gpu>.jsonl.")] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="Compare two record files, or two commits in the file of --out; no GPU needed."),
-    ] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
-) -> None:
-    """Time every op at the real shapes of Flash and Pro, beside the chip's measured ceilings.
+@bench_app.command(
+    "ops",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def bench_ops_command(context: typer.Context) -> None:
+    """Time every op at the real shapes of Flash and Pro, or compare records and bits; needs a source checkout.
 
     Examples:
 
@@ -59,24 +54,15 @@ def bench_ops_command(
 
     dsv4 bench ops --compare old.jsonl new.jsonl
 
-    dsv4 bench ops --compare 7b888af bbe5097
+    dsv4 bench ops --help
     """
-    if not (CHECKOUT / "benchmarks" / "ops.py").is_file():
+    if not (CHECKOUT / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
             f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there"
         )
-    arguments = ["--samples", str(samples)]
-    for name in op or ():
-        arguments += ["--op", name]
-    if case is not None:
-        arguments += ["--case", case]
-    if out is not None:
-        arguments += ["--out", str(out.resolve())]
-    if compare is not None:
-        arguments += ["--compare", *(str(Path(name).resolve()) if Path(name).is_file() else name for name in compare)]
-    if list_cases:
-        arguments.append("--list")
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", "ops", *arguments], cwd=CHECKOUT).returncode)
+    command = [sys.executable, "-P", "-m", "benchmarks", "ops", *context.args]
+    paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    raise typer.Exit(subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode)
 
 
 @bench_app.command("model")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import storm
+from benchmarks.__main__ import parse
 
 
 @pytest.mark.slow
 def test_a_short_storm(tmp_path):
-    options = storm.parse(["--seconds", "20", "--restarts", "1", "--workers", "16", "--slots", "8"])
+    storm, options = parse("storm", ["--seconds", "20", "--restarts", "1", "--workers", "16", "--slots", "8"])
     record, process = storm.run(options, tmp_path)
     assert record["wrong"] == []
     assert record["outcomes"]["complete"] >= 5
@@ -19,7 +19,7 @@ def test_a_short_storm(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_storm_with_kills(tmp_path):
-    options = storm.parse(["--seconds", "25", "--kills", "4", "--workers", "16", "--slots", "8"])
+    storm, options = parse("storm", ["--seconds", "25", "--kills", "4", "--workers", "16", "--slots", "8"])
     record, _ = storm.run(options, tmp_path)
     assert record["wrong"] == []
     assert record["outcomes"]["complete"] >= 5

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import architectures, hoppers
+from benchmarks.kernels import architectures, hoppers
+from benchmarks.kernels.ops import CEILINGS
 from dsv4.ops.lib import arch
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
-from dsv4.testing.bench import CEILINGS
 
 RECORDS = architectures.read_records()
 MANY_TOKENS = "1x2048-at"  # scoring for many tokens holds the decoded keys: the one kernel that spills, not in decoding

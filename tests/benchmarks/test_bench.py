@@ -11,13 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import ops
+from benchmarks import records as files
+from benchmarks.kernels import ops
+from benchmarks.kernels.ops import Ceiling
 from dsv4.cli.bench import CHECKOUT
 from dsv4.cli.main import app
 from dsv4.testing import bench
-from dsv4.testing.bench import BenchCase, BenchError, Ceiling, Work
+from dsv4.testing.bench import BenchCase, BenchError, Work
 
-H200 = bench.CEILINGS["H200"]
+H200 = ops.CEILINGS["H200"]
 CASE = BenchCase("norm", "1x2", {"rows": 1}, lambda device: Work(lambda: None, 0, 0))
 
 
@@ -40,19 +42,19 @@ def test_limit_reproduces_both_measured_bandwidths():
 def test_summary_of_times():
     times = [10.0] * 50 + [12.0] * 49 + [100.0]
     ceiling = Ceiling(read=1e12, copy=1e12, flops={})
-    record = bench.summarise(CASE, work(read=4_000_000, written=1_000_000), times, 1.5, ceiling)
+    record = ops.summarise(CASE, work(read=4_000_000, written=1_000_000), times, 1.5, ceiling)
     assert (record["median_us"], record["p10_us"], record["p90_us"]) == (11.0, 10.0, 12.0)
     assert record["floor_us"] == 5.0
     assert record["times_floor"] == 2.2
     assert record["ceiling_percent"] == 45.5
     assert (record["op"], record["case"], record["samples"], record["launch_us"]) == ("norm", "1x2", 100, 1.5)
-    assert "norm/1x2" in bench.table([record])
+    assert "norm/1x2" in ops.table([record])
 
 
 def test_an_unknown_chip_has_no_ceiling():
-    assert bench.ceiling_of("NVIDIA H200") is H200
+    assert ops.ceiling_of("NVIDIA H200") is H200
     with pytest.raises(BenchError, match="no measured ceiling for 'NVIDIA Foo'; known: H200"):
-        bench.ceiling_of("NVIDIA Foo")
+        ops.ceiling_of("NVIDIA Foo")
 
 
 def record(case, median, p10, p90, gpu="H200"):
@@ -60,14 +62,14 @@ def record(case, median, p10, p90, gpu="H200"):
 
 
 def write(path, *records):
-    bench.write_records(path, records, {"commit": "abc"})
+    files.write_records(path, records, {"commit": "abc"})
     return path
 
 
 def test_records_are_appended_and_the_last_one_counts(tmp_path):
     path = write(tmp_path / "new" / "file.jsonl", record("a", 1, 1, 1), record("b", 2, 2, 2))
     write(path, record("a", 3, 3, 3))
-    records = bench.read_records(path)
+    records = files.read_records(path)
     assert {key: value["median_us"] for key, value in records.items()} == {"norm/a": 3, "norm/b": 2}
     assert records["norm/a"]["commit"] == "abc"
 
@@ -77,13 +79,13 @@ def test_a_damaged_record_file_is_named_with_its_line(tmp_path, text):
     path = write(tmp_path / "file.jsonl", record("a", 1, 1, 1))
     path.write_text(path.read_text() + text)
     with pytest.raises(BenchError, match=r"file.jsonl:2: not a benchmark record"):
-        bench.read_records(path)
+        files.read_records(path)
 
 
 def test_comparison_needs_both_the_median_and_the_spread():
     old = {"norm/a": record("a", 10, 9, 11), "norm/b": record("b", 10, 9, 11), "norm/c": record("c", 10, 9, 11)}
     new = {"norm/a": record("a", 12, 11.5, 13), "norm/b": record("b", 12, 10.5, 13), "norm/c": record("c", 5, 5, 5)}
-    comparisons = bench.compare(old, new)
+    comparisons = files.compare(old, new)
     assert {item.key: item.is_regression for item in comparisons} == {"norm/a": True, "norm/b": False, "norm/c": False}
     assert comparisons[-1].key == "norm/c"
     assert comparisons[-1].ratio == 0.5
@@ -92,22 +94,22 @@ def test_comparison_needs_both_the_median_and_the_spread():
 def test_commits_of_one_file_are_compared_bits_too(tmp_path):
     path = tmp_path / "file.jsonl"
     for commit, median, digest in (("abc1", 10, "x"), ("def2", 5, "y"), ("fed3", 5, "x")):
-        bench.write_records(path, [record("a", median, 1, 1) | {"digest": digest}], {"commit": commit})
-    old, new, last = (bench.read_records(path, commit=name) for name in ("abc", "def", "fed"))
-    (change,) = bench.compare(old, new)
+        files.write_records(path, [record("a", median, 1, 1) | {"digest": digest}], {"commit": commit})
+    old, new, last = (files.read_records(path, commit=name) for name in ("abc", "def", "fed"))
+    (change,) = files.compare(old, new)
     assert (change.ratio, change.has_other_bits) == (0.5, True)
-    assert not bench.compare(old, last)[0].has_other_bits
+    assert not files.compare(old, last)[0].has_other_bits
     del last["norm/a"]["digest"]  # an older record
-    assert bench.compare(old, last)[0].has_other_bits is None
+    assert files.compare(old, last)[0].has_other_bits is None
     with pytest.raises(BenchError, match="expected a record file or a commit with records in .*, found 'nothing'"):
-        bench.read_records(path, commit="nothing")
+        files.read_records(path, commit="nothing")
 
 
 def test_what_cannot_be_compared():
     with pytest.raises(BenchError, match="no case in common"):
-        bench.compare({"norm/a": record("a", 1, 1, 1)}, {"norm/b": record("b", 1, 1, 1)})
+        files.compare({"norm/a": record("a", 1, 1, 1)}, {"norm/b": record("b", 1, 1, 1)})
     with pytest.raises(BenchError, match="expected records of one chip, found 'H200' and 'B200'"):
-        bench.compare({"norm/a": record("a", 1, 1, 1)}, {"norm/a": record("a", 1, 1, 1, gpu="B200")})
+        files.compare({"norm/a": record("a", 1, 1, 1)}, {"norm/a": record("a", 1, 1, 1, gpu="B200")})
 
 
 def test_every_case_builds_and_counts_its_bytes():
@@ -139,20 +141,13 @@ def test_the_script_compares_without_a_gpu(tmp_path):
     assert "x 2.000  SLOWER" in run_script("--compare", old, "abc", "--out", new).stdout  # a commit in a file
 
 
-def test_the_command_passes_its_options_on(tmp_path, monkeypatch):
+def test_the_command_passes_its_options_on(monkeypatch):
     seen = []
     answer = subprocess.CompletedProcess([], 7)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: seen.append(command) or answer)
-    result = CliRunner().invoke(
-        app, ["bench", "ops", "--op", "rope", "--case", "1x64", "--samples", "20", "--out", str(tmp_path)]
-    )
-    assert result.exit_code == 7
-    assert seen == [
-        [
-            *(sys.executable, "-m", "benchmarks", "ops", "--samples", "20", "--op", "rope", "--case", "1x64"),
-            *("--out", str(tmp_path)),
-        ]
-    ]
+    options = ["--op", "rope", "--compare", "a", "b", "--help"]
+    assert CliRunner().invoke(app, ["bench", "ops", *options]).exit_code == 7
+    assert seen == [[sys.executable, "-P", "-m", "benchmarks", "ops", *options]]
 
 
 def test_the_script_selects_cases():
@@ -166,9 +161,9 @@ def test_the_script_selects_cases():
 
 
 def test_provenance_names_the_commit():
-    commit = bench.current_commit()
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=bench.ROOT, capture_output=True, text=True).stdout.strip()
+    commit = files.current_commit()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=files.ROOT, capture_output=True, text=True).stdout.strip()
     assert commit.rstrip("+") == (head or "unknown")
-    assert bench._output(["no-such-program"]) == "unknown"
+    assert files._output(["no-such-program"]) == "unknown"
     assert json.dumps(commit)
-    assert Path(bench.ROOT / "dsv4").is_dir()
+    assert Path(files.ROOT / "dsv4").is_dir()

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.kernels.ops import CEILINGS, Ceiling
+from benchmarks.records import markdown_table
 from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, IN_PAIRS, RUN, WHOLE
 from dsv4.ops.attention.plan import pick_plan
 from dsv4.ops.indexer.plan import SCORE_CONFIG
 from dsv4.ops.lib.arch import Architecture
 from dsv4.ops.linear.plan import WHOLE_WAVES, pick_shuffled_tile
 from dsv4.ops.select import TOPK_CONFIG
-from dsv4.testing.bench import CEILINGS, Ceiling, case_modules, load_cases
+from dsv4.testing.bench import case_modules, load_cases
 
 
 @dataclass(frozen=True)
@@ -87,31 +89,32 @@ def _microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+OTHERS = """
+## Other Hoppers
+
+Only the H200 has been run. What a launcher chooses by the chip follows its number of multiprocessors, and
+changes no bit. What decides an order of sums (splits, ranges) follows the weight's shape alone, on every
+chip. Nothing is chosen by bandwidth or by the size of L2. Attention weighs its forms by times measured on an
+H200, so on an H20, whose tensor cores have a seventh of the speed, they should be measured first. The first
+table is the data sheets', the second what is chosen for Flash. The third is the least time by bytes and
+operations, at the share of its data sheet that an H200 was measured to reach."""
+
+
 def page_lines() -> list[str]:
-    head, rule = "| | " + " | ".join(CHIPS) + " |", "|---" * (len(CHIPS) + 1) + "|"
-    lines = ["", "## Other Hoppers", ""]
-    lines += [
-        "Only the H200 has been run. What a launcher chooses by the chip follows its number of multiprocessors, and",
-        "changes no bit. What decides an order of sums (splits, ranges) follows the weight's shape alone, on every",
-        "chip. Nothing is chosen by bandwidth or by the size of L2. Attention weighs its forms by times measured on an",
-        "H200, so on an H20, whose tensor cores have a seventh of the speed, they should be measured first. The first",
-        "table is the data sheets', the second what is chosen for Flash. The third is the least time by bytes and",
-        "operations, at the share of its data sheet that an H200 was measured to reach.",
-        "", head, rule,
-    ]  # fmt: skip
-    rows = {
-        "multiprocessors": [str(chip.multiprocessors) for chip in CHIPS.values()],
-        "L2, MB": [str(chip.cache_megabytes) for chip in CHIPS.values()],
-        "memory, TB/s": [f"{chip.read / 1e12:g}" for chip in CHIPS.values()],
-        "bf16, TFLOP/s": [f"{chip.bf16 / 1e12:g}" for chip in CHIPS.values()],
-        "FP8, TFLOP/s": [f"{chip.fp8 / 1e12:g}" for chip in CHIPS.values()],
-    }
-    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
-    chosen = {name: choices(chip) for name, chip in CHIPS.items()}
-    lines += ["", head, rule]
-    lines += [f"| {what} | " + " | ".join(chosen[name][what] for name in CHIPS) + " |" for what in chosen["H200"]]
-    lines += ["", "| floor, us | " + " | ".join(CHIPS) + " |", rule]
-    lines += [
-        f"| {key} | " + " | ".join(_microseconds(us[name]) for name in CHIPS) + " |" for key, us in floors().items()
+    chips, chosen, least = CHIPS.values(), {name: choices(chip) for name, chip in CHIPS.items()}, floors()
+    sheets = [
+        ["multiprocessors", *(chip.multiprocessors for chip in chips)],
+        ["L2, MB", *(chip.cache_megabytes for chip in chips)],
+        ["memory, TB/s", *(f"{chip.read / 1e12:g}" for chip in chips)],
+        ["bf16, TFLOP/s", *(f"{chip.bf16 / 1e12:g}" for chip in chips)],
+        ["FP8, TFLOP/s", *(f"{chip.fp8 / 1e12:g}" for chip in chips)],
     ]
-    return lines
+    lines = [OTHERS, "", *markdown_table(["", *CHIPS], sheets), ""]
+    lines += markdown_table(["", *CHIPS], ([what, *(chosen[name][what] for name in CHIPS)] for what in chosen["H200"]))
+    return [
+        *lines,
+        "",
+        *markdown_table(
+            ["floor, us", *CHIPS], ([key, *(_microseconds(us[name]) for name in CHIPS)] for key, us in least.items())
+        ),
+    ]

@@ -21,8 +21,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from benchmarks.engine.step import finish, submit
 from benchmarks.runner import SCHEDULE, Record, Session, numbers
-from benchmarks.step import finish, submit
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
 from dsv4.tools.bench.profile import Launch, busy_us, launches_of

@@ -19,10 +19,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dsv4.testing.bench import CEILINGS, case_modules, load_cases, read_records
+from benchmarks.kernels.ops import CEILINGS
+from benchmarks.records import H200, RESULTS, ROOT, Record, read_records
+from dsv4.testing.bench import case_modules, load_cases
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 TIMELINE = RESULTS / "nvidia-h200-timeline.json"
 IMAGES = ROOT / "docs" / "images"
 PAGES = ROOT / "docs" / "kernels"
@@ -34,8 +34,6 @@ FAMILIES = {
 
 STEP_FAMILIES = FAMILIES | {"compress": "#ca6f1e", "router": "#c2185b", "sampling": "#148f77"}
 DRAWN_AS = {"select": "indexer"}  # the selection of a step is the indexer's
-
-Record = dict[str, Any]
 
 
 # ---- tables ----
@@ -295,7 +293,7 @@ def _axis(picture: Picture, y: float, length: float, scale: float) -> None:
 
 def documents() -> dict[Path, str]:
     """Every file this script writes, as it should be."""
-    records = read_records(RESULTS / "nvidia-h200.jsonl")
+    records = read_records(H200)
     cases = [(module.rsplit(".", 1)[-1], case) for module in case_modules() for case in load_cases([module])]
     family_of = {case.op: family for family, case in cases}
     shown = [records[case.key] for _, case in cases if case.key in records]
@@ -315,7 +313,6 @@ def _last_layer(attention: str, batch: int, context: int) -> Record:
     return [r for r in map(json.loads, lines) if wanted.items() <= r.items()][-1]
 
 
-def main(arguments: list[str]) -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks plots", description=__doc__).parse_args(arguments)
+def main(options: argparse.Namespace) -> None:
     for path, text in documents().items():
         path.write_text(text, encoding="utf-8")

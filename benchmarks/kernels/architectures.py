@@ -18,17 +18,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-from benchmarks import hoppers
+from benchmarks.kernels import hoppers
+from benchmarks.records import RESULTS, ROOT, markdown_table
 from dsv4.ops import OpSet
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
 from dsv4.testing.bench import BenchCase, case_modules, load_cases
-from dsv4.testing.compiled.compile_check import compile_case
+from tools.compiled.compile_check import compile_case
 
-RECORDS = Path(__file__).parent / "results" / "architectures.json"
-PAGE = Path(__file__).parents[1] / "docs" / "kernels" / "architectures.md"
+RECORDS = RESULTS / "architectures.json"
+PAGE = ROOT / "docs" / "kernels" / "architectures.md"
 GPUS = {
     80: "A100", 89: "L40S, RTX 4090", 90: "H100, H200", 100: "B200", 103: "B300", 120: "RTX PRO 6000, RTX 5090",
 }  # fmt: skip
@@ -40,7 +40,7 @@ KINDS = ("csa", "hca", "nvfp4", "mxfp4", "fp8", "fp4", "hash")
 INTRODUCTION = """# Architectures
 
 Written by `python -m benchmarks architectures` from `benchmarks/results/architectures.json`. Every kernel of
-a Flash step, compiled as it is launched (`dsv4/testing/compiled/compile_check.py`), by ptxas of Triton
+a Flash step, compiled as it is launched (`tools/compiled/compile_check.py`), by ptxas of Triton
 {triton}. Only Hopper has been run; `dsv4 selftest` says whether the others compute what they should.
 
 What an architecture has, and which form a kernel takes where it lacks something, is decided in
@@ -58,6 +58,12 @@ What an architecture has, and which form a kernel takes where it lacks something
 Bits are the same for every batch on one architecture, not across architectures: the order of sums in a
 product is the hardware's.
 """
+SIZES = """Sizes are of a program's shared memory, spills in bytes. A kernel that does not compile or fit is served
+by its oracle once `dsv4 selftest` has run there.
+
+## Kernels
+
+KB of shared memory, the most of any case."""
 
 
 @cache
@@ -113,20 +119,16 @@ def markdown(records: dict[str, Any]) -> str:
     """The page."""
     found = {arch: records["architectures"].get(str(arch), {}) for arch in ARCHITECTURES}
     kernels = {arch: kernels_of(cases) for arch, cases in found.items()}
-    lines = [INTRODUCTION.format(triton=records["triton"]), "## Chips", ""]
-    lines += ["| | GPUs | cases compiled | kernels | that fit | largest | limit | spills |", "|---" * 8 + "|"]
-    lines += [_chip_row(arch, found[arch], kernels[arch]) for arch in ARCHITECTURES]
-    lines += [
-        "",
-        "Sizes are of a program's shared memory, spills in bytes. A kernel that does not compile or fit is served",
-    ]
-    lines += ["by its oracle once `dsv4 selftest` has run there.", "", "## Kernels", ""]
-    lines += ["KB of shared memory, the most of any case.", ""]
-    lines += ["| kernel | " + " | ".join(f"sm_{arch}" for arch in ARCHITECTURES) + " |"]
-    lines += ["|---" * (len(ARCHITECTURES) + 1) + "|"]
-    for name in sorted({name for part in kernels.values() for name in part}):
-        cells = [f"{kernels[arch][name][1] / 1024:.1f}" if name in kernels[arch] else "" for arch in ARCHITECTURES]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    head = ["", "GPUs", "cases compiled", "kernels", "that fit", "largest", "limit", "spills"]
+    lines = [INTRODUCTION.format(triton=records["triton"]), "## Chips"]
+    lines += ["", *markdown_table(head, (_chip_row(arch, found[arch], kernels[arch]) for arch in ARCHITECTURES))]
+    lines += ["", SIZES, ""]
+    names = sorted({name for part in kernels.values() for name in part})
+    lines += markdown_table(
+        ["kernel", *(f"sm_{arch}" for arch in ARCHITECTURES)],
+        ([name, *(f"{kernels[arch][name][1] / 1024:.1f}" if name in kernels[arch] else "" for arch in ARCHITECTURES)]
+         for name in names),
+    )  # fmt: skip
     lines += hoppers.page_lines()
     failures = [
         f"* sm_{arch}: {case}: {result[:80]}"
@@ -139,17 +141,16 @@ def markdown(records: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _chip_row(arch: int, cases: dict[str, Any], kernels: dict[str, tuple[int, int]]) -> str:
+def _chip_row(arch: int, cases: dict[str, Any], kernels: dict[str, tuple[int, int]]) -> tuple[Any, ...]:
     limit = Architecture(arch).shared_bytes
     sizes = [shared for _, shared in kernels.values()]
     num_compiled = sum(isinstance(result, list) for result in cases.values())
     spilling = [f"{name} {spilled}" for name, (spilled, _) in sorted(kernels.items()) if spilled]
-    cells = (
+    return (
         f"sm_{arch}", GPUS[arch], f"{num_compiled} of {len(table_cases())}", len(sizes),
         sum(size <= limit for size in sizes), f"{max(sizes, default=0) / 1024:.0f} KB", f"{limit // 1024} KB",
         ", ".join(spilling) or ("none" if sizes else ""),
     )  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def read_records() -> dict[str, Any]:
@@ -157,17 +158,14 @@ def read_records() -> dict[str, Any]:
     return found
 
 
-def main(arguments: list[str]) -> None:
-    import triton
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks architectures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="only this; may be repeated")
     parser.add_argument("--markdown", action="store_true", help="only the page")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> None:
+    import triton
+
     if not options.markdown:
         records = read_records() if RECORDS.exists() else {"architectures": {}}
         records["triton"] = triton.__version__

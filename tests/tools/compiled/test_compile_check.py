@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.testing.compiled import compile_check
-from dsv4.testing.compiled.compile_check import is_only_a_trap
-from dsv4.testing.compiled.disk_cache import DiskCache, content_key
+from tools.compiled import compile_check
+from tools.compiled.compile_check import is_only_a_trap
+from tools.compiled.disk_cache import DiskCache, content_key
 
 KERNEL = ".visible .entry _kernel()\n.reqntid 256\n{{\n{body}\n}}\n"
 
@@ -54,7 +54,7 @@ def test_reports_are_kept_until_something_changes(compiles, monkeypatch):
 
 
 def test_a_changed_source_is_compiled_again(compiles, tmp_path, monkeypatch):
-    for name in ("dsv4/testing/cases/one.py", "dsv4/testing/compiled/compile_check.py", "dsv4/other.py"):
+    for name in ("dsv4/testing/cases/one.py", "tools/compiled/compile_check.py", "dsv4/other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     case = tmp_path / "dsv4" / "testing" / "cases" / "one.py"

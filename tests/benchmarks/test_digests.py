@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import ops
+from benchmarks import __main__ as entry
+from benchmarks.kernels import digests
+from benchmarks.kernels.digests import digest
 from dsv4.ops import TRITON
-from dsv4.testing import digests
-from dsv4.testing.digests import digest
 from dsv4.testing.inputs import kernel_device
 
 
 def write(path, *options):
     device = ("--device", kernel_device().type)
-    return ops.main(["--digests", "--op", "rms_norm", "--op", "tap_streams", *device, "--out", str(path), *options])
+    return entry.main(
+        ["ops", "--digests", "--op", "rms_norm", "--op", "tap_streams", *device, "--out", str(path), *options]
+    )
 
 
 def test_every_bit_and_its_place_count():
@@ -52,9 +54,9 @@ def test_a_changed_bit_is_shown_with_its_case(tmp_path, capsys, monkeypatch):
         patch.setattr(digests, "TRITON", TRITON.with_ops(rms_norm=nudged))
         assert write(tmp_path / "new.jsonl") == 0
     capsys.readouterr()
-    assert ops.main(["--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "same.jsonl")]) == 0
+    assert entry.main(["ops", "--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "same.jsonl")]) == 0
     assert capsys.readouterr().out.endswith("0 cases timed, 0 slower; 3 with digests, 0 with other bits\n")
-    assert ops.main(["--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 1
+    assert entry.main(["ops", "--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 1
     lines = capsys.readouterr().out.splitlines()
     changed = [line.split()[0] for line in lines if line.endswith("BITS CHANGED")]
     assert {name.split("/")[0] for name in changed} == {"rms_norm"}
@@ -65,5 +67,5 @@ def test_a_changed_bit_is_shown_with_its_case(tmp_path, capsys, monkeypatch):
 def test_oracles_have_digests_of_their_own(tmp_path, capsys):
     assert write(tmp_path / "kernels.jsonl") == 0
     assert write(tmp_path / "oracles.jsonl", "--oracle") == 0
-    assert ops.main(["--compare", str(tmp_path / "kernels.jsonl"), str(tmp_path / "oracles.jsonl")]) == 2
+    assert entry.main(["ops", "--compare", str(tmp_path / "kernels.jsonl"), str(tmp_path / "oracles.jsonl")]) == 2
     assert "expected records of one chip, found 'CPU interpreter' and 'CPU oracles'" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Whether an op's forms add up in one order at a model's shape: every call of a step, compiled for several numbers of
 tokens and compared by `sum_orders`. Needs no GPU, and no memory for a cache: stand-ins are launched.
 
-    python -m dsv4.testing.compiled.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
+    python -m tools.compiled.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
 
 One line for each function whose sums differ from one number of tokens to another, or "equal". Functions that only some
 forms call are not compared: tests/ops/test_kernels_compile.py has those that must agree by name. It runs in a process
@@ -28,8 +28,8 @@ from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON, Backend, OpSet
-from dsv4.testing.compiled.compile_check import offline
-from dsv4.testing.compiled.sum_orders import orders_of
+from tools.compiled.compile_check import offline
+from tools.compiled.sum_orders import orders_of
 
 ARCHITECTURE = 90
 # numbers of tokens on both sides of every change of form (plan.py of each op)

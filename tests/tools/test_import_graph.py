@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.testing.imports import ImportGraph
 from tools.affected import ROOT, affected_tests, checkout
+from tools.imports import ImportGraph
 
 TREE = {
     "dsv4/__init__.py": "__version__ = '1'\nfrom dsv4.all import everything\n",

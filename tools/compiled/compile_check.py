@@ -7,7 +7,7 @@ nothing is written twice, and what is checked is what runs. Every distinct kerne
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
 what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
-    python -m dsv4.testing.compiled.compile_check ARCH [--only CASE,...] [MODULE ...]     prints JSON lines
+    python -m tools.compiled.compile_check ARCH [--only CASE,...] [MODULE ...]     prints JSON lines
 
 MODULE is by default every module of dsv4/testing/cases. With `--only`, those cases are compiled, and as few others as
 launch every kernel with every number of warps.
@@ -39,8 +39,8 @@ from dsv4.errors import Dsv4Error
 from dsv4.ops.lib.assembler import ptxas_version
 from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
-from dsv4.testing.compiled.disk_cache import DiskCache, content_key
-from dsv4.testing.imports import ImportGraph
+from tools.compiled.disk_cache import DiskCache, content_key
+from tools.imports import ImportGraph
 
 CACHE = DiskCache(ROOT / ".pytest_cache" / "compile")  # `make clean` removes it
 
@@ -120,7 +120,7 @@ def _key_of_module(arch: int, module: str) -> str:
 def _compiled_lines(arch: int, module: str, only: tuple[str, ...] | None) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     choice = [] if only is None else ["--only", ",".join(only)]
-    command = [sys.executable, "-m", "dsv4.testing.compiled.compile_check", str(arch), *choice, module]
+    command = [sys.executable, "-m", "tools.compiled.compile_check", str(arch), *choice, module]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise CompileError(f"the compile check of {module} failed:\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}")

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ODD_SIZES = {"hidden_size": 384, "num_attention_heads": 6, "n_routed_experts": 5, "index_n_heads": 3}
 
 
@@ -86,14 +86,14 @@ def run_part(part: Part, folder: Path, ends: float) -> dict[str, Any]:
 
 def compared(folder: Path) -> dict[str, Any] | None:
     """Digests under both assemblers."""
-    from dsv4.testing import bench
+    from benchmarks import records
 
     files = [folder / "digests.jsonl", folder / "other-digests.jsonl"]
     if not all(file.exists() for file in files):
         return None
-    found = bench.compare(*map(bench.read_records, files))
+    found = records.compare(*map(records.read_records, files))
     changed = [item.key for item in found if item.has_other_bits]
-    return {"part": "assemblers", "status": int(bool(changed)), "summary": bench.summary(found), "changed": changed}
+    return {"part": "assemblers", "status": int(bool(changed)), "summary": records.summary(found), "changed": changed}
 
 
 # ---- kernels broken on purpose ----
@@ -165,10 +165,7 @@ def mistakes(ops: Any, few_rows_op: str) -> dict[str, Any]:
     return {"rms_norm_quant": rms_norm_quant, few_rows_op: few_rows, "sparse_attention": sparse_attention}
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks trust", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for everything printed, and summary.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ptxas", type=Path, help="another assembler, to be compared with Triton's own")
@@ -176,7 +173,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=int, default=460, help="what has not ended then is cut off")
     parser.add_argument("--only", action="append", default=[], help="only this part; repeatable")
     parser.add_argument("--broken", action="store_true", help="that part alone, in this process")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
     if options.broken:
         results = broken(options.device)
         print(json.dumps(results, indent=1))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dsv4.errors import Dsv4Error
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[2] / "dsv4"
 
 
 class LayoutError(Dsv4Error, ValueError):

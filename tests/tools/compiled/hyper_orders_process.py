@@ -14,9 +14,9 @@ import torch
 from dsv4.ops.hyper import launch
 from dsv4.ops.lib.launch import next_power_of_2
 from dsv4.testing.cases.hyper import SETTINGS, make_inputs
-from dsv4.testing.compiled.compile_check import offline
-from dsv4.testing.compiled.form_orders import only_layouts
-from dsv4.testing.compiled.sum_orders import orders_of
+from tools.compiled.compile_check import offline
+from tools.compiled.form_orders import only_layouts
+from tools.compiled.sum_orders import orders_of
 
 
 def orders(width, num_tokens):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trust
-from dsv4.testing import bench
+from benchmarks import __main__ as entry
+from benchmarks.kernels import trust
+from benchmarks.records import write_records
 
 
 def options(folder, **changes):
@@ -43,7 +44,7 @@ def test_bits_under_two_assemblers_are_compared(tmp_path):
     for name, digest in (("digests", "a"), ("other-digests", "b")):
         records = [{"op": "norm", "case": "x", "digest": digest}, {"op": "norm", "case": "y", "digest": "c"}]
         assert trust.compared(tmp_path) is None
-        bench.write_records(tmp_path / f"{name}.jsonl", records, {"gpu": "H200"})
+        write_records(tmp_path / f"{name}.jsonl", records, {"gpu": "H200"})
     found = trust.compared(tmp_path)
     assert (found["status"], found["changed"]) == (1, ["norm/x"])
 
@@ -51,6 +52,6 @@ def test_bits_under_two_assemblers_are_compared(tmp_path):
 def test_a_red_part_is_the_command_s_status(tmp_path, monkeypatch):
     for code in (0, 1):
         monkeypatch.setattr(trust, "parts_of", lambda options, code=code: [trust.Part("p", ("-c", f"exit({code})"))])
-        assert trust.main(["--device", "cpu", "--out", str(tmp_path)]) == code
+        assert entry.main(["trust", "--device", "cpu", "--out", str(tmp_path)]) == code
         (summary,) = json.loads((tmp_path / "summary.json").read_text())
         assert summary["status"] == code

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.ops.lib.guard import HAS_TRITON
-from dsv4.testing.compiled.sum_orders import LayoutError, orders_of, tree_of
+from tools.compiled.sum_orders import LayoutError, orders_of, tree_of
 
 
 def blocked(size, threads, warps):
