@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
 import time
 import traceback
@@ -70,7 +69,7 @@ class Session:
             if self.out is not None:
                 write_records(self.out, [record], self.origin)
             is_plain = self._line is None or record["kind"] in ("error", "skipped")
-            print((json.dumps(record) if is_plain else self._line(record))[:900], flush=True)
+            print((as_line(record) if is_plain else self._line(record))[:900], flush=True)
 
     def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """One measurement; whatever goes wrong becomes a record, and the next one may well work."""
@@ -94,6 +93,12 @@ class Session:
         print(f"[{self.elapsed:6.1f}] four layers are built", flush=True)
         free_memory()
         return model
+
+
+def as_line(record: Record) -> str:
+    """For a person: without what is long."""
+    short = {name: value for name, value in record.items() if not isinstance(value, (list, dict)) or len(value) < 8}
+    return f"{short.pop('kind')}: {', '.join(f'{name} {value}' for name, value in short.items())}"
 
 
 def is_bad(record: Record) -> bool:

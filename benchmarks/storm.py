@@ -277,18 +277,6 @@ def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], S
     return make_record(options, process, clients, seconds, metrics, last_view, wrong, log), process
 
 
-def report(record: dict[str, Any]) -> None:
-    names = ("workers", "slots", "seconds", "restarts", "kills", "model", "numerics", "machine")
-    print(", ".join(f"{name} {record[name]}" for name in names))
-    print(f"clients: {record['outcomes']}")
-    rate = record["last_server"]["output_tokens"] / record["seconds"]
-    print(f"the last server: {record['last_server']}; {rate:.0f} tokens/s of the whole time")
-    for title, values in record["milliseconds"].items():
-        print(f"{title}: median {values['0.5']} ms, p99 {values['0.99']} ms")
-    print(f"log: {record['log_lines']} lines, {record['log_bytes']} bytes; growth {record['growth']}")
-    print(f"exit codes {record['exit_codes']}; wrong: {record['wrong'] or 'nothing'}")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -305,7 +293,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         record, process = run(options, Path(name))
-    report(record)
+    print(*(f"{name}: {value}" for name, value in record.items()), sep="\n")
     if options.out is not None:
         step = max(len(process.samples) // 120, 1)
         samples = [asdict(one) for one in process.samples[::step]]

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from benchmarks.runner import FLASH_COUNTS, SCHEDULE, Record, Session, free_memory, numbers, used_bytes
 from dsv4.config import EngineConfig
 from dsv4.tools.bench import model as bench
-from dsv4.tools.bench.context import BenchModel, build_offloaded, cut_config, make_context
+from dsv4.tools.bench.context import BenchModel, build_offloaded, cut_config
 from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.targets import PRESETS
 
@@ -43,30 +42,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session) -> None:
-    if any(session.wants(section) for section in OF_FOUR):
-        run_four(session, session.four_layers())
+    options = session.options
+    wanted = [section for section in OF_FOUR if session.wants(section)]
+    settings = bench.Settings(
+        tuple(options.batches), tuple(options.contexts), tuple(options.prefill), tuple(options.concurrency),
+        prompt_tokens=128, output_tokens=32, repeats=options.repeats,
+        sections=(*wanted, *(["layers"] if "decode" in wanted else [])),
+    )  # fmt: skip
+    if wanted:
+        for what, measure in bench.jobs(session.four_layers(), settings):
+            session.attempt(what, measure)
         free_memory()
     if session.wants("offload"):
         session.attempt("offload", measure_offload, session)
-
-
-def run_four(session: Session, model: BenchModel) -> None:
-    options, attempt = session.options, session.attempt
-    grid = [(batch, context) for context in options.contexts for batch in options.batches]
-    for batch, context in sorted(grid, key=lambda pair: pair[0] * pair[1]) if session.wants("decode") else ():
-        attempt(f"decode, batch {batch}, context {context}", measure_steps, session, model, batch, context)
-    for count in options.prefill if session.wants("prefill") else ():
-        attempt(f"prefill, {count} tokens", bench.measure_prefill, model, count, 5)
-    for count in options.concurrency if session.wants("serving") else ():
-        attempt(f"serving, {count} requests", bench.measure_serving, model, count, 128, 32)
-    if session.wants("memory"):
-        attempt("memory", bench.measure_memory, model, max(options.batches), min(options.contexts))
-
-
-def measure_steps(session: Session, model: BenchModel, batch: int, context: int) -> list[Record]:
-    made, repeats = make_context(model, batch, context), session.options.repeats
-    bandwidth = bench.read_bandwidth(session.origin["gpu"])
-    return [bench.measure_decode(model, made, repeats), *bench.measure_layers(model, made, repeats, bandwidth)]
 
 
 # ---- all of Flash, experts offloaded ----
@@ -119,25 +107,6 @@ def host_speed(model: BenchModel) -> float:
     end.record()
     torch.cuda.synchronize()
     return rows * scratch.numel() * scratch.element_size() / (1e-3 * start.elapsed_time(end))
-
-
-# ---- what is printed ----
-
-
-def line(record: Record) -> str:
-    kind, late = record["kind"], ",".join(record.get("compiled_late", ()))[:80]
-    if kind == "decode":
-        return (
-            f"decode   batch {record['batch']:4} ctx {record['context']:8}: {record['ms']:9.3f} ms, "
-            f"{record['ms_per_layer']:7.3f} a layer  [{record['mode'][:60]}] {late and 'LATE ' + late}"
-        )
-    if kind == "layer":
-        return (
-            f"  {record['attention']}    batch {record['batch']:4} ctx {record['context']:8}: "
-            f"{1e3 * record['ms']:9.1f} us x {record.get('times_floor', 0):6.2f} floor, "
-            f"{record['launches']} launches [{record['mode'][:40]}]"
-        )
-    return json.dumps(record)
 
 
 def conclusions(records: list[Record]) -> Iterator[str]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from itertools import pairwise
 from typing import Any
@@ -212,19 +211,3 @@ def run_engine(session: Session, model: BenchModel) -> None:
     del llm
     gc.unfreeze()
     free_memory()
-
-
-def line(record: Record) -> str:
-    late = f"  LATE {','.join(record['compiled_late'])[:80]}" if record.get("compiled_late") else ""
-    if record["kind"] == "step":
-        return (
-            f"step {record['requests']:22} batch {record['batch']:4}{' watched' if record['watched'] else '        '}: "
-            f"wall {record['wall_ms']:8.3f} busy {record.get('busy_ms', 0):8.3f} ms: "
-            f"{record.get('wall_over_busy', 0):.3f}; host {record['host_ms']:.3f}{late}"
-        )
-    if record["kind"] == "first":
-        return (
-            f"first {record['requests']:22} {record['which']:6}: first token {record['first_token_ms']:9.2f} ms, "
-            f"slowest gap {record['slowest_gap_ms']:8.2f}, all {record['all_ms']:9.2f}{late}"
-        )
-    return json.dumps(record)

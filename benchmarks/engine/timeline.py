@@ -114,12 +114,3 @@ def run(session: Session) -> None:
     record = {"kind": "timeline", "model": model.name, "schedule": SCHEDULE, "steps": steps} | session.origin
     if out is not None:
         out.write_text(as_text(record), encoding="utf-8")
-
-
-def line(record: Record) -> str:
-    streams = Counter(kernel[3] for kernel in record["kernels"])
-    return (
-        f"batch {record['batch']} ({record['running']} running): {record['length_us']:.1f} us "
-        f"(of {record['lengths_us']}), busy {record['busy_us']:.1f}, {len(record['kernels'])} launches by "
-        f"stream {dict(streams)}; {record['wall_us']:.1f} us without the profiler"
-    )

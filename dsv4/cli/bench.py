@@ -20,7 +20,7 @@ from dsv4.config import ConfigError
 from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
 from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.request import SamplingParams
-from dsv4.tools.bench.plot import check_plots
+from dsv4.tools.bench import report as shown
 from dsv4.tools.model_loading import DraftsOption, parse_drafts
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
@@ -103,8 +103,7 @@ def bench_model_command(
     2048,65536,1048576 --plot speed.png
     """
     from dsv4.tools.bench.context import build_model, build_offloaded
-    from dsv4.tools.bench.model import SECTIONS, Settings, run_bench  # here: they load torch
-    from dsv4.tools.bench.ranks import bench_ranks
+    from dsv4.tools.bench.model import SECTIONS, Settings, bench_ranks, run_bench  # here: they load torch
 
     chosen, kinds = _expert_format(experts), _kinds(schedule)
     if device.split(":")[0] not in ("cpu", "cuda"):
@@ -188,15 +187,12 @@ def _note(what: str) -> None:
 
 
 def _report(report: Report, as_json: bool, plot: Path | None) -> None:
-    from dsv4.tools.bench.plot import plot_report  # here: they load torch
-    from dsv4.tools.bench.text import print_report
-
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print_report(report, Console(width=max(Console().width, 100)))  # the widest table
+        shown.print_report(report, Console(width=max(Console().width, 100)))  # the widest table
     if plot is not None:
-        plot_report(report, plot)
+        shown.plot_report(report, plot)
 
 
 @bench_app.command("serve")
@@ -259,7 +255,6 @@ def bench_serve_command(
     """
     from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.serve import Target, measure_load
-    from dsv4.tools.bench.serve_text import plot_waits, print_serve_report, progress
 
     load = Load.of(
         shape, prompt, output, spread, requests=requests or 4 * streams, streams=streams, rate=rate,
@@ -267,7 +262,7 @@ def bench_serve_command(
         intruder_seconds=intruder_seconds,
     )  # fmt: skip
     if plot is not None:
-        check_plots()
+        shown.check_plots()
     served: Target
     if target is not None and "://" in target:
         from dsv4.tools.bench.server_target import UrlTarget
@@ -280,14 +275,14 @@ def bench_serve_command(
         if given is not None:
             raise ConfigError(f"{given} needs the URL of a server; an engine reads token ids")
         served = _engine_target(target, load, _kinds(schedule), _expert_format(experts), device, chunk)
-    with progress(load) as on_done:
+    with shown.progress(load) as on_done:
         report, seen = measure_load(served, load, on_done)
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print_serve_report(report, Console(width=max(Console().width, 100)))
+        shown.print_serve_report(report, Console(width=max(Console().width, 100)))
     if plot is not None:
-        plot_waits(report, seen, plot)
+        shown.plot_waits(report, seen, plot)
     raise typer.Exit(1 if report.failed or "error" in (report.intruder or {}) else 0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernels import architectures, hoppers
+from benchmarks.kernels import architectures
 from benchmarks.kernels.ops import CEILINGS
 from dsv4.ops.lib import arch
 from dsv4.ops.lib.arch import ARCHITECTURES, Architecture
@@ -17,7 +17,8 @@ MANY_TOKENS = "1x2048-at"  # scoring for many tokens holds the decoded keys: the
 
 
 def test_the_page_shows_the_records():
-    assert architectures.markdown(RECORDS) == architectures.PAGE.read_text(encoding="utf-8")
+    page = architectures.PAGE.read_text(encoding="utf-8")
+    assert architectures.markdown(RECORDS, page) == page
 
 
 def test_records_are_of_cases_there_are():
@@ -40,18 +41,18 @@ def test_what_was_compiled_fits_and_does_not_spill(number):
 
 
 def test_choices_follow_the_number_of_multiprocessors():
-    chosen = {name: hoppers.choices(chip) for name, chip in hoppers.CHIPS.items()}
+    chosen = {name: architectures.choices(chip) for name, chip in architectures.CHIPS.items()}
     assert chosen["H100"] == chosen["H800"] == chosen["H200"], "they have as many"
     other = {what for what, form in chosen["H20"].items() if form != chosen["H200"][what]}
     assert {what.split(",")[0].split(" of ")[0] for what in other} >= {"attention", "index scores", "top-k", "wo_a"}
 
 
 def test_floors_follow_memory_and_products():
-    for case, floor in hoppers.floors().items():
+    for case, floor in architectures.floors().items():
         assert floor["H100"] == floor["H800"], case
         assert floor["H200"] <= floor["H100"], case
         assert floor["H200"] < floor["H20"], case
-    assert hoppers.CHIPS["H200"].ceiling.read == CEILINGS["H200"].read
+    assert architectures.CHIPS["H200"].ceiling.read == CEILINGS["H200"].read
 
 
 def test_no_kernel_counts_on_an_h200():
