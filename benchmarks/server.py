@@ -38,9 +38,9 @@ from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.bench.context import build_model, cut_config
 from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import Load
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.bench.workload import Load
 from dsv4.tools.plan.targets import PRESETS
 
 conclusions = table

@@ -26,8 +26,8 @@ from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
     from dsv4.tools.bench.engine_target import EngineTarget
-    from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.model import Report
+    from dsv4.tools.bench.workload import Load
 
 _DeviceOption = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 
@@ -253,8 +253,8 @@ def bench_serve_command(
       dsv4 bench serve http://127.0.0.1:8000 --streams 64 --output 1024 --intruder 524288
       dsv4 bench serve flash --schedule swa,csa,hca,csa --experts nvfp4 --device cuda --streams 256
     """
-    from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.serve import Target, measure_load
+    from dsv4.tools.bench.workload import Load
 
     load = Load.of(
         shape, prompt, output, spread, requests=requests or 4 * streams, streams=streams, rate=rate,

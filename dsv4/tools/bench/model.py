@@ -27,16 +27,13 @@ from dsv4.engine.draft.options import Drafts
 from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import RunnerError, capture_graph
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.stats import EngineStats
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.model.block import block, enter
 from dsv4.model.transformer import Transformer
 from dsv4.tools.bench.context import BenchModel, Context, make_context
-from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import Lengths, Load
+from dsv4.tools.bench.engine_target import serve_requests
 from dsv4.tools.bench.profile import launches_of
-from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND, plan
 from dsv4.tools.plan.targets import PRESETS
 
@@ -276,44 +273,7 @@ def measure_serving(model: BenchModel, concurrency: int, settings: Settings) -> 
     context = settings.prompt_tokens + settings.output_tokens
     limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
     llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool, drafts=settings.drafts)
-    return serve_requests(llm, concurrency, settings)
-
-
-def serve_requests(llm: LLM, concurrency: int, settings: Settings) -> Record:
-    """`measure_serving` with a model that is there already."""
-    prompt, output = settings.prompt_tokens, settings.output_tokens
-    load = Load.of("fixed", prompt, output, requests=concurrency, streams=concurrency, temperature=1.0)
-    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
-    if llm.cache.device.type == "cuda":
-        target.run(replace(load, output=Lengths(min(output, 4)), seed=1))  # compiles, captures
-    before = llm.engine.stats()
-    report, _ = measure_load(target, load)
-    first, between = report.first_token_ms, report.between_tokens_ms or {"p50": 0.0, "p99": 0.0}
-    return {
-        "kind": "serving", "concurrency": concurrency, "prompt_tokens": prompt, "output_tokens": output,
-        "first_token_ms": first["p50"], "first_token_ms_max": first["max"],
-        "between_tokens_ms": between["p50"], "between_tokens_ms_p99": between["p99"],
-        "tokens_per_second": report.tokens_per_second, "host_share": report.host_share,
-    } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
-
-
-def _drafted(stats: EngineStats) -> Record:
-    """What drafts did so far, where there were any."""
-    if stats.drafts is None:
-        return {}
-    return {
-        "tokens_per_step": round(stats.drafts.tokens_per_step, 3),
-        "accepted_by_place": [round(share, 3) for share in stats.drafts.acceptance],
-    }
-
-
-def _moved(before: EngineStats, after: EngineStats) -> Record:
-    """What offloaded experts did between two moments."""
-    return {
-        "expert_hits": after.num_expert_hits - before.num_expert_hits,
-        "expert_misses": after.num_expert_misses - before.num_expert_misses,
-        "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
-    }
+    return serve_requests(llm, concurrency, settings.prompt_tokens, settings.output_tokens)
 
 
 def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:
@@ -396,7 +356,8 @@ def bench_ranks(
     note(f"serving on {gpus} ranks")
     llm = LLM(folder, device=device, engine=limits, gpus=gpus)
     try:
-        records = [serve_requests(llm, count, settings) | {"gpus": gpus} for count in settings.concurrencies]
+        sizes = settings.prompt_tokens, settings.output_tokens
+        records = [serve_requests(llm, count, *sizes) | {"gpus": gpus} for count in settings.concurrencies]
     finally:
         llm.close()
     return Report(folder.name, describe_machine(torch.device(device)), tuple(records))

@@ -16,8 +16,8 @@ from dsv4.errors import Dsv4Error
 
 if TYPE_CHECKING:  # the commands import this before they know that they need torch
     from dsv4.tools.bench.model import Record, Report
-    from dsv4.tools.bench.load import Load, Observed
     from dsv4.tools.bench.serve import ServeReport
+    from dsv4.tools.bench.workload import Load, Observed
 
 # kind of record -> title, and columns: a field, or NAME=FIELD
 _TABLES = {
