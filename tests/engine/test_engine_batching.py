@@ -1,7 +1,5 @@
 """A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it and however it is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bare import bare

@@ -1,7 +1,5 @@
 """The same request, the same bits: alone, batched, cut differently, preempted and resumed, beside poisoned padding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ prompts and verified drafts of some of them at once, beside padding; every propo
 after a fresh prefill of the same tokens by a drafter of its own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache

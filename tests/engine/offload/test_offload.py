@@ -1,7 +1,5 @@
 """Offloaded experts give the bits of resident ones, whatever is where, and the slots keep their books."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

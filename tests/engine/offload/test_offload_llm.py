@@ -1,7 +1,5 @@
 """A checkpoint with offloaded experts, from its files to its tokens: the same bits as with all of them resident."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -369,8 +367,7 @@ def test_the_command(folder, capsys):
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")],
+    ("value", "message"), [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")]
 )
 def test_mistakes_of_the_command(folder, capsys, name, value, message):
     prompt = ("--ids", "5") if name == "generate" else ()

@@ -5,8 +5,6 @@
 `toy`, `keys` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the GPU that is.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

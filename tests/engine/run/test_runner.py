@@ -1,7 +1,5 @@
 """The runner: a padded call over static buffers gives the bits of a direct one; on a GPU it is a graph."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
