@@ -43,9 +43,9 @@ class Timed(Agreement):
         super().__init__(*given)
         self.took: list[tuple[float, float]] = []
 
-    def _exchange(self, kind: int, first: int, second: int, third: int) -> Any:
+    def _exchange(self, kind: int, *sizes: int) -> Any:
         thread, clock = time.thread_time(), time.perf_counter()
-        said = super()._exchange(kind, first, second, third)
+        said = super()._exchange(kind, *sizes)
         self.took.append((time.thread_time() - thread, time.perf_counter() - clock))
         return said
 

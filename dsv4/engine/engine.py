@@ -44,6 +44,7 @@ from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
+from dsv4.engine.step.replays import wants_picks
 from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawable
 from dsv4.engine.step.size import OwnSizes, Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
@@ -279,7 +280,7 @@ class Engine:
         return None
 
     def _size(self, plan: StepPlan) -> StepSize:
-        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan))
+        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan), wants_picks(plan))
 
     def _num_asked(self, plan: StepPlan) -> int:
         """How many drafts to ask for behind the step."""

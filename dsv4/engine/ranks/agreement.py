@@ -4,11 +4,11 @@ A rank with requests sends the sizes it needs to all others and waits for theirs
 sizes. A rank without requests answers with zeros and runs padding: its experts serve the others. While all ranks are
 idle, no message is sent.
 
-What is said is five numbers, to each other rank over a connection of its own:
+What is said is six numbers, to each other rank over a connection of its own:
 
     round   how many there were before; the same on all ranks
     kind    a step, or a call outside the engine (calls.py), which only rank 0 makes: it goes first
-    3 more  `StepSize`, or the call's rows and layer
+    4 more  `StepSize`, or the call's rows and layer
 
 On a GPU a step is agreed on while the one before it runs, so that nothing waits for this but the host.
 """
@@ -30,7 +30,7 @@ from dsv4.dist.follower import Follower
 from dsv4.engine.step.size import StepSize
 
 STEP = 0  # other kinds are calls
-_LAYOUT = struct.Struct("<5q")
+_LAYOUT = struct.Struct("<6q")
 _LOOK_UP_SECONDS = 0.5
 _READ_BYTES = 4096
 _NOTHING = StepSize()
@@ -45,6 +45,7 @@ class Said(NamedTuple):
     first: int
     second: int
     third: int
+    fourth: int
 
 
 class Agreement:
@@ -90,7 +91,7 @@ class Agreement:
 
     def call(self, kind: int, num_rows: int, layer_idx: int) -> None:
         """All ranks run this many rows through the same layers; this one does so when it returns."""
-        self._exchange(kind, num_rows, layer_idx, 0)
+        self._exchange(kind, num_rows, layer_idx, 0, 0)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -109,10 +110,10 @@ class Agreement:
     def close(self) -> None:
         self._selector.close()
 
-    def _exchange(self, kind: int, first: int, second: int, third: int) -> list[Said]:
+    def _exchange(self, kind: int, first: int, second: int, third: int, fourth: int) -> list[Said]:
         """What every rank says in this round, this one included."""
         self._progress.tick(_ROUND)
-        own = Said(self._num_rounds, kind, first, second, third)
+        own = Said(self._num_rounds, kind, first, second, third, fourth)
         data = _LAYOUT.pack(*own)
         for rank, one in self._sockets.items():
             try:

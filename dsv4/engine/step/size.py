@@ -16,11 +16,13 @@ class StepSize(NamedTuple):
     num_rows      of the forward call
     num_requests  the drafter runs for
     num_drafts    it is asked for behind each of them; 0 asks for none
+    is_direct     whether the forward call keeps what no graph keeps, so that all ranks must make it directly
     """
 
     num_rows: int = 0
     num_requests: int = 0
     num_drafts: int = 0
+    is_direct: int = 0
 
 
 class Sizes(Protocol):
