@@ -16,6 +16,7 @@ from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import gloo_group
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World
+from dsv4.engine.link.messages import LAST_HANDLE
 from dsv4.engine.offload.placement import Placement
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import random_params
@@ -208,3 +209,26 @@ def test_a_wrong_order_would_be_seen(make_ranks, one, monkeypatch):
     mine, theirs = (model.trace([5, 6, 7, 8])[0].ffn_out for model in (other, llm))
     assert not torch.equal(mine, theirs)
     torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_picks_of_one_rank_under_graphs(make_ranks, one, overlap):
+    """No graph keeps picks, so all ranks make such a step's calls directly, of as many rows, the idle one too."""
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, indexer_topk=True, routed_experts=True)
+    (prompt,) = prompts_of(5)
+    ranks = make_ranks(2, buckets=(2, 8, 32), overlap=overlap)
+    assert ranks.run([(prompt, params)]) == one().generate([prompt], params)
+    plain = replace(params, indexer_topk=False)
+    replays = [engine.runner.num_replays for engine in ranks.engines]
+    assert ranks.run([(prompt, plain)]) == one().generate([prompt], plain)
+    assert all(engine.runner.num_replays > before for engine, before in zip(ranks.engines, replays, strict=True))
+
+
+def test_more_requests_than_there_are_handles(make_ranks, one):
+    """Behind the last handle the first ones are used again."""
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    prompts = prompts_of(3, 4, 2, 5, 6, 7)
+    ranks = make_ranks(2)
+    ranks.engine.remotes[0]._next_handle = LAST_HANDLE
+    assert ranks.run([(prompt, params) for prompt in prompts]) == one().generate(prompts, params)
+    assert ranks.engine.remotes[0]._next_handle < 10

@@ -10,7 +10,7 @@ rare parts (log-probabilities, starts, ends) come beside them. No torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -270,6 +270,18 @@ class Frames:
 
 
 # ---- values ----
+
+
+def free_handles(start: int, count: int, used: Container[int]) -> int:
+    """The first of `count` handles in a row that are not in use, from `start` on; behind the last one, from 0."""
+    first = start
+    while True:
+        if first + count - 1 > LAST_HANDLE:
+            first = 0
+        taken = next((handle for handle in range(first + count - 1, first - 1, -1) if handle in used), None)
+        if taken is None:
+            return first
+        first = taken + 1
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:

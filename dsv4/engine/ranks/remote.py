@@ -35,6 +35,7 @@ from dsv4.engine.link.messages import (
     encode,
     error_in,
     error_of,
+    free_handles,
     logprobs_by_row,
     pack_ids,
     unpack_logprobs,
@@ -62,7 +63,7 @@ class RemoteRank:
         self.requests: dict[int, Request] = {}
         self.reserved: dict[Request, tuple[int, int]] = {}  # blocks and tokens
         self._handles: dict[Request, int] = {}
-        self._next_handle = itertools.count()
+        self._next_handle = 0
         self._asked: dict[int, Future[Any]] = {}
         self._next_question = itertools.count()
         self._frames = Frames()
@@ -78,7 +79,8 @@ class RemoteRank:
 
     def submit(self, request: Request, waited: float, grammar: tuple[str, list[int]] | None) -> None:
         """Move a request that has waited `waited` seconds to that rank; it stays there."""
-        handle = next(self._next_handle)
+        handle = free_handles(self._next_handle, 1, self.requests)
+        self._next_handle = handle + 1
         self.requests[handle], self._handles[request] = request, handle
         text, opening = grammar or (None, [])
         prompt = pack_ids(request.token_ids[: request.prompt_len])
