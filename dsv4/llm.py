@@ -267,7 +267,7 @@ class LLM(Inside, Controls):
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
             self.engine = take_place(self, world, runner, choice, backend)
-            self._end_ranks = weakref.finalize(self, world.leader.stop)
+            self._end_ranks = weakref.finalize(self, world.close)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""

@@ -147,7 +147,9 @@ def test_four_processes_and_one_killed_while_nothing_runs(folder):
     with pytest.raises(RankFailed, match=expected):
         llm.generate(PROMPTS[:1], PARAMS[:1])
     assert len(told) == 1
+    connections = [*llm.engine.sizes.sockets, *(one.socket for one in llm.engine.remotes)]
     llm.close()
+    assert [one.fileno() for one in connections] == [-1] * 6, "three others, for steps and for requests"
     with pytest.raises(RankFailed, match=expected):
         llm.logits([5])
 

@@ -51,7 +51,8 @@ class Said(NamedTuple):
 class Agreement:
     """`Sizes` of a rank among others. `sockets` by rank, not blocking; `link` and `progress`: see dsv4/dist/control.py.
 
-    serve  makes a call of rank 0's with rows of padding
+    serve       makes a call of rank 0's with rows of padding
+    num_rounds  how many there have been
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Agreement:
         self._link, self._progress, self._serve = link, progress, serve
         self._held = {rank: bytearray() for rank in sockets}
         self._said: dict[int, deque[Said]] = {rank: deque() for rank in sockets}
-        self._num_rounds = 0
+        self.num_rounds = 0
         self._lost: list[int] = []
         self._selector = selectors.DefaultSelector()
         for rank, one in self._sockets.items():
@@ -71,6 +72,9 @@ class Agreement:
     @property
     def sockets(self) -> Sequence[socket.socket]:
         return tuple(self._sockets.values())
+
+    def close(self) -> None:
+        self._selector.close()
 
     @property
     def is_called(self) -> bool:
@@ -81,17 +85,22 @@ class Agreement:
         return bool(self._lost) or any(self._said.values()) or bool(self._selector.select(0.0))
 
     def agree(self, own: StepSize | None) -> StepSize | None:
-        while own is not None or self.is_called:
+        size: StepSize | None = None
+        while size is None and (own is not None or self.is_called):
             said = self._exchange(STEP, *(own or _NOTHING))
+            self._progress.is_computing = True
             call = next((one for one in said if one.kind != STEP), None)
             if call is None:
-                return StepSize(*(max(numbers) for numbers in zip(*(one[2:] for one in said), strict=True)))
-            self._serve(call)
-        return None
+                size = StepSize(*(max(numbers) for numbers in zip(*(one[2:] for one in said), strict=True)))
+            else:
+                self._serve(call)
+        self._progress.is_computing = True  # also where what was launched before is waited for
+        return size
 
     def call(self, kind: int, num_rows: int, layer_idx: int) -> None:
         """All ranks run this many rows through the same layers; this one does so when it returns."""
         self._exchange(kind, num_rows, layer_idx, 0, 0)
+        self._progress.is_computing = True
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -101,19 +110,19 @@ class Agreement:
                 yield
             except NoFreeSlot as error:  # of this rank's requests alone
                 passed = error
+            finally:
+                self._progress.is_computing = False
         if passed is not None:
             raise passed
 
     def when_failed(self, tell: Callable[[RankFailed], None]) -> None:
         self._link.when_failed(tell)
 
-    def close(self) -> None:
-        self._selector.close()
-
     def _exchange(self, kind: int, first: int, second: int, third: int, fourth: int) -> list[Said]:
         """What every rank says in this round, this one included."""
+        self._progress.is_computing = False
         self._progress.tick(_ROUND)
-        own = Said(self._num_rounds, kind, first, second, third, fourth)
+        own = Said(self.num_rounds, kind, first, second, third, fourth)
         data = _LAYOUT.pack(*own)
         for rank, one in self._sockets.items():
             try:
@@ -125,11 +134,12 @@ class Agreement:
                 names = ", ".join(map(str, self._lost)) or "another"
                 raise PeerLost(f"a step will never begin: rank {names} has failed")
             self._receive(_LOOK_UP_SECONDS)
+            self._progress.turn()
         said = [own, *(one.popleft() for one in self._said.values())]
         for rank, heard in zip(self._said, said[1:], strict=True):
-            if heard.round != self._num_rounds:
-                raise RanksDiverged(f"rank {rank} is in step {heard.round}, this one in step {self._num_rounds}")
-        self._num_rounds += 1
+            if heard.round != self.num_rounds:
+                raise RanksDiverged(f"rank {rank} is in step {heard.round}, this one in step {self.num_rounds}")
+        self.num_rounds += 1
         self._progress.tick()
         return said
 

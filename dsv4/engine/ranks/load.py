@@ -105,7 +105,7 @@ class Share:
         world, config = self.world, self.config
         if not isinstance(world.link, Leader):
             loaded = self._load(placement, backend, world.progress.load)
-            world.link.answer(b"")
+            world.link.ready()
             return loaded
         leader, num_shown = world.link, 0
         plan = plan_load(self.checkpoint, config)
@@ -114,7 +114,7 @@ class Share:
 
             def show() -> None:
                 nonlocal num_shown
-                num_done, _ = leader.bytes_loaded()
+                num_done = leader.bytes_loaded
                 advance(num_done - num_shown)
                 num_shown = num_done
 
@@ -123,7 +123,7 @@ class Share:
                 show()
 
             loaded = self._load(placement, backend, note)
-            leader.answers(show)
+            leader.wait_until_ready(show)
             show()
         return loaded
 
