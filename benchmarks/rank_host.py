@@ -74,7 +74,7 @@ def measure(size: int, num_requests: int) -> list[dict[str, Any]]:
     mesh = meet(store, 0, size, HOST, TOKEN, lambda: check_started(processes))
     link = Leader(mesh.watch, progress, processes=processes)
     own, agreement = make_engine(num_requests, link, mesh, progress)
-    engine = RanksEngine(own, [RemoteRank(rank, mesh.requests[rank]) for rank in range(1, size)], link)
+    engine = RanksEngine(own, agreement, [RemoteRank(rank, mesh.requests[rank]) for rank in range(1, size)], link)
     for seed in range(size * num_requests):
         engine.add([7] * 20, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed))
     steps: list[tuple[float, float]] = []

@@ -232,7 +232,7 @@ def run_engine(given: Record) -> list[Record]:
     began = time.perf_counter()
     llm = LLM(device=given["device"], gpus=gpus, engine=limits, drafts=drafts)
     found, stats = llm.generate(texts, params), llm.engine.stats().drafts
-    captured = len((llm.engine.own if gpus > 1 else llm.engine).runner.captured)
+    captured = len(llm.engine.runner.captured)
     llm.close()
     if gpus == 1:
         reference.write_bytes(pickle.dumps(found))

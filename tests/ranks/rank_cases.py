@@ -144,7 +144,7 @@ class ThreadedRanks:
         self.link.wait_until_ready()
         more = {} if clock is None else {"clock": clock}
         remotes = [RemoteRank(rank, self.own.mesh.requests[rank]) for rank in range(1, size)]
-        self.engine = RanksEngine(self.own.engine, remotes, self.link, **more)
+        self.engine = RanksEngine(self.own.engine, self.own.agreement, remotes, self.link, **more)
         self.model = LeadingTransformer(self.own.model, self.own.agreement)
 
     def _follow(self, rank):

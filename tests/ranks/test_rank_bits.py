@@ -185,6 +185,26 @@ def test_ranks_agree_on_the_least_number():
     assert found == {0: 3, 1: 3, 2: 3}
 
 
+def test_waiting_counts_where_rank_0_only_pads(make_ranks):
+    """What waits grows older with the steps of all ranks."""
+    ranks = make_ranks(2, limits={"max_concurrent_requests": 2})
+    engine = ranks.engine
+    short, long = (
+        engine.add([5, 6, 7], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)) for count in (2, 20)
+    )
+    while not short.is_done:
+        engine.step()
+    ages, num_steps = [], ranks.own.engine.scheduler.num_steps
+    while not long.is_done:
+        waiting = engine.prepare([5], PARAMS[0])
+        engine.submit(waiting)
+        ages.append(engine._router._queue[0].order[0])
+        engine.abort(waiting)
+        engine.step()
+    assert ranks.own.engine.scheduler.num_steps == num_steps
+    assert ages[-1] - ages[0] > 10
+
+
 def test_padding_is_poisoned(make_ranks, alone):
     """Padded rows carry token 0, whose embedding is NaN here, on every rank; more rows than the busiest rank has."""
     assert all(0 not in done.token_ids for done in alone["official"])

@@ -189,6 +189,25 @@ def test_a_rank_that_hangs_outside_a_step_is_named(make_ranks, monkeypatch, meth
         stuck.is_over.set()
 
 
+def test_statistics_wait_for_nobody(make_ranks):
+    """They are what ranks said last: here while one of them is busy with something else."""
+    stuck = Stuck()
+
+    def change(rank, made):
+        if rank == 1:
+            made.engine.check_integrity = stuck
+
+    ranks = make_ranks(2, change=change)
+    requests = [ranks.engine.add(PROMPT, PARAMS) for _ in range(2)]
+    while not all(one.is_done for one in requests):
+        ranks.engine.step()
+    ranks.engine.remotes[0].ask("check_integrity")
+    with within(0.5):
+        stats = ranks.engine.stats()
+    stuck.is_over.set()
+    assert (stats.num_finished, stats.num_output_tokens, stats.num_slots) == (2, 8, 8)
+
+
 def test_a_rank_that_hangs_behind_a_step_is_named(make_ranks):
     """In a draw: the others have left the step, and have nothing to run."""
     stuck = Stuck()

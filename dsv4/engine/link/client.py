@@ -26,14 +26,14 @@ from dsv4.engine.link.messages import (
     Step,
     Submit,
     ToEngine,
+    add_replay,
+    begin,
     encode,
     error_in,
     error_of,
     free_handles,
     logprobs_by_row,
     pack_ids,
-    unpack_logprobs,
-    unpack_rows,
 )
 from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
 from dsv4.engine.stats import EngineStats
@@ -224,16 +224,11 @@ class EngineClient(asyncio.Protocol):
         for start in step.starts:
             found = owners.get(start.handle)
             if found is not None:
-                output = found[0].outputs[found[1]]
-                output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
-                output.admitted_seconds = start.admitted_seconds
-                if start.prompt_logprobs is not None:
-                    output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+                begin(found[0].outputs[found[1]], start)
         for replay in step.replays:
             found = owners.get(replay.handle)
-            log = None if found is None else found[0].outputs[found[1]].replay
-            if log is not None:
-                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
+            if found is not None:
+                add_replay(found[0].outputs[found[1]], replay)
         logprobs = logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()

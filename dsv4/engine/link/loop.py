@@ -99,7 +99,7 @@ class EngineLoop:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._commands: deque[Callable[[], None]] = deque()
         self._is_draining = self._is_over = self._is_closed = False
-        self.failure: RankFailed | None = None
+        self.failure: Exception | None = None
         self.last_error: Exception | None = None
         self._desk = ControlDesk(control, self._end_early, self._announce)
         self._throughput = ThroughputLog(engine.stats())
@@ -349,7 +349,7 @@ class EngineLoop:
             client.ends.append(End(handle, request.finish_reason.value))
         self._forget(request)
 
-    def _fail(self, error: RankFailed) -> None:
+    def _fail(self, error: Exception) -> None:
         """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
         if self.failure is None:
             self.failure = self.last_error = error

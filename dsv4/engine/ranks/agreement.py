@@ -27,7 +27,7 @@ from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.control import Leader, Progress
 from dsv4.dist.errors import PeerLost, RankFailed, RanksDiverged
 from dsv4.dist.follower import Follower
-from dsv4.engine.step.size import StepSize
+from dsv4.engine.step.size import Sizes, StepSize
 
 STEP = 0  # other kinds are calls
 _LAYOUT = struct.Struct("<6q")
@@ -48,7 +48,7 @@ class Said(NamedTuple):
     fourth: int
 
 
-class Agreement:
+class Agreement(Sizes):
     """`Sizes` of a rank among others. `sockets` by rank, not blocking; `link` and `progress`: see dsv4/dist/control.py.
 
     serve       makes a call of rank 0's with rows of padding

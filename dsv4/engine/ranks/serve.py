@@ -11,7 +11,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.link.grammars import Constrain
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineInfo
-from dsv4.engine.ranks.report import LoadReport
+from dsv4.engine.ranks.own import LoadReport
 
 _MAX_WAITING = 1 << 30  # rank 0 bounds them
 

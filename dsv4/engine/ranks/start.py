@@ -40,7 +40,7 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
         world.close()
         raise SystemExit(0)
     remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
-    ranks = RanksEngine(own, remotes, world.leader)
+    ranks = RanksEngine(own, agreement, remotes, world.leader)
     llm.control = RanksControl(weakref.proxy(llm), backend, ranks)
     llm.model = LeadingTransformer(model, agreement)
     return ranks
