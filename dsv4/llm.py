@@ -152,10 +152,10 @@ class LLM(Inside, Controls):
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
                 identity = identify(
-                    None, config, numerics=numerics, dtype=compute_dtype, backend=chosen_backend.name,
+                    checkpoint, config, numerics=numerics, dtype=compute_dtype, backend=chosen_backend.name,
                     device=chosen_device,
                 )  # fmt: skip
-                check_alike(world, identity, checkpoint)
+                check_alike(world, identity)
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 limits = rank_folder(limits, world.rank)
                 cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
@@ -267,7 +267,7 @@ class LLM(Inside, Controls):
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
             self.engine = take_place(self, world, runner, choice, backend)
-            self._end_ranks = weakref.finalize(self, world.leader.stop)
+            self._end_ranks = weakref.finalize(self, world.close)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
