@@ -151,7 +151,8 @@ def build_offloaded(
     generator = torch.Generator(device=where).manual_seed(0)
     moved = []
     for block in like.layers:
-        experts_of_layer = pool.add_layer(single)
+        experts_of_layer = LayerExperts(pool, len(pool.layers), single)
+        pool.adopt(experts_of_layer)
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
     name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
