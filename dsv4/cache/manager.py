@@ -18,13 +18,14 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.pool import Pool, PoolSet, layer_handle
 from dsv4.cache.prefix.snapshots import SnapshotStore
-from dsv4.cache.prefix.tree import ChainKeys
-from dsv4.cache.prefix.watch import Keys, PrefixWatch
+from dsv4.cache.prefix.tree import ChainKeys, PrefixTree
+from dsv4.cache.prefix.watch import PrefixWatch
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cache.state import NO_POSITION, StateCache
 from dsv4.cache.tiers.disk import DiskTier
 from dsv4.cache.tiers.host import HostTier
 from dsv4.cache.tiers.payload import Part, Payload
+from dsv4.cache.tiers.segments import SegmentTree
 from dsv4.cache.tiers.tiers import Tiers
 from dsv4.cache.transfer import to_device
 from dsv4.config import EngineConfig, ModelConfig
@@ -81,7 +82,7 @@ class KVCacheManager(CacheLedger):
 
     def watch_prefixes(self) -> PrefixWatch:
         """What requests could start from, now and as it changes; on all tiers."""
-        trees: list[Keys] = [] if self.prefix is None else [self.prefix.tree]
+        trees: list[PrefixTree | SegmentTree] = [] if self.prefix is None else [self.prefix.tree]
         if self.tiers is not None:
             trees += [tier.tree for tier in (self.tiers.host, self.tiers.disk) if tier is not None]
         return PrefixWatch(trees)

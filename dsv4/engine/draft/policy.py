@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 LEAST_TRIES = 200  # before acceptance says anything about a drafter
 _MOMENT = 1e-12  # seconds, where nothing is known
@@ -52,12 +51,6 @@ class LearnedTimes:
 
 def _size(num_rows: int) -> int:
     return num_rows if num_rows <= 8 else 1 << (num_rows - 1).bit_length()
-
-
-class Times(Protocol):
-    """Seconds of a step by its number of rows."""
-
-    def seconds(self, num_rows: int) -> float: ...
 
 
 class AcceptanceMeter:
@@ -109,7 +102,7 @@ class DraftPolicy:
     probe_steps  steps without drafts after which one draft is tried again, in case drafts pay by now
     """
 
-    def __init__(self, verify: Times, *, plain: Times | None = None, probe_steps: int = 64) -> None:
+    def __init__(self, verify: LearnedTimes, *, plain: LearnedTimes | None = None, probe_steps: int = 64) -> None:
         self._verify, self._plain = verify, plain or verify
         self._probe_steps = probe_steps
         self._idle_steps = 0
