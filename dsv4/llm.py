@@ -28,8 +28,8 @@ from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
 from dsv4.engine.control import Controls, EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
 from dsv4.engine.link.stream import EndEvent, TokenEvent

@@ -30,11 +30,10 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import HostCopy
 from dsv4.engine.draft.counts import FixedDrafts, Offer
-from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.request import UNREAD, Request
-from dsv4.engine.run.in_flight import InFlightStep
+from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan

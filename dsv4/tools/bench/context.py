@@ -148,7 +148,8 @@ def build_offloaded(
     generator = torch.Generator(device=where).manual_seed(0)
     moved = []
     for block in like.layers:
-        experts_of_layer = pool.add_layer(single)
+        experts_of_layer = LayerExperts(pool, len(pool.layers), single)
+        pool.adopt(experts_of_layer)
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
     name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
@@ -182,8 +183,8 @@ def _place(config: ModelConfig, experts: ExpertFormat, device: torch.device, con
     engine, weights = _one_request(context), count_weights(config, experts, with_draft=False)
     routed = weights.routed_expert_bytes
     layers, cache = config.num_hidden_layers, _cache_bytes(config, engine)
-    sizes = ModelBytes(weights.total_bytes - routed, routed, layers, cache)
-    return place_experts(config, engine, sizes, usable_bytes(device)) or Placement(config.n_routed_experts, 0)
+    sizes = ModelBytes(weights.total_bytes - routed, routed, layers)
+    return place_experts(config, engine, sizes, cache, usable_bytes(device)) or Placement(config.n_routed_experts, 0)
 
 
 class _StoreWithoutExperts(ParameterStore):

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import LayerExperts, offload
+from dsv4.engine.offload.pool import LayerExperts
 from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run import runner as runner_module
 from dsv4.engine.run.precompile import ALIGNMENT, on_meta, stand_in

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
 from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.graphs import RunnerError

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 import typer
+from offload_cases import offload
 from typer.testing import CliRunner
 
 from dsv4.cli.bench import bench_app
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
 from dsv4.loader.write.synth import random_params
 from dsv4.ops import TORCH
 from dsv4.tools.bench import model as bench
