@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -114,7 +115,8 @@ class EngineLoop:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
-        self._call(lambda: self._open(connection))
+        if not self._is_closed:
+            self._call(lambda: self._open(connection))
         if self._is_closed:
             connection.close()
 
@@ -135,10 +137,9 @@ class EngineLoop:
 
     def _call(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        try:
-            os.write(self._wake_writer, b"!")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or over
+        if not self._is_closed:  # afterwards the descriptor may be another file's
+            with suppress(OSError):  # it is awake
+                os.write(self._wake_writer, b"!")
 
     def _stop(self, drains: bool) -> None:
         self._is_draining = True

@@ -22,9 +22,7 @@ def run(orders: Orders, settings: FrontEndSettings) -> int:
 
     room = settings.room
     tokenizer = Tokenizer.from_pretrained(Path(settings.tokenizer))
-    engine = EngineConnection(
-        lambda: room.socket, pulse=PulseReader(room.pulse), reconnects=settings.reconnects
-    )  # fmt: skip
+    engine = EngineConnection(lambda: room.socket, pulse=PulseReader(room.pulse))
     app = create_app(engine, tokenizer, settings.server, folder=room.path)
     server = make_uvicorn(app, settings.server, on_start=orders.ready)
     orders.obey(lambda order: server.stop())

@@ -82,10 +82,9 @@ class EngineSettings(msgspec.Struct, kw_only=True):
 
 
 class FrontEndSettings(msgspec.Struct, kw_only=True):
-    """listener: descriptor of the socket that clients connect to. reconnects: the engine may be started again."""
+    """listener: descriptor of the socket that clients connect to."""
 
     server: ServerConfig
     tokenizer: str
     room: Room
-    reconnects: bool
     listener: int = -1

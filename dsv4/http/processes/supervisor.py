@@ -96,7 +96,7 @@ class Supervisor:
         share = -(-self._server.max_connections // self._num_front_ends)
         settings = FrontEndSettings(
             server=replace(self._server, max_connections=share), tokenizer=self._model.folder, room=self._room,
-            reconnects=self._restarts, listener=self._listener.fileno(),
+            listener=self._listener.fileno(),
         )  # fmt: skip
         self._front_ends.append(self._start(_FRONT_END, settings, settings.listener))
 
