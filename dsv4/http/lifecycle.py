@@ -27,7 +27,7 @@ from dsv4.http.settings import ServerConfig
 _LOG = logging.getLogger("dsv4.serve")
 _FLUSH_SECONDS = 2.0  # for the last words to those whose requests were dropped
 _SPARE_DESCRIPTORS = 64  # for files, pipes to the grammar checker and whatever else is not a connection
-_BACKLOG = 128
+_BACKLOG = 2048  # connections that come at once; the kernel drops further ones, which try again after a second
 
 
 def most_connections(config: ServerConfig) -> int:
