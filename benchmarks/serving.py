@@ -127,7 +127,8 @@ class ResidentServer:
         ready = queue.SimpleQueue[Child]()
         for _ in range(self._num_front_ends):
             settings = FrontEndSettings(
-                server=self._config, tokenizer=str(self._folder), room=room, listener=listener.fileno(),
+                server=self._config, tokenizer=str(self._folder), room=room, pulse=str(room.pulse),
+                listener=listener.fileno(),
             )  # fmt: skip
             module = "dsv4.http.processes.front_end"
             self._children.append(Child(module, settings, [settings.listener], ready.put, lambda child: None))
