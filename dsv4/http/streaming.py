@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.engine.link.messages import EngineLost, EngineStopped
-from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.errors import Dsv4Error
 from dsv4.http.connection import OUTLET, Outlet
@@ -32,7 +32,7 @@ class Assembler(Protocol):
     def opening(self) -> str:
         """What a stream begins with, before the first token."""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """What becomes certain with a token, or an end without one."""
 
     def closing(self) -> str:
@@ -41,7 +41,7 @@ class Assembler(Protocol):
     def failure(self, error: ApiError) -> str:
         """What ends a stream that cannot go on."""
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """A token, or an end without one, of an answer that is sent whole."""
 
     def whole(self) -> str:
