@@ -448,8 +448,7 @@ class LLM(Inside, Controls):
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[TokenEvent]:  # fmt: skip
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
-        became certain; the last has a `finish_reason`. A request that only scores its prompt gives one event, without a
-        token."""
+        became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
         output = EventOutput(
             plain.prompt_ids, plain.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer

@@ -2,7 +2,7 @@
 
 Between two steps it reads what clients have sent, and after each step writes one message to every client that has
 tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
-`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LOG = logging.getLogger("dsv4.engine")
 class EngineLoop:
     """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
 
-    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    constrain    compiles a grammar; `RequestError` says what is wrong with it
     control      obeys commands (`Control`)
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
