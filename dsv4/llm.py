@@ -32,7 +32,7 @@ from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_c
 from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
@@ -446,16 +446,16 @@ class LLM(Inside, Controls):
 
     def stream_tokens(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent | EndEvent]:  # fmt: skip
+    ) -> Iterator[TokenEvent]:  # fmt: skip
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
-        became certain; the last has a `finish_reason`. A request that only scores its prompt gives one `EndEvent`."""
+        became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
         output = EventOutput(
             plain.prompt_ids, plain.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
         )
         return self._stream(request, output)
 
-    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent | EndEvent]:
+    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent]:
         """Queues the request at the first `next`, so that a stream never read costs nothing."""
         with self._lock:
             self._submit(request, output)
@@ -467,7 +467,7 @@ class LLM(Inside, Controls):
                     self.step()
             completion = output.completion()  # raises if the request was dropped
             if not completion.token_ids:
-                yield EndEvent(0, completion.finish_reason, perf_counter())
+                yield TokenEvent(0, None, "", None, completion.finish_reason, perf_counter())
         finally:
             self.abort(request)
 

@@ -22,7 +22,6 @@ from dsv4.engine.link.messages import (
     encode,
     pack_ids,
 )
-from dsv4.engine.link.stream import EndEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams
 
@@ -445,6 +444,6 @@ def test_a_prompt_that_is_only_scored_ends_without_a_token(started):
             return [event async for event in stream], stream.outputs
 
     events, outputs = run(thread, work)
-    assert [type(event) for event in events] == [EndEvent, EndEvent]
+    assert [(event.token_id, event.finish_reason) for event in events] == [(None, "length")] * 2
     assert sorted(event.choice for event in events) == [0, 1]
     assert [len(output.prompt_logprobs) for output in outputs] == [3, 3]
