@@ -13,7 +13,7 @@ from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.walk import storages_of
+from dsv4.formats.trees import storages_of
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError
 
@@ -41,7 +41,7 @@ def answers(llm):
 def held(llm):
     """Bytes of weights on the device, and of cached rows."""
     stacks = [] if llm.pool is None else [layer.stack for layer in llm.pool.layers]
-    weights = [one for one in storages_of((llm.model.params, stacks)) if one.resizable()]
+    weights = [one for one in storages_of((llm.model.weights, stacks)) if one.resizable()]
     return sum(one.nbytes() for one in weights), sum(pool.nbytes for pool in llm.cache._pools())
 
 
@@ -101,11 +101,11 @@ def test_graphs_are_captured_again(folders, expected):
 
     class Watched(FakeGraph):
         def __call__(self, call):
-            replay, places = super().__call__(call), [one.data_ptr() for one in storages_of(llm.model.params)]
+            replay, places = super().__call__(call), [one.data_ptr() for one in storages_of(llm.model.weights)]
             captures.append(replay)
 
             def watched():
-                assert places == [one.data_ptr() for one in storages_of(llm.model.params)], "weights have moved"
+                assert places == [one.data_ptr() for one in storages_of(llm.model.weights)], "weights have moved"
                 return replay()
 
             watched.result = replay.result

@@ -25,9 +25,9 @@ class RanksControl(EngineControl):
         super().pause(mode)
         self._engine.begin_pause(mode)
 
-    def resume(self) -> None:
+    def resume(self, later: bool = False) -> None:
         self._engine.tell("resume", {})
-        super().resume()
+        super().resume(later)
 
     def reset_prefix_cache(self, running: bool = False, name: str | None = None) -> None:
         if self._engine.has_work:

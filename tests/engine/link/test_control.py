@@ -12,7 +12,7 @@ from engine_cases import SMALL, assert_all_free
 from link_cases import connected, output_of, start_engine
 
 from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
-from dsv4.engine import weight_update
+from dsv4.engine import weight_target
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.write.synth import write_checkpoint
@@ -217,7 +217,7 @@ def test_a_failed_update_refuses_everybody_until_a_whole_one(folders, expected, 
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_update, "assign", fails)
+        patch.setattr(weight_target, "assign", fails)
         with pytest.raises(OSError, match="gone"):
             llm.update_weights(folders[1])
     with pytest.raises(WeightsIncomplete):
