@@ -63,7 +63,7 @@ class EngineControl:
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
             "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
             "init_group": self.init_group, "receive_weights": self.receive_weights,
-            "sleep": self.sleep, "wake": self.wake, "info": self.info,
+            "finish_update": self.finish_update, "sleep": self.sleep, "wake": self.wake, "info": self.info,
             "start_profile": profiler.start, "stop_profile": profiler.stop,
         }  # fmt: skip
         self._sleeper = Sleeper()
@@ -199,6 +199,12 @@ class EngineControl:
         self._llm.engine.gate.refusal = None
         self._num_updates += 1
         return self.set_weight_version(version if version is not None else str(self._num_updates))
+
+    def finish_update(self, version: str | None = None) -> str:
+        """`WeightsIncomplete` unless the weights are whole; returns their version, a new one if that is given."""
+        self._inbox.check_empty()
+        self._llm.engine.gate.check()
+        return self._llm.engine.gate.version if version is None else self.set_weight_version(version)
 
     def set_weight_version(self, version: str) -> str:
         """Another name for the weights that run; requests that run have it from their next token on."""

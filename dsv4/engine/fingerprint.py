@@ -2,9 +2,9 @@
 
 The checkpoint (every header, and samples of every file's bytes; its config and tokenizer; of tensors that came from no
 file, sums of all their bytes), the numerics, this package's own arithmetic, the libraries, and the processor. What
-provably changes no bit is left out: limits, chunk sizes, offloading, the number of GPUs. Bytes of files are sampled, not
-read: a checkpoint edited in a few places between two samples keeps its name. `checkpoint_parts` reads every byte, and
-says which layer it is that differs.
+provably changes no bit is left out: limits, chunk sizes, offloading, the number of GPUs. Files are sampled, not read: a
+checkpoint edited in a few places between two samples keeps its name. `checkpoint_parts` reads every byte, and says
+which layer it is that differs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ tensors that come one by one, written as soon as their part of the model is whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from dsv4.loader.header import CheckpointError, TensorInfo
 from dsv4.loader.memory_source import TensorSource
 from dsv4.loader.names import Naming, Role, detect_naming
 from dsv4.loader.progress import Progress, byte_progress
-from dsv4.loader.resolve import Source, match_tensors, plan_load
+from dsv4.loader.resolve import NVFP4_SUFFIXES, SCALE_SUFFIXES, Source, match_tensors, plan_load
 
 WeightSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -137,6 +137,8 @@ class IncomingWeights:
             found, key=lambda one: (len(one[1].keys() - {"missing"}), len(one[1].get("missing", [])))
         )
         missing = problems.pop("missing", [])
+        strange = [name for name in problems.pop("unexpected", []) if not _waits_for_weight(name, tensors, missing)]
+        problems |= {"unexpected": strange} if strange else {}
         if problems:
             kind, texts = next(iter(problems.items()))
             raise CheckpointError(f"the given tensors do not fit the model: {kind}: {texts[0]}")
@@ -160,3 +162,9 @@ class IncomingWeights:
             self.target.write(part, sources, source)
             self._written.add(part)
         del self._held[part]
+
+
+def _waits_for_weight(name: str, tensors: Collection[str], missing: Collection[str]) -> bool:
+    """Whether it is a scale that came before its weight."""
+    base = next((name.removesuffix(end) for end in (*SCALE_SUFFIXES, *NVFP4_SUFFIXES) if name.endswith(end)), None)
+    return base is not None and f"{base}.weight" not in tensors and f"{base}.weight" in missing
