@@ -48,7 +48,6 @@ from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawa
 from dsv4.engine.step.size import Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
-from dsv4.engine.write_watch import WriteWatch
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
@@ -92,7 +91,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
-        self.gate = Gate(WriteWatch(model.params))
+        self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0

@@ -107,9 +107,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     """Padded rows carry token 0, whose embedding is NaN here. Nobody else sees one."""
     assert all(0 not in done.token_ids for done in alone)
     llm = make_llm("official", **limits)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -125,9 +125,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
 def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     """The test above can fail: the same rows, but written into a request's slot."""
     llm = make_llm("official")
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])

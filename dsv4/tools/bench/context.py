@@ -25,10 +25,10 @@ from dsv4.dist.exchange import Exchange
 from dsv4.engine.offload.load import choose_placement, load_offloaded, usable_bytes
 from dsv4.engine.offload.placement import ModelBytes, Placement, place_experts
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
-from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role, expected_tensors

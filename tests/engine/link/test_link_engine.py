@@ -258,9 +258,9 @@ def test_a_poisoned_request_fails_alone(make_llm, started, monkeypatch):
     expected = make_llm().generate([5, 6], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
     assert 7 not in expected
     llm, thread = started(max_concurrent_requests=2)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[7] = float("nan")
-    monkeypatch.setattr(llm.model, "params", llm.model.params.__class__(**{**vars(llm.model.params), "embed": embed}))
+    monkeypatch.setattr(llm.model, "params", llm.model.weights.__class__(**{**vars(llm.model.weights), "embed": embed}))
 
     async def work(client):
         prompts = ([5, 6], [5, 7], [5, 6])

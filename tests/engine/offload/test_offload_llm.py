@@ -14,9 +14,9 @@ from dsv4.config import EngineConfig
 from dsv4.engine.offload import load as offload_load
 from dsv4.engine.offload.placement import GIB, OffloadError, Placement, divide_slots
 from dsv4.engine.offload.pool import LayerExperts, _Staging
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH
