@@ -9,7 +9,7 @@ from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.step.size import OwnSizes
+from dsv4.engine.step.size import Sizes
 from dsv4.http.metrics import Metrics
 from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
@@ -80,13 +80,13 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     finish(llm.engine)
     assert urgent.completion() == bare(alone[0])
     assert request.completion() == bare(alone[1])
-    assert request.token_ids[: len(known)] == known
+    assert [*request.token_ids[: len(known)]] == known
     stats = llm.engine.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
 
 
-class PaddedSizes(OwnSizes):
+class PaddedSizes(Sizes):
     """Each step has more rows than it needs, as where another rank needs more."""
 
     def __init__(self, padded):
@@ -106,9 +106,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     """Padded rows carry token 0, whose embedding is NaN here. Nobody else sees one."""
     assert all(0 not in done.token_ids for done in alone)
     llm = make_llm("official", **limits)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -124,9 +124,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
 def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     """The test above can fail: the same rows, but written into a request's slot."""
     llm = make_llm("official")
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from draft_vectors import DraftSet
 
-from dsv4.testing.draft_vectors import DraftSet
 from dsv4.testing.vectors import pure_deviation
 
 VECTORS = Path(__file__).parents[1] / "vectors"

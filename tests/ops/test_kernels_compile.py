@@ -12,7 +12,7 @@ from dsv4.ops.select import TOPK_CONFIG
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.cases.sampling import VOCABULARY
 from dsv4.testing.cases.select import VARIANTS
-from dsv4.testing.compiled.compile_check import CompileFailure, reports
+from tools.compiled.compile_check import CompileFailure, reports
 
 SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
 CASES = list(SHAPES)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import mistakes_of_drafting as drafting
 import pytest
+from draft_vectors import DraftSet
 from planted import Bed
 
 from dsv4.model.dspark import DSparkDrafter
 from dsv4.model.mtp_drafter import MtpDrafter
-from dsv4.testing.draft_vectors import DraftSet
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 DRAFT_A, MTP_A = DraftSet.open(VECTORS / "draftA"), DraftSet.open(VECTORS / "mtpA.json")
