@@ -31,7 +31,7 @@ import torch
 from benchmarks.runner import NUM_LAYERS, SCHEDULE, Record, Session, free_memory, numbers, random_prompts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.policy import DraftPolicy, StepTimes
+from dsv4.engine.draft.policy import DraftPolicy, LearnedTimes
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import Request
 from dsv4.engine.run.graphs import capture_graph
@@ -197,8 +197,10 @@ def measure_reading(
 
 def policy_choices(records: list[dict[str, Any]], drafter: str) -> dict[str, int]:
     """How many drafts the engine's policy would ask for with these times, by batch."""
-    times = {record["rows"]: record["step_ms"] for record in records}
-    policy = DraftPolicy(StepTimes(times))
+    times = LearnedTimes(weight=1.0)
+    for record in sorted(records, key=lambda record: record["rows"]):
+        times.record(record["rows"], record["step_ms"])
+    policy = DraftPolicy(times)
     batches = sorted({record["batch"] for record in records})
     return {str(batch): policy.ask(ACCEPTANCE[drafter], batch)[0] for batch in batches}
 

@@ -1,7 +1,5 @@
 """Benchmark arithmetic, records and comparison; timing itself needs a GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Digests of what cases compute: the same twice, another for another bit, and a comparison that names the case."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One command for a GPU machine: which parts it has, how they end, and that a changed bit is red."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts of both drafters against an independent implementation, in `exact` numerics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

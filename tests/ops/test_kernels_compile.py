@@ -2,8 +2,6 @@
 kernel spills registers but those of `KNOWN_SPILLS`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -220,10 +218,7 @@ def test_attention_sums_weights_in_one_order_by_tiles_and_by_columns(compiled):
 
 
 def test_the_batch_size_does_not_change_the_kernel(compiled):
-    for op, shape in (
-        ("rms_norm", "weighted-{}x4096"),
-        ("rms_norm_quant", "both-{}x7168"),
-    ):
+    for op, shape in (("rms_norm", "weighted-{}x4096"), ("rms_norm_quant", "both-{}x7168")):
         (one,) = compiled[f"{op}/{shape.format(1)}"]
         (many,) = compiled[f"{op}/{shape.format(4096)}"]
         assert (one.registers, one.sum_layouts) == (many.registers, many.sum_layouts)

@@ -1,7 +1,5 @@
 """What a file's behaviour can come from, and the tests that a change can turn red."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.affected import ROOT, affected_tests, checkout

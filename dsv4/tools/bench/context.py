@@ -25,10 +25,10 @@ from dsv4.dist.exchange import Exchange
 from dsv4.engine.offload.load import choose_placement, load_offloaded, usable_bytes
 from dsv4.engine.offload.placement import ModelBytes, Placement, place_experts
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
-from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role, expected_tensors
@@ -148,7 +148,8 @@ def build_offloaded(
     generator = torch.Generator(device=where).manual_seed(0)
     moved = []
     for block in like.layers:
-        experts_of_layer = pool.add_layer(single)
+        experts_of_layer = LayerExperts(pool, len(pool.layers), single)
+        pool.adopt(experts_of_layer)
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
     name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
@@ -182,8 +183,8 @@ def _place(config: ModelConfig, experts: ExpertFormat, device: torch.device, con
     engine, weights = _one_request(context), count_weights(config, experts, with_draft=False)
     routed = weights.routed_expert_bytes
     layers, cache = config.num_hidden_layers, _cache_bytes(config, engine)
-    sizes = ModelBytes(weights.total_bytes - routed, routed, layers, cache)
-    return place_experts(config, engine, sizes, usable_bytes(device)) or Placement(config.n_routed_experts, 0)
+    sizes = ModelBytes(weights.total_bytes - routed, routed, layers)
+    return place_experts(config, engine, sizes, cache, usable_bytes(device)) or Placement(config.n_routed_experts, 0)
 
 
 class _StoreWithoutExperts(ParameterStore):

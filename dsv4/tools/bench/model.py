@@ -24,9 +24,9 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.config.layers import AttentionKind, LayerSpec
 from dsv4.engine.draft.options import Drafts
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import RunnerError, capture_graph
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.model.block import block, enter
@@ -211,9 +211,9 @@ def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: fl
 
 def layer_call(transformer: Transformer, made: Context, layer: LayerSpec) -> Callable[[], Any]:
     """From one block's attention input to the next one's, as inside the model."""
-    params, context = transformer.params.layers[layer.layer_idx], transformer.context
+    params, context = transformer.weights.layers[layer.layer_idx], transformer.context
     cache = made.cache.handle(layer.layer_idx)
-    embedding = transformer.params.embed[made.batch.token_ids].to(context.dtype)
+    embedding = transformer.weights.embed[made.batch.token_ids].to(context.dtype)
     start = enter(embedding, params, context)
     return lambda: block(start, params, layer, cache, made.batch, context, params)[0]
 

@@ -1,7 +1,5 @@
 """A checkpoint with offloaded experts, from its files to its tokens: the same bits as with all of them resident."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,9 +14,9 @@ from dsv4.config import EngineConfig
 from dsv4.engine.offload import load as offload_load
 from dsv4.engine.offload.placement import GIB, OffloadError, Placement, divide_slots
 from dsv4.engine.offload.pool import LayerExperts, _Staging
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH
@@ -369,8 +367,7 @@ def test_the_command(folder, capsys):
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")],
+    ("value", "message"), [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")]
 )
 def test_mistakes_of_the_command(folder, capsys, name, value, message):
     prompt = ("--ids", "5") if name == "generate" else ()

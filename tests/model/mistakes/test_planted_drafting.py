@@ -1,7 +1,5 @@
 """Every known way to get a drafter wrong must move its drafts far outside the limits of the vectors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mistakes_of_drafting as drafting

@@ -4,8 +4,6 @@ hyper-connections' sums at some widths, for one token and for 24, with the tile 
     python hyper_orders_process.py        prints one JSON line
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 

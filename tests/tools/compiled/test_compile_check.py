@@ -1,7 +1,5 @@
 """The compile check refuses what compiles to nothing, and keeps its reports as long as they are good."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.compiled import compile_check

@@ -1,7 +1,5 @@
 """Orders of sums from layouts: trees that must be told apart, and kernels that must have the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,9 +1,14 @@
-"""`Budget`: what a model takes of one rank's memory under given limits, by the arithmetic of `dsv4 plan`. No torch."""
+"""`Budget`: what a model takes of one rank's memory under given limits. No torch.
+
+Exact: the weights (tensor by tensor) and the cache (`cache/schema.py`, the very arithmetic the cache allocates by).
+Reserves, by formulas fitted to measurements: workspace, exchange between GPUs, CUDA graphs and context
+(engine/offload/placement.py, where slots of offloaded experts are counted too).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,8 +24,7 @@ from dsv4.engine.offload.placement import (
     workspace_bytes,
 )
 from dsv4.loader.header import TensorInfo
-from dsv4.tools.plan.plan import largest
-from dsv4.tools.plan.sizes import count_weights
+from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
 _DRAFT = re.compile(r"(^|\.)mtp\.\d+\.")  # a draft block's tensors, in every spelling
 
@@ -28,14 +32,32 @@ MOST_BLOCKS = 2**18  # of one rank, 33 million tokens: the host keeps books of e
 
 
 @dataclass(frozen=True)
-class WeightBytes:
-    """Of a checkpoint: all but the routed experts, the routed experts, and what holds them."""
+class MemoryBudget:
+    """What one GPU must hold for one workload, in bytes; `host` is what all experts take in the machine's memory."""
 
-    resident: int
-    routed: int
-    num_moe_blocks: int
+    weights: int
+    cache: int
+    workspace: int = 0
+    graphs: int = 0
+    context: int = 0
+    exchange: int = 0
+    host: int = 0
+
+    @property
+    def reserve(self) -> int:
+        return self.workspace + self.exchange + self.graphs + self.context
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.reserve
+
+
+@dataclass(frozen=True)
+class WeightBytes(ModelBytes):
+    """Of a checkpoint, and what decides its cache. `plain_itemsize`: of numerics that dequantise."""
+
     has_drafter: bool
-    plain_itemsize: int | None = None  # of numerics that dequantise
+    plain_itemsize: int | None = None
 
     @classmethod
     def of(cls, tensors: Iterable[TensorInfo], config: ModelConfig, plain_itemsize: int | None = None) -> WeightBytes:
@@ -52,12 +74,17 @@ class WeightBytes:
             scale = plain_itemsize / 2
             routed = int(sizes.routed_expert_bytes * scale)
             resident = int(sizes.total_bytes * scale) - routed
-        num_blocks = config.num_hidden_layers + (config.num_draft_layers if has_drafter else 0)
-        return cls(resident, routed, num_blocks, has_drafter, plain_itemsize)
+        return cls(resident, routed, _num_moe_blocks(config, has_drafter), has_drafter, plain_itemsize)
 
-    @property
-    def total(self) -> int:
-        return self.resident + self.routed
+    @classmethod
+    def counted(cls, sizes: WeightSizes, config: ModelConfig, *, with_draft: bool) -> WeightBytes:
+        """Of a checkpoint that is not there."""
+        routed = sizes.routed_expert_bytes
+        return cls(sizes.total_bytes - routed, routed, _num_moe_blocks(config, with_draft), with_draft)
+
+
+def _num_moe_blocks(config: ModelConfig, with_draft: bool) -> int:
+    return config.num_hidden_layers + (config.num_draft_layers if with_draft else 0)
 
 
 @dataclass(frozen=True)
@@ -70,18 +97,17 @@ class Budget:
     num_ranks: int = 1
     has_reserves: bool = True  # of a GPU: workspace, graphs, context
 
-    def _schedule(self, limits: EngineConfig) -> tuple[LayerSpec, ...]:
-        is_drafting = self.weights.has_drafter and limits.max_draft_tokens > 0
-        return self._schedules[is_drafting]
-
     @cached_property
     def _schedules(self) -> dict[bool, tuple[LayerSpec, ...]]:
         return {with_mtp: build_schedule(self.config, with_mtp=with_mtp) for with_mtp in (False, True)}
 
+    def _share(self, limits: EngineConfig) -> EngineConfig:
+        return rank_limits(replace(limits, verify_hits=0.0), self.num_ranks)
+
     def schema(self, limits: EngineConfig) -> CacheSchema:
-        share = rank_limits(replace(limits, verify_hits=0.0), self.num_ranks)
+        schedule = self._schedules[self.weights.has_drafter and limits.max_draft_tokens > 0]
         return build_cache_schema(
-            self.config, self._schedule(limits), share, plain_itemsize=self.weights.plain_itemsize
+            self.config, schedule, self._share(limits), plain_itemsize=self.weights.plain_itemsize
         )
 
     @property
@@ -89,29 +115,44 @@ class Budget:
         """The most experts that one rank owns."""
         return -(-self.config.n_routed_experts // self.num_ranks)
 
+    @property
+    def own_weights(self) -> ModelBytes:
+        weights = self.weights
+        own_routed = weights.routed // self.config.n_routed_experts * self.num_own
+        return ModelBytes(weights.resident, own_routed, weights.num_moe_blocks)
+
     def weight_bytes(self, num_experts: int | None = None) -> int:
         """On the device; `num_experts` of each layer, beside room to bring others."""
-        sizes = ModelBytes(self.weights.resident, self.own_routed, self.weights.num_moe_blocks, 0)
+        sizes = self.own_weights
         if num_experts is None:
-            return self.weights.resident + self.own_routed
-        return self.weights.resident + sizes.staging + num_experts * sizes.slot(self.num_own)
+            return sizes.total
+        return sizes.resident + sizes.staging + num_experts * sizes.slot(self.num_own)
 
-    @property
-    def own_routed(self) -> int:
-        return self.weights.routed // self.config.n_routed_experts * self.num_own
+    @cached_property
+    def _cache_bytes(self) -> dict[EngineConfig, int]:
+        return {}
 
     def cache_bytes(self, limits: EngineConfig) -> int:
-        return self.schema(limits).total_bytes
+        """Searches come back to the same limits, so sizes are remembered."""
+        if limits not in self._cache_bytes:
+            self._cache_bytes[limits] = self.schema(limits).total_bytes
+        return self._cache_bytes[limits]
+
+    def parts(self, limits: EngineConfig, num_experts: int | None = None) -> MemoryBudget:
+        weights, cache = self.weight_bytes(num_experts), self.cache_bytes(limits)
+        if not self.has_reserves:
+            return MemoryBudget(weights, cache)
+        share = self._share(limits)
+        return MemoryBudget(
+            weights, cache, workspace_bytes(self.config, share), graph_bytes(self.config, share), CONTEXT_BYTES,
+            exchange_bytes(self.config, share, self.num_ranks),
+        )  # fmt: skip
 
     def reserve_bytes(self, limits: EngineConfig) -> int:
-        if not self.has_reserves:
-            return 0
-        share = rank_limits(replace(limits, verify_hits=0.0), self.num_ranks)
-        exchange = exchange_bytes(self.config, share, self.num_ranks)
-        return workspace_bytes(self.config, share) + graph_bytes(self.config, share) + exchange + CONTEXT_BYTES
+        return self.parts(limits).reserve
 
     def total(self, limits: EngineConfig, num_experts: int | None = None) -> int:
-        return self.weight_bytes(num_experts) + self.cache_bytes(limits) + self.reserve_bytes(limits)
+        return self.parts(limits, num_experts).total
 
     # ---- a cache that fills what is left ----
 
@@ -150,3 +191,15 @@ class Budget:
         found = more(num_more)
         most_snapshots = int(share / (1 - share) * block_bytes * (found.num_blocks or 0))  # where blocks are capped
         return replace(found, prefix_cache_bytes=max(1, min(found.prefix_cache_bytes, most_snapshots)))
+
+
+def largest(fits: Callable[[int], bool], upper: int) -> int:
+    """The largest n in 0 .. upper with fits(n), where fits is true up to some point; 0 needs no test."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
