@@ -16,7 +16,7 @@ CASES = {
     "ops": "every op at the shapes of Flash and Pro, against what the chip was measured to do; --compare, --markdown",
     "bits": "random whole models in one go, in pieces and beside another request: equal bits?",
     "trust": "self-test, bits, digests, broken kernels and GPU tests under two assemblers, in one command",
-    "model": "four Flash layers: steps, prompts, memory, bits; Hugging Face's beside them; 43 layers offloaded",
+    "model": "four Flash layers: steps, layers, prompts, memory; 43 layers with offloaded experts",
     "step": "a decode step through the engine against the GPU's busy time, by batch and kind of request",
     "timeline": "a decode step kernel by kernel, as the profiler saw it",
     "server": "`dsv4 serve` under load beside the engine alone; CPU time by process",
@@ -25,7 +25,7 @@ CASES = {
     "ranks": "several ranks on one GPU: bits; a model of their speed",
     "host": "the host's part of a step: allocator, cache, scheduler (CPU)",
     "storm": "`dsv4 serve` among badly behaved clients, with restarts (CPU)",
-    "architectures": "every kernel compiled for six architectures; writes docs/architectures.md (CPU)",
+    "architectures": "every kernel compiled for six architectures; writes the tables of docs/kernels/architectures.md (CPU)",
     "plots": "tables and pictures of the documents from the records (CPU)",
 }  # name -> what it says; `NAME.py` is in this folder or in a room of it
 
