@@ -25,7 +25,7 @@ CASES = {
     "ranks": "several ranks on one GPU: bits; a model of their speed",
     "host": "the host's part of a step: allocator, cache, scheduler (CPU)",
     "storm": "`dsv4 serve` among badly behaved clients, with restarts (CPU)",
-    "architectures": "every kernel compiled for six architectures; writes the tables of docs/kernels/architectures.md (CPU)",
+    "architectures": "every kernel compiled for six architectures, for docs/kernels/architectures.md (CPU)",
     "plots": "tables and pictures of the documents from the records (CPU)",
 }  # name -> what it says; `NAME.py` is in this folder or in a room of it
 

@@ -161,7 +161,7 @@ def test_memory_is_what_was_planned(report):
 
 
 def test_an_offloaded_model(model):
-    params, pool = offload(model.weights, Placement(2, 3), TORCH, top_k=CONFIG.num_experts_per_tok, device=CPU)
+    params, pool = offload(model.params, Placement(2, 3), TORCH, top_k=CONFIG.num_experts_per_tok, device=CPU)
     moved = BenchModel("small", CONFIG, params, "mxfp4", CPU, pool.backend, pool)
     found = run_bench(moved, Settings(contexts=(40,), repeats=3, sections=("decode", "layers", "memory")))
     assert not found.of("error")
