@@ -170,6 +170,6 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 def _first_line(text: str) -> str:
-    """Without the place in our grammar, which means nothing to whoever wrote the schema."""
+    """Without the place in our grammar, which means nothing to the author of the schema."""
     line = text.strip().split("\n")[0]
     return line.rpartition("failed to compile JSON schema: ")[2][:300]

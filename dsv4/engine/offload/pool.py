@@ -9,7 +9,7 @@ in ascending expert order, so the result has the bits of the resident model.
 
 A call that needs more experts than there are slots (a long prompt) goes through a staging stack of all E experts,
 shared by all layers: what the device has is copied across the device, the rest from the host. While one layer computes,
-the next one's experts are already on their way into a second staging stack.
+the next one's experts are already being copied into a second staging stack.
 
 The host must read the routing: that is the one synchronisation of a layer. A captured call is cut there: a piece ends
 with the routing of one layer and the next piece begins with its experts (`Recorder`), so decode is one graph per layer.
