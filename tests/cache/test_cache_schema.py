@@ -36,6 +36,7 @@ def schema_of(config, *, with_mtp=False, plain_itemsize=None, **limits):
 )
 def test_published_figures(config, index_key_format, bytes_per_token, window_bytes):
     schema = schema_of(config, index_key_format=index_key_format)
+    assert schema.state_bytes_per_request == (11_776_000 if config is FLASH else 18_096_128)
     assert schema.bytes_per_token == bytes_per_token
     assert schema.window_bytes_per_request == window_bytes
     with_mtp = schema_of(config, with_mtp=True, index_key_format=index_key_format)
