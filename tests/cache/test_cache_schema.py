@@ -57,23 +57,25 @@ def test_a_dspark_head_keeps_windows_and_room_for_its_block(drafts, ring_len):
 
 
 def test_flash_layers_have_the_formats_and_lengths_of_their_kind():
-    layers = schema_of(FLASH, max_draft_tokens=3).layers
+    schema = schema_of(FLASH, max_draft_tokens=3)
+    layers = schema.layers
     kinds = [layer.attention for layer in layers]
     assert [kinds.count(kind) for kind in AttentionKind] == [2, 21, 20]
     for layer in layers:
         assert (layer.window.kind, layer.window.row_bytes, layer.ring_len) == (RowKind.ENTRY_FP8, 584, 131)
-        assert layer.window_bytes_per_slot == 131 * 584
-        assert layer.position_bytes_per_slot == 131 * 4
     swa, csa, hca = layers[0], layers[2], layers[3]
-    assert (swa.bytes_per_block, swa.state_bytes_per_slot, swa.entries, swa.compressor) == (0, 0, None, None)
-    assert (csa.entries_per_block, csa.entry_bytes_per_block, csa.index_bytes_per_block) == (32, 32 * 584, 32 * 68)
+    assert (swa.entries, swa.compressor) == (None, None)
+    assert (csa.entries_per_block, csa.entries.row_bytes, csa.index_keys.row_bytes) == (32, 584, 68)
     assert (csa.compressor.own.ring_len, csa.compressor.following.ring_len, csa.compressor.own.dim) == (7, 11, 512)
     assert (csa.index_compressor.own.ring_len, csa.index_compressor.following.ring_len) == (7, 11)
     assert csa.index_compressor.own.dim == 128
-    assert csa.state_bytes_per_slot == (7 + 11) * (512 + 128) * 2 * 4
-    assert (hca.entries_per_block, hca.bytes_per_block, hca.index_keys) == (1, 584, None)
+    assert (hca.entries_per_block, hca.entries.row_bytes, hca.index_keys) == (1, 584, None)
     assert (hca.compressor.own.ring_len, hca.compressor.following, hca.index_compressor) == (131, None, None)
-    assert hca.state_bytes_per_slot == 131 * 512 * 2 * 4
+    assert (schema.window_bytes_per_request, schema.position_bytes_per_request) == (43 * 131 * 584, 43 * 131 * 4)
+    assert schema.bytes_of("csa.entries") == 21 * 32 * 584
+    assert schema.bytes_of("csa.index_keys") == 21 * 32 * 68
+    assert schema.bytes_of("hca.") - schema.bytes_of("hca.entries") == 20 * 131 * 512 * 2 * 4
+    assert schema.bytes_of("csa.compressor") + schema.bytes_of("csa.index_compressor") == 21 * 18 * (512 + 128) * 2 * 4
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
