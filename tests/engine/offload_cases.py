@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
-from dsv4.engine.offload.trees import map_tensors, tensors_of
+from dsv4.formats.trees import map_tensors, tensors_of
 
 
 def offload(params, placement, backend, *, top_k, device, num_ranks=1):

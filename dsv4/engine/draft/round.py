@@ -155,8 +155,8 @@ class DraftCache(Protocol):
 
 def make_drafter(model: Transformer, cache: DraftCache) -> Drafter | None:
     """Over a cache whose schedule has the draft blocks; None for a model without any."""
-    if model.params.dspark is not None:
+    if model.weights.dspark is not None:
         return DSparkDrafter(model, cache.handle, cache.block_table)
-    if model.params.mtp:
+    if model.weights.mtp:
         return MtpDrafter(model, cache.handle, cache.block_table)
     return None

@@ -114,7 +114,7 @@ def choose_placement(
     if slots != "auto":
         placement: Placement | None = divide_slots(int(slots), share, engine)
     else:
-        placement = place_experts(share, engine, sizes, cache_bytes, _usable_bytes(device))
+        placement = place_experts(share, engine, sizes, cache_bytes, usable_bytes(device))
     if placement is not None:
         _check_host(num_ranks * (sizes.routed // num_own) * (num_own - placement.num_fixed))
     return placement
@@ -155,7 +155,7 @@ def _sizes(load: LoadPlan, config: ModelConfig, dequantize_to: torch.dtype | Non
     return ModelBytes(total - routed, routed, config.num_hidden_layers + load.num_mtp)
 
 
-def _usable_bytes(device: torch.device) -> int:
+def usable_bytes(device: torch.device) -> int:
     """The whole device, as `dsv4 plan` counts it, less what others hold."""
     if device.type != "cuda":
         return CPU_BYTES

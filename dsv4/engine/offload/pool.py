@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.trees import map_tensors, tensors_of
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.ops import Backend
 

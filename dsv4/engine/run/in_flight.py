@@ -16,7 +16,7 @@ from dsv4.engine.schedule.kept import Outcome, kept_rows
 from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
 from dsv4.engine.step.masks import Masks
-from dsv4.engine.step.replays import Replays, wants_picks
+from dsv4.engine.step.replays import Replays
 from dsv4.engine.step.sampler import num_top_for, outcomes
 from dsv4.engine.step.scores import Scores
 from dsv4.engine.step.size import StepSize
@@ -53,10 +53,11 @@ class InFlightStep:
         cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize, *, tells_experts: bool = False
     ) -> InFlightStep:  # fmt: skip
         """The forward call of a plan, padded to a size."""
-        target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
+        num_rows = max(plan.num_tokens, size.num_rows)
+        target = None if size.is_direct else runner.step_buffer(num_rows, plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
-        forward = runner.forward_with_picks if wants_picks(plan) else runner.forward
+        forward = runner.forward_with_picks if size.is_direct else runner.forward
         forwarded = forward(step.batch, step.draw_rows)
         made = cls(plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
         made.replays = Replays.launch(runner, forwarded, plan)

@@ -16,9 +16,9 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.offload.pool import LayerExperts
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.kernel_record import KernelVerdict, model_key, read_verdict, refuse, write_verdict
 from dsv4.engine.step.sampler import SCORED_ROWS
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, Backend
@@ -135,7 +135,7 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
 
 
 def has_compiled_kernels(model: Transformer) -> bool:
-    return model.context.backend.has_kernels and model.params.embed.is_cuda
+    return model.context.backend.has_kernels and model.weights.embed.is_cuda
 
 
 def verdict_of(checks: Sequence[Check], key: dict[str, str]) -> KernelVerdict:

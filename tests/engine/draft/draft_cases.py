@@ -1,7 +1,5 @@
 """Engines that draft, with drafts a test chooses, beside the same engine without drafts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """How many drafts: against a search of every choice, and over made-up lives of requests."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

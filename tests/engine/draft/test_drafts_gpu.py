@@ -1,7 +1,5 @@
 """Drafts change nothing on a GPU either: kernels, graphs, up to 64 requests at once, prompts and preemption."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Which sizes of steps are captured, and that memory is reserved for as many layers as warm-up captures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

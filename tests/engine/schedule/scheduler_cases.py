@@ -1,7 +1,5 @@
 """A cache without its tensors, and requests that answer by themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dsv4.cache.ledger import CacheLedger
