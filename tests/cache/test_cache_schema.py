@@ -16,6 +16,7 @@ from dsv4.cache.schema import (
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind, build_schedule
 from dsv4.formats.rows import RowKind
+from dsv4.formats.trees import storages_of
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
 
@@ -178,30 +179,12 @@ def test_whole_allocation_of_long_contexts_is_within_five_percent(config):
 
 
 def held_bytes(manager):
-    """Bytes of the distinct storages behind every view the ops get, and the table."""
-    storages = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-
-    note(manager.block_table)
-    for pool in manager._snapshots.pools.values():
-        note(pool.storage)
-    for layer in manager.schema.layers:
-        handle = manager.handle(layer.layer_idx)
-        note(handle.window.positions)
-        stores = [handle.window.rows] + [view.rows for view in (handle.entries, handle.index_keys) if view is not None]
-        for store in stores:
-            note(store.data)
-            if store.scales is not None:
-                note(store.scales)
-        for compressor in (handle.compressor, handle.index_compressor):
-            for tail in (None, None) if compressor is None else (compressor.own, compressor.following):
-                if tail is not None:
-                    note(tail.kv)
-                    note(tail.score)
-    return sum(storages.values())
+    """Bytes of the distinct storages behind every view the ops get, of snapshots and of the table."""
+    handles = [manager.handle(layer.layer_idx) for layer in manager.schedule]
+    storages = storages_of(
+        [manager.block_table, *(pool.storage for pool in manager._snapshots.pools.values()), *handles]
+    )
+    return sum(storage.nbytes() for storage in storages)
 
 
 def test_a_request_grows_block_by_block():
