@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -190,6 +191,17 @@ def test_a_process_ends_though_its_gpu_does_not(folder):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("was ended by SIGKILL")
+
+
+@pytest.mark.processes
+def test_ranks_end_with_the_model(folder):
+    """Without `close`: nothing that outlives the `LLM` refers to it."""
+    llm = LLM(folder, engine=LIMITS, gpus=2)
+    pids = [process.pid for process in processes_of(llm)]
+    assert len(llm.generate(PROMPTS, PARAMS)) == 5
+    del llm
+    gc.collect()
+    wait_until_gone(pids)
 
 
 @pytest.mark.processes
