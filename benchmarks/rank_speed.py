@@ -43,9 +43,9 @@ from dsv4.config.layers import AttentionKind
 from dsv4.dist.exchange import NO_EXPERT, Rows
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import capture_graph
 from dsv4.engine.run.precompile import precompile
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
@@ -200,7 +200,7 @@ def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, is_
 def _head_call(transformer: Transformer, num_rows: int) -> Callable[[], Any]:
     config = transformer.config
     streams = torch.randn(
-        num_rows, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=transformer.params.embed.device
+        num_rows, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=transformer.weights.embed.device
     )
     return lambda: transformer.logits(streams)
 

@@ -30,11 +30,10 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import HostCopy
 from dsv4.engine.draft.counts import FixedDrafts, Offer
-from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.request import UNREAD, Request
-from dsv4.engine.run.in_flight import InFlightStep
+from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -49,7 +48,6 @@ from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawa
 from dsv4.engine.step.size import Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
-from dsv4.engine.write_watch import WriteWatch
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
@@ -93,7 +91,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
-        self.gate = Gate(WriteWatch(model.params))
+        self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0

@@ -1,7 +1,5 @@
 """The same request, the same bits: alone, batched, cut differently, preempted and resumed, beside poisoned padding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -83,7 +81,7 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
         llm.engine.step()
     assert urgent.completion() == bare(alone[0])
     assert request.completion() == bare(alone[1])
-    assert request.token_ids[: len(known)] == known
+    assert [*request.token_ids[: len(known)]] == known
     stats = llm.engine.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
@@ -109,9 +107,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     """Padded rows carry token 0, whose embedding is NaN here. Nobody else sees one."""
     assert all(0 not in done.token_ids for done in alone)
     llm = make_llm("official", **limits)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -127,9 +125,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
 def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     """The test above can fail: the same rows, but written into a request's slot."""
     llm = make_llm("official")
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])

@@ -1,7 +1,5 @@
 """Biases, bans and least lengths, and prompts that are scored: each alone, among others, in turn and overlapped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -154,9 +152,9 @@ def test_scores_of_whole_chunks(make_llm):
 def test_a_score_that_is_no_number(make_llm):
     """The request fails, and says where; the one beside it does not."""
     llm = make_llm()
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[77] = float("nan")
-    llm.model.params = replace(llm.model.params, embed=embed)
+    llm.model.weights = replace(llm.model.weights, embed=embed)
     good, _ = llm.start([9, 10, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
     bad, output = llm.start([9, 77, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
     while not (good.is_done and bad.is_done):

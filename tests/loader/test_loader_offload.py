@@ -1,7 +1,5 @@
 """Experts that go home one by one: the same bits, each once, with nothing but one expert in hand."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine.offload.load import load_offloaded
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import LayerExperts
-from dsv4.engine.offload.trees import tensors_of
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.weights import expert_by_expert, load_params, plan_load
 from dsv4.loader.write.synth import random_params, write_checkpoint

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from offload_cases import offload
 from test_runner import FakeGraph
 
 from dsv4.cache.manager import KVCacheManager
@@ -20,12 +21,10 @@ from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.mesh import meet
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
 from dsv4.engine.control import EngineControl
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.link.info import engine_info
-from dsv4.engine.offload.pool import offload
-from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
 from dsv4.engine.ranks.engine import RanksEngine
@@ -33,6 +32,7 @@ from dsv4.engine.ranks.remote import RemoteRank
 from dsv4.engine.ranks.serve import serve_rank
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import map_tensors
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH
 

@@ -140,7 +140,7 @@ def test_a_rank_that_is_idle_and_one_whose_experts_nobody_chose(make_ranks, one)
     """One request on two ranks: the other only serves. Its first layer's choices (by token id) may all be elsewhere."""
     own = expert_range(SMALL.n_routed_experts, 2, 1)
     llm = one()
-    table = llm.model.params.layers[0].ffn.tid2eid
+    table = llm.model.weights.layers[0].ffn.tid2eid
     lonely = [token for token in range(2, SMALL.vocab_size) if not any(int(e) in own for e in table[token])]
     assert lonely, "some token's experts are all on rank 0"
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
@@ -205,8 +205,8 @@ def test_padding_is_poisoned(make_ranks, alone):
     assert all(0 not in done.token_ids for done in alone["official"])
 
     def poison(rank, made):
-        made.model.params.embed = made.model.params.embed.clone()
-        made.model.params.embed[0] = float("nan")
+        made.model.weights.embed = made.model.weights.embed.clone()
+        made.model.weights.embed[0] = float("nan")
         agree = made.agreement.agree
         made.agreement.agree = lambda own: (size := agree(own)) and size._replace(num_rows=size.num_rows + 3)
 

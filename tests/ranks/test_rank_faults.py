@@ -295,8 +295,11 @@ def test_constraints_hold_on_every_rank(make_ranks, overlap):
     made = []
 
     def constrain(text, opening):
-        made.append(Rule(int(text)))
-        return made[-1]
+        def make():
+            made.append(Rule(int(text)))
+            return made[-1]
+
+        return make
 
     ranks = make_ranks(2, overlap=overlap, constrain=constrain)
     engine, rules = ranks.engine, [Rule(9), Rule(2), Rule(9)]

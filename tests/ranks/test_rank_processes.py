@@ -135,7 +135,7 @@ def test_four_processes_and_one_killed_while_nothing_runs(folder):
     assert llm.generate(PROMPTS, PARAMS) == alone.generate(PROMPTS, PARAMS)
     assert torch.equal(llm.logits(PROMPTS[1], [100, 40]), alone.logits(PROMPTS[1]))
     assert torch.equal(llm.mtp_logits(PROMPTS[1][:20]), alone.mtp_logits(PROMPTS[1][:20]))
-    sizes = [len(as_loaded(llm.model.params.layers[0].ffn.experts.w1).data), SMALL.n_routed_experts]
+    sizes = [len(as_loaded(llm.model.weights.layers[0].ffn.experts.w1).data), SMALL.n_routed_experts]
     assert sizes == [1, 6], "rank 0 of four has one of six experts, the others one or two"
     check_commands(llm, alone)
     pids = [process.pid for process in processes_of(llm)]

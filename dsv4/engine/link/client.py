@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from dsv4.engine.link.messages import (
     logprobs_by_row,
     pack_ids,
 )
-from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
+from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
 from dsv4.request import FinishReason
 from dsv4.text.output import TextOutput
@@ -109,7 +108,7 @@ class EngineClient(asyncio.Protocol):
         """End every request there is with this error."""
         streams = list(self._firsts)
         for stream in streams:
-            stream.end(ErrorEvent(0, error, time.perf_counter()))
+            stream.end(error)
             self._cancel(stream)
 
     def record(self, payload: bytes) -> None:
@@ -191,7 +190,7 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(lost)
         for stream in list(self._firsts):
-            stream.end(ErrorEvent(0, lost, time.perf_counter()))
+            stream.end(lost)
         self._owners.clear()
         self._firsts.clear()
         self._on_lost()
@@ -243,7 +242,7 @@ class EngineClient(asyncio.Protocol):
             reason = None
             if last_rows and last_rows.get(handle) == row and error_of(ends[handle]) is None:
                 reason = FinishReason(ends.pop(handle).kind)
-            stream.push(RawToken(choice, token_id, logprobs.get(row) if logprobs else None, reason, seconds))
+            stream.push(choice, token_id, seconds, reason, logprobs.get(row) if logprobs else None)
             touched[stream] = None
             if reason is not None:
                 self._ended(handle)
@@ -252,11 +251,7 @@ class EngineClient(asyncio.Protocol):
             if found is None:
                 continue
             stream, choice = found
-            error = error_of(end)
-            if error is None:
-                stream.push(RawToken(choice, None, None, FinishReason(end.kind), seconds))
-            else:
-                stream.push(ErrorEvent(choice, error, seconds))
+            stream.push(choice, None, seconds, error_of(end) or FinishReason(end.kind))
             touched[stream] = None
             self._ended(handle)
         for stream in touched:

@@ -2,7 +2,7 @@
 
 Between two steps it reads what clients have sent, and after each step writes one message to every client that has
 tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
-`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -62,7 +63,7 @@ _LOG = logging.getLogger("dsv4.engine")
 class EngineLoop:
     """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
 
-    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    constrain    compiles a grammar; `RequestError` says what is wrong with it
     control      obeys commands (`Control`)
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
@@ -117,7 +118,8 @@ class EngineLoop:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
-        self._call(lambda: self._open(connection))
+        if not self._is_closed:
+            self._call(lambda: self._open(connection))
         if self._is_closed:
             connection.close()
 
@@ -138,10 +140,9 @@ class EngineLoop:
 
     def _call(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        try:
-            os.write(self._wake_writer, b"!")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or over
+        if not self._is_closed:  # afterwards the descriptor may be another file's
+            with suppress(OSError):  # it is awake
+                os.write(self._wake_writer, b"!")
 
     def _stop(self, drains: bool) -> None:
         self._is_draining = True

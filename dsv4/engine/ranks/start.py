@@ -56,4 +56,4 @@ def _constrain(llm: Any) -> Constrain:
         config = llm.config
         return GrammarCompiler(llm.tokenizer, vocab_size=config.vocab_size, eos_token_id=config.eos_token_id)
 
-    return lambda lark, opening: compiler().compile(lark, opening).constraint()
+    return lambda lark, opening: compiler().compile(lark, opening).constraint

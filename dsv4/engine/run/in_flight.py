@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.transfer import HostCopy, to_device
-from dsv4.engine.draft.host_copy import launch_drafts
+from dsv4.engine.draft.counts import Offer
 from dsv4.engine.run.bucket import Forwarded
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, kept_rows
@@ -78,7 +78,10 @@ class InFlightStep:
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it
         self.drawn = HostCopy([] if drawn is None else [drawn.token_ids, *drawn.logprobs], device)
-        self.drafted = launch_drafts(runner, self.forwarded, step, token_ids, self.num_drafts)
+        if step.fed is not None:
+            drafted = runner.draft(self.forwarded, step.batch, token_ids, step.fed, self.num_drafts)
+            parts = [] if drafted is None else [part for part in drafted if part is not None]
+            self.drafted = HostCopy(parts, device) if parts else None
         self.stuck = masks.stuck
         self.forwarded = None  # its memory may be used again
 
@@ -119,3 +122,12 @@ def _masks_of_rows(num_rows: int, masked: Tensor, words: Tensor, device: torch.d
     return {
         "mask": mask.index_copy_(0, places, to_device(words, device)), "is_masked": is_masked.index_fill_(0, places, 1)
     }  # fmt: skip
+
+
+def read_offers(drafted: HostCopy | None, num_requests: int) -> list[Offer]:
+    """Those of the requests that drew, in their order; none if nothing was asked for."""
+    if drafted is None:
+        return []
+    drafts, *confidences = (part[:num_requests].tolist() for part in drafted.wait())
+    sure: Sequence[Sequence[float] | None] = confidences[0] if confidences else [None] * num_requests
+    return [Offer(tuple(one), None if rates is None else tuple(rates)) for one, rates in zip(drafts, sure, strict=True)]

@@ -22,7 +22,6 @@ from dsv4.engine.link.messages import (
     encode,
     pack_ids,
 )
-from dsv4.engine.link.stream import EndEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams
 
@@ -259,9 +258,9 @@ def test_a_poisoned_request_fails_alone(make_llm, started, monkeypatch):
     expected = make_llm().generate([5, 6], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
     assert 7 not in expected
     llm, thread = started(max_concurrent_requests=2)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[7] = float("nan")
-    monkeypatch.setattr(llm.model, "params", llm.model.params.__class__(**{**vars(llm.model.params), "embed": embed}))
+    monkeypatch.setattr(llm.model, "params", llm.model.weights.__class__(**{**vars(llm.model.weights), "embed": embed}))
 
     async def work(client):
         prompts = ([5, 6], [5, 7], [5, 6])
@@ -445,6 +444,6 @@ def test_a_prompt_that_is_only_scored_ends_without_a_token(started):
             return [event async for event in stream], stream.outputs
 
     events, outputs = run(thread, work)
-    assert [type(event) for event in events] == [EndEvent, EndEvent]
+    assert [(event.token_id, event.finish_reason) for event in events] == [(None, "length")] * 2
     assert sorted(event.choice for event in events) == [0, 1]
     assert [len(output.prompt_logprobs) for output in outputs] == [3, 3]

@@ -1,7 +1,5 @@
 """The runner: a padded call over static buffers gives the bits of a direct one; on a GPU it is a graph."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
@@ -9,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.graphs import RunnerError
 from dsv4.engine.run.runner import Runner, _CompileWatch
 from dsv4.engine.step.constraint import pack_tokens
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer

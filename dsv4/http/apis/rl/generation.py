@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import new_id
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
@@ -132,7 +132,7 @@ class InferenceAssembler:
     def opening(self) -> str:
         return ""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         ids = [] if event.token_id is None else [event.token_id]
         scores = [event.logprobs] if event.logprobs is not None and self._job.shows_logprobs else None
         choice = self._choice(
@@ -146,7 +146,7 @@ class InferenceAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """All is in the job's outputs."""
 
     def whole(self) -> str:
@@ -286,7 +286,7 @@ class GenerateAssembler:
     def opening(self) -> str:
         return ""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         return ""
 
     def closing(self) -> str:
@@ -295,7 +295,7 @@ class GenerateAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """All is in the job's outputs."""
 
     def whole(self) -> str:

@@ -74,7 +74,13 @@ class Anything(Strict):
 
 
 class Memory(Strict):
+    """Without tags: all. Graphs go when any memory goes, and come once all of it is there again."""
+
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+    @property
+    def memory(self) -> list[str] | None:
+        return None if self.tags is None else [tag for tag in self.tags if tag != "cuda_graph"]
 
 
 def _done(message: str, **more: Any) -> dict[str, Any]:
@@ -88,7 +94,7 @@ async def pause(engine: Controls, asked: PauseGeneration) -> dict[str, Any]:
 
 
 async def go_on(engine: Controls, asked: Continue) -> dict[str, Any]:
-    await engine.control("resume")
+    await engine.control("resume", later=True)  # slime says so before the cache is awake
     return {"status": "ok", "message": "the engine goes on"}
 
 
@@ -136,11 +142,15 @@ async def init_group(engine: Controls, asked: Group) -> dict[str, Any]:
 
 
 async def release(engine: Controls, asked: Memory) -> dict[str, Any]:
-    return await engine.control("sleep", level=1)
+    if asked.memory != []:
+        await engine.control("sleep", level=1, tags=asked.memory)
+    return _done("the memory was given back")
 
 
 async def take(engine: Controls, asked: Memory) -> dict[str, Any]:
-    return await engine.control("wake", tags=asked.tags)
+    if asked.memory != []:
+        await engine.control("wake", tags=asked.memory)
+    return _done("the memory is there again")
 
 
 async def version(engine: Controls, asked: Strict) -> dict[str, Any]:

@@ -128,13 +128,17 @@ async def reset_cache(engine: Controls, asked: ResetCache) -> dict[str, Any]:
 
 
 async def sleep(engine: Controls, asked: Sleep) -> dict[str, Any]:
-    if asked.level == 0:
-        return await pause(engine, Pause(mode=asked.mode, clear_cache=False))
-    return await engine.control("sleep", level=asked.level)
+    await engine.sleep(asked.level, asked.mode)
+    return {"status": "sleeping" if asked.level else "paused"}
 
 
 async def wake_up(engine: Controls, asked: WakeUp) -> dict[str, Any]:
-    return await engine.control("wake", tags=asked.tags)
+    memory = None if asked.tags is None else [tag for tag in asked.tags if tag != "scheduling"]
+    if memory != []:
+        await engine.control("wake", tags=memory)
+    if "scheduling" in (asked.tags or ()):
+        await engine.control("resume")
+    return {"status": "awake"}
 
 
 async def init_transfer(engine: Controls, asked: InitTransfer) -> dict[str, Any]:
@@ -170,11 +174,13 @@ async def receive(
     return {"is_whole": found is not None, "weight_version": found or (await engine.info())["weight_version"]}
 
 
-async def name_version(engine: Controls, asked: FinishUpdate | NewVersion) -> dict[str, Any]:
-    version = asked.weight_version or getattr(asked, "new_version", None)
-    if version is not None:
-        await engine.control("set_weight_version", version=version)
-    return await weight_info(engine, asked)
+async def finish_update(engine: Controls, asked: FinishUpdate) -> dict[str, Any]:
+    return {"weight_version": await engine.control("finish_update", version=asked.weight_version)}
+
+
+async def name_version(engine: Controls, asked: NewVersion) -> dict[str, Any]:
+    version = asked.weight_version or asked.new_version
+    return {"weight_version": await engine.control("set_weight_version", version=version)}
 
 
 async def weight_info(engine: Controls, asked: Strict) -> dict[str, Any]:
@@ -204,7 +210,7 @@ CALLS = (
     Call("/init_weight_transfer_engine", "Join the trainer's group", init_transfer, InitTransfer),
     Call("/start_weight_update", "Tensors will follow", start_update, StartUpdate),
     Call("/update_weights", "New weights, of a folder or of the trainer's group", update, UpdateWeights),
-    Call("/finish_weight_update", "All tensors were sent", name_version, FinishUpdate),
+    Call("/finish_weight_update", "All tensors were sent", finish_update, FinishUpdate),
     Call("/update_weight_version", "Name the weights", name_version, NewVersion),
     Call("/weight_info", "Which weights run", weight_info, methods=_GET),
     Call("/is_paused", "Whether the engine is paused", is_paused, methods=_GET),
