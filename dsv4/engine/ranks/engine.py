@@ -73,8 +73,8 @@ class RanksEngine:
     def has_work(self) -> bool:
         if self._ended or any(one.has_results for one in self.ranks):
             return True
-        if self._link.is_lost:
-            return False
+        if self._link.is_lost:  # a step says so to those that are here
+            return bool(len(self._router) or self._homes)
         self._pauses = [one for one in self._pauses if not one.done()]
         is_running = not self.gate.is_still and (len(self._router) > 0 or any(one.num_open for one in self.remotes))
         return is_running or bool(self._pauses) or self.own.has_work

@@ -28,7 +28,7 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     model, cache, small = llm.model, llm.cache, EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
     serve = padding_server(model, cache, lambda: llm._make_cache(small, model.schedule))
     agreement = Agreement(world.mesh.steps, world.link, world.progress, serve)
-    world.closing.append(agreement)
+    world.closing.append(agreement.selector)  # not the agreement: it knows the `LLM`, whose end closes the world
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
