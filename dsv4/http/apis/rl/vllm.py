@@ -145,8 +145,8 @@ async def init_transfer(engine: Controls, asked: InitTransfer) -> dict[str, Any]
     info = asked.init_info
     if info.packed:
         message = (
-            "init_info.packed: vLLM's packed transfer sends a pickle, and this server unpickles nothing; set it to "
-            "false and send tensor by tensor (docs/rl.md), or use weight_dir"
+            "init_info.packed: vLLM's transfer joins by a pickle, and this server unpickles nothing; set it to false "
+            "and send tensor by tensor through a group of torch's (docs/rl.md), or use weight_dir"
         )
         raise ApiError(400, message, code="unsupported_parameter", param="init_info.packed")
     await engine.control("init_group", **info.model_dump(exclude={"packed"}))
