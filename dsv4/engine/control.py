@@ -28,7 +28,6 @@ from dsv4.engine.weight_update import IncomingWeights, WeightSource, WeightUpdat
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.memory_source import TensorSource
 from dsv4.loader.progress import Progress
-from dsv4.loader.resolve import StoredFormat, plan_load
 from dsv4.model.transformer import Transformer
 from dsv4.ops.backend import Backend
 from dsv4.request import RequestError
@@ -56,7 +55,6 @@ class EngineControl:
     def __init__(self, llm: Controlled, backend: Backend) -> None:
         self._llm, self._backend = llm, backend
         self._num_updates = 0
-        self._formats: dict[str, StoredFormat] | None = None  # of the parameters, as they were loaded
         self._inbox = WeightInbox()
         profiler = Profiler()
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -174,14 +172,11 @@ class EngineControl:
 
     def _target(self, search_scales: bool = False) -> WeightTarget:
         llm = self._llm
-        if self._formats is None and llm.checkpoint is not None:
-            sources = plan_load(llm.checkpoint, llm.config).sources
-            self._formats = {source.tensor.parameter: StoredFormat.in_memory(source) for source in sources}
         is_exact = llm.numerics == "exact"
-        if self._formats is None and not is_exact:
-            raise RequestError("the formats of parameters that came from no checkpoint are not known: no updates")
+        if not llm.model.weights.formats and not is_exact:
+            raise RequestError("these parameters came from no loader: in which formats updates must be is not known")
         return WeightTarget(
-            llm.config, llm.model.weights, self._formats or {}, self._backend, pool=llm.pool,
+            llm.config, llm.model.weights, self._backend, pool=llm.pool,
             dequantize_to=llm.model.context.dtype if is_exact else None, search=search_scales,
         )  # fmt: skip
 

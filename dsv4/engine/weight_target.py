@@ -39,8 +39,7 @@ _EXPERTS_AT_ONCE = 8
 
 
 class WeightTarget:
-    """weights        of the model, as its backend wants them
-    formats        of each parameter, as it was loaded: kernels, graphs and memory were made for those
+    """weights        of the model, as its backend wants them; kernels, graphs and memory were made for their `formats`
     backend        that prepared them
     pool           of offloaded experts, if there is one
     dequantize_to  the dtype of every weight in `exact` numerics; None keeps stored formats
@@ -49,10 +48,11 @@ class WeightTarget:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelParams, formats: dict[str, StoredFormat], backend: Backend, *,
-        pool: ExpertPool | None = None, dequantize_to: torch.dtype | None = None, search: bool = False,
+        self, config: ModelConfig, weights: ModelParams, backend: Backend, *, pool: ExpertPool | None = None,
+        dequantize_to: torch.dtype | None = None, search: bool = False,
     ) -> None:  # fmt: skip
-        self.config, self.weights, self._formats, self._backend, self._pool = config, weights, formats, backend, pool
+        self.config, self.weights, self._backend, self._pool = config, weights, backend, pool
+        self._formats: dict[str, StoredFormat] = weights.formats
         self._dequantize_to, self._search = dequantize_to, search
         self._schedule = build_schedule(config, with_mtp=self.has_drafter)
         self.digest = TensorsDigest()

@@ -12,6 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.config.layers import AttentionKind, LayerSpec, RouterKind, build_schedule
 from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.loader.names import LogicalTensor
+from dsv4.loader.resolve import StoredFormat
 from dsv4.model.parameters import (
     AttentionParams,
     BlockParams,
@@ -54,6 +55,7 @@ class ParameterStore:
         self.config = config
         self.device = torch.device(device)
         self._weights: dict[str, Weight] = {}
+        self._formats: dict[str, StoredFormat] = {}
         self._home = home
         self._own = range(config.n_routed_experts) if experts is None else experts
         self._unfinished: dict[tuple[int, int], dict[str, Weight]] = {}  # layer and expert: its matrices so far
@@ -63,6 +65,7 @@ class ParameterStore:
         if tuple(weight.shape) != tensor.shape:
             raise ValueError(f"{tensor.name} must be {tensor.shape}, found {tuple(weight.shape)}")
         name = tensor.parameter
+        self._formats[name] = StoredFormat.of(weight)
         if tensor.expert_idx is None:
             self._weights[name] = _copy_weight(weight, self.device)
             return
@@ -96,6 +99,7 @@ class ParameterStore:
             head=self._head(""),
             mtp=[] if is_dspark else [self.mtp(i, layer) for i, layer in enumerate(drafts)],
             dspark=self.dspark(drafts) if is_dspark and drafts else None,
+            formats=self._formats,
         )
 
     def block(self, layer: LayerSpec) -> BlockParams:
