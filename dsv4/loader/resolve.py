@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.config import ModelConfig
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
-from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
+from dsv4.loader.layout import weight_tensors
 from dsv4.loader.memory_source import TENSOR_DTYPES
 from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
 
