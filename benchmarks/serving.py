@@ -127,7 +127,7 @@ class ResidentServer:
         ready = queue.SimpleQueue[Child]()
         for _ in range(self._num_front_ends):
             settings = FrontEndSettings(
-                server=self._config, tokenizer=str(self._folder), room=room, reconnects=False,
+                server=self._config, tokenizer=str(self._folder), room=room, pulse=str(room.pulse),
                 listener=listener.fileno(),
             )  # fmt: skip
             module = "dsv4.http.processes.front_end"

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import plots, timeline
-from benchmarks.model import conclusions
+from benchmarks.engine import timeline
+from benchmarks.engine.model import conclusions
+from benchmarks.kernels import ops as kernel_ops
+from benchmarks.kernels import plots
 from benchmarks.rank_speed import PUBLISHED
+from benchmarks.records import read_records
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
 from dsv4.config import EngineConfig, ModelConfig
@@ -150,8 +153,8 @@ def test_wrapping_keeps_what_is_no_prose():
 
 def test_the_measured_page_shows_the_records():
     """Renewed by `python -m benchmarks ops --markdown`."""
-    records = bench.read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
-    expected = bench.markdown(bench.load_cases(bench.case_modules()), records)
+    records = read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
+    expected = kernel_ops.markdown(bench.load_cases(bench.case_modules()), records)
     assert (ROOT / "docs" / "kernels" / "measured.md").read_text(encoding="utf-8") == expected
 
 
@@ -362,7 +365,7 @@ def spread(values, form="{:.1f}"):
 def recorded_numbers():
     """Every number with a unit that stands in a record, as it must be written."""
     results = ROOT / "benchmarks" / "results"
-    ops = bench.read_records(results / "nvidia-h200.jsonl")
+    ops = read_records(results / "nvidia-h200.jsonl")
     everything = [json.loads(line) for line in (results / "nvidia-h200-model.jsonl").read_text().splitlines()]
     commit = [r["commit"] for r in everything if r["kind"] == "layer"][-1]
     model = [r for r in everything if r["commit"] == commit]

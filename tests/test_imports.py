@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.testing.imports import imports_of
+from tools.imports import imports_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"

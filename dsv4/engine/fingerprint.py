@@ -118,14 +118,11 @@ class TensorsDigest:
         return _digest(sorted(f"{name} {one.tobytes().hex()}" for name, one in zip(self._names, sums, strict=True)))
 
 
-def headers_digest(checkpoint: Checkpoint) -> str:
-    """Every tensor's name, type, shape and place."""
-    return _headers(checkpoint).hexdigest()
-
-
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """Every tensor's name, type, shape and place, and `_NUM_SAMPLES` samples of each file, its ends among them."""
-    digest = _headers(checkpoint)
+    digest = hashlib.blake2b(digest_size=16)
+    for info in checkpoint.tensors.values():
+        digest.update(repr((info.name, info.dtype, info.shape, info.file.name, info.start, info.end)).encode("utf-8"))
     for file in sorted({info.file for info in checkpoint.tensors.values()}):
         size = file.stat().st_size
         last = max(0, size - _SAMPLE_BYTES)
@@ -134,13 +131,6 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
                 stream.seek(start)
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _headers(checkpoint: Checkpoint) -> hashlib.blake2b:
-    digest = hashlib.blake2b(digest_size=16)
-    for info in checkpoint.tensors.values():
-        digest.update(repr((info.name, info.dtype, info.shape, info.file.name, info.start, info.end)).encode("utf-8"))
-    return digest
 
 
 def checkpoint_parts(checkpoint: Checkpoint, config: ModelConfig, progress: Progress = False) -> dict[str, str]:

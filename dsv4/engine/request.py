@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -51,7 +52,8 @@ def expire(request: Request) -> str:
 
 @dataclass(eq=False)
 class Request:
-    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
+    """`token_ids` are prompt and output, four bytes each; the first `num_processed` of them are in the cache. Running
+    means a slot.
 
     Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
     from the device's own memory, before the host knows which one it is.
@@ -76,7 +78,7 @@ class Request:
     """
 
     params: SamplingParams
-    token_ids: list[int]
+    token_ids: array[int]
     prompt_len: int
     max_len: int
     eos_token_id: int
@@ -123,7 +125,7 @@ class Request:
             raise RequestError(message, field="replay_start")
         return cls(
             params=params,
-            token_ids=list(prompt),
+            token_ids=array("i", prompt),
             prompt_len=len(prompt),
             max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
             eos_token_id=eos_token_id,
@@ -188,7 +190,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.prompt_len :].tolist()
 
     @property
     def has_rules(self) -> bool:

@@ -1,7 +1,7 @@
-"""The engine process's signs of life: a small file in memory that it changes ten times a second. No torch.
+"""A process's signs of life: a small file in memory that it changes ten times a second. No torch.
 
-A process that is stopped, or hangs with the interpreter's lock, keeps its sockets open: only silence tells. The file
-also says how long the step that runs has been running.
+A process that is stopped, or hangs with the interpreter's lock, keeps its sockets open: only silence tells. The
+engine's file also says how long the step that runs has been running. A front end's is changed by its event loop.
 """
 
 from __future__ import annotations
@@ -29,21 +29,29 @@ class Pulse(NamedTuple):
         return time.monotonic() - self.step_start if self.step_start else 0.0
 
 
+class PulseWriter:
+    def __init__(self, path: Path) -> None:
+        self._map = _mapped(path)
+        self._num_beats = PulseReader(path).read().num_beats
+
+    def beat(self, step_start: float = 0.0) -> None:
+        self._num_beats += 1
+        _LAYOUT.pack_into(self._map, 0, self._num_beats, step_start)
+
+
 class Heartbeat:
     """Beats from a thread of its own until the process ends, or `stop`. `step_start` is read at every beat."""
 
     def __init__(self, path: Path, step_start: Callable[[], float | None]) -> None:
-        self._map = _mapped(path)
+        self._writer = PulseWriter(path)
         self._step_start = step_start
         self._stopped = threading.Event()
-        self._num_beats = PulseReader(path).read().num_beats
         self._thread = threading.Thread(target=self._run, name="dsv4-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._num_beats += 1
-            _LAYOUT.pack_into(self._map, 0, self._num_beats, self._step_start() or 0.0)
+            self._writer.beat(self._step_start() or 0.0)
             self._stopped.wait(_PERIOD_SECONDS)
 
     def stop(self) -> None:
@@ -61,7 +69,7 @@ class PulseReader:
 
 class PulseWatch:
     """`look` every `period` seconds; it says whether there was no beat for `seconds`. Looks are counted, not the clock:
-    a watcher that was stopped itself does not blame the engine."""
+    a watcher that was stopped itself does not blame the other."""
 
     def __init__(self, reader: PulseReader, seconds: float, period: float) -> None:
         self._reader = reader

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dsv4.engine.link.stream import EndEvent, RequestEvent, TokenEvent
+from dsv4.engine.link.stream import RequestEvent, TokenEvent
 from dsv4.engine.stats import DraftStats, EngineStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -199,9 +199,9 @@ class RequestTimer:
             return None
         return later / (last - self._first)
 
-    def token(self, event: TokenEvent | EndEvent, prompt_len: int) -> None:
+    def token(self, event: TokenEvent, prompt_len: int) -> None:
         """A token, or an end without one, came out of the engine: of a request whose prompt has `prompt_len` tokens."""
-        if isinstance(event, TokenEvent):
+        if event.token_id is not None:
             self._count(event)
         if event.finish_reason is not None:
             self.finish_reasons.add(str(event.finish_reason))

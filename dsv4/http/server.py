@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from dsv4.engine.grammar.check import GrammarChecks
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, RejectedGrammar
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.request import RequestAborted, RequestFailed
@@ -41,7 +43,16 @@ from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
 from dsv4.http.settings import MIB, ServerConfig
 from dsv4.http.shared_metrics import SharedMetrics
-from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, StreamClock, collect, to_api_error
+from dsv4.http.streaming import (
+    DISCONNECTED,
+    Assembler,
+    ClientGone,
+    EventStream,
+    StreamClock,
+    collect,
+    to_api_error,
+    unless_gone,
+)
 from dsv4.http.telemetry.request_log import log_request
 from dsv4.http.telemetry.traces import Tracer
 from dsv4.request import RequestError
@@ -76,6 +87,7 @@ class Server:
         self._lines: set[asyncio.Future[None]] = set()  # of the record, being made
         self._publishing: asyncio.Task[None] | None = None
         self._tracer = Tracer.make(config.name)
+        self._grammars = GrammarChecks()
 
     async def open(self) -> None:
         info = await self.engine.open()
@@ -166,7 +178,11 @@ class Server:
     async def _answer(
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool, name: str
     ) -> Response:
-        stream = await self._submit(job, name)
+        try:
+            stream = await self._submit(request, job, name)
+        except ClientGone:
+            self.metrics.disconnects.inc()
+            return Response(status_code=_CLIENT_CLOSED)
         ended = partial(self._ended, request, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint, SEED_HEADER: str(job.outputs[0].params.seed)}
         if is_stream:
@@ -183,19 +199,21 @@ class Server:
         ended(None)
         return Response(answer, media_type="application/json", headers=headers)
 
-    async def _submit(self, job: Job, name: str) -> RequestStream:
-        """The job's stream, once the engine has taken it."""
+    async def _submit(self, request: Request, job: Job, name: str) -> RequestStream:
+        """The job's stream, once the engine has taken it. `ClientGone` if the client goes while its grammar is
+        checked."""
         rule = job.rule
         try:
             if rule is None:
                 return await self.engine.submit(job.outputs, name=name)
+            await unless_gone(request, self._grammars.check(rule.lark))
             return await self.engine.submit(job.outputs, rule.lark, rule.opening, name)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
         except EngineStopped:
             message = "the server is shutting down and takes no more requests"
             raise ApiError(503, message, code="shutting_down", closes=True) from None
-        except RejectedGrammar as error:
+        except (GrammarError, RejectedGrammar) as error:
             assert rule is not None, "requests without a grammar have none to reject"
             raise unsupported(error, rule.field) from None
         except RequestError as error:

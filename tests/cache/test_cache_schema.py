@@ -12,7 +12,6 @@ from dsv4.cache.schema import (
     blocks_at_position,
     blocks_for_tokens,
     build_cache_schema,
-    compute_block_budget,
 )
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import AttentionKind, build_schedule
@@ -91,24 +90,9 @@ def test_blocks_round_up():
     assert all(blocks_at_position(p) <= blocks_for_tokens(p) for p in range(1000))
 
 
-def test_block_budget():
-    schedule = build_schedule(FLASH)
-    assert compute_block_budget(FLASH, schedule, 128, 1, 0) == 1
-    assert compute_block_budget(FLASH, schedule, 129, 1, 0) == 2
-    assert compute_block_budget(FLASH, schedule, 129, 5, 0) == 10
-    assert compute_block_budget(FLASH, schedule, 129, 5, 0.1) == 11
-    assert compute_block_budget(FLASH, schedule, 129, 5, 0.11) == 12
-    assert compute_block_budget(FLASH, schedule, 129, 5, Fraction(1, 1000)) == 11
-    assert compute_block_budget(FLASH, schedule, 1048576, 2) == 16384
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [(0, 1, 0), (128, 0, 0), (1048577, 1, 0), (128, 1, -0.1), (128, 1, float("nan")), (128, 1, float("inf"))],
-)
-def test_impossible_budgets(arguments):
-    with pytest.raises(ConfigError):
-        compute_block_budget(FLASH, build_schedule(FLASH), *arguments)
+def test_every_slot_can_reach_the_longest_context():
+    for context, requests, num_blocks in ((128, 1, 1), (129, 1, 2), (129, 5, 10), (1048576, 2, 16384)):
+        assert schema_of(FLASH, max_context_tokens=context, max_concurrent_requests=requests).num_blocks == num_blocks
 
 
 def test_impossible_schemas():

@@ -1,7 +1,5 @@
 """`ModelConfig`: the published presets, and a named error for everything else; `EngineConfig`: its limits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -49,11 +47,7 @@ PUBLISHED = [
         RopeScaling(factor=16, original_max_position_embeddings=65536, beta_fast=32, beta_slow=1),
         RopeScaling(factor=16, original_max_position_embeddings=65536, beta_fast=32, beta_slow=1),
     ),
-    (
-        "compress_ratios",
-        (0, 0, *[4, 128] * 20, 4, 0),
-        (128, 128, *[4, 128] * 29, 4, 0),
-    ),
+    ("compress_ratios", (0, 0, *[4, 128] * 20, 4, 0), (128, 128, *[4, 128] * 29, 4, 0)),
 ]
 
 

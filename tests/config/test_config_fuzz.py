@@ -1,7 +1,5 @@
 """Whatever config.json holds: a config or a ConfigError, never anything else."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Every spelling of config.json gives the same `ModelConfig`; contradictions are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One small model, made once; every test gets its own `LLM` (cache and engine) over it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_cases import ONE_LAYER, SMALL, assert_all_free

@@ -1,7 +1,5 @@
 """A model small enough to run hundreds of steps, and a way to make it say what a test wants."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

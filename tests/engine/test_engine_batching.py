@@ -1,14 +1,16 @@
 """A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it and however it is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bare import bare
 from engine_cases import SMALL, assert_all_free
 
+from benchmarks.free_model import free_llm
 from dsv4.cache.errors import NoFreeSlot
+from dsv4.cache.transfer import HostCopy
+from dsv4.config import EngineConfig
 from dsv4.engine.request import RequestAborted
+from dsv4.engine.run import in_flight
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -158,3 +160,40 @@ def test_slots_held_by_others_are_said_not_waited_for(make_llm):
 
 def test_a_step_without_requests_does_nothing(make_llm):
     assert not make_llm().engine.step()
+
+
+class WatchedCopy(HostCopy):
+    """Knows how many calls were launched before it, and how many of them the host has waited for."""
+
+    num_launched = num_waited = 0
+
+    def __init__(self, tensors, device):
+        super().__init__(tensors, device)
+        self.place = WatchedCopy.num_launched
+
+    def wait(self):
+        WatchedCopy.num_waited = max(WatchedCopy.num_waited, self.place)
+        return super().wait()
+
+
+def test_the_host_is_one_step_ahead_and_no_more(monkeypatch):
+    """Of a device that reads a long prompt alone too, where no step draws: what a client cancels is not queued up."""
+    llm = free_llm(EngineConfig(max_context_tokens=4096, max_concurrent_requests=1, max_chunk_tokens=64))
+    engine, forward = llm.engine, llm.engine.runner.forward
+    monkeypatch.setattr(in_flight, "HostCopy", WatchedCopy)
+    monkeypatch.setattr(WatchedCopy, "num_launched", 0)
+    monkeypatch.setattr(WatchedCopy, "num_waited", 0)
+
+    def counted(batch, draw_rows):
+        WatchedCopy.num_launched += 1
+        return forward(batch, draw_rows)
+
+    monkeypatch.setattr(engine.runner, "forward", counted)
+    request = engine.add([5] * 2000, SamplingParams(max_tokens=20, ignore_eos=True))
+    ahead = []
+    while engine.has_work:
+        engine.step()
+        ahead.append(WatchedCopy.num_launched - WatchedCopy.num_waited)
+    assert request.num_output == 20
+    assert WatchedCopy.num_launched == 2000 // 64 + 20
+    assert set(ahead[:-1]) == {1}, "one step ahead, and never two"

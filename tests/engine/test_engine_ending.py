@@ -1,7 +1,5 @@
 """How an answer ends and what is reported of it: stop strings, stop ids, end of sequence, limits, log-probabilities."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong for one request: it ends with a clear error, the others go on, and everything is free again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

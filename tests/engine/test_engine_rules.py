@@ -1,7 +1,5 @@
 """Biases, bans and least lengths, and prompts that are scored: each alone, among others, in turn and overlapped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

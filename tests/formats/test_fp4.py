@@ -1,7 +1,5 @@
 """E2M1: all 16 codes, every rounding boundary, packing, MXFP4 and NVFP4, and the recorded vectors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

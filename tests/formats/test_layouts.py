@@ -1,7 +1,5 @@
 """Shuffled weights: the way back is exact, sizes are those of the packed weights, what cannot be kept is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`QuantTensor`: shape, bytes, indexing and exact values of every weight format."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

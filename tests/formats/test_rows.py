@@ -1,7 +1,5 @@
 """Cached rows: their byte table, the codec, and the store that indexes them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -147,9 +145,7 @@ def test_no_rows(fmt):
 
 
 @pytest.mark.parametrize(
-    "fmt",
-    [ENTRY, INDEX_FP4, INDEX_FP8, RowFormat(RowKind.PLAIN, 16, itemsize=2)],
-    ids=lambda fmt: str(fmt.kind),
+    "fmt", [ENTRY, INDEX_FP4, INDEX_FP8, RowFormat(RowKind.PLAIN, 16, itemsize=2)], ids=lambda fmt: str(fmt.kind)
 )
 def test_store_writes_and_gathers_by_index(fmt):
     store = RowStore.allocate((4, 8), fmt, torch.bfloat16, CPU)

@@ -3,16 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from loader_cases import (
-    SMALL,
-    VECTORS,
-    assert_same_params,
-    checkpoint_of,
-    format_name,
-    header_of,
-    stored,
-    total_bytes,
-)
+from loader_cases import SMALL, VECTORS, assert_same_params, checkpoint_of, format_name, header_of, stored, total_bytes
 
 from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint, CheckpointError

@@ -1,7 +1,5 @@
 """Experts that go home one by one: the same bits, each once, with nothing but one expert in hand."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

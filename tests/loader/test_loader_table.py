@@ -140,7 +140,7 @@ REFUSED = {
     ],
     "an unknown key": [(OFFICIAL, RAW | {"attention_gain": 2}, {}, "unknown keys: attention_gain")],
     "a key given twice": [
-        (OFFICIAL, {}, {"text": json.dumps(RAW)[:-1] + ', "vocab_size": 64}'}, "'vocab_size' is given twice"),
+        (OFFICIAL, {}, {"text": json.dumps(RAW)[:-1] + ', "vocab_size": 64}'}, "'vocab_size' is given twice")
     ],
     "tied embeddings": [(OFFICIAL, RAW | {"tie_word_embeddings": True}, {}, "tie_word_embeddings must be False")],
     "`eos_token_id` a list of several": [
@@ -161,10 +161,10 @@ REFUSED = {
             RAW,
             {},
             f"{EXPERT}.scale is U8, expected",
-        ),
+        )
     ],
     "hash tables that are not I64": [
-        (with_changes(OFFICIAL, **{"layers.0.ffn.gate.tid2eid": stored("t", "I32", 64, 2)}), RAW, {}, "tid2eid is I32"),
+        (with_changes(OFFICIAL, **{"layers.0.ffn.gate.tid2eid": stored("t", "I32", 64, 2)}), RAW, {}, "tid2eid is I32")
     ],
     "experts of one matrix in two formats": [
         (
@@ -173,7 +173,7 @@ REFUSED = {
             RAW,
             {},
             f"mixed formats (1): {EXPERT}.weight is nvfp4",
-        ),
+        )
     ],
     "a scale without its weight, a weight without its scale": [
         (with_changes(OFFICIAL, **{f"{EXPERT}.scale": None}), RAW, {}, f"missing (1): {EXPERT}.scale"),
@@ -182,10 +182,10 @@ REFUSED = {
     "a DSpark head without `dspark_*` keys": [(DRAFT_HEAD, RAW, {}, "but its config has no dspark_* keys")],
     "an MTP block with `dspark_*` keys": [(OFFICIAL, DRAFT_HEAD_RAW, {}, "a DSpark head has no such tensors")],
     "a DSpark head of which a tensor is missing": [
-        (with_changes(DRAFT_HEAD, **{"mtp.1.attn.wkv.weight": None}), DRAFT_HEAD_RAW, {}, "mtp.1.attn.wkv.weight"),
+        (with_changes(DRAFT_HEAD, **{"mtp.1.attn.wkv.weight": None}), DRAFT_HEAD_RAW, {}, "mtp.1.attn.wkv.weight")
     ],
     "a draft block's ratio that is not 0": [
-        (OFFICIAL, RAW | {"compress_ratios": [0, 4, 128, 4]}, {}, "belong to draft blocks and must be 0"),
+        (OFFICIAL, RAW | {"compress_ratios": [0, 4, 128, 4]}, {}, "belong to draft blocks and must be 0")
     ],
     "a tensor missing, unexpected or misshapen": [
         (with_changes(OFFICIAL, **{"norm.weight": None}), RAW, {}, "missing (1): norm.weight"),

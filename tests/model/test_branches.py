@@ -4,8 +4,6 @@ On a GPU the graph decides. Here both extremes run, with the oracles and with th
 may overlap must take different counters.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ prompts and verified drafts of some of them at once, beside padding; every propo
 after a fresh prefill of the same tokens by a drafter of its own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +16,7 @@ from test_reproducibility import with_padding
 from dsv4 import LLM, ModelConfig
 from dsv4.cache.batch import TokenBatch
 from dsv4.config import EngineConfig
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.run.precompile import on_meta
 from dsv4.loader.write.synth import random_params
 from dsv4.model.drafter import DraftEnds

@@ -11,8 +11,6 @@ bf16 it also rounds at other places; docs/numerics.md lists them. What the compa
 * A checkpoint that fills `tid2eid`, which transformers leaves at zero, and a clamp low enough to act on random weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

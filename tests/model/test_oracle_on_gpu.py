@@ -1,7 +1,5 @@
 """The oracles are device-free: set A on a GPU, within the same limits as on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ tail rows not written yet, whole free slots. Every row of logits must equal, bit
 in one go.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

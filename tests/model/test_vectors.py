@@ -1,7 +1,5 @@
 """The whole model against DeepSeek's own code: logits, single blocks, experts and picked entries of set A."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import cache

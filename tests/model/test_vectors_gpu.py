@@ -4,8 +4,6 @@ The limits are those of the oracles on a CPU (tests/model/test_vectors.py), but 
 `LLM(device="cuda")` chooses the kernels.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,14 +16,7 @@ from dsv4.loader.weights import load_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON
-from dsv4.testing.vectors import (
-    ROW_ABS,
-    ROW_ABS_NOISE,
-    STRICT_LAYER,
-    entries_missed,
-    quantised_failures,
-    relative_l2,
-)
+from dsv4.testing.vectors import ROW_ABS, ROW_ABS_NOISE, STRICT_LAYER, entries_missed, quantised_failures, relative_l2
 
 pytestmark = pytest.mark.gpu
 MAX_TOKENS = 1024

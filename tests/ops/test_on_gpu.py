@@ -1,7 +1,5 @@
 """What only a GPU can show: capture into CUDA graphs, and batch invariance at full size."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 

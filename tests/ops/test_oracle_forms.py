@@ -1,7 +1,5 @@
 """Oracles that take a shorter way for some inputs, or share work between rows, give the bits of the plain way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -16,6 +16,7 @@ from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import gloo_group
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World
+from dsv4.engine.link.messages import LAST_HANDLE
 from dsv4.engine.offload.placement import Placement
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import random_params
@@ -184,6 +185,26 @@ def test_ranks_agree_on_the_least_number():
     assert found == {0: 3, 1: 3, 2: 3}
 
 
+def test_waiting_counts_where_rank_0_only_pads(make_ranks):
+    """What waits grows older with the steps of all ranks."""
+    ranks = make_ranks(2, limits={"max_concurrent_requests": 2})
+    engine = ranks.engine
+    short, long = (
+        engine.add([5, 6, 7], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)) for count in (2, 20)
+    )
+    while not short.is_done:
+        engine.step()
+    ages, num_steps = [], ranks.own.engine.scheduler.num_steps
+    while not long.is_done:
+        waiting = engine.prepare([5], PARAMS[0])
+        engine.submit(waiting)
+        ages.append(engine._router._queue[0].order[0])
+        engine.abort(waiting)
+        engine.step()
+    assert ranks.own.engine.scheduler.num_steps == num_steps
+    assert ages[-1] - ages[0] > 10
+
+
 def test_padding_is_poisoned(make_ranks, alone):
     """Padded rows carry token 0, whose embedding is NaN here, on every rank; more rows than the busiest rank has."""
     assert all(0 not in done.token_ids for done in alone["official"])
@@ -208,3 +229,26 @@ def test_a_wrong_order_would_be_seen(make_ranks, one, monkeypatch):
     mine, theirs = (model.trace([5, 6, 7, 8])[0].ffn_out for model in (other, llm))
     assert not torch.equal(mine, theirs)
     torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_picks_of_one_rank_under_graphs(make_ranks, one, overlap):
+    """No graph keeps picks, so all ranks make such a step's calls directly, of as many rows, the idle one too."""
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, indexer_topk=True, routed_experts=True)
+    (prompt,) = prompts_of(5)
+    ranks = make_ranks(2, buckets=(2, 8, 32), overlap=overlap)
+    assert ranks.run([(prompt, params)]) == one().generate([prompt], params)
+    plain = replace(params, indexer_topk=False)
+    replays = [engine.runner.num_replays for engine in ranks.engines]
+    assert ranks.run([(prompt, plain)]) == one().generate([prompt], plain)
+    assert all(engine.runner.num_replays > before for engine, before in zip(ranks.engines, replays, strict=True))
+
+
+def test_more_requests_than_there_are_handles(make_ranks, one):
+    """Behind the last handle the first ones are used again."""
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    prompts = prompts_of(3, 4, 2, 5, 6, 7)
+    ranks = make_ranks(2)
+    ranks.engine.remotes[0]._next_handle = LAST_HANDLE
+    assert ranks.run([(prompt, params) for prompt in prompts]) == one().generate(prompts, params)
+    assert ranks.engine.remotes[0]._next_handle < 10

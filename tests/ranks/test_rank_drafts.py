@@ -209,7 +209,7 @@ def test_rules_hold_on_every_rank(make_ranks, rule):
         return [request.completion() for request in requests]
 
     expected = serve(llm.engine)
-    ranks = make_ranks("mtp", 2, forced("mtp", "partly", expected), constrain=lambda text, opening: Sourced())
+    ranks = make_ranks("mtp", 2, forced("mtp", "partly", expected), constrain=lambda text, opening: Sourced)
     assert serve(ranks.engine) == expected
     assert ranks.engine.stats().drafts.num_accepted > 5
     assert [engine.scheduler.num_finished for engine in ranks.engines] == ([2, 1] if rule is Sourced else [3, 0])

@@ -101,8 +101,9 @@ def test_the_router_knows_what_caches_have(make_ranks):
     ranks = make_ranks(2, limits=limits)
     for turn in range(3):
         ranks.run([(prompt_of(260 + 9 * seed, seed), replace(PARAMS, seed=turn)) for seed in range(5)])
-        ranks.engine._rooms()
-        for known, cache in zip([ranks.engine._known, ranks.engine.remotes[0].known], ranks.caches, strict=True):
+        for rank, cache in zip(ranks.engine.ranks, ranks.caches, strict=True):
+            rank.hear()
+            known = rank.known
             assert known == {*cache.prefix.tree.all_keys(), *cache.tiers.host.tree.all_keys()}
             assert known
 

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +30,12 @@ from dsv4.cache.errors import require_integrity
 from dsv4.cache.prefix.tree import ChainKeys, Node, PrefixTree
 from dsv4.config import BLOCK_TOKENS
 
+if TYPE_CHECKING:  # they need torch
+    from dsv4.cache.prefix.snapshots import SnapshotStore
+    from dsv4.cache.tiers.tiers import Tiers
+
 NO_STOP = 2**62
 _MAX_TO_VERIFY = 64  # hits that wait to be looked at; older ones are forgotten
-
-
-class SnapshotCopies(Protocol):
-    """The copies of state behind the books."""
-
-    def save(self, slot: int, position: int, snapshot: int) -> None: ...
-
-    def restore(self, slot: int, position: int, snapshot: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,22 +80,6 @@ class PrefixStats:
     num_saved: int = 0
 
 
-class LowerTiers(Protocol):
-    """What lies below the device (tiers.py): prefixes by the keys of their blocks."""
-
-    def longest(self, keys: Sequence[bytes]) -> int: ...
-
-    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int: ...
-
-    def wait(self, seconds: float | None = None) -> None: ...
-
-    def fetch(self, key: bytes, num_held: int, blocks: Sequence[int], snapshot: int) -> bool: ...
-
-    def store(self, node: Node) -> None: ...
-
-    def forget(self, key: bytes) -> None: ...
-
-
 @dataclass
 class _Held:
     """One running request."""
@@ -116,7 +96,7 @@ class PrefixCache:
     """The tree, and what each slot does with it. The manager owns slots, tables and positions."""
 
     def __init__(
-        self, allocator: BlockAllocator, copies: SnapshotCopies, tiers: LowerTiers | None, *, num_snapshots: int,
+        self, allocator: BlockAllocator, copies: SnapshotStore, tiers: Tiers | None, *, num_snapshots: int,
         interval: int, slack: int, verify_share: float = 0.0,
     ) -> None:  # fmt: skip
         self._allocator = allocator

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged import PagedCache
-from dsv4.cache.pool import Pool
-from dsv4.cache.prefix.snapshots import SnapshotStore
+from dsv4.cache.pool import Pool, PoolSet
 from dsv4.cache.transfer import to_device
 
 
@@ -40,7 +38,7 @@ class Part:
 class Payload:
     """How segments of one cache lie in memory."""
 
-    def __init__(self, paged: PagedCache, snapshots: SnapshotStore) -> None:
+    def __init__(self, paged: PoolSet, snapshots: PoolSet) -> None:
         parts = [Part(name, pool, True) for name, pool in paged.pools.items()]
         parts += [Part(name, pool, False) for name, pool in snapshots.pools.items()]
         self.parts = sorted(parts, key=lambda part: (-part.pool.words.itemsize, part.name))

@@ -2,7 +2,7 @@
 
 Between two steps it reads what clients have sent, and after each step writes one message to every client that has
 tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
-`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ from dsv4.engine.step.tokens import StepTokens
 from dsv4.request import FinishReason, RequestError
 
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
+TURN_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0  # for the last words to a client whose socket is full
 _LOG = logging.getLogger("dsv4.engine")
 
@@ -61,12 +63,13 @@ _LOG = logging.getLogger("dsv4.engine")
 class EngineLoop:
     """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
 
-    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    constrain    compiles a grammar; `RequestError` says what is wrong with it
     control      obeys commands (`Control`)
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
     load         returns the engine's load for the only client, after each step; None if nothing is new
+    on_turn      called at least every `TURN_SECONDS`, as long as this thread does not hang
     max_waiting  requests that may wait for a slot before further ones are refused
 
     step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
@@ -78,7 +81,7 @@ class EngineLoop:
         self, engine: Serving, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
         constrain: Constrain | None = None, answers: Mapping[str, Callable[[], Any]] | None = None,
         on_record: Callable[[bytes], None] | None = None, on_step: Callable[[], None] | None = None,
-        load: Callable[[], Load | None] | None = None,
+        load: Callable[[], Load | None] | None = None, on_turn: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
@@ -86,7 +89,7 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._grammars = None if constrain is None else GrammarQueue(constrain, self._call)
         self._answers = {"stats": engine.stats, **(answers or {})}
-        self._on_record, self._on_step, self._load = on_record, on_step, load
+        self._on_record, self._on_step, self._load, self._on_turn = on_record, on_step, load, on_turn
         self._clients: set[ClientConnection] = set()
         self._owners: dict[Request, tuple[ClientConnection, int]] = {}
         self._routes = TokenRoutes(self._owners)
@@ -97,7 +100,7 @@ class EngineLoop:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._commands: deque[Callable[[], None]] = deque()
         self._is_draining = self._is_over = self._is_closed = False
-        self.failure: RankFailed | None = None
+        self.failure: Exception | None = None
         self.last_error: Exception | None = None
         self._desk = ControlDesk(control, self._end_early, self._announce)
         self._throughput = ThroughputLog(engine.stats())
@@ -114,7 +117,8 @@ class EngineLoop:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
-        self._call(lambda: self._open(connection))
+        if not self._is_closed:
+            self._call(lambda: self._open(connection))
         if self._is_closed:
             connection.close()
 
@@ -135,10 +139,9 @@ class EngineLoop:
 
     def _call(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        try:
-            os.write(self._wake_writer, b"!")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or over
+        if not self._is_closed:  # afterwards the descriptor may be another file's
+            with suppress(OSError):  # it is awake
+                os.write(self._wake_writer, b"!")
 
     def _stop(self, drains: bool) -> None:
         self._is_draining = True
@@ -151,7 +154,10 @@ class EngineLoop:
         try:
             while not self._is_over and not (self._is_draining and self.num_open == 0):
                 has_work = self.engine.has_work
-                self._read(0.0 if has_work or self.engine.has_idle_work else None)
+                if self._on_turn is not None:
+                    self._on_turn()
+                longest = None if self._on_turn is None else TURN_SECONDS
+                self._read(0.0 if has_work or self.engine.has_idle_work else longest)
                 if not has_work and self._throughput.wants(time.perf_counter()):
                     self._throughput.restart(self.engine.stats())
                 if self.engine.has_work:
@@ -344,7 +350,7 @@ class EngineLoop:
             client.ends.append(End(handle, request.finish_reason.value))
         self._forget(request)
 
-    def _fail(self, error: RankFailed) -> None:
+    def _fail(self, error: Exception) -> None:
         """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
         if self.failure is None:
             self.failure = self.last_error = error

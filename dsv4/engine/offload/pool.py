@@ -23,7 +23,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dsv4.engine.offload.placement import Placement
 from dsv4.formats.trees import map_tensors, tensors_of
-from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
+from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.ops import Backend
 
 PADDED_EXPERT = -1
@@ -42,7 +42,7 @@ PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
 
 
 class Recorder(Protocol):
-    """What captures a call (engine/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
+    """What captures a call (engine/run/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
 
     def cut(self, then: Callable[[], None]) -> None: ...
 
@@ -298,12 +298,6 @@ class ExpertPool:
         wandering = self.num_experts - self.placement.num_fixed
         return min(num_tokens * self.num_ranks * self.top_k, wandering) <= self.placement.num_cached
 
-    def add_layer(self, like: Any) -> LayerExperts:
-        """The next layer, empty; `put` its experts."""
-        layer = LayerExperts(self, len(self.layers), like)
-        self.adopt(layer)
-        return layer
-
     def adopt(self, layer: LayerExperts, *, is_next: bool = True) -> None:
         """Take a layer in, in the order of the model. `is_next`: a call goes on to it from the one before."""
         assert layer.layer_idx == len(self.layers), (layer.layer_idx, len(self.layers))
@@ -423,7 +417,7 @@ class ExpertPool:
     def copying(self, after: Any = None) -> Any:
         """Copies started inside run on the pool's own stream, after the event if one is given."""
         if self._stream is None:
-            return _Nothing()
+            return nullcontext()
         if after is not None:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
@@ -453,31 +447,6 @@ class ExpertPool:
             layer.check_integrity()
 
 
-def offload(
-    params: ModelParams,
-    placement: Placement,
-    backend: Backend,
-    *,
-    top_k: int,
-    device: torch.device | str,
-    num_ranks: int = 1,
-) -> tuple[ModelParams, ExpertPool]:
-    """Main layers' experts of `params` (stacks anywhere, e.g. in host memory) into a pool; everything else as it is.
-
-    The stacks of `params` are copied layer by layer and may be dropped afterwards. Draft blocks stay resident.
-    """
-    num_experts = len(tensors_of(params.layers[0].ffn.experts.matrices)[0])
-    pool = ExpertPool(placement, num_experts, top_k, backend, device=device, num_ranks=num_ranks)
-    layers = []
-    for block in params.layers:
-        stacks = block.ffn.experts.matrices
-        layer = pool.add_layer(map_tensors(stacks, lambda part: part[0], ()))
-        for expert_idx in range(num_experts):
-            layer.put(expert_idx, [part[expert_idx] for part in tensors_of(stacks)])
-        layers.append(with_experts(block, layer))
-    return replace(params, layers=layers), pool
-
-
 def with_experts(block: BlockParams, experts: LayerExperts) -> BlockParams:
     """The same block over other routed experts. The model reads `matrices` of them and nothing else."""
     return replace(block, ffn=replace(block.ffn, experts=cast(ExpertParams, experts)))
@@ -490,8 +459,3 @@ def _distinct(experts: Tensor) -> list[int]:
 
 def _bytes(part: Tensor) -> Tensor:
     return part.contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...

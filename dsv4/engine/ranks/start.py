@@ -28,15 +28,19 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     model, cache, small = llm.model, llm.cache, EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
     serve = padding_server(model, cache, lambda: llm._make_cache(small, model.schedule))
     agreement = Agreement(world.mesh.steps, world.link, world.progress, serve)
+    world.closing.append(agreement)
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
         connection = world.mesh.requests[0]
-        serve_rank(own, llm.control, engine_info(llm), connection, world.follower, constrain=_constrain(llm))
+        serve_rank(
+            own, llm.control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
+        )  # fmt: skip
         cache.close()
+        world.close()
         raise SystemExit(0)
     remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
-    ranks = RanksEngine(own, remotes, world.leader)
+    ranks = RanksEngine(own, agreement, remotes, world.leader)
     llm.control = RanksControl(weakref.proxy(llm), backend, ranks)
     llm.model = LeadingTransformer(model, agreement)
     return ranks
@@ -52,4 +56,4 @@ def _constrain(llm: Any) -> Constrain:
         config = llm.config
         return GrammarCompiler(llm.tokenizer, vocab_size=config.vocab_size, eos_token_id=config.eos_token_id)
 
-    return lambda lark, opening: compiler().compile(lark, opening).constraint()
+    return lambda lark, opening: compiler().compile(lark, opening).constraint

@@ -21,8 +21,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config.layers import LayerSpec
 from dsv4.dist.exchange import StandInExchange
-from dsv4.engine.draft.create import make_drafter
-from dsv4.engine.draft.round import FedDrafts, extend, make_table, propose
+from dsv4.engine.draft.round import FedDrafts, extend, make_drafter, make_table, propose
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
 from dsv4.engine.run.bucket import Drafting, padding_rows
 from dsv4.engine.step.sampler import NUM_TOP, SCORED_ROWS

@@ -11,6 +11,7 @@ number in `stays`, and leaves the row alone.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,7 @@ class RowsOfStep:
     """
 
     requests: tuple[Request, ...]
-    token_lists: tuple[list[int], ...]
+    token_lists: tuple[array[int], ...]
     slots: Numbers
     stays: Numbers
     starts: Numbers
@@ -179,7 +180,7 @@ class DecodeRows:
             slots, tokens = slots[is_taken], tokens[is_taken]
         unread = self.num_unread[slots] - 1
         self.num_unread[slots] = unread
-        deque(map(list.append, lists, tokens.tolist()), maxlen=0)
+        deque(map(array.append, lists, tokens.tolist()), maxlen=0)
         is_stop = (self._end_ids[slots] == tokens[:, None]).any(axis=1)
         is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
         ended = []

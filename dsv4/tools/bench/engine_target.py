@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsv4.engine.serving import Serving
+from dsv4.engine.stats import EngineStats
+from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.client_process import LAST_TOKEN_ID, prompt_ids
-from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
+from dsv4.tools.bench.serve import measure_load
+from dsv4.tools.bench.workload import INTRUDER_OUTPUT, Lengths, Load, Observed, Timeline
 
 
 class EngineTarget:
@@ -87,3 +91,39 @@ def _may_start(
     load: Load, arrivals: Sequence[float] | None, elapsed: float, num_started: int, num_ended: int
 ) -> bool:  # fmt: skip
     return num_started - num_ended < load.streams if arrivals is None else elapsed >= arrivals[num_started]
+
+
+def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """All at once: time to the first token, between tokens, tokens a second."""
+    load = Load.of("fixed", prompt_tokens, output_tokens, requests=concurrency, streams=concurrency, temperature=1.0)
+    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
+    if llm.cache.device.type == "cuda":
+        target.run(replace(load, output=Lengths(min(output_tokens, 4)), seed=1))  # compiles, captures
+    before = llm.engine.stats()
+    report, _ = measure_load(target, load)
+    first, between = report.first_token_ms, report.between_tokens_ms or {"p50": 0.0, "p99": 0.0}
+    return {
+        "kind": "serving", "concurrency": concurrency, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
+        "first_token_ms": first["p50"], "first_token_ms_max": first["max"],
+        "between_tokens_ms": between["p50"], "between_tokens_ms_p99": between["p99"],
+        "tokens_per_second": report.tokens_per_second, "host_share": report.host_share,
+    } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
+
+
+def _drafted(stats: EngineStats) -> dict[str, Any]:
+    """What drafts did so far, where there were any."""
+    if stats.drafts is None:
+        return {}
+    return {
+        "tokens_per_step": round(stats.drafts.tokens_per_step, 3),
+        "accepted_by_place": [round(share, 3) for share in stats.drafts.acceptance],
+    }
+
+
+def _moved(before: EngineStats, after: EngineStats) -> dict[str, Any]:
+    """What offloaded experts did between two moments."""
+    return {
+        "expert_hits": after.num_expert_hits - before.num_expert_hits,
+        "expert_misses": after.num_expert_misses - before.num_expert_misses,
+        "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
+    }

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from dsv4.config import ConfigError
 from dsv4.errors import Dsv4Error
 from dsv4.tools.bench import client_process
-from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
+from dsv4.tools.bench.workload import INTRUDER_OUTPUT, Load, Observed, Timeline
 
 MAX_PROCESSES = 8  # more than enough for 60,000 tokens/s
 _PATHS = {

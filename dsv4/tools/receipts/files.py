@@ -11,8 +11,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from dsv4.config import ConfigError
 from dsv4.tools.receipts.lines import Gap, Header, Receipt, RecordError, parse_line

@@ -1,7 +1,5 @@
 """Drafts change nothing on a GPU either: kernels, graphs, up to 64 requests at once, prompts and preemption."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -14,7 +12,7 @@ from load_cases import Alternating
 from dsv4 import LLM
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets

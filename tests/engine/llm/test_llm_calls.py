@@ -1,8 +1,6 @@
 """What users of `LLM` expect of it: several answers, seeds that are named, conversations, streams of tokens, progress,
 threads."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """A hit equals a cold run, bit for bit: on device, host and disk, after a kill, under constraints, beside poison."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -2,8 +2,6 @@
 aborts, evictions, restarts from files. Every answer must be that of a cold run: tokens, log-probabilities, text.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace

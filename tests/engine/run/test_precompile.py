@@ -1,7 +1,5 @@
 """Kernels compiled ahead: stand-ins keep what decides a kernel's key, and a call finds everything compiled."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -13,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import LayerExperts, offload
+from dsv4.engine.offload.pool import LayerExperts
 from dsv4.engine.run import runner as runner_module
 from dsv4.engine.run.precompile import ALIGNMENT, on_meta, stand_in
 from dsv4.engine.run.runner import Runner
@@ -84,11 +83,9 @@ def test_one_layer_of_each_kind_and_the_last(params):
 @pytest.mark.parametrize("change", ["alignment", "width", "dtype"])
 def test_a_layer_that_differs_is_kept(params, change):
     sink = params.layers[3].attn.sink
-    other = {
-        "alignment": torch.cat([sink[:1], sink])[1:],
-        "width": torch.cat([sink, sink]),
-        "dtype": sink.double(),
-    }[change]
+    other = {"alignment": torch.cat([sink[:1], sink])[1:], "width": torch.cat([sink, sink]), "dtype": sink.double()}[
+        change
+    ]
     last = replace(params.layers[3], attn=replace(params.layers[3].attn, sink=other))
     model, cache = make_model(replace(params, layers=[*params.layers[:3], last, params.layers[4]]))
     assert [layer.layer_idx for layer in stand_in(model, cache).model.schedule] == [0, 1, 2, 3, 4]

@@ -1,7 +1,5 @@
 """The runner: a padded call over static buffers gives the bits of a direct one; on a GPU it is a graph."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
@@ -9,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.graphs import RunnerError
 from dsv4.engine.run.runner import Runner, _CompileWatch

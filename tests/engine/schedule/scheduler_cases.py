@@ -1,7 +1,5 @@
 """The books of a cache without its tensors, and requests that answer by themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dsv4.cache.allocator import BlockAllocator

@@ -1,7 +1,5 @@
 """`DecodeRows`: what a step does to the numbers of its requests, which are those they would keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scheduler_cases import EOS, Books, make_sequence, run_step, scheduler_of
@@ -102,7 +100,7 @@ def test_a_request_that_comes_back_to_its_slot_is_another_stay():
     run_step(scheduler)
     assert late.slot == rows.slots[0]
     taken = scheduler.rows.take(rows, np.array([5]))
-    assert (taken.left, late.token_ids, request.token_ids) == ([0], [1, 1, 3], [1, 1, 3])
+    assert (taken.left, [*late.token_ids], [*request.token_ids]) == ([0], [1, 1, 3], [1, 1, 3])
 
 
 def test_a_request_keeps_its_numbers_when_its_row_goes():

@@ -1,7 +1,5 @@
 """`Scheduler` over plain books: order, chunks, admission, preemption, deadlines, and what leaves when. No model."""
 
-from __future__ import annotations
-
 import pytest
 from scheduler_cases import Books, collect, make_sequence, pieces_of, run_step, scheduler_of
 

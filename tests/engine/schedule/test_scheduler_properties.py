@@ -1,7 +1,5 @@
 """The scheduler under random loads: budgets hold, blocks are conserved, order is kept, and everyone ends in time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

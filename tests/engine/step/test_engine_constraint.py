@@ -1,7 +1,5 @@
 """Constraints, failures of one request among others, and what the engine counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from bare import bare

@@ -1,7 +1,5 @@
 """What a step gives, and that a step over many requests that decode runs no more Python than one over few."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace

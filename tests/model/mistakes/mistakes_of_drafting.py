@@ -1,7 +1,5 @@
 """Mistakes in a drafter: taps, context, what a block sees, heads, recursion, and rows left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -59,10 +57,7 @@ def taps_in_reverse(bed: Bed) -> None:
 
 
 def no_main_norm(bed: Bed) -> None:
-    bed.function(
-        context_vectors,
-        lambda right, hidden, params, context: context.ops.linear(hidden, params.main_proj),
-    )
+    bed.function(context_vectors, lambda right, hidden, params, context: context.ops.linear(hidden, params.main_proj))
 
 
 def context_through_attn_norm(bed: Bed) -> None:
@@ -88,10 +83,7 @@ def context_one_position_late(bed: Bed) -> None:
 
 
 def context_rope_one_off(bed: Bed) -> None:
-    bed.op(
-        "window_rows",
-        lambda right, kv, norm, positions, *rest: right(kv, norm, positions + 1, *rest),
-    )
+    bed.op("window_rows", lambda right, kv, norm, positions, *rest: right(kv, norm, positions + 1, *rest))
 
 
 # ---- the block ----

@@ -1,17 +1,15 @@
 """Every known way to get a drafter wrong must move its drafts far outside the limits of the vectors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mistakes_of_drafting as drafting
 import pytest
+from draft_vectors import DraftSet
 from planted import Bed
 
 from dsv4 import LLM
 from dsv4.model.dspark import DSparkDrafter
 from dsv4.model.mtp_drafter import MtpDrafter
-from dsv4.testing.draft_vectors import DraftSet
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 DRAFT_A, MTP_A = DraftSet.open(VECTORS / "draftA"), DraftSet.open(VECTORS / "mtpA.json")

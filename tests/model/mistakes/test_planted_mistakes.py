@@ -4,8 +4,6 @@ A mistake that no check sees is a hole in the vectors or in the checks, so each 
 Rounding mistakes (`official` numerics) are in test_planted_rounding.py.
 """
 
-from __future__ import annotations
-
 import mistakes_of_maths as maths
 import mistakes_of_memory as memory
 import pytest

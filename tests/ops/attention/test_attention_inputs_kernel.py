@@ -1,7 +1,5 @@
 """`attention_inputs`: bit for bit the ops it is made of, and nothing else written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

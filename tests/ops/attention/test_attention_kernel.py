@@ -2,8 +2,6 @@
 together and however its keys are cut; nothing read that must not be.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

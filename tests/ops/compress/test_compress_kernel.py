@@ -2,8 +2,6 @@
 unwritten pages included, however a sequence is cut into chunks, batched, padded or planned.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,21 +1,11 @@
 """The small kernels of drafting against their oracles, with hostile inputs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 
-from dsv4.ops.drafting import (
-    ACCEPT_ROWS,
-    accept,
-    accept_ref,
-    confidence,
-    confidence_ref,
-    tap_streams,
-    tap_streams_ref,
-)
+from dsv4.ops.drafting import ACCEPT_ROWS, accept, accept_ref, confidence, confidence_ref, tap_streams, tap_streams_ref
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, transposed, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle

@@ -2,8 +2,6 @@
 against every other bit for bit, and rows that do not know of each other.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -181,8 +179,7 @@ def test_the_head_and_its_norm(width):
     )
     found = hc_head_norm(streams, *weights, norm, **EPS)
     assert_close_to_oracle(
-        found,
-        lambda dtype: hc_head_norm_ref(streams.to(dtype), *(w.to(dtype) for w in weights), norm.to(dtype), **EPS),
+        found, lambda dtype: hc_head_norm_ref(streams.to(dtype), *(w.to(dtype) for w in weights), norm.to(dtype), **EPS)
     )
 
 
@@ -253,11 +250,7 @@ def few_at_a_time():
 
 @pytest.mark.parametrize(
     "tiles",
-    [
-        *TILES.values(),
-        HyperTiles(tile_rows=32, finish_rows=32, lag=3),
-        HyperTiles(tile_rows=32, finish_rows=1, lag=1),
-    ],
+    [*TILES.values(), HyperTiles(tile_rows=32, finish_rows=32, lag=3), HyperTiles(tile_rows=32, finish_rows=1, lag=1)],
 )
 def test_many_at_a_time_are_few_at_a_time(tiles, few_at_a_time):
     call, parts = few_at_a_time

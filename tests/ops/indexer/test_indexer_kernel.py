@@ -5,8 +5,6 @@ are then the oracle's, index for index, ties included. On other data scores are 
 picks to the scores the kernel itself found.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

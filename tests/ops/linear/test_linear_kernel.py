@@ -2,8 +2,6 @@
 splits' form, and whether its codes came from outside.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -276,10 +274,7 @@ def test_two_row_tiles_a_program():
 
 def test_grouped_strides_and_odd_widths():
     x, weight = normal((5, 2, 77), BF16, seed=25), normal((2 * 24, 77), BF16, seed=26)
-    assert_close_to_oracle(
-        grouped_linear(x, weight),
-        lambda dtype: grouped_linear_ref(x.to(dtype), weight.to(dtype)),
-    )
+    assert_close_to_oracle(grouped_linear(x, weight), lambda dtype: grouped_linear_ref(x.to(dtype), weight.to(dtype)))
     assert_bitwise(grouped_linear(strided(x, 0), weight), grouped_linear(x, weight))
     assert_bitwise(grouped_linear(transposed(x), weight), grouped_linear(x, weight))
     # a NaN in one group stays in that group of that token

@@ -2,8 +2,6 @@
 interpreter too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The MoE kernels: weights decoded bit for bit, sublayers against the oracle, rows independent of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

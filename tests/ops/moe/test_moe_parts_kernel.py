@@ -1,7 +1,5 @@
 """The experts' work in pieces, as ranks divide it: parts from owners, the shared expert, the fold: the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -72,8 +70,7 @@ def test_oracles_of_the_pieces(tokens, dtype):
     x, experts, weights = inputs(tokens)
     x = x.to(dtype)
     parts = gathered(
-        experts,
-        lambda ids, owner: moe_parts_ref(x, ids, weights, slices(routed, owner), shared, limit=LIMIT),
+        experts, lambda ids, owner: moe_parts_ref(x, ids, weights, slices(routed, owner), shared, limit=LIMIT)
     )
     shared_out = torch.full_like(x, float("nan"))
     moe_shared_ref(x, routed, shared, shared_out, top_k=TOP_K, limit=LIMIT)

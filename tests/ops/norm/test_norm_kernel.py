@@ -2,8 +2,6 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The router's kernels: the choice bit for bit, the gate product by policy, and every division of the work alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

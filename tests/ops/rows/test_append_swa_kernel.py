@@ -2,8 +2,6 @@
 oracle's, what must not be written included.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,14 +13,7 @@ from dsv4.formats.row_store import RowStore, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.norm import rms_norm
-from dsv4.ops.rows import (
-    append_swa,
-    append_swa_ref,
-    rope,
-    rope_frequencies,
-    window_rows,
-    window_rows_ref,
-)
+from dsv4.ops.rows import append_swa, append_swa_ref, rope, rope_frequencies, window_rows, window_rows_ref
 from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 

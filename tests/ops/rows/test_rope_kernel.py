@@ -1,7 +1,5 @@
 """The rope kernels against their oracles, bit for bit where no sum is involved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 and state, any division of the work, any batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`topk_select` against its oracle: exactly the same indices, whatever the scores and however the work is divided."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`torch.ops.dsv4.*`: every kernel is there, `opcheck` accepts it, results are the launcher's, and it compiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

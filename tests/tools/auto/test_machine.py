@@ -17,10 +17,10 @@ from dsv4.loader.write.synth import write_checkpoint
 from dsv4.tools import model_loading
 from dsv4.tools.auto import machine as machine_module
 from dsv4.tools.auto import nvml
-from dsv4.tools.auto.budget import WeightBytes
 from dsv4.tools.auto.choose import choose
 from dsv4.tools.auto.machine import Accelerator, Machine, read_machine
 from dsv4.tools.auto.settings import Wishes
+from dsv4.tools.plan.budget import WeightBytes
 
 GIB = 2**30
 # two GPUs, the first of them used; `FAILS` is the status of the start

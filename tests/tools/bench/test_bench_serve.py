@@ -23,9 +23,9 @@ from dsv4.loader.write.synth import random_params
 from dsv4.tools.bench import client_process
 from dsv4.tools.bench.client_process import Answer, Connection, Events, prompt_text
 from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import KINDS, SHAPES, Lengths, Load, Observed, Timeline
 from dsv4.tools.bench.serve import beside, measure_load, spread
 from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.bench.workload import KINDS, SHAPES, Lengths, Load, Observed, Timeline
 
 CONFIG = ModelConfig.tiny(num_hidden_layers=1, compress_ratios=(0, 0), vocab_size=1000)
 

@@ -7,18 +7,18 @@ import json
 import pytest
 import torch
 import typer
+from offload_cases import offload
 from typer.testing import CliRunner
 
 from dsv4.cli.bench import bench_app
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
 from dsv4.loader.write.synth import random_params
 from dsv4.ops import TORCH
 from dsv4.tools.bench import model as bench
 from dsv4.tools.bench.context import BenchModel, build_model, build_offloaded, cut_config, make_context
 from dsv4.tools.bench.model import Report, Settings, kernels_of, layer_bytes, run_bench
-from dsv4.tools.bench.plot import PlotError, plot_report
+from dsv4.tools.bench.report import PlotError, plot_report
 from dsv4.tools.plan.sizes import count_weights
 
 CPU = torch.device("cpu")

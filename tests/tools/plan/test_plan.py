@@ -17,11 +17,11 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cli.plan import plan_command
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
-from dsv4.engine.offload.placement import HOLE_BYTES
+from dsv4.engine.offload.placement import HOLE_BYTES, graph_bytes, workspace_bytes
 from dsv4.ops.attention import PLAN
 from dsv4.tools.bench.context import cut_config
 from dsv4.tools.plan.hardware import GIB, GPU_GIB, parse_gpu
-from dsv4.tools.plan.plan import graph_bytes, plan, workspace_bytes
+from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.targets import resolve_target
 from dsv4.tools.plan.text import print_plan
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import new_id
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
@@ -135,7 +135,7 @@ class _TokenAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """Nothing."""
 
 
@@ -147,7 +147,7 @@ class InferenceAssembler(_TokenAssembler):
         self._names = served.names(by_id=True)
         self._num_top = asked.sampling_params.get("prompt_logprobs")
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         ids = [] if event.token_id is None else [event.token_id]
         scores = [event.logprobs] if event.logprobs is not None and self._job.shows_logprobs else None
         choice = self._choice(
@@ -287,7 +287,7 @@ class GenerateAssembler(_TokenAssembler):
         super().__init__(job, asked.rid)
         self._asked, self._served = asked, served
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         return ""
 
     def whole(self) -> str:
