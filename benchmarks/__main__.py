@@ -22,6 +22,7 @@ CASES = {
     "server": "`dsv4 serve` under load beside the engine alone; CPU time by process",
     "drafts": "what drafts cost and bring in a step",
     "prefix": "what hits of the prefix cache cost, by tier",
+    "rl": "new weights, sleep, routed experts and scores, for trainers; --small on a CPU",
     "ranks": "several ranks on one GPU: bits; a model of their speed",
     "host": "the host's part of a step: allocator, cache, scheduler (CPU)",
     "storm": "`dsv4 serve` among badly behaved clients, with restarts (CPU)",
