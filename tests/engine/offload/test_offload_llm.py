@@ -203,13 +203,8 @@ def test_bad_values(folder, wanted):
         LLM(folder, engine=LIMITS, offload_experts=wanted)
 
 
-@pytest.mark.parametrize("wanted", [None, False])
-def test_off(folder, wanted):
-    assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
-
-
-@pytest.mark.parametrize("wanted", [True, "auto"])
-def test_auto_offloads_nothing_that_fits(folder, wanted):
+@pytest.mark.parametrize("wanted", [None, False, True, "auto"])
+def test_nothing_that_fits_is_offloaded_unasked(folder, wanted):
     assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
 
 
