@@ -38,11 +38,9 @@ from dsv4.http.body import parse_json, validate
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.errors import ApiError, error_body
 from dsv4.http.gate import Gate
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
 from dsv4.http.settings import MIB, ServerConfig
-from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.http.streaming import (
     DISCONNECTED,
     Assembler,
@@ -53,7 +51,9 @@ from dsv4.http.streaming import (
     to_api_error,
     unless_gone,
 )
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.http.telemetry.request_log import log_request
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.http.telemetry.traces import Tracer
 from dsv4.request import RequestError
 from dsv4.text.tokenizer import Tokenizer

@@ -20,9 +20,9 @@ from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.connection import OUTLET
 from dsv4.http.engine_side import engine_loop
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.settings import ServerConfig
 from dsv4.http.streaming import EventStream, StreamClock
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.request import SamplingParams
 from dsv4.text.output import TextOutput
 
