@@ -62,6 +62,7 @@ from dsv4.tools.receipts.lines import answer_of, now, request_line
 
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
+_QUICK_BODY_BYTES, _QUICK_ANSWERS = 2048, 8
 # for interfaces whose answers have no field for it; the seed is that of the first answer
 FINGERPRINT_HEADER, SEED_HEADER = "x-system-fingerprint", "x-seed"
 _PUBLISH_SECONDS = 1.0  # how old the other front ends' numbers in /metrics may be
@@ -127,7 +128,7 @@ class Server:
         """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await self._beside(self._prepare, api, body)
+        asked, job = self._prepare_quickly(api, body) or await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
         given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)
@@ -167,6 +168,15 @@ class Server:
                 message = f"{name}: at most {self.config.max_messages} in one conversation, found {len(turns)}"
                 raise ApiError(400, message, code="too_many_messages", param=name)
         return validate(model, fields)
+
+    def _prepare_quickly(self, api: Api, body: bytes) -> tuple[Any, Job] | None:
+        """A small request, in the loop itself: handing it to a thread would take longer than it takes. None for one
+        that is not."""
+        if len(body) > _QUICK_BODY_BYTES or api not in GENERATING:
+            return None
+        asked = self._checked(api.request, body)
+        is_quick = (getattr(asked, "n", None) or 1) <= _QUICK_ANSWERS
+        return (asked, api.prepare(self.jobs, asked)) if is_quick else None
 
     def _prepare(self, api: Api, body: bytes) -> tuple[Any, Job]:
         asked = self._checked(api.request, body)
