@@ -43,9 +43,7 @@ EXCEPTIONS = {
     "kernel arguments": {
         "ops/attention/kernel_attend.py:_attend_kernel": 31,  # one more than the limit: where a run's state goes
     },
-    "folder files": {
-        "http": 20,  # the life of a connection and of the server; apis, grammar, page and processes have folders
-    },
+    "folder files": {},
 }
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4.engine.offload.trees import map_tensors, tensors_of
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.ops import TRITON
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.testing.agreement import defined_result
