@@ -59,8 +59,8 @@ def make_engine(num_requests: int, link: Any, mesh: Mesh, progress: Progress) ->
     return Engine(model, cache, runner=runner, overlap=True, sizes=agreement), agreement
 
 
-def measure(size: int, num_requests: int) -> list[dict[str, Any]]:
-    """Medians over the steps of a decoding batch of so many requests on each rank."""
+def measure(size: int, num_requests: int, num_waiting: int = 0) -> list[dict[str, Any]]:
+    """Medians over the steps of a decoding batch of so many requests on each rank, while `num_waiting` wait for one."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     progress = Progress()
@@ -77,14 +77,18 @@ def measure(size: int, num_requests: int) -> list[dict[str, Any]]:
     engine = RanksEngine(own, agreement, [RemoteRank(rank, mesh.requests[rank]) for rank in range(1, size)], link)
     for seed in range(size * num_requests):
         engine.add([7] * 20, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed))
+    waiting = [engine.add([7] * 20, SamplingParams(max_tokens=1)) for _ in range(num_waiting)]
     steps: list[tuple[float, float]] = []
     while engine.has_work:
+        if len(steps) == NUM_TOKENS - NUM_SKIPPED:
+            for request in waiting:
+                engine.abort(request)
         thread, clock = time.thread_time(), time.perf_counter()
         engine.step()
         steps.append((time.thread_time() - thread, time.perf_counter() - clock))
     link.stop()
     outputs = [json.loads(one.stdout.read()) for one in processes if one.stdout is not None]
-    shapes = {"ranks": size, "requests": num_requests}
+    shapes = {"ranks": size, "requests": num_requests} | ({"waiting": num_waiting} if num_waiting else {})
     kept, agreed = steps[NUM_SKIPPED:-NUM_SKIPPED], agreement.took[NUM_SKIPPED:-NUM_SKIPPED]
     return [
         _record("rank_step", shapes | {"of": "rank 0, which routes"}, kept),

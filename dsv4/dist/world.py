@@ -32,6 +32,7 @@ from dsv4.dist.symmetric import symmetric_exchange
 
 _LOOPBACK = "127.0.0.1"
 _TOKEN = "token"
+COMMAND = [sys.executable, "-m", "dsv4.rank"]
 _SAID_BYTES = 1024
 _STORE_TIMEOUT = timedelta(seconds=120)
 
@@ -176,7 +177,7 @@ def _start(rank: int, size: int, port: int, settings: Mapping[str, Any]) -> subp
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "dsv4.rank"], env=environment, stdin=subprocess.PIPE)
+    process = subprocess.Popen(COMMAND, env=environment, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once, which is noticed when it should connect
         process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")

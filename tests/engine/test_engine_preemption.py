@@ -10,8 +10,8 @@ from engine_cases import SMALL, assert_all_free, finish
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.step.size import Sizes
-from dsv4.http.metrics import Metrics
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True

@@ -46,6 +46,15 @@ SMALL = ModelConfig.tiny(
 )  # fmt: skip
 
 
+def prompts_of(*lengths, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def prompt_of(length, seed):
+    return prompts_of(length, seed=seed)[0]
+
+
 def share_of(params, experts):
     """The parameters a rank has that owns these experts."""
 

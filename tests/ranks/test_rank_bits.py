@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bare import bare
-from rank_cases import HOST, SMALL, ThreadedRanks
+from rank_cases import HOST, SMALL, ThreadedRanks, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.exchange import CollectiveExchange
@@ -32,11 +32,6 @@ PARAMS = [
     SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
     SamplingParams(max_tokens=0, prompt_logprobs=30, routed_experts=True, indexer_topk=True),
 ]
-
-
-def prompts_of(*lengths, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 PROMPTS = prompts_of(3, 130, 1, 127, 20, 4, 128, 140)

@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_cases import SMALL
+from rank_cases import SMALL, prompt_of
 
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist.shares import rank_limits
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
-
-
-def prompt_of(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist()
-
 
 PARAMS = SamplingParams(max_tokens=3, seed=3, logprobs=2, ignore_eos=True)
 

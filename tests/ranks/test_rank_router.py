@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_cases import SMALL
+from rank_cases import SMALL, prompt_of
 
 from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.watch import PrefixWatch
@@ -30,11 +29,6 @@ def sequence_of(prompt, max_tokens, **params):
     token_ids = [1] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=max_tokens, **params)
     return Request.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0)
-
-
-def prompt_of(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist()
 
 
 class NoCopies:

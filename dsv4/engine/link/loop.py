@@ -68,8 +68,8 @@ class EngineLoop:
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
-    load         returns the engine's load for the only client, after each step; None if nothing is new
-    on_turn      called at least every `TURN_SECONDS`, as long as this thread does not hang
+    load         returns the engine's load for the only client, after each step and at least every `TURN_SECONDS`; None
+                 if nothing is new
     max_waiting  requests that may wait for a slot before further ones are refused
 
     step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
@@ -81,7 +81,7 @@ class EngineLoop:
         self, engine: Serving, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
         constrain: Constrain | None = None, answers: Mapping[str, Callable[[], Any]] | None = None,
         on_record: Callable[[bytes], None] | None = None, on_step: Callable[[], None] | None = None,
-        load: Callable[[], Load | None] | None = None, on_turn: Callable[[], None] | None = None,
+        load: Callable[[], Load | None] | None = None,
     ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
@@ -89,7 +89,8 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._grammars = None if constrain is None else GrammarQueue(constrain, self._call)
         self._answers = {"stats": engine.stats, **(answers or {})}
-        self._on_record, self._on_step, self._load, self._on_turn = on_record, on_step, load, on_turn
+        self._on_record, self._on_step, self._load = on_record, on_step, load
+        self._longest_sleep = None if load is None else TURN_SECONDS
         self._clients: set[ClientConnection] = set()
         self._owners: dict[Request, tuple[ClientConnection, int]] = {}
         self._routes = TokenRoutes(self._owners)
@@ -154,10 +155,7 @@ class EngineLoop:
         try:
             while not self._is_over and not (self._is_draining and self.num_open == 0):
                 has_work = self.engine.has_work
-                if self._on_turn is not None:
-                    self._on_turn()
-                longest = None if self._on_turn is None else TURN_SECONDS
-                self._read(0.0 if has_work or self.engine.has_idle_work else longest)
+                self._read(0.0 if has_work or self.engine.has_idle_work else self._longest_sleep)
                 if not has_work and self._throughput.wants(time.perf_counter()):
                     self._throughput.restart(self.engine.stats())
                 if self.engine.has_work:
@@ -216,8 +214,7 @@ class EngineLoop:
                 self._drop(client, handle)
         elif isinstance(message, Finish):
             for handle in message.handles:
-                request = client.requests.get(handle)
-                if request is not None:
+                if (request := client.requests.get(handle)) is not None:
                     self.engine.finish(request)
                     self._forget(request)
         elif isinstance(message, Ask):
@@ -262,16 +259,15 @@ class EngineLoop:
     def _begin(self, client: ClientConnection, message: Submit, constraints: list[Constraint] | None) -> None:
         prompts = [unpack_ids(prompt) for prompt in message.prompts]
         prepared: list[Request] = []
-        handles = message.handles
         try:
             for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
                 constraint = None if constraints is None else constraints[place]
                 prepared.append(self.engine.prepare(prompts[owner], params, constraint))
         except (RequestError, WeightsIncomplete) as error:
-            self._refuse(client, handles, error)
+            self._refuse(client, message.handles, error)
             return
         client.accepted.append(message.first)
-        for handle, request in zip(handles, prepared, strict=True):
+        for handle, request in zip(message.handles, prepared, strict=True):
             client.requests[handle], request.name = request, message.name
             self._owners[request] = (client, handle)
             self.engine.submit(request, message.waited)
@@ -281,8 +277,7 @@ class EngineLoop:
 
     def _drop(self, client: ClientConnection, handle: int) -> None:
         client.compiling.pop(handle, None)
-        request = client.requests.get(handle)
-        if request is not None:
+        if (request := client.requests.get(handle)) is not None:
             self.engine.abort(request)
             self._forget(request)
 

@@ -65,16 +65,13 @@ class Agreement(Sizes):
         self._said: dict[int, deque[Said]] = {rank: deque() for rank in sockets}
         self.num_rounds = 0
         self._lost: list[int] = []
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         for rank, one in self._sockets.items():
-            self._selector.register(one, selectors.EVENT_READ, rank)
+            self.selector.register(one, selectors.EVENT_READ, rank)
 
     @property
     def sockets(self) -> Sequence[socket.socket]:
         return tuple(self._sockets.values())
-
-    def close(self) -> None:
-        self._selector.close()
 
     @property
     def is_called(self) -> bool:
@@ -82,7 +79,7 @@ class Agreement(Sizes):
         see it too."""
         if self._link.is_lost:
             return False
-        return bool(self._lost) or any(self._said.values()) or bool(self._selector.select(0.0))
+        return bool(self._lost) or any(self._said.values()) or bool(self.selector.select(0.0))
 
     def agree(self, own: StepSize | None) -> StepSize | None:
         size: StepSize | None = None
@@ -144,7 +141,7 @@ class Agreement(Sizes):
         return said
 
     def _receive(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
+        for key, _ in self.selector.select(seconds):
             try:
                 data = self._sockets[key.data].recv(_READ_BYTES)
             except BlockingIOError:
@@ -152,7 +149,7 @@ class Agreement(Sizes):
             except OSError:
                 data = b""
             if not data:
-                self._selector.unregister(self._sockets[key.data])
+                self.selector.unregister(self._sockets[key.data])
                 self._lost.append(key.data)
             held = self._held[key.data]
             held += data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.link.messages import Load
@@ -17,22 +18,24 @@ _STATS_SECONDS = 1.0  # between two statistics of a rank in the middle of its re
 
 class LoadReport:
     """One for an engine: it tells what has changed since it was last asked. Statistics come when a request has ended,
-    and otherwise once a second."""
+    and otherwise once a second. `on_asked` is called whenever it is."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, on_asked: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._on_asked = engine, on_asked
         self._watch = engine.cache.watch_prefixes()
         self._last: Load | None = None
         self._num_over, self._stats_at = -1, 0.0
 
     def news(self) -> Load | None:
         """None if nothing has changed."""
+        self._on_asked()
         engine = self._engine
         scheduler, cache, rows = engine.scheduler, engine.cache, engine.scheduler.rows
         num_tokens = num_growing = 0
-        for request in scheduler.singles:
-            num_tokens += request.num_pending
-            num_growing += starts_block(request.num_processed)
+        for request in scheduler.running:
+            if request.rows is None:
+                num_tokens += request.num_pending
+                num_growing += starts_block(request.num_processed)
         num_growing += rows.to_feed().num_new_blocks
         prefixes = self._watch.news()
         last, num_over = self._last, scheduler.num_finished + scheduler.num_aborted + scheduler.num_failed

@@ -22,8 +22,8 @@ def serve_rank(
 ) -> None:  # fmt: skip
     """Until rank 0 ends it. `RankFailed` if something else does."""
     loop = EngineLoop(
-        engine, info, control, max_waiting=_MAX_WAITING, constrain=constrain, load=LoadReport(engine).news,
-        answers={"check_integrity": engine.check_integrity}, on_turn=progress.turn,
+        engine, info, control, max_waiting=_MAX_WAITING, constrain=constrain,
+        load=LoadReport(engine, progress.turn).news, answers={"check_integrity": engine.check_integrity},
     )  # fmt: skip
     loop.attach(connection)
     link.when_stopped(loop.stop)

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Sequence
 from math import inf
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
@@ -105,11 +104,6 @@ class Scheduler:
     def running(self) -> tuple[Request, ...]:
         """Requests that hold a slot, the first in order first."""
         return tuple(self._running)
-
-    @property
-    def singles(self) -> Sequence[Request]:
-        """Those of them without a row."""
-        return self._singles
 
     @property
     def has_work(self) -> bool:

@@ -37,7 +37,7 @@ class Sizes:
         return False
 
     def agree(self, own: StepSize | None) -> StepSize | None:
-        """The size of the next step, where this engine needs `own`; None if nobody needs a step."""
+        """The size of the next step, where this engine needs `own`; None if no engine needs a step."""
         return own
 
     def working(self) -> AbstractContextManager[None]:

@@ -328,8 +328,8 @@ def test_a_stack_in_use_is_not_filled(folder):
 
 def test_metrics(folder):
     pytest.importorskip("prometheus_client")
-    from dsv4.http.metrics import Metrics
-    from dsv4.http.shared_metrics import SharedMetrics
+    from dsv4.http.telemetry.metrics import Metrics
+    from dsv4.http.telemetry.shared_metrics import SharedMetrics
 
     llm = LLM(folder, engine=LIMITS, offload_experts=3)
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_cases import Books, collect, make_sequence, scheduler_of
 
-from dsv4.cache.errors import OutOfBlocks
+from dsv4.cache.errors import CacheError, OutOfBlocks
 from dsv4.cache.schema import blocks_at_position
 from dsv4.engine.schedule.scheduler import Scheduler
 
@@ -251,5 +251,5 @@ def test_the_checks_notice_a_mistake(mistake):
     arrivals = tuple(Arrival(0, 120, 200, 0, None, None) for _ in range(4))
     load = Load(4, 4, 100, 5, arrivals, frozenset())
     Run(load).finish()
-    with pytest.raises((AssertionError, OutOfBlocks)):
+    with pytest.raises((AssertionError, CacheError, OutOfBlocks)):
         Run(load, mistake).finish()
