@@ -169,6 +169,6 @@ def test_no_room_at_the_start_is_told_as_a_mistake_in_the_limits(monkeypatch):
     monkeypatch.setattr("dsv4.llm.KVCacheManager", full)
     with pytest.raises(RequestError, match="no room for the cache .*`dsv4 plan`. CUDA out of memory. Tried to"):
         LLM()
-    monkeypatch.setattr("dsv4.llm.load_params", full)
+    monkeypatch.setattr("dsv4.engine.ranks.load.load_params", full)
     with pytest.raises(RequestError, match="no room for the weights"):
         LLM()
