@@ -18,9 +18,9 @@ from pathlib import Path
 from dsv4.engine.link.thread import EngineThread
 from dsv4.http.address import address_url, take_address
 from dsv4.http.engine_side import engine_loop
-from dsv4.http.heartbeat import Heartbeat, make_pulse_file
 from dsv4.http.processes.child import Child
 from dsv4.http.processes.folder import private_folder
+from dsv4.http.processes.heartbeat import Heartbeat, make_pulse_file
 from dsv4.http.processes.settings import FrontEndSettings, Room
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM

@@ -24,7 +24,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
-from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
+from dsv4.dist.shares import check_ranks, expert_range, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
 from dsv4.engine.control import EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
@@ -215,6 +215,7 @@ class LLM(Inside, Controls):
         self.checkpoint = checkpoint
         self.weights_digest = weights_digest(checkpoint, config)  # as loaded: what becomes of the files is not theirs
         self.num_ranks = 1 if world is None else world.size
+        self.own_experts = expert_range(config.n_routed_experts, self.num_ranks, 0 if world is None else world.rank)
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)

@@ -56,7 +56,7 @@ TORCH_FREE = [
 ]  # fmt: skip
 if importlib.util.find_spec("fastapi") is not None:  # whatever a front end and the supervisor load
     TORCH_FREE += [
-        "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.shared_metrics",
+        "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.telemetry.shared_metrics",
         "dsv4.http.apis.*", "dsv4.http.grammar.answer", "dsv4.http.grammar.structured", "dsv4.http.processes.*",
     ]  # fmt: skip
 

@@ -20,14 +20,15 @@ import argparse
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from benchmarks.runner import NUM_LAYERS, SCHEDULE, Session, free_memory, numbers, random_prompts
+from benchmarks.runner import NUM_LAYERS, SCHEDULE, Record, Session, free_memory, numbers, random_prompts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.policy import DraftPolicy, LearnedTimes
@@ -74,24 +75,26 @@ class MadeTrue(FixedDrafts):
 
 
 class Stopwatch:
-    """GPU milliseconds (on a CPU, the host's) of a runner's calls, by what they are; until `end`."""
+    """GPU milliseconds (on a CPU, the host's) of a runner's calls, by what they are; until the end of the `with`."""
 
     def __init__(self, engine: Engine) -> None:
         self._is_cuda, self._runner = engine.cache.device.type == "cuda", engine.runner
-        self._spans: dict[str, list[Any]] = defaultdict(list)
-        for name in ("forward", "draw", "draft"):
-            self._watch(engine.runner, name)
+        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in ("forward", "draw", "draft")}
 
-    def _watch(self, runner: Any, name: str) -> None:
-        call = getattr(runner, name)
+    def __enter__(self) -> Stopwatch:
+        for name, spans in self._spans.items():
+            setattr(self._runner, name, partial(self._timed, getattr(self._runner, name), spans))
+        return self
 
-        def timed(*arguments: Any, **options: Any) -> Any:
-            start = self._now()
-            made = call(*arguments, **options)
-            self._spans[name].append((start, self._now()))
-            return made
+    def __exit__(self, *raised: object) -> None:
+        for name in self._spans:
+            delattr(self._runner, name)
 
-        setattr(runner, name, timed)
+    def _timed(self, call: Callable[..., Any], spans: list[tuple[Any, Any]], *arguments: Any, **options: Any) -> Any:
+        start = self._now()
+        made = call(*arguments, **options)
+        spans.append((start, self._now()))
+        return made
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -100,19 +103,16 @@ class Stopwatch:
         event.record()
         return event
 
-    def end(self) -> None:
-        for name in ("forward", "draw", "draft"):
-            delattr(self._runner, name)
-
     def medians(self) -> dict[str, float]:
         """Milliseconds; forgets what it knew."""
         if self._is_cuda:
             torch.cuda.synchronize()  # steps without drafts overlap: the last one is still on its way
         found = {}
         for name, spans in self._spans.items():
-            taken = [a.elapsed_time(b) if self._is_cuda else 1e3 * (b - a) for a, b in spans]
-            found[name] = statistics.median(taken)
-        self._spans.clear()
+            if spans:
+                taken = [a.elapsed_time(b) if self._is_cuda else 1e3 * (b - a) for a, b in spans]
+                found[name] = statistics.median(taken)
+            spans.clear()
         return found
 
 
@@ -120,25 +120,23 @@ def decode(
     engine: Engine, prompts: list[list[int]], num_tokens: int, watch: Stopwatch | None
 ) -> tuple[list[Any], float, dict[str, float]]:
     """Tokens, and medians of a step after all prompts are read and of its parts, in milliseconds."""
-    params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
-    sequences = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    while any(sequence.num_output == 0 for sequence in sequences):
+    requests = [
+        engine.add(prompt, SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True))
+        for seed, prompt in enumerate(prompts)
+    ]
+    while any(request.num_output == 0 for request in requests):
         engine.step()
     if watch is not None:
         watch.medians()
-    times = []
-    while not any(sequence.is_done for sequence in sequences):
-        started = time.perf_counter()
+    stamps = [time.perf_counter()]
+    while not any(request.is_done for request in requests):
         engine.step()
-        times.append(1e3 * (time.perf_counter() - started))
+        stamps.append(time.perf_counter())
     parts = {} if watch is None else watch.medians()
     while engine.has_work:
         engine.step()
-    return (
-        [sequence.completion().token_ids for sequence in sequences],
-        statistics.median(times) if times else 0.0,
-        parts,
-    )
+    times = [1e3 * (after - before) for before, after in pairwise(stamps)]
+    return [request.completion().token_ids for request in requests], statistics.median(times or [0.0]), parts
 
 
 def head_ms(llm: LLM, rows: int, repeats: int = 10) -> float:
@@ -151,54 +149,49 @@ def head_ms(llm: LLM, rows: int, repeats: int = 10) -> float:
         return 1e3 * statistics.median(time_calls(timed, llm.cache.device, repeats))
 
 
-def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace) -> list[Any]:
+def measure(llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace) -> list[Record]:
     engine, choice = llm.engine, llm.engine._drafts
     assert isinstance(choice, MadeTrue)
     prompts = random_prompts(llm.config.vocab_size, batch, options.context, batch)
-    watch, records, plain = Stopwatch(engine), [], None
+    records, plain = [], None
     for count in counts:
-        choice.count = count
-        before = choice.stats()
-        tokens, step_ms, parts = decode(engine, prompts, options.tokens, watch)
+        choice.count, before = count, choice.stats()
+        with Stopwatch(engine) as watch:
+            tokens, step_ms, parts = decode(engine, prompts, options.tokens, watch)
         if plain is None:
             plain = tokens
             choice.truth = {tuple(p): [*p, *t] for p, t in zip(prompts, plain, strict=True)}
         after, rows = choice.stats(), batch * (1 + count)
-        steps = after.num_steps - before.num_steps
-        per_step = 1 + (after.num_accepted - before.num_accepted) / max(steps, 1)
-        head = head_ms(llm, rows)
-        forward = parts.get("forward", 0.0)
-        layers = max(0.0, forward - head)
-        rest = step_ms - forward  # draw, drafter and host
-        whole = head + layers * NUM_LAYERS / len(SCHEDULE) + rest
+        num_steps = max(after.num_steps - before.num_steps, 1)
+        per_step = 1 + (after.num_accepted - before.num_accepted) / num_steps
+        head, forward = head_ms(llm, rows), parts.get("forward", 0.0)
+        layers = max(0.0, forward - head) * NUM_LAYERS / len(SCHEDULE)
         records.append({
             "kind": "drafts", "drafter": drafter, "batch": batch, "drafts": count, "rows": rows,
             "context": options.context, "step_ms": round(step_ms, 4),
             **{f"{name}_ms": round(ms, 4) for name, ms in parts.items()}, "head_ms": round(head, 4),
-            "tokens_per_step": round(per_step, 3), "ms_per_token_43_layers": round(whole / per_step, 4),
+            "tokens_per_step": round(per_step, 3),
+            # beside head and layers: draw, drafter and host
+            "ms_per_token_43_layers": round((head + layers + step_ms - forward) / per_step, 4),
             "is_same_as_without": tokens == plain,
         })  # fmt: skip
-    watch.end()
     return records
 
 
 def measure_reading(
     llm: LLM, drafter: str, batch: int, counts: Sequence[int], options: argparse.Namespace
-) -> list[Any]:  # fmt: skip
+) -> list[Record]:  # fmt: skip
     """What it saves that the host plans while the drafter runs."""
-    runner, records = llm.engine.runner, []
+    records = []
     prompts = random_prompts(llm.config.vocab_size, batch, options.context, batch)
     for count in counts:
-        step_ms = {}
-        for must_read in (True, False):
+        record = {"kind": "reading", "drafter": drafter, "batch": batch, "drafts": count, "context": options.context}
+        for must_read, when in ((True, "before"), (False, "later")):
             choice = FixedDrafts(count)
             choice.must_read = must_read
-            engine = Engine(llm.model, llm.cache, runner=runner, drafts=choice)
-            step_ms[must_read] = round(decode(engine, prompts, options.tokens, None)[1], 4)
-        records.append({
-            "kind": "reading", "drafter": drafter, "batch": batch, "drafts": count, "context": options.context,
-            "step_ms_read_before": step_ms[True], "step_ms_read_later": step_ms[False],
-        })  # fmt: skip
+            engine = Engine(llm.model, llm.cache, runner=llm.engine.runner, drafts=choice)
+            record[f"step_ms_read_{when}"] = round(decode(engine, prompts, options.tokens, None)[1], 4)
+        records.append(record)
     return records
 
 

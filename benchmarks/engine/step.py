@@ -19,8 +19,9 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +30,10 @@ from dsv4.config import EngineConfig
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
 from dsv4.tools.bench.context import BenchModel
-from dsv4.tools.bench.profile import busy_us, launches_of
+from dsv4.tools.bench.engine_target import EngineTarget
+from dsv4.tools.bench.profile import Launch, busy_us, launches_of
+from dsv4.tools.bench.serve import measure_load
+from dsv4.tools.bench.workload import Load
 from dsv4.tools.plan.plan import plan
 
 SECTIONS = ("first", "steps", "observed", "load", "memory")
@@ -46,49 +50,60 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def submit(llm: LLM, count: int, length: int, output: int, kind: str, seed: int) -> list[Any]:
-    return submit_all(llm, random_prompts(llm.config.vocab_size, count, length, seed), output, kind)
-
-
-def submit_all(llm: LLM, prompts: list[list[int]], output: int, kind: str) -> list[Any]:
+    """Random prompts; the requests."""
     settings = KINDS[kind] | {"max_tokens": output, "min_tokens": output if kind == "rules" else 0}
-    sequences = [
-        llm.engine.prepare(prompt, SamplingParams(ignore_eos=True, seed=index, **settings))
-        for index, prompt in enumerate(prompts)
+    return [
+        llm.engine.add(prompt, SamplingParams(ignore_eos=True, seed=index, **settings))
+        for index, prompt in enumerate(random_prompts(llm.config.vocab_size, count, length, seed))
     ]
-    for sequence in sequences:
-        llm.engine.submit(sequence)
-    return sequences
 
 
-def finish(llm: LLM, sequences: list[Any]) -> None:
-    for sequence in sequences:
-        llm.engine.abort(sequence)
+def finish(llm: LLM, requests: list[Any]) -> None:
+    for request in requests:
+        llm.engine.abort(request)
     while llm.engine.has_work:
         llm.engine.step()
 
 
-def measure_steps(llm: LLM, batch: int, kind: str, *, num_steps: int, watched: bool = False, seed: int = 0) -> Record:
-    """Steady decode of `batch` requests."""
-    engine, num_profiled = llm.engine, 10
-    engine.observers[:] = [lambda chosen: None] * watched
-    sequences = submit(llm, batch, 64, num_steps + num_profiled + 40, kind, 1000 * batch + seed)
-    while not all(len(sequence.token_ids) > sequence.prompt_len + 4 for sequence in sequences):
+class Steady(NamedTuple):
+    """Decode steps: seconds of one, the host's part of them, and what the GPU ran in the profiled ones."""
+
+    wall: float
+    host: float
+    num_running: int
+    launches: list[Launch] | None
+
+
+def decode(llm: LLM, requests: list[Any], num_steps: int, num_profiled: int, num_profiles: int = 1) -> Steady:
+    """Once all of them decode. They need `num_steps` and the profiled steps, and end after that."""
+    engine = llm.engine
+    while not all(len(request.token_ids) > request.prompt_len + 4 for request in requests):
         engine.step()
     waited, started = engine.stats().seconds_waiting, time.perf_counter()
     for _ in range(num_steps):
         engine.step()
     wall = (time.perf_counter() - started) / num_steps
     host = wall - (engine.stats().seconds_waiting - waited) / num_steps
-    launches = launches_of(lambda: [engine.step() for _ in range(num_profiled)], llm.cache.device)
-    finish(llm, sequences)
-    engine.observers.clear()
+    for _ in range(num_profiles):  # the first profile of a process starts slowly
+        launches = launches_of(lambda: [engine.step() for _ in range(num_profiled)], llm.cache.device)
+    num_running = sum(not request.is_done for request in requests)
+    finish(llm, requests)
+    return Steady(wall, host, num_running, launches)
+
+
+def measure_steps(llm: LLM, batch: int, kind: str, *, num_steps: int, watched: bool = False, seed: int = 0) -> Record:
+    num_profiled = 10
+    llm.engine.observers[:] = [lambda chosen: None] * watched
+    requests = submit(llm, batch, 64, num_steps + num_profiled + 40, kind, 1000 * batch + seed)
+    seen = decode(llm, requests, num_steps, num_profiled)
+    llm.engine.observers.clear()
     record: Record = {
-        "kind": "step", "batch": batch, "requests": kind, "watched": watched, "wall_ms": round(1e3 * wall, 4),
-        "host_ms": round(1e3 * host, 4), "compiled_late": list(engine.runner.compiled_late),
+        "kind": "step", "batch": batch, "requests": kind, "watched": watched, "wall_ms": round(1e3 * seen.wall, 4),
+        "host_ms": round(1e3 * seen.host, 4), "compiled_late": list(llm.engine.runner.compiled_late),
     }  # fmt: skip
-    if launches is not None:
-        busy_ms = 1e-3 * busy_us(launches) / num_profiled
-        record |= {"busy_ms": round(busy_ms, 4), "wall_over_busy": round(1e3 * wall / busy_ms, 3)}
+    if seen.launches is not None:
+        busy_ms = 1e-3 * busy_us(seen.launches) / num_profiled
+        record |= {"busy_ms": round(busy_ms, 4), "wall_over_busy": round(1e3 * seen.wall / busy_ms, 3)}
     return record
 
 
@@ -98,11 +113,10 @@ def measure_first(llm: LLM) -> list[Record]:
 
     def one(kind: str, which: str, seed: int) -> None:
         stamps, started = [], time.perf_counter()
-        (sequence,) = submit(llm, 1, 40, 12, kind, seed)
-        while not sequence.is_done:
-            for _ in llm.engine.step().requests:
-                stamps.append(time.perf_counter() - started)
-        finish(llm, [sequence])
+        (request,) = submit(llm, 1, 40, 12, kind, seed)
+        while not request.is_done:
+            stamps += [time.perf_counter() - started for _ in llm.engine.step().requests]
+        finish(llm, [request])
         gaps = [after - before for before, after in pairwise(stamps)]
         records.append({
             "kind": "first", "requests": kind, "which": which, "first_token_ms": round(1e3 * stamps[0], 3),
@@ -119,27 +133,20 @@ def measure_first(llm: LLM) -> list[Record]:
     return records
 
 
-def measure_load(llm: LLM, count: int, prompt: int, output: int) -> Record:
-    """All at once. The prompts are new: nothing of them is cached. Busy is that of as many requests once more."""
-
-    def run(prompts: list[list[int]]) -> None:
-        sequences = submit_all(llm, prompts, output, "top-p 0.9")
-        while not all(sequence.is_done for sequence in sequences):
-            llm.engine.step()
-        finish(llm, sequences)
-
-    first, second = (random_prompts(llm.config.vocab_size, count, prompt, seed) for seed in (77, 78))
-    before, started = llm.engine.stats(), time.perf_counter()
-    run(first)
-    seconds, after = time.perf_counter() - started, llm.engine.stats()
-    launches = launches_of(lambda: run(second), llm.cache.device)
+def measure_requests(llm: LLM, count: int, prompt: int, output: int) -> Record:
+    """All at once, their prompts new: nothing of them is cached. Busy is that of as many requests once more."""
+    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
+    load = Load.of("fixed", prompt, output, requests=count, streams=count, temperature=1.0, top_p=0.9, seed=77)
+    before = llm.engine.stats().num_steps
+    report, _ = measure_load(target, load)
+    num_steps = llm.engine.stats().num_steps - before
+    launches = launches_of(lambda: target.run(replace(load, seed=78)), llm.cache.device)
     return {
         "kind": "load", "requests": count, "prompt": prompt, "output": output,
-        "chunk": llm.cache.limits.max_chunk_tokens, "seconds": round(seconds, 4),
-        "output_tokens_per_second": round(count * output / seconds, 1),
+        "chunk": llm.cache.limits.max_chunk_tokens, "seconds": report.seconds,
+        "output_tokens_per_second": report.tokens_per_second,
         "busy_seconds": None if launches is None else round(1e-6 * busy_us(launches), 4),
-        "host_share": round(1 - (after.seconds_waiting - before.seconds_waiting) / seconds, 3),
-        "steps": after.num_steps - before.num_steps, "compiled_late": list(llm.engine.runner.compiled_late),
+        "host_share": report.host_share, "steps": num_steps, "compiled_late": list(llm.engine.runner.compiled_late),
     }  # fmt: skip
 
 
@@ -149,10 +156,9 @@ def measure_memory(model: BenchModel, limits: EngineConfig, base: int) -> Record
     llm = LLM.from_params(model.config, model.params, engine=limits)
     ready = used_bytes()
     graphs = ready - base - torch.cuda.memory_reserved()
-    sequences = submit(llm, limits.max_concurrent_requests, min(512, limits.max_context_tokens // 2), 8, "penalties", 3)
-    while not all(sequence.is_done for sequence in sequences):
+    submit(llm, limits.max_concurrent_requests, min(512, limits.max_context_tokens // 2), 8, "penalties", 3)
+    while llm.engine.has_work:
         llm.engine.step()
-    finish(llm, sequences)
     planned = plan(model.config, limits, experts=model.experts, with_draft=False).budget
     used = used_bytes()
     return {
@@ -206,7 +212,7 @@ def run_engine(session: Session, model: BenchModel) -> None:
             f"step, {batch} x {kind}", measure_steps, llm, batch, kind, num_steps=options.steps, **more
         )  # fmt: skip
     if session.wants("load"):
-        session.attempt("load", measure_load, llm, most, prompt, 64)
+        session.attempt("load", measure_requests, llm, most, prompt, 64)
     llm.engine.check_integrity()
     del llm
     gc.unfreeze()

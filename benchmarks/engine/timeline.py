@@ -16,16 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import time
 from collections import Counter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from benchmarks.engine.step import finish, submit
+from benchmarks.engine.step import decode, submit
 from benchmarks.runner import SCHEDULE, Record, Session, numbers
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
-from dsv4.tools.bench.profile import Launch, busy_us, launches_of
+from dsv4.tools.bench.profile import Launch, busy_us
 
 FIRST_KERNEL = "_resolve_kernel"  # of a step
 NUM_STEPS, NUM_PROFILED = 40, 13
@@ -81,18 +80,9 @@ def measure(llm: LLM, batch: int, context: int) -> Record:
     """Steady decode of `batch` requests with about `context` tokens each."""
     output = 2 * batch + NUM_STEPS + 2 * NUM_PROFILED + 40  # the first to decode goes on until all do
     requests = submit(llm, batch, context, output, "greedy", 100 + batch)
-    while not all(len(request.token_ids) > request.prompt_len + 4 for request in requests):
-        llm.engine.step()
-    began = time.perf_counter()
-    for _ in range(NUM_STEPS):
-        llm.engine.step()
-    wall_us = 1e6 * (time.perf_counter() - began) / NUM_STEPS
-    for _ in range(2):  # the first profile of a process starts slowly
-        launches = launches_of(lambda: [llm.engine.step() for _ in range(NUM_PROFILED)], llm.cache.device)
-    running = sum(not request.is_done for request in requests)
-    finish(llm, requests)
-    known = {"batch": batch, "running": running, "context": context, "wall_us": round(wall_us, 1)}
-    return {"kind": "timeline_step"} | step_record(launches or [], **known)
+    seen = decode(llm, requests, NUM_STEPS, NUM_PROFILED, num_profiles=2)
+    known = {"batch": batch, "running": seen.num_running, "context": context, "wall_us": round(1e6 * seen.wall, 1)}
+    return {"kind": "timeline_step"} | step_record(seen.launches or [], **known)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -104,7 +104,7 @@ class CacheLedger:
             self.prefix.clear()
 
     def wait_for_files(self, seconds: float) -> None:
-        """Until the files that `match` counts on have been read, or so long."""
+        """Wait until the files that `match` counts on have been read, at most `seconds`."""
         if self.prefix is not None and self.prefix.tiers is not None:
             self.prefix.tiers.wait(seconds)
 

@@ -65,6 +65,11 @@ class PoolSchema:
         return math.prod(self.shape) * self.itemsize
 
     @property
+    def bytes_each(self) -> int:
+        """Of one block, slot or snapshot, in all layers, without padding."""
+        return len(self.layer_ids) * self.layer_bytes // self.shape[0]
+
+    @property
     def layer_stride(self) -> int:
         """Bytes from one layer's share to the next."""
         return -(-self.layer_bytes // ALIGNMENT) * ALIGNMENT
@@ -101,9 +106,14 @@ class CacheSchema:
     state_pools: _Pools
     snapshot_pools: _Pools
 
+    def bytes_of(self, name: str) -> int:
+        """Of one block or slot, in the pools whose names begin with this: `csa.entries`, `window`, ..."""
+        pools = (*self.paged_pools, *self.state_pools)
+        return sum(pool.bytes_each for pool in pools if pool.name.startswith(name))
+
     @property
     def bytes_per_block(self) -> int:
-        return sum(layer.bytes_per_block for layer in self.layers)
+        return sum(pool.bytes_each for pool in self.paged_pools)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -112,15 +122,16 @@ class CacheSchema:
 
     @property
     def window_bytes_per_request(self) -> int:
-        return sum(layer.window_bytes_per_slot for layer in self.layers)
+        return self.bytes_of("window") - self.position_bytes_per_request
 
     @property
     def position_bytes_per_request(self) -> int:
-        return sum(layer.position_bytes_per_slot for layer in self.layers)
+        return self.bytes_of("window.positions")
 
     @property
     def state_bytes_per_request(self) -> int:
-        return sum(layer.state_bytes_per_slot for layer in self.layers)
+        """The compressor tails."""
+        return sum(pool.bytes_each for pool in self.state_pools) - self.bytes_of("window")
 
     def request_bytes(self, position: int) -> int:
         """What one request holds once it has processed `position` tokens: its blocks, window and compressor state."""

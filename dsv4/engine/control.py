@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -28,7 +29,6 @@ from dsv4.engine.weight_update import IncomingWeights, WeightSource, WeightUpdat
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.memory_source import TensorSource
 from dsv4.loader.progress import Progress
-from dsv4.loader.resolve import StoredFormat, plan_load
 from dsv4.model.transformer import Transformer
 from dsv4.ops.backend import Backend
 from dsv4.request import RequestError
@@ -46,6 +46,7 @@ class Controlled(Protocol):
     checkpoint: Checkpoint | None
     weights_digest: str
     num_ranks: int
+    own_experts: range
 
     def identity(self) -> Identity: ...
 
@@ -56,8 +57,8 @@ class EngineControl:
     def __init__(self, llm: Controlled, backend: Backend) -> None:
         self._llm, self._backend = llm, backend
         self._num_updates = 0
-        self._formats: dict[str, StoredFormat] | None = None  # of the parameters, as they were loaded
         self._inbox = WeightInbox()
+        self.on_turn: Callable[[], None] = lambda: None  # a sign of life, where a command takes long
         profiler = Profiler()
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
@@ -126,6 +127,8 @@ class EngineControl:
     ) -> str:  # fmt: skip
         """See `Controls.update_weights`."""
         self._check_update(version)
+        if not isinstance(source, (str, Path)):
+            self._check_alone("tensors can be given")
         self._inbox.incoming = None
         llm, target = self._llm, self._target(search_scales)
         checkpoint = open_source(source, llm.config)
@@ -138,8 +141,9 @@ class EngineControl:
             update = WeightUpdate(checkpoint, target)
             on_disk = None if isinstance(checkpoint, TensorSource) else checkpoint
             digest = weights_digest(on_disk, llm.config)
+            self._check_shares(on_disk, search_scales)
             self._begin(clear_cache)
-            update.run(progress)
+            self._write(update, progress)
             if on_disk is not None:
                 return self._end(version, digest, on_disk)
         return self._end(version, target.digest.hexdigest())
@@ -149,6 +153,7 @@ class EngineControl:
         group_name: str = "weight_update_group", timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Join the trainer's group, for `receive_weights`; `timeout` in seconds, also of every receipt."""
+        self._check_alone("a group can be joined")
         self._inbox.join(
             self._llm.model.weights.embed.device, master_address, master_port, rank=rank_offset,
             world_size=world_size, backend=backend, name=group_name, timeout=timeout,
@@ -165,24 +170,27 @@ class EngineControl:
             return self._end(version, incoming.target.digest.hexdigest())
         return None
 
+    def _check_shares(self, folder: Checkpoint | None, search_scales: bool) -> None:
+        """Of other ranks: that they can take theirs."""
+
+    def _write(self, update: WeightUpdate, progress: Progress = False) -> None:
+        update.run(progress)
+
     def _check_update(self, version: object) -> None:
         if WEIGHTS in self._sleeper.asleep:
             raise RequestError("the weights sleep: wake(['weights']) first")
-        self._check_rest("weights can be updated")
+        self._check_still("weights can be updated")
         if version is not None and not isinstance(version, str):
             raise RequestError(f"version must be a string or None, found {version!r}", field="version")
 
     def _target(self, search_scales: bool = False) -> WeightTarget:
         llm = self._llm
-        if self._formats is None and llm.checkpoint is not None:
-            sources = plan_load(llm.checkpoint, llm.config).sources
-            self._formats = {source.tensor.parameter: StoredFormat.in_memory(source) for source in sources}
         is_exact = llm.numerics == "exact"
-        if self._formats is None and not is_exact:
-            raise RequestError("the formats of parameters that came from no checkpoint are not known: no updates")
+        if not llm.model.weights.formats and not is_exact:
+            raise RequestError("these parameters came from no loader: in which formats updates must be is not known")
         return WeightTarget(
-            llm.config, llm.model.weights, self._formats or {}, self._backend, pool=llm.pool,
-            dequantize_to=llm.model.context.dtype if is_exact else None, search=search_scales,
+            llm.config, llm.model.weights, self._backend, pool=llm.pool, experts=llm.own_experts,
+            dequantize_to=llm.model.context.dtype if is_exact else None, search=search_scales, on_turn=self.on_turn,
         )  # fmt: skip
 
     def _begin(self, clear_cache: bool) -> None:
@@ -214,10 +222,9 @@ class EngineControl:
         self._llm.engine.gate.set_version(version)
         return version
 
-    def _check_rest(self, what: str) -> None:
+    def _check_alone(self, what: str) -> None:
         if self._llm.num_ranks > 1:
-            raise RequestError(f"{what} only with gpus=1: not yet on several ranks")
-        self._check_still(what)
+            raise RequestError(f"{what} only with gpus=1: several ranks take new weights from a folder")
 
     def _check_still(self, what: str) -> None:
         if self._llm.engine.has_work:
@@ -232,7 +239,7 @@ class EngineControl:
         resumes  whether the engine goes on after waking; by default if it was not paused before
         """
         llm, gate = self._llm, self._llm.engine.gate
-        self._check_rest("an engine can sleep")
+        self._check_still("an engine can sleep")
         wanted = self._sleeper.check(level, tags) if level else set[str]()
         if not self._sleeper.asleep:
             self._wakes_open = not gate.is_shut if resumes is None else resumes

@@ -37,14 +37,13 @@ from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
-from dsv4.engine.schedule.rows import RowsOfStep
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
 from dsv4.engine.step.replays import wants_picks
-from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawable
+from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs
 from dsv4.engine.step.size import Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
@@ -297,8 +296,7 @@ class Engine:
         try:
             if flight.plan.has_rules:
                 self._read_drafts()
-            vocab_size, plan = self.model.config.vocab_size, flight.plan
-            flight.draw(self.runner, make_masks(plan.others, vocab_size, self.cache.device, len(plan.rows)))
+            flight.draw(self.runner, make_masks(flight.plan, self.model.config.vocab_size, self.cache.device))
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)
@@ -322,10 +320,9 @@ class Engine:
             self._drop_flights()
             raise
         self._flights.popleft()
-        rows, others = flight.plan.rows, flight.plan.others
-        if rows:
-            self._settle_rows(rows, [part[: len(rows)] for part in found])
-        self._settle(others, drawn)
+        if flight.plan.rows:
+            self._settle_rows(flight, [part[: len(flight.plan.rows)] for part in found])
+        self._settle(flight.plan.others, drawn)
         self._offer(flight.plan, offers)
 
     def _offers(self, flight: InFlightStep) -> list[Offer]:
@@ -347,9 +344,9 @@ class Engine:
         for request, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
             request.drafts = offer.drafts[:count]
 
-    def _settle_rows(self, step: RowsOfStep, found: Sequence[Tensor]) -> None:
+    def _settle_rows(self, flight: InFlightStep, found: Sequence[Tensor]) -> None:
         """Each row of a step gets its token; requests that end with it leave. `found`: what was drawn, by row."""
-        token_ids = found[0].numpy()
+        step, token_ids = flight.plan.rows, flight.without_stuck(found[0].numpy())
         taken = self.scheduler.rows.take(step, token_ids)
         listed = listed_logprobs(token_ids.tolist(), step.counts or (), found[1:])
         self._num_output_tokens += len(taken.requests)
@@ -362,8 +359,13 @@ class Engine:
             was_done = request.is_done
             request.num_unread -= 1
             drawn = Drawn(token_id, listed[row] if listed else None)
-            self._take(request, drawn if token_id >= 0 else undrawable(token_id, len(request.token_ids)))
+            self._take(request, drawn if token_id >= 0 else flight.undrawable(row, token_id))
             self._let_go(request, was_done)
+        for row in step.ruled:
+            request = step.requests[row]
+            if row not in taken.left and not request.is_done:
+                self._tell_rule(request, int(token_ids[row]))
+                self._let_go(request, was_done=False)
 
     def _settle(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:
         """Each request of these pieces gets what it drew; those that are over leave. `drawn` has an outcome for every
@@ -414,12 +416,16 @@ class Engine:
         request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
         self._results.append(request, outcome.token_id, outcome.logprobs)
-        if request.finish_reason is None and request.constraint is not None:
+        if request.finish_reason is None:
+            self._tell_rule(request, outcome.token_id)
+        return True
+
+    def _tell_rule(self, request: Request, token_id: int) -> None:
+        if request.constraint is not None:
             try:
-                request.constraint.accept(outcome.token_id)
+                request.constraint.accept(token_id)
             except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
                 request.error = constraint_failure(error)
-        return True
 
     def _drop_flights(self) -> None:
         while self._flights:

@@ -195,12 +195,17 @@ class Request:
     @property
     def has_rules(self) -> bool:
         """Whether what it may draw next depends on what it has drawn, so that the host must say it before each draw."""
-        params = self.params
-        return (
-            self.constraint is not None
-            or len(self.token_ids) - self.prompt_len < params.min_tokens
-            or bool(params.bad_words_ids and any(len(word) > 1 for word in params.bad_words_ids))
-        )
+        return self.constraint is not None or self.num_output < self.params.min_tokens or self._has_bad_words
+
+    @property
+    def may_have_rules(self) -> bool:
+        """Whether `has_rules` was true at its beginning."""
+        return self.constraint is not None or self.params.min_tokens > 0 or self._has_bad_words
+
+    @property
+    def _has_bad_words(self) -> bool:
+        """Of several tokens; those of one are a bias."""
+        return any(len(word) > 1 for word in self.params.bad_words_ids or ())
 
     def forbidden_ids(self, drafts: tuple[int, ...] = ()) -> list[int]:
         """Tokens that may not come next, or behind these drafts if they come true: ends, before `min_tokens`; what
@@ -223,9 +228,8 @@ class Request:
 
     @property
     def can_have_row(self) -> bool:
-        """Whether its next tokens need nothing but to be fed and drawn."""
-        is_plain = not self.has_rules and not self.drafts and self.replay is None
-        return is_plain and len(self.end_ids) <= MAX_END_IDS
+        """Whether each step feeds it one token and draws one, and its end is known by that token."""
+        return not self.drafts and self.replay is None and len(self.end_ids) <= MAX_END_IDS
 
     def chain_by(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> ChainKeys | None:
         """What the prefix cache may know its tokens by: none that must be read, since their scores are asked for, or

@@ -67,8 +67,8 @@ class Controls:
     ) -> str:  # fmt: skip
         """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, or named
         tensors of this process: a mapping, a list of pairs, or an iterator of pairs. Weights have the formats that were
-        loaded; plain ones for a quantised model are rounded as `dsv4 quantize --no-search` does, or with
-        `search_scales` as it does by default.
+        loaded; plain ones for a quantised model are rounded by the rules of `dsv4 quantize`, its search of scales only
+        with `search_scales`.
 
         Captured graphs stay valid, nothing is compiled, and the extra memory is less than a layer. The bits are those
         of an engine that starts with these weights. A folder, mapping or list is checked before anything changes. Of an

@@ -7,7 +7,7 @@ and copied into the tensors in use; routed experts a few at a time. Beside the s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -29,7 +29,7 @@ from dsv4.loader.memory_source import TensorSource
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 from dsv4.loader.quantise import Quantiser, finite_values
 from dsv4.loader.resolve import Source, StoredFormat
-from dsv4.loader.weights import expert_by_expert, read_weight
+from dsv4.loader.weights import expert_by_expert, own_sources, read_weight
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.model.prepare import prepare_block, prepare_experts
 from dsv4.ops.backend import Backend
@@ -39,21 +39,25 @@ _EXPERTS_AT_ONCE = 8
 
 
 class WeightTarget:
-    """weights        of the model, as its backend wants them
-    formats        of each parameter, as it was loaded: kernels, graphs and memory were made for those
+    """weights        of the model, as its backend wants them; kernels, graphs and memory were made for their `formats`
     backend        that prepared them
     pool           of offloaded experts, if there is one
     dequantize_to  the dtype of every weight in `exact` numerics; None keeps stored formats
     search         whether FP4 scales are searched where plain weights are rounded, as `dsv4 quantize` does by default
+    experts        those of every layer that are here, all by default
+    on_turn        called now and then
     digest         of the tensors written so far that came from no file
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelParams, formats: dict[str, StoredFormat], backend: Backend, *,
-        pool: ExpertPool | None = None, dequantize_to: torch.dtype | None = None, search: bool = False,
+        self, config: ModelConfig, weights: ModelParams, backend: Backend, *, pool: ExpertPool | None = None,
+        dequantize_to: torch.dtype | None = None, search: bool = False, experts: range | None = None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.config, self.weights, self._formats, self._backend, self._pool = config, weights, formats, backend, pool
-        self._dequantize_to, self._search = dequantize_to, search
+        self.config, self.weights, self._backend, self._pool = config, weights, backend, pool
+        self._formats: dict[str, StoredFormat] = weights.formats
+        self._dequantize_to, self._search, self._on_turn = dequantize_to, search, on_turn
+        self._own = range(config.n_routed_experts) if experts is None else experts
         self._schedule = build_schedule(config, with_mtp=self.has_drafter)
         self.digest = TensorsDigest()
 
@@ -96,7 +100,8 @@ class WeightTarget:
         """`CheckpointError` for values that cannot be loaded, rounded or laid out. Of a folder, what would need all of
         its bytes a second time is left for the writing: plain weights to be rounded, and FP8 codes of experts."""
         in_memory = isinstance(checkpoint, TensorSource)
-        for source in sources:
+        for source in own_sources(sources, self._own):
+            self._on_turn()
             if source.tensor.role is Role.TABLE:
                 read_weight(checkpoint, source, self.config)
             elif self._dequantize_to is not None:
@@ -136,9 +141,10 @@ class WeightTarget:
         blocks = [*self.weights.layers, *self.weights.draft_blocks]
         pool, device = self._pool, self.weights.embed.device
         home = _LiveExperts(blocks, self._backend) if pool is None else ExpertsOnTheirWay(pool, pool.layers)
-        store = ParameterStore(self.config, device, home)
+        store = ParameterStore(self.config, device, home, self._own)
         quantiser = Quantiser(checkpoint, self.config, sources, search=self._search, device=device)
-        for source in expert_by_expert(sources):
+        for source in expert_by_expert(own_sources(sources, self._own)):
+            self._on_turn()
             weight = read_weight(checkpoint, source, self.config)
             if self._is_rounded(source):
                 weight = quantiser.quantise(source, weight, self._formats[source.tensor.parameter].quant)

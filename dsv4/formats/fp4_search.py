@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, ceil_e8m0, e8m0_to_float
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, e2m1_decode, e2m1_encode, pack_nibbles
+from dsv4.formats.fp4 import e2m1_decode, e2m1_encode, pack_nibbles
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 
 MXFP4_STEPS = (0, -1)  # exponents besides the usual one: half of it; a quarter never won on trained weights

@@ -38,7 +38,8 @@ from torch.nn.functional import pad
 
 from dsv4.errors import Dsv4Error
 from dsv4.formats.e8m0 import e8m0_to_float
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, pack_nibbles, unpack_nibbles
+from dsv4.formats.fp4 import pack_nibbles, unpack_nibbles
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 
 TILE_ROWS = 64

@@ -12,7 +12,7 @@ from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.messages import EngineInfo, EngineLost, EngineStopped
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
-from dsv4.http.heartbeat import PulseReader, PulseWatch
+from dsv4.http.processes.heartbeat import PulseReader, PulseWatch
 from dsv4.text.output import TextOutput
 
 Connect = Callable[[], str | socket.socket]

@@ -8,7 +8,7 @@ from dsv4.engine.grammar.compiler import GrammarCompiler
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
-from dsv4.http.live_view import LiveView
+from dsv4.http.telemetry.live_view import LiveView
 from dsv4.llm import LLM
 from dsv4.request import RequestError
 from dsv4.tools.receipts.recorder import Recorder

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from dsv4.engine.link.messages import EngineStopped
 from dsv4.http.connection import Connection, connection_class
 from dsv4.http.engine_connection import EngineConnection
-from dsv4.http.logs import log_config
 from dsv4.http.settings import ServerConfig
+from dsv4.http.telemetry.logs import log_config
 
 _LOG = logging.getLogger("dsv4.serve")
 _FLUSH_SECONDS = 2.0  # for the last words to those whose requests were dropped

@@ -38,11 +38,9 @@ from dsv4.http.body import parse_json, validate
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.errors import ApiError, error_body
 from dsv4.http.gate import Gate
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
 from dsv4.http.settings import MIB, ServerConfig
-from dsv4.http.shared_metrics import SharedMetrics
 from dsv4.http.streaming import (
     DISCONNECTED,
     Assembler,
@@ -53,7 +51,9 @@ from dsv4.http.streaming import (
     to_api_error,
     unless_gone,
 )
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.http.telemetry.request_log import log_request
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.http.telemetry.traces import Tracer
 from dsv4.request import RequestError
 from dsv4.text.tokenizer import Tokenizer
@@ -62,6 +62,7 @@ from dsv4.tools.receipts.lines import answer_of, now, request_line
 
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
+_QUICK_BODY_BYTES, _QUICK_ANSWERS = 2048, 8
 # for interfaces whose answers have no field for it; the seed is that of the first answer
 FINGERPRINT_HEADER, SEED_HEADER = "x-system-fingerprint", "x-seed"
 _PUBLISH_SECONDS = 1.0  # how old the other front ends' numbers in /metrics may be
@@ -127,7 +128,7 @@ class Server:
         """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await self._beside(self._prepare, api, body)
+        asked, job = self._prepare_quickly(api, body) or await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
         given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)
@@ -167,6 +168,15 @@ class Server:
                 message = f"{name}: at most {self.config.max_messages} in one conversation, found {len(turns)}"
                 raise ApiError(400, message, code="too_many_messages", param=name)
         return validate(model, fields)
+
+    def _prepare_quickly(self, api: Api, body: bytes) -> tuple[Any, Job] | None:
+        """A small request, in the loop itself: handing it to a thread would take longer than it takes. None for one
+        that is not."""
+        if len(body) > _QUICK_BODY_BYTES or api not in GENERATING:
+            return None
+        asked = self._checked(api.request, body)
+        is_quick = (getattr(asked, "n", None) or 1) <= _QUICK_ANSWERS
+        return (asked, api.prepare(self.jobs, asked)) if is_quick else None
 
     def _prepare(self, api: Api, body: bytes) -> tuple[Any, Job]:
         asked = self._checked(api.request, body)

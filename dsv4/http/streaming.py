@@ -18,7 +18,7 @@ from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.errors import Dsv4Error
 from dsv4.http.connection import OUTLET, Outlet
 from dsv4.http.errors import ApiError
-from dsv4.http.metrics import Metrics, RequestTimer
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 
 _LONG_ANSWER = 2048  # tokens: the JSON of longer ones is written beside the loop that streams
 

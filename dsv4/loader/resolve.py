@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.config import ModelConfig
-from dsv4.formats.tensors import QuantFormat
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
-from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
+from dsv4.loader.layout import weight_tensors
+from dsv4.loader.memory_source import TENSOR_DTYPES
 from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -38,6 +40,14 @@ class StoredFormat:
     quant: QuantFormat | None
     dtype: str
     scale_dtype: str | None = None
+
+    @classmethod
+    def of(cls, weight: Weight) -> StoredFormat:
+        """Of a weight in memory."""
+        if not isinstance(weight, QuantTensor):
+            return cls(None, TENSOR_DTYPES[weight.dtype])
+        dtypes = [TENSOR_DTYPES[part.dtype] for part in (weight.data, weight.scale)]
+        return cls(weight.format, dtypes[0], "F8_E8M0" if dtypes[1] == "U8" else dtypes[1])
 
     @classmethod
     def in_memory(cls, source: Source) -> StoredFormat:

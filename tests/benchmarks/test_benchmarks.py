@@ -92,7 +92,7 @@ def test_a_server_over_a_free_model(tmp_path, capsys):
     assert alone["tokens_per_second"] <= 1.5 * 3 / 20e-3, "a step takes its time"
     assert set(served["cpu_seconds"]) >= {"1 front_end"}
     assert served["very_first_ms"] > 0
-    assert "us CPU a token" in capsys.readouterr().out
+    assert "cpu_us_per_token" in capsys.readouterr().out
 
 
 def test_goals_are_held_against_records():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import ONE_LAYER, SMALL, assert_all_free
+from engine_cases import ONE_LAYER, SMALL, assert_all_free, finish
 from weight_cases import CONFIG, answers, load
 
 from dsv4.config import EngineConfig
@@ -69,6 +69,5 @@ def make_llm(models, tokenizer, request):
 
     yield make
     for llm in made:
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         assert_all_free(llm)

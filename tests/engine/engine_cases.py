@@ -44,6 +44,12 @@ def let_it_say(llm, *answers):
     return llm
 
 
+def finish(engine):
+    """Steps until nothing is left to do."""
+    while engine.has_work:
+        engine.step()
+
+
 def assert_all_free(llm):
     """Nothing is held, and the cache's books agree with the truth."""
     llm.engine.check_integrity()

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from bare import bare
-from engine_cases import SMALL, assert_all_free
+from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.step.size import OwnSizes
-from dsv4.http.metrics import Metrics
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -48,7 +48,7 @@ def alone(make_llm):
     ("limits", "is_scarce"),
     [
         ({"max_concurrent_requests": 5}, False),
-        ({"max_concurrent_requests": 5, "max_chunk_tokens": 23}, False),
+        ({"max_concurrent_requests": 5, "max_chunk_tokens": 13}, False),
         ({"max_concurrent_requests": 5, "num_blocks": 4}, True),
         ({"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 200}, True),
         ({"max_concurrent_requests": 5, "num_blocks": 3, "max_chunk_tokens": 128}, True),
@@ -77,8 +77,7 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     llm.engine.step()
     assert (request.slot, request.num_preemptions) == (None, 1)
     assert num_output <= request.num_output <= num_output + 1, "no more than a token that was under way"
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert urgent.completion() == bare(alone[0])
     assert request.completion() == bare(alone[1])
     assert [*request.token_ids[: len(known)]] == known
@@ -131,8 +130,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert request.error is not None or request.completion() != bare(alone[0])
 
 
@@ -158,8 +156,7 @@ def test_metrics_tell_preemptions(make_llm):
     llm.engine.add([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     llm.engine.step()
     llm.engine.add([5], SamplingParams(max_tokens=1, priority=1))
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     text = SharedMetrics(Metrics("m"), "m").text(llm.engine.stats()).decode()
     assert 'dsv4_num_preemptions_total{model_name="m"} 1.0' in text
     assert 'dsv4_recomputed_tokens_total{model_name="m"} 3.0' in text

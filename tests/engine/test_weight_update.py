@@ -19,6 +19,7 @@ from dsv4.formats.trees import assign, tensors_of
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError
+from dsv4.tools.plan.targets import PRESETS
 
 SETTINGS = {
     "plain": {},
@@ -91,18 +92,36 @@ def test_files_are_not_needed_after_an_update(folders, expected, tmp_path):
     assert answers(llm) == expected[1]
 
 
-@pytest.mark.gpu
+FLASH = PRESETS["flash"]()
+FOUR_LAYERS = replace(  # SWA, CSA, HCA, CSA and the MTP block
+    FLASH, num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0), num_hash_layers=1, num_nextn_predict_layers=1
+)
+
+
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4"])
-def test_captured_graphs_read_the_new_weights(tmp_path, experts):
-    """Nothing is captured or compiled again."""
-    folders = [write_checkpoint(tmp_path / name, CONFIG, experts=experts, seed=seed) for seed, name in enumerate("AB")]
-    settings = {"engine": LIMITS, "device": "cuda", "drafts": 2}
+@pytest.mark.parametrize(
+    ("device", "config"),
+    [
+        ("cpu", CONFIG), pytest.param("cuda", CONFIG, marks=pytest.mark.gpu),
+        pytest.param("cuda", FOUR_LAYERS, marks=pytest.mark.gpu, id="cuda, four layers of Flash"),
+    ],
+)  # fmt: skip
+def test_captured_graphs_read_the_new_weights(tmp_path, device, config, experts):
+    """Nothing is captured or compiled again: with drafts, from tensors on the device and from folders."""
+    folders = [
+        write_checkpoint(tmp_path / name, config, experts=experts, seed=seed, device=device)
+        for seed, name in enumerate("AB")
+    ]
+    settings = {"engine": LIMITS, "device": device, "drafts": 2}
     fresh = [_everything(LLM(folder, **settings)) for folder in folders]
     llm = LLM(folders[0], **settings)
     runner = llm.engine.runner
     captured, compiled = runner.captured, runner.compiled_late
-    for folder, wanted in ((folders[1], fresh[1]), (folders[0], fresh[0])):
-        llm.update_weights({name: tensor.cuda() for name, tensor in tensors(folder).items()})
+    assert bool(captured) == (device == "cuda")
+    for folder, wanted in ((1, fresh[1]), (0, fresh[0])):
+        llm.update_weights((name, tensor.to(device)) for name, tensor in tensors(folders[folder]).items())
+        assert _everything(llm) == wanted
+        llm.update_weights(folders[folder])
         assert _everything(llm) == wanted
     assert runner.captured == captured
     assert runner.compiled_late == compiled

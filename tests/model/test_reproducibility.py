@@ -156,7 +156,7 @@ class Interleaving(RuleBasedStateMachine):
 
 
 TestInterleaving = Interleaving.TestCase
-TestInterleaving.settings = settings(max_examples=25, stateful_step_count=20)
+TestInterleaving.settings = settings(max_examples=15, stateful_step_count=20)
 
 
 def test_every_split_in_two_is_bitwise_the_same():

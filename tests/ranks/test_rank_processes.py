@@ -31,6 +31,7 @@ from dsv4.engine.offload.placement import OffloadError
 from dsv4.engine.ranks.load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
+from dsv4.loader.header import CheckpointError
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError, SamplingParams
 
@@ -120,9 +121,38 @@ def check_commands(llm, alone):
     assert {output.weight_versions[-1][1] for _, output in (*requests, late)} == {"second"}
     llm.pause("wait")
     llm.resume()
-    with pytest.raises(RequestError, match="weights can be updated only with gpus=1"):
-        llm.update_weights("nowhere")
+    with pytest.raises(RequestError, match="tensors can be given only with gpus=1"):
+        llm.update_weights({})
     llm.engine.check_integrity()
+
+
+def test_new_weights_and_sleep_on_two_ranks(folder, tmp_path):
+    """Each rank takes its experts; nobody changes anything unless all can."""
+    other = write_checkpoint(tmp_path / "other", SMALL, seed=7)
+    expected = {path: LLM(path, engine=LIMITS).generate(PROMPTS, PARAMS) for path in (folder, other)}
+    llm = LLM(folder, engine=LIMITS, gpus=2, check_exchange=True)
+
+    def answers():
+        return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
+
+    wanted = {path: [(one.token_ids, one.logprobs) for one in found] for path, found in expected.items()}
+    assert wanted[folder] != wanted[other]
+    for path in (other, folder):
+        llm.update_weights(path)
+        assert answers() == wanted[path]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        llm.update_weights(tmp_path / "nothing")
+    for level in (1, 2):
+        llm.sleep(level)
+        assert llm.info()["asleep"] == ["kv_cache", "weights"]
+        llm.wake(["weights"])
+        if level == 2:
+            llm.update_weights(other)
+        llm.wake(["kv_cache"])
+        assert not llm.info()["is_paused"]
+        assert answers() == wanted[folder if level == 1 else other]
+    llm.engine.check_integrity()
+    llm.close()
 
 
 def test_four_processes_and_one_killed_while_nothing_runs(folder):
@@ -431,18 +461,8 @@ def test_a_rank_that_cannot_load(folder, monkeypatch):
 @pytest.mark.processes
 def test_the_benchmark_of_the_engine(tmp_path):
     """What a GPU runs, tried through gloo: the same tokens on two ranks, with drafts too."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "ranks",
-        "--section",
-        "engine",
-        "--device",
-        "cpu",
-        "--preset",
-        "tiny",
-    ]
+    options = ("--section", "engine", "--device", "cpu", "--preset", "tiny")
+    command = [sys.executable, "-m", "benchmarks", "ranks", *options]
     done = subprocess.run([*command, "--out", str(tmp_path / "found.jsonl")], capture_output=True, text=True)
     records = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`PrefixCache`: what running requests take from prefixes seen before, and leave for those that come. No torch.
+"""`PrefixCache`: what requests reuse of prefixes seen before, and leave for later requests. No torch.
 
 A snapshot of a request at a multiple of 128 tokens is all it needs, beside its blocks, to go on from there; going on is
 chunked prefill, so a hit gives the bits of a cold run. Snapshots are taken
@@ -43,7 +43,7 @@ class Match:
     """What the cache has for a request. It holds until anything is admitted, launched or released.
 
     position   tokens that need not be fed
-    num_busy   blocks of those that running requests hold already
+    num_busy   how many of its blocks running requests hold already
     leaders    slots of running requests that will pass `expected`, up to which they have the same tokens
     loading    up to where more is being read from disk, or 0; a request that is admitted before does without
     nodes      of its prefix, as far as they have blocks

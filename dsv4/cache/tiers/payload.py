@@ -6,6 +6,7 @@ has the same bytes in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,7 @@ class Part:
         return (num_layers, num_blocks, *rows) if self.is_paged else (num_layers, *rows)
 
     def num_bytes(self, num_blocks: int) -> int:
-        size = self.pool.schema.itemsize
-        for length in self.shape(num_blocks):
-            size *= length
-        return size
+        return math.prod(self.shape(num_blocks)) * self.pool.schema.itemsize
 
 
 class Payload:

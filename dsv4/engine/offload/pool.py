@@ -9,7 +9,7 @@ in ascending expert order, so the result has the bits of the resident model.
 
 A call that needs more experts than there are slots (a long prompt) goes through a staging stack of all E experts,
 shared by all layers: what the device has is copied across the device, the rest from the host. While one layer computes,
-the next one's experts are already on their way into a second staging stack.
+the next one's experts are already being copied into a second staging stack.
 
 The host must read the routing: that is the one synchronisation of a layer. A captured call is cut there: a piece ends
 with the routing of one layer and the next piece begins with its experts (`Recorder`), so decode is one graph per layer.
@@ -319,15 +319,17 @@ class ExpertPool:
         rounded: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
-        return self._over(partial(self.inner.ops.moe, rounded=rounded), x, experts, weights, routed, shared, limit)
+        op = self.inner.ops.moe
+        return self._over(partial(op, x, weights=weights, shared=shared, limit=limit, rounded=rounded), experts, routed)
 
     def moe_parts(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,
         peer_buffers: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """As `OpSet.moe_parts`, likewise."""
-        op = partial(self.inner.ops.moe_parts, peer_buffers=peer_buffers)
-        return self._over(op, x, experts, weights, routed, shared, limit)
+        op = self.inner.ops.moe_parts
+        run = partial(op, x, weights=weights, shared=shared, limit=limit, peer_buffers=peer_buffers)
+        return self._over(run, experts, routed)
 
     def moe_shared(
         self, x: Tensor, routed: Any, shared: Any, out: Tensor, *, top_k: int, limit: float
@@ -336,28 +338,23 @@ class ExpertPool:
         stacks = routed.stack if isinstance(routed, LayerExperts) else routed
         self.inner.ops.moe_shared(x, stacks, shared, out, top_k=top_k, limit=limit)
 
-    def _over(
-        self, op: Callable[..., Any], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,
-        limit: float,
-    ) -> Any:  # fmt: skip
+    def _over(self, run: Callable[..., Any], experts: Tensor, routed: Any) -> Any:
+        """`run` with choices of experts, or of slots, and the stacks that hold them."""
         if not isinstance(routed, LayerExperts):
-            return op(x, experts, weights, routed, shared, limit=limit)
+            return run(experts=experts, routed=routed)
         if self.recorder is not None:
             boundary = routed.boundary(*experts.shape)
             boundary.experts.copy_(experts, non_blocking=True)
             self.recorder.cut(boundary.cross)
-            return op(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+            return run(experts=boundary.slots, routed=routed.stack)
         chosen = experts.cpu()
         slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
         if slots is None:
-            return self._staged(op, x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
+            return self._staged(run, chosen[: self.num_valid], experts, routed)
         self.wait_for_copies()
-        return op(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+        return run(experts=slots.to(self.device), routed=routed.stack)
 
-    def _staged(
-        self, op: Callable[..., Any], x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor,
-        routed: LayerExperts, shared: Any, limit: float,
-    ) -> Any:  # fmt: skip
+    def _staged(self, run: Callable[..., Any], chosen: Tensor, experts: Tensor, routed: LayerExperts) -> Any:
         needed = _distinct(chosen)
         self.stats.num_uses += len(needed)
         self.stats.num_misses += routed.num_absent(needed)
@@ -374,7 +371,7 @@ class ExpertPool:
             coming = self._staging_for(following)
             ahead = self._stage(coming, following, range(self.num_experts), in_use=place if coming is staging else None)
             coming.staged[ahead] = following
-        out = op(x, experts, weights, staging.stacks[place], shared, limit=limit)
+        out = run(experts=experts, routed=staging.stacks[place])
         if self._is_cuda:
             staging.free_events[place] = torch.cuda.current_stream().record_event()
         return out

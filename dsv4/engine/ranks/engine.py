@@ -164,7 +164,7 @@ class RanksEngine:
     def check_integrity(self) -> None:
         """Every rank's own."""
         self.own.check_integrity()
-        self._answers([one.ask("check_integrity") for one in self.remotes])
+        self.answers([one.ask("check_integrity") for one in self.remotes])
 
     # ---- commands to all ranks ----
 
@@ -185,19 +185,23 @@ class RanksEngine:
         self.own.start_anew(name, clears=clears)
         self._router.rename(self.cache.chain)
 
-    def tell(self, verb: str, **arguments: Any) -> list[Any]:
+    def tell(self, verb: str, *, patience: float = _PATIENCE_SECONDS, **arguments: Any) -> list[Any]:
         """Have every other rank obey a command; returns their answers or raises the first error."""
-        return self._answers([one.control(verb, arguments) for one in self.remotes])
+        return self.answers(self.ask_all(verb, **arguments), patience)
 
-    def _answers(self, asked: Sequence[Future[Any]]) -> list[Any]:
+    def ask_all(self, verb: str, **arguments: Any) -> list[Future[Any]]:
+        """`answers` are for later."""
+        return [one.control(verb, arguments) for one in self.remotes]
+
+    def answers(self, asked: Sequence[Future[Any]], patience: float = _PATIENCE_SECONDS) -> list[Any]:
         """One of each other rank. Steps that they have begun go on meanwhile."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + patience
         with self._ending():
             while silent := [one.rank for one, answer in zip(self.remotes, asked, strict=True) if not answer.done()]:
                 if self._link.failure is not None:
                     raise self._link.failure
                 if time.monotonic() > until:
-                    raise RankFailed(f"ranks {silent} have not answered within {_PATIENCE_SECONDS:g} s")
+                    raise RankFailed(f"ranks {silent} have not answered within {patience:g} s")
                 if self.sizes.is_called:
                     self.own.run_step()
                 self._wait(_WAIT_SECONDS)

@@ -14,7 +14,7 @@ from dsv4.engine.link.grammars import Constrain
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
-from dsv4.engine.ranks.control import RanksControl
+from dsv4.engine.ranks.control import RanksControl, ShareControl
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.ranks.remote import RemoteRank
 from dsv4.engine.ranks.serve import serve_rank
@@ -32,9 +32,9 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
-        connection = world.mesh.requests[0]
+        connection, control = world.mesh.requests[0], ShareControl(llm, backend, world.progress)
         serve_rank(
-            own, llm.control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
+            own, control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
         )  # fmt: skip
         cache.close()
         world.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.transfer import HostCopy, to_device
@@ -17,10 +19,10 @@ from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
 from dsv4.engine.step.masks import Masks
 from dsv4.engine.step.replays import Replays
-from dsv4.engine.step.sampler import num_top_for, outcomes
+from dsv4.engine.step.sampler import Undrawable, num_top_for, outcomes, undrawable
 from dsv4.engine.step.scores import Scores
 from dsv4.engine.step.size import StepSize
-from dsv4.ops.sampling import SamplingRows
+from dsv4.ops.sampling import NOTHING_ALLOWED, SamplingRows
 
 
 @dataclass
@@ -98,6 +100,18 @@ class InFlightStep:
             chosen = chosen[:, kept]
         for observer in tuple(observers):  # one may remove itself
             observer(chosen)
+
+    def without_stuck(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draws of rows that decode, where those of rows that cannot draw are no tokens; changed in place."""
+        if self.stuck:
+            token_ids[[row for row in self.stuck if row < len(token_ids)]] = NOTHING_ALLOWED
+        return token_ids
+
+    def undrawable(self, row: int, code: int) -> Undrawable:
+        """Why a row that decodes drew no token."""
+        if row in self.stuck:
+            return Undrawable(self.stuck[row])
+        return undrawable(code, len(self.plan.rows.requests[row].token_ids))
 
     def outcomes(self, found: Sequence[Tensor]) -> list[Outcome]:
         """What the pieces besides rows drew; `found` is what `drawn` brought."""

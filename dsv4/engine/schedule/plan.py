@@ -67,4 +67,6 @@ class StepPlan:
     def has_rules(self) -> bool:
         """Whether the host must say what may be drawn, which it knows only once the step before is collected. As it was
         when first asked: rules may end with what that step drew."""
-        return any(piece.request.has_rules for piece in self.others if piece.draws)
+        ruled = (self.rows.requests[place] for place in self.rows.ruled)
+        drawing = (piece.request for piece in self.others if piece.draws)
+        return any(request.has_rules for request in (*ruled, *drawing))

@@ -16,8 +16,8 @@ if __name__ == "__main__":  # before anything slow
 def run(orders: Orders, settings: FrontEndSettings) -> int:
     """Serve until the supervisor stops it; returns the exit status."""
     from dsv4.http.engine_connection import EngineConnection
-    from dsv4.http.heartbeat import PulseReader, PulseWriter
     from dsv4.http.lifecycle import make_uvicorn
+    from dsv4.http.processes.heartbeat import PulseReader, PulseWriter
     from dsv4.http.server import create_app
     from dsv4.text.tokenizer import Tokenizer
 

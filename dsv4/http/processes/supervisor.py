@@ -19,10 +19,10 @@ from dataclasses import replace
 from types import FrameType
 
 from dsv4.http.address import address_url
-from dsv4.http.heartbeat import PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.processes.announce import announce_end, announce_ready
 from dsv4.http.processes.child import FORCE, STOP, Child
 from dsv4.http.processes.folder import private_folder
+from dsv4.http.processes.heartbeat import PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
 from dsv4.http.settings import ServerConfig
 

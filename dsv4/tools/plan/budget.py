@@ -28,7 +28,7 @@ from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
 _DRAFT = re.compile(r"(^|\.)mtp\.\d+\.")  # a draft block's tensors, in every spelling
 
-MOST_BLOCKS = 2**18  # of one rank, 33 million tokens: the host keeps books of each
+MOST_BLOCKS = 2**18  # of one rank, 33 million tokens: the host keeps a list entry for each
 
 
 @dataclass(frozen=True)

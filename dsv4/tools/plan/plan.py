@@ -14,7 +14,6 @@ from dsv4.dist.shares import check_ranks, rank_limits
 from dsv4.engine.offload.placement import divide_slots
 from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.tools.plan.budget import Budget, MemoryBudget, WeightBytes, largest
-from dsv4.tools.plan.capacity import GPU_COUNTS, Capacity, capacities
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
@@ -26,6 +25,7 @@ HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 l
 READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels/README.md
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 MAX_GPUS_TRIED = 64
+GPU_COUNTS = (2, 4, 8)  # of the capacities
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,20 @@ class GpuFit:
     min_gpus: int | None
     max_requests: tuple[tuple[int, int], ...]
     max_context_tokens: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Tokens of KV cache over all GPUs, without what a request takes besides; 0 where the weights leave no room.
+
+    dsv4 runs data-parallel attention beside expert parallelism: every GPU has all weights but the experts of others,
+    and the cache of its own requests. Tensor parallelism divides all weights; but a layer has one K=V row a token for
+    all heads, so every GPU of the group keeps the rows of all requests.
+    """
+
+    gpus: int
+    tokens: int
+    tensor_parallel_tokens: int
 
 
 @dataclass(frozen=True)
@@ -221,16 +235,16 @@ class _Planner:
         return min(largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
 
     def capacities(self, gpu: Gpu) -> tuple[Capacity, ...]:
-        """Tokens of cache on several GPUs of this kind, with all experts on them."""
-
-        def needed(gpus: int) -> tuple[int, int]:
-            budget = self.budget(self.engine, gpus, offload_experts=False)
-            return budget.weights, budget.reserve
-
+        """Tokens of cache on several GPUs of this kind, with all experts on them. A tensor-parallel GPU is taken to
+        need as much besides weights."""
+        per_token, found = self.of(1).schema(self.engine).bytes_per_token, []
         counts = [gpus for gpus in GPU_COUNTS if gpus <= self.config.n_routed_experts]
-        per_token = self.of(1).schema(self.engine).bytes_per_token
-        # a model of windows alone keeps nothing of old tokens
-        return capacities(gpu, counts, per_token, self.weights.total, needed) if per_token else ()
+        for gpus in counts if per_token else ():  # a model of windows alone keeps nothing of old tokens
+            budget = self.budget(self.engine, gpus, offload_experts=False)
+            room = gpu.usable_bytes - budget.reserve
+            tokens = max(0, int((room - budget.weights) / per_token))
+            found.append(Capacity(gpus, gpus * tokens, max(0, int((room - self.weights.total // gpus) / per_token))))
+        return tuple(found)
 
     def min_gpus(self, gpu: Gpu) -> int | None:
         """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""

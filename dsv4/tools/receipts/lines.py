@@ -26,7 +26,7 @@ from dsv4.request import Completion, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 
 FORMAT = 1
-# of the parameters, those that hold words or tokens of whoever asked
+# parameters that hold words or tokens of the user
 _CONTENT_PARAMS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids", "cache_salt")
 _HELD = ("prompt", "params", "seed", "grammar", "output", "logprobs")  # parts that stand in a line with their digest
 ENDS = ("stop", "length")

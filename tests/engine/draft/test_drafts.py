@@ -16,8 +16,8 @@ from draft_cases import CONFIGS, MOST, ForcedDrafts, drafting_llm, plain_llm, pr
 from test_runner import FakeGraph
 
 from dsv4.async_llm import AsyncLLM
-from dsv4.http.metrics import Metrics
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.ops import TORCH
 from dsv4.request import SamplingParams
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from draft_cases import ForcedDrafts, ToldDrafter, run, truth_of
-from engine_cases import SMALL
+from engine_cases import SMALL, finish
 from load_cases import Alternating
 
 from dsv4 import LLM
@@ -110,8 +110,7 @@ def test_under_rules(kind):
         ]
         for sequence in sequences:
             llm.engine.submit(sequence)
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         completions = [sequence.completion() for sequence in sequences]
         assert not found or completions == found
         found = completions

@@ -203,13 +203,8 @@ def test_bad_values(folder, wanted):
         LLM(folder, engine=LIMITS, offload_experts=wanted)
 
 
-@pytest.mark.parametrize("wanted", [None, False])
-def test_off(folder, wanted):
-    assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
-
-
-@pytest.mark.parametrize("wanted", [True, "auto"])
-def test_auto_offloads_nothing_that_fits(folder, wanted):
+@pytest.mark.parametrize("wanted", [None, False, True, "auto"])
+def test_nothing_that_fits_is_offloaded_unasked(folder, wanted):
     assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
 
 
@@ -333,8 +328,8 @@ def test_a_stack_in_use_is_not_filled(folder):
 
 def test_metrics(folder):
     pytest.importorskip("prometheus_client")
-    from dsv4.http.metrics import Metrics
-    from dsv4.http.shared_metrics import SharedMetrics
+    from dsv4.http.telemetry.metrics import Metrics
+    from dsv4.http.telemetry.shared_metrics import SharedMetrics
 
     llm = LLM(folder, engine=LIMITS, offload_experts=3)
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))

@@ -15,8 +15,8 @@ from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
 from dsv4.http.connection import OUTLET
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.streaming import STALLED, EventStream, StreamClock
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 

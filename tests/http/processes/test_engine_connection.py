@@ -14,7 +14,7 @@ from dsv4.engine.link.thread import EngineThread
 from dsv4.http import engine_connection as module
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.engine_side import engine_loop
-from dsv4.http.heartbeat import Heartbeat, PulseReader, make_pulse_file
+from dsv4.http.processes.heartbeat import Heartbeat, PulseReader, make_pulse_file
 from dsv4.request import SamplingParams
 from dsv4.text.output import TextOutput
 

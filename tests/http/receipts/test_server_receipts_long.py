@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from receipt_cases import ask_all, mixed_requests, small_checkpoint
+from server_fixtures import SERVE, address_of, kill
 
 from dsv4.tools.receipts.files import read_record
 
@@ -20,16 +21,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def start(folder, log, *options):
-    """A `dsv4 serve` and its address, once it answers."""
-    command = [sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--port", "0", "--context", "512"]
     with log.open("w") as file:
-        process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=file)
-    deadline = time.monotonic() + 120
-    while "running on http" not in (text := log.read_text()):
-        assert process.poll() is None, text
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
-    return process, text.partition("running on ")[2].split()[0]
+        command = [*SERVE, "--model", str(folder), "--context", "512", *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+    return process, address_of(process, log)
 
 
 def replay(*options):
@@ -39,13 +34,6 @@ def replay(*options):
     )  # fmt: skip
     assert ended.returncode in (0, 1), ended.stderr
     return json.loads(ended.stdout)
-
-
-def kill(server):
-    """One that has ended stays as it is."""
-    if server.poll() is None:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.slow

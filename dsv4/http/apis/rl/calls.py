@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsv4.engine.link.messages import ControlFailed
 from dsv4.errors import CheckpointError, WeightsIncomplete
@@ -18,6 +20,7 @@ from dsv4.loader.files import INDEX_FILE, weight_files
 from dsv4.request import RequestError
 
 PauseMode = Literal["abort", "wait", "keep"]
+Seconds = Annotated[int, Field(ge=1, le=3600)]
 _BESIDE = (INDEX_FILE, "config.json", "tokenizer.json")  # what is read besides weights
 
 
@@ -108,3 +111,25 @@ class Controls:
             allowed = ", ".join(map(str, roots)) or "none"
             message = f"{field}: {name!r} is in no folder that weights may be read from (--rl-root): {allowed}"
             raise ApiError(403, message, code="folder_not_allowed", param=field)
+
+
+def asking(*names: str) -> Callable[[Controls, Strict], Awaitable[dict[str, Any]]]:
+    """An answer of what the engine says of itself."""
+
+    async def answer(engine: Controls, asked: Strict) -> dict[str, Any]:
+        info = await engine.info()
+        return {name: info[name] for name in names}
+
+    return answer
+
+
+def telling(
+    verb: str, reply: dict[str, Any], **arguments: Any
+) -> Callable[[Controls, Strict], Awaitable[dict[str, Any]]]:
+    """One command without anything of the request, and a fixed answer."""
+
+    async def answer(engine: Controls, asked: Strict) -> dict[str, Any]:
+        await engine.control(verb, **arguments)
+        return reply
+
+    return answer

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
-from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
+from dsv4.http.apis.rl.calls import Call, Controls, PauseMode, Seconds, asking, telling
 from dsv4.http.apis.rl.vllm import Shape, TensorName
 from dsv4.http.errors import ApiError
 
@@ -67,6 +67,7 @@ class Group(Strict):
     world_size: int = Field(ge=2)
     group_name: Name = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Seconds | None = None
 
 
 class Anything(Strict):
@@ -87,15 +88,15 @@ def _done(message: str, **more: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **more}
 
 
+_FLUSH = telling("reset_prefix_cache", _done("the prefix cache is empty"))
+# slime goes on before the cache is awake
+_GO_ON = telling("resume", {"status": "ok", "message": "the engine goes on"}, later=True)
+
+
 async def pause(engine: Controls, asked: PauseGeneration) -> dict[str, Any]:
     mode, clears = _MODES[asked.mode]
     await engine.pause(mode, clears=clears)
     return {"status": "ok", "message": "the engine is paused"}
-
-
-async def go_on(engine: Controls, asked: Continue) -> dict[str, Any]:
-    await engine.control("resume", later=True)  # slime says so before the cache is awake
-    return {"status": "ok", "message": "the engine goes on"}
 
 
 async def abort(engine: Controls, asked: AbortRequest) -> dict[str, Any]:
@@ -103,11 +104,6 @@ async def abort(engine: Controls, asked: AbortRequest) -> dict[str, Any]:
         raise ApiError(400, "rid: required, unless abort_all is true", code="invalid_value", param="rid")
     num_ended = await engine.control("abort", names=None if asked.abort_all else [asked.rid])
     return _done(f"{num_ended} requests were ended")
-
-
-async def flush(engine: Controls, asked: Strict) -> dict[str, Any]:
-    await engine.control("reset_prefix_cache")
-    return _done("the prefix cache is empty")
 
 
 async def from_disk(engine: Controls, asked: FromDisk) -> dict[str, Any]:
@@ -153,10 +149,6 @@ async def take(engine: Controls, asked: Memory) -> dict[str, Any]:
     return _done("the memory is there again")
 
 
-async def version(engine: Controls, asked: Strict) -> dict[str, Any]:
-    return await vllm.weight_info(engine, asked)
-
-
 async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
     """Whether the engine answers; also while it is paused."""
     await engine.info()
@@ -165,10 +157,10 @@ async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
 
 CALLS = (
     Call("/health_generate", "Whether the engine answers", health, methods=_GET),
-    Call("/get_weight_version", "Which weights run", version, methods=_GET),
-    Call("/flush_cache", "Forget every prefix, in every tier", flush, methods=("GET", "POST")),
+    Call("/get_weight_version", "Which weights run", asking("weight_version"), methods=_GET),
+    Call("/flush_cache", "Forget every prefix, in every tier", _FLUSH, methods=("GET", "POST")),
     Call("/pause_generation", "Stop between two steps", pause, PauseGeneration),
-    Call("/continue_generation", "Go on", go_on, Continue),
+    Call("/continue_generation", "Go on", _GO_ON, Continue),
     Call("/abort_request", "End requests; what they have written is their answer", abort, AbortRequest),
     Call("/update_weights_from_disk", "New weights, of a folder", from_disk, FromDisk),
     Call("/init_weights_update_group", "Join the trainer's group", init_group, Group),

@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from dsv4.engine.stats import EngineStats
-from dsv4.http.metrics import EngineMetrics, Metrics
+from dsv4.http.telemetry.metrics import EngineMetrics, Metrics
 
 _SUFFIX = ".metrics"
 _LOG = logging.getLogger("dsv4.serve")
