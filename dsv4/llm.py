@@ -33,7 +33,7 @@ from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint, weights_digest
 from dsv4.engine.link.stream import TokenEvent
-from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
+from dsv4.engine.offload.load import OffloadExperts, check_offload
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.ranks.start import take_place
@@ -65,7 +65,6 @@ from dsv4.llm_outputs import EventOutput, answer_progress, check_last
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.weights import load_params
 from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
@@ -137,12 +136,13 @@ class LLM(Inside, Controls):
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
         tokenizer = Tokenizer.from_pretrained(folder) if (folder / "tokenizer.json").exists() else None
         checkpoint = Checkpoint.open(folder)
-        chosen_backend, pool = backend or allowed_backend(
+        chosen_backend = backend or allowed_backend(
             backend_for(chosen_device, numerics), chosen_device, config, checkpoint.tensors.values(),
             is_ignored=ignore_selftest,
-        ), None  # fmt: skip
+        )  # fmt: skip
         if chosen_backend.has_kernels:
             check_shapes(config)
+        world: World | None = None
         if num_ranks > 1:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
@@ -151,41 +151,23 @@ class LLM(Inside, Controls):
                 "num_threads": torch.get_num_threads(), "ignore_selftest": ignore_selftest, "drafts": drafts,
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
-            with failing_together(world):
+        with failing_together(world):
+            if world is not None:
                 identity = identify(
                     weights_digest(checkpoint, config), numerics=numerics, dtype=compute_dtype,
-                    backend=chosen_backend.name,
-                    device=chosen_device,
+                    backend=chosen_backend.name, device=chosen_device,
                 )  # fmt: skip
                 check_alike(world, identity)
-                share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 limits = rank_folder(limits, world.rank)
-                cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
-                placement = share.placement(offload_experts, wanted, limits, cache_bytes)
-                with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
-                    params, pool = share.load(placement, chosen_backend, progress)
-                self._set_up(
-                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
-                    drafts,
-                )  # fmt: skip
-            return
-        placement = choose_placement(
-            offload_experts, checkpoint, config, limits, planned_cache_bytes(config, limits, exact_dtype),
-            device=chosen_device, dequantize_to=exact_dtype,
-        )  # fmt: skip
-        with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
-            if placement is None:
-                params = load_params(
-                    checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress
-                )
-            else:
-                params, pool = load_offloaded(
-                    checkpoint, config, placement, chosen_backend, device=chosen_device, dequantize_to=exact_dtype,
-                    progress=progress,
-                )  # fmt: skip
-        self._set_up(
-            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, drafts=drafts
-        )
+            share = Share(checkpoint, config, world, chosen_device, exact_dtype)
+            cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
+            placement = share.placement(offload_experts, wanted, limits, cache_bytes)
+            with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+                params, pool = share.load(placement, chosen_backend, progress)
+            self._set_up(
+                config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
+                drafts,
+            )  # fmt: skip
 
     @classmethod
     def from_params(
