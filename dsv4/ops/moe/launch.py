@@ -9,12 +9,13 @@ same bits; plan.py picks one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dsv4.formats.layouts import ShuffledTensor, shuffle
+from dsv4.formats.layouts import LayoutError, ShuffledTensor, shuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
@@ -43,6 +44,7 @@ from dsv4.ops.moe.plan import (
 )
 from dsv4.ops.moe.sort import COUNT_FIRST, SORT_OPTIONS, ExpertOrder, begin_sort
 
+ROUTED_FORMATS = QuantFormat.NVFP4, QuantFormat.MXFP4
 FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 SUM_BLOCK = 2, 1024  # tokens and columns of a program that sums parts
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -54,7 +56,7 @@ def moe(
 ) -> Tensor:
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
     `rounded` is read for few tokens, of which otherwise every program rounds what it reads (`takes_rounded`). Weights
-    of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
+    of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture (`backend_for_weights`).
     """
     if not are_prepared(routed, shared):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)
@@ -83,9 +85,25 @@ def config_for(x: Tensor, experts: Tensor, routed: Matrices, num_ranks: int = 1)
     return pick_moe_config(x.shape[0], experts.shape[1], num_ranks * num_experts, min(sizes), has_tiles=has_tiles)
 
 
-def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
-    """w1, w2, w3 (stacked or not) as `moe` takes them; once, at load."""
+def prepare_experts(weights: Sequence[QuantTensor]) -> tuple[ShuffledTensor, ...]:
+    """w1, w2, w3 (stacked or not) as the kernels take them."""
     return tuple(shuffle(weight) for weight in weights)
+
+
+def prepare_routed(weights: Sequence[QuantTensor]) -> Sequence[QuantTensor | ShuffledTensor]:
+    """Of routed experts, once at load: as the kernels take them, or as they are where no kernel does (FP8)."""
+    formats = {weight.format for weight in weights}
+    return prepare_experts(weights) if len(formats) == 1 and formats <= set(ROUTED_FORMATS) else weights
+
+
+def prepare_shared(weights: Sequence[QuantTensor]) -> Sequence[QuantTensor | ShuffledTensor]:
+    """Of the shared expert: as they are in FP4, and where block scales are no powers of two."""
+    if any(weight.format is not QuantFormat.FP8_BLOCK for weight in weights):
+        return weights
+    try:
+        return prepare_experts(weights)
+    except LayoutError:
+        return weights
 
 
 class _Call(NamedTuple):
