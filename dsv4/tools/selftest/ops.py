@@ -133,7 +133,5 @@ def _is_lost(device: torch.device, error: Exception) -> bool:
 
 
 def _of_error(part: str, name: str, op: str, error: Exception, seconds: float) -> Check:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return Check(part, name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
     is_compiler = type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)
     return raised(part, name, op, error, seconds, Status.CANNOT_RUN if is_compiler else Status.FAILED)

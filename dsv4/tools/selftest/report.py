@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from dsv4.testing.agreement import Measure
 
 FORMAT = 1  # of the JSON
@@ -85,7 +87,9 @@ def tried(part: str, name: str, measure: Callable[[], Iterable[Measure]], op: st
 
 
 def raised(part: str, name: str, op: str, error: Exception, seconds: float, status: Status = Status.FAILED) -> Check:
-    """In place of a measure, the error on one line."""
+    """In place of a measure, the error on one line. Want of memory is nothing that kernels are to blame for."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Check(part, name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
     detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     return Check(part, name, status, op, detail, None, round(seconds, 3))
 

@@ -20,7 +20,7 @@ from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
 from dsv4.tools.selftest.model import check_model, check_vectors
 from dsv4.tools.selftest.ops import DeviceLost, check_ops, compile_ahead, op_cases
-from dsv4.tools.selftest.own import check_shapes_of, verdict_of
+from dsv4.tools.selftest.own import check_shapes_of, keep_verdict
 from dsv4.tools.selftest.report import Check, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
@@ -99,8 +99,7 @@ def _of_model(
         report.checks.append(lost.check)
     report.seconds = round(time.perf_counter() - start, 1)
     if options.is_kept and device.type == "cuda" and options.backend is None:
-        key = model_key(device, config, Checkpoint.open(folder).tensors.values())
-        write_verdict(verdict_of(report.checks, key))
+        keep_verdict(report.checks, model_key(device, config, Checkpoint.open(folder).tensors.values()))
     return report
 
 

@@ -141,3 +141,46 @@ def test_other_shapes_have_another_verdict(served, folder, tmp_path):
     assert key != model_key(CPU, replace(config, num_experts_per_tok=1), tensors.values())
     assert key != model_key(CPU, config, [info for info in tensors.values() if info.dtype != "F32"])
     assert json.loads(json.dumps(key)) == key
+
+
+def without_memory(*arguments, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class CompilationError(Exception):
+    """As Triton's."""
+
+
+def without_compiler(*arguments, **options):
+    raise CompilationError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(without_memory, "left out for want of memory"), (without_compiler, "of sparse_attention cannot")]
+)
+def test_what_was_not_checked_is_said_and_not_called_right(served, folder, monkeypatch, error, said):
+    """For want of memory nothing is kept: the next start checks again. What cannot run is served by its oracle."""
+    compare = own.checks_of
+
+    def checks_of(call, name, backend, device):
+        return compare(call, name, backend.with_ops(sparse_attention=error), device)
+
+    monkeypatch.setattr(own, "checks_of", checks_of)
+    llm = served()
+    line = own.check_once(llm, is_ignored=False)
+    assert said in line
+    num_right = int(line.split()[0])
+    monkeypatch.setattr(own, "checks_of", compare)
+    again = own.check_once(llm, is_ignored=False)
+    if error is without_memory:
+        assert allowed(folder) is TRITON
+        assert int(again.split()[0]) > num_right
+    else:
+        assert again is None
+        assert allowed(folder).ops.sparse_attention is TORCH.ops.sparse_attention
+
+
+def test_cuts_without_memory_are_no_mistake(served, folder, monkeypatch):
+    monkeypatch.setattr(own.CutModel, "rows", without_memory)
+    assert "3 were left out" in own.check_once(served(), is_ignored=False)
+    assert allowed(folder) is TRITON
