@@ -156,7 +156,8 @@ def without_compiler(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(without_memory, "left out for want of memory"), (without_compiler, "of sparse_attention cannot")]
+    ("error", "said"),
+    [(without_memory, "left out for want of memory"), (without_compiler, "of sparse_attention cannot")],
 )
 def test_what_was_not_checked_is_said_and_not_called_right(served, folder, monkeypatch, error, said):
     """For want of memory nothing is kept: the next start checks again. What cannot run is served by its oracle."""
