@@ -24,7 +24,8 @@ SETTINGS = HyperSettings(num_iters=3, hc_eps=1e-6, norm_eps=1e-6)
 EPS = {"hc_eps": SETTINGS.hc_eps, "norm_eps": SETTINGS.norm_eps}
 FP8_GROUP = 128  # an FP8 weight, or FP4 experts, have whole groups of columns
 FAMILY = 8  # models that share most of their kernels
-HIDDEN_GROUPS = (3, 5, 9, 6, 1, 7, 11, 2)  # of a family's hidden size
+HIDDEN_GROUPS = (3, 5, 9, 32, 1, 7, 11, 2)  # of a family's hidden size; 32 are Flash's
+MOE_GROUPS = {9: (8, 9), 32: (16, 16), 11: (9, 8)}  # of experts by those of such a size: as forms of many tokens ask
 
 
 class RandomModel(NamedTuple):
@@ -40,8 +41,9 @@ class RandomModel(NamedTuple):
         return f"{self.experts} " + " ".join(f"{name}={getattr(self.config, name)}" for name in names)
 
 
-def random_model(seed: int, *, most_groups: int = 11, num_layers: int = 3) -> RandomModel:
-    """Widths up to `most_groups` times 128, the first model's 384.
+def random_model(seed: int, *, most_groups: int = 32, num_layers: int = 3) -> RandomModel:
+    """Widths up to `most_groups` times 128 (of experts up to 9 times, but where hidden sizes are Flash's), the first
+    model's 384.
 
     `FAMILY` seeds in a row share what most kernels are compiled for, and each has one of two choices of heads, of
     indexer and of experts, so that a family costs the compiler as much as two models. Layers and routers are its own.
@@ -52,7 +54,7 @@ def random_model(seed: int, *, most_groups: int = 11, num_layers: int = 3) -> Ra
     def width(most: int) -> int:
         return FP8_GROUP * common.randint(1, most)
 
-    hidden_size = FP8_GROUP * min(most_groups, HIDDEN_GROUPS[family % len(HIDDEN_GROUPS)])
+    hidden_groups = min(most_groups, HIDDEN_GROUPS[family % len(HIDDEN_GROUPS)])
     o_groups, head_dim, q_lora_rank = common.choice([1, 2, 3, 4, 5]), common.choice([128, 256, 512]), width(4)
     o_lora_rank = FP8_GROUP * common.choice([1, 2])
     heads = common.sample([1, 2, 3], 2)[member & 1]
@@ -60,15 +62,16 @@ def random_model(seed: int, *, most_groups: int = 11, num_layers: int = 3) -> Ra
     experts = list(zip(common.sample([5, 7, 9, 12, 16, 17], 2), common.sample([1, 2, 3, 5], 2), strict=True))
     formats: list[ExpertFormat] = common.sample(["mxfp4", "nvfp4"], 2)
     moe_widths = [width(min(most_groups, 9)) for _ in range(2)]
+    moe_widths = [FP8_GROUP * groups for groups in MOE_GROUPS.get(hidden_groups, ())] or moe_widths
     of_index, of_experts = member >> 1 & 1, member >> 2 & 1
     ratios = tuple(own.sample([0, 4, 128], 3)) if num_layers == 3 else tuple(own.choices([4, 128], k=num_layers))
     config = ModelConfig.tiny(
-        vocab_size=256, hidden_size=hidden_size, num_hidden_layers=num_layers, num_hash_layers=own.choice([0, 1]),
-        num_attention_heads=o_groups * heads, head_dim=head_dim, q_lora_rank=q_lora_rank, o_groups=o_groups,
-        o_lora_rank=o_lora_rank, n_routed_experts=experts[of_experts][0], num_experts_per_tok=experts[of_experts][1],
-        moe_intermediate_size=moe_widths[of_experts], index_n_heads=index[of_index][0],
-        index_topk=index[of_index][1], compress_ratios=ratios, num_nextn_predict_layers=0,
-        max_position_embeddings=1024,
+        vocab_size=256, hidden_size=FP8_GROUP * hidden_groups, num_hidden_layers=num_layers,
+        num_hash_layers=own.choice([0, 1]), num_attention_heads=o_groups * heads, head_dim=head_dim,
+        q_lora_rank=q_lora_rank, o_groups=o_groups, o_lora_rank=o_lora_rank, n_routed_experts=experts[of_experts][0],
+        num_experts_per_tok=experts[of_experts][1], moe_intermediate_size=moe_widths[of_experts],
+        index_n_heads=index[of_index][0], index_topk=index[of_index][1], compress_ratios=ratios,
+        num_nextn_predict_layers=0, max_position_embeddings=2048,
     )  # fmt: skip
     return RandomModel(config, formats[of_experts])
 

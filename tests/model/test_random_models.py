@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
+from benchmarks.bits import num_tokens
 from dsv4.ops import TORCH, TRITON
+from dsv4.ops.moe import NARROW_ROWS, Form, pick_moe_config
+from dsv4.ops.moe.many.launch_tiles import TIMED
 from dsv4.testing.inputs import kernel_device
-from dsv4.testing.model_cuts import Cut, CutModel, compile_models, random_cuts
+from dsv4.testing.model_cuts import SIZES, Cut, CutModel, compile_models, random_cuts
 from dsv4.testing.random_shapes import random_model
 
 DEVICE = kernel_device()
@@ -72,6 +75,21 @@ def test_a_mistake_is_seen_and_named(small_model, monkeypatch, op, mistake, cut,
     monkeypatch.setattr(small_model.model, "context", replace(context, backend=BACKEND.with_ops(**{op: mistake})))
     assert small_model.differing_rows(cut)
     assert small_model.first_difference(cut).startswith(named)
+
+
+def test_long_prompts_reach_every_form_of_experts_in_both_formats():
+    """A whole prompt of some model takes each; so do 512 tokens that come before others."""
+    found = set()
+    for number in range(50):
+        config, experts = random_model(number)
+        widths = config.moe_intermediate_size, config.hidden_size
+        for size in {size for size in (*SIZES, num_tokens(number)) if size <= num_tokens(number)}:
+            form = pick_moe_config(
+                size, config.num_experts_per_tok, config.n_routed_experts, min(widths), has_tiles=widths in TIMED
+            ).form
+            found.add((form, experts))
+    assert found == {(form, experts) for form in Form for experts in ("mxfp4", "nvfp4")}
+    assert {num_tokens(number) > NARROW_ROWS for number in range(50)} == {False, True}
 
 
 def test_random_cuts_are_whole():

@@ -83,6 +83,14 @@ def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
     assert "batch: an op," in capsys.readouterr().out
 
 
+def test_fewer_models_than_were_asked_for_are_red(capsys):
+    options = ["bits", "--device", "cpu", "--seconds", "-1"]
+    assert entry.main([*options, "--models", "9"]) == 1
+    assert "0 of 9 models were compared" in capsys.readouterr().out
+    assert entry.main(options) == 0
+    assert capsys.readouterr().out.endswith("0 models, 0 with rows that differ\n")
+
+
 def test_a_server_over_a_free_model(tmp_path, capsys):
     out = tmp_path / "server.jsonl"
     options = ["--streams", "3", "--section", "streams", "--kinds", "chat", "--processes", "1", "--step-ms", "20"]
