@@ -15,8 +15,8 @@ With --ptxas: other-selftest is the self-test under that assembler. In place of 
 bits and times of every case under each of the two, and both are compared.
 
 Parts run beside each other, but those that measure times: these come last, one by one, with as many seconds again for
-each. `--kernels`: files of `dsv4 kernels pack`, so that little is left to compile. What a part prints is in FOLDER; what
-did not end in time says so. Exit status 1 if something is red, or did not end. A time that differs is no fault.
+each. `--kernels`: files of `dsv4 kernels pack`, so that little is left to compile. What a part prints is in FOLDER.
+Exit status 1 if something is red or did not end in time. A time that differs is no fault.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     if is_gpu:
         no_bits = "not test_random_models_in_pieces"  # the part above
         tests = "-m", "pytest", "-q", "-p", "no:cacheprovider"
-        parts += [
-            Part("op-tests", (*tests, "tests/ops", "tests/testing")), Part("tests", (*tests, "-m", "gpu", "-k", no_bits)),
-        ]  # fmt: skip
+        parts.append(Part("op-tests", (*tests, "tests/ops", "tests/testing")))
+        parts.append(Part("tests", (*tests, "-m", "gpu", "-k", no_bits)))
     measured = "-m", "benchmarks", "ops", "--samples", "20", "--out"
     if options.ptxas is None:
         parts.append(Part("digests", (*measured, f"{folder}/digests.jsonl", "--digests", *device)))

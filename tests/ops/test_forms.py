@@ -1,11 +1,12 @@
 """An op has one form for few rows and others for many. At shapes nobody chose: a row is the same bits in all of them.
 
 In the interpreter every op with several forms, up to the numbers of rows that it can afford; on a GPU, where the order
-of sums is the compiler's, all numbers at which a form changes. Forms of attention, of the compressors and of the
-indexer are compared in whole models (tests/model/test_random_models.py).
+of sums is the compiler's, all numbers at which a form changes. What an op writes in place is compared too.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,12 +79,20 @@ def masked_tail(logits, token_ids, num_top):
     return tuple(torch.cat([one[:-1], other[-1:]]) for one, other in zip(found, again, strict=True))
 
 
+def other_states(attention, index, batch):
+    """Alone, a token leaves other scores for the entry that is open."""
+    if len(attention.kv) == 1:
+        attention = replace(attention, gate=attention.gate + 1)
+    return TRITON.ops.compress_pair(attention, index, batch)
+
+
 @pytest.mark.parametrize(
     ("name", "op", "mistake"),
     [
         ("linear of bf16", "linear", in_another_order),
         ("linear of bf16", "linear", split_by_rows),
         ("sampled_logprobs", "sampled_logprobs", masked_tail),
+        ("compress_pair", "compress_pair", other_states),
     ],
 )
 def test_a_mistake_is_seen(name, op, mistake):

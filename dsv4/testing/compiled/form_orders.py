@@ -2,6 +2,7 @@
 tokens and compared by `sum_orders`. Needs no GPU, and no memory for a cache: stand-ins are launched.
 
     python -m dsv4.testing.compiled.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
+    python -m dsv4.testing.compiled.form_orders 0 8 16                               random models, by number
 
 One line for each function whose sums differ from one number of tokens to another, or "equal". Functions that only some
 forms call are not compared: tests/ops/test_kernels_compile.py has those that must agree by name. It runs in a process
@@ -30,6 +31,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON, Backend, OpSet
 from dsv4.testing.compiled.compile_check import offline
 from dsv4.testing.compiled.sum_orders import orders_of
+from dsv4.testing.random_shapes import random_model
 
 ARCHITECTURE = 90
 # numbers of tokens on both sides of every change of form (plan.py of each op)
@@ -145,7 +147,8 @@ def main(changes: list[str]) -> None:
     with only_layouts(), torch.no_grad():
         for change in changes or ["{}"]:
             raw = json.loads(change)
-            print(change, *(lines_of(replace(BASE, **raw)) or ["equal"]), sep="\n  ", flush=True)
+            config = random_model(raw).config if isinstance(raw, int) else replace(BASE, **raw)
+            print(change, *(lines_of(config) or ["equal"]), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":
