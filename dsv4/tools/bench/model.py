@@ -251,21 +251,30 @@ def _nbytes(weights: Any) -> int:
     return sum(part.numel() * part.element_size() for part in tensors_of(weights))
 
 
-def measure_prefill(model: BenchModel, num_tokens: int, repeats: int) -> Record:
-    """One prompt of `num_tokens` in one call, from an empty cache."""
-    limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
+def measure_prefill(model: BenchModel, num_tokens: int, repeats: int, chunk: int | None = None) -> Record:
+    """One prompt of `num_tokens` from an empty cache, in calls of at most `chunk` tokens."""
+    chunk = min(chunk or num_tokens, num_tokens)
+    limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=chunk)
     transformer = model.transformer()
     cache = KVCacheManager(
         model.config, transformer.schedule, limits, device=model.device, plain_dtype=None
     )  # fmt: skip
     runner = Runner(transformer, cache, buckets=(1,), use_graphs=False, experts=model.pool)
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    batch = cache.make_batch([cache.admit(num_tokens)], [tokens.tolist()])
-    rows = torch.full((1,), num_tokens - 1, device=model.device)
-    times = time_calls(lambda: runner.forward(batch, rows), model.device, repeats)
+    slot = cache.admit(num_tokens)
+    calls = []
+    for part in tokens.split(chunk):
+        batch = cache.make_batch([slot], [part.tolist()])
+        calls.append((batch, torch.full((1,), len(part) - 1, device=model.device)))
+
+    def prefill() -> None:
+        for batch, rows in calls:
+            runner.forward(batch, rows)
+
+    times = time_calls(prefill, model.device, repeats)
     return {
-        "kind": "prefill", "tokens": num_tokens, "layers": model.config.num_hidden_layers, **_spread(times),
-        "tokens_per_second": round(num_tokens / statistics.median(times), 1),
+        "kind": "prefill", "tokens": num_tokens, "chunk": chunk, "layers": model.config.num_hidden_layers,
+        **_spread(times), "tokens_per_second": round(num_tokens / statistics.median(times), 1),
     }  # fmt: skip
 
 
