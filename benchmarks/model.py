@@ -6,7 +6,7 @@
 
 | section | what | records (`kind`) |
 |---|---|---|
-| decode | Flash layers SWA, CSA, HCA, CSA, or the first --layers: a step, its layers, by batch, context | decode, layer |
+| decode | layers SWA, CSA, HCA, CSA, or the first --layers: a step, its layers, by batch, context | decode, layer |
 | prefill | the same model, prompts in calls of at most --chunk tokens | prefill |
 | serving | the same model through the engine: latency and throughput | serving |
 | memory | bytes held against the plan | memory |
