@@ -123,6 +123,7 @@ def broken(device_name: str) -> list[dict[str, Any]]:
     from dsv4.config import ModelConfig
     from dsv4.loader.write.synth import write_checkpoint
     from dsv4.ops import TORCH, TRITON
+    from dsv4.testing import mistakes
     from dsv4.tools.selftest.report import Status
     from dsv4.tools.selftest.run import SelftestOptions, run_selftest
 
@@ -131,7 +132,13 @@ def broken(device_name: str) -> list[dict[str, Any]]:
     for name in ("flash", "384"):
         # without a GPU the cases are small, and a model runs on the oracles
         backend = TRITON if name == "flash" else sound
-        wrong = mistakes(backend.ops, few_rows_op="linear" if name == "flash" else "hc_enter")
+        wrong = {
+            "rms_norm_quant": mistakes.wrong_scale(backend.ops), "sparse_attention": mistakes.masked_tail(backend.ops),
+        }  # fmt: skip
+        if name == "flash":
+            wrong["linear"] = mistakes.linear_follows_rows(backend.ops)
+        else:
+            wrong["hc_enter"] = mistakes.follows_rows(backend.ops)
         with tempfile.TemporaryDirectory() as folder:
             model = None if name == "flash" else Path(folder) / "model"
             if model is not None:
@@ -148,35 +155,6 @@ def broken(device_name: str) -> list[dict[str, Any]]:
              "is_right": named == sorted(wrong)}
         )  # fmt: skip
     return results
-
-
-def mistakes(ops: Any, few_rows_op: str) -> dict[str, Any]:
-    import torch
-
-    from dsv4.formats.tensors import QuantActivation
-
-    def rms_norm_quant(x: Any, weight: Any, eps: float, keep_plain: bool) -> Any:
-        plain, codes = ops.rms_norm_quant(x, weight, eps, keep_plain)
-        scale = codes.scale.clone()
-        scale[-1, -1] += 1
-        return plain, QuantActivation(codes.codes, scale)
-
-    def linear(x: Any, *arguments: Any, **options: Any) -> Any:
-        made = ops.linear(x, *arguments, **options)
-        return made * (1 + 2**-6) if len(made) <= 2 else made
-
-    def hc_enter(source: Any, *arguments: Any, **options: Any) -> Any:
-        from dataclasses import replace
-
-        made = ops.hc_enter(source, *arguments, **options)
-        return replace(made, comb=made.comb + 2**-12) if len(source) <= 2 else made
-
-    def sparse_attention(q: Any, *arguments: Any, **options: Any) -> Any:
-        made = ops.sparse_attention(q, *arguments, **options)
-        return torch.cat([made[:-1], torch.zeros_like(made[-1:])])
-
-    few_rows = {"linear": linear, "hc_enter": hc_enter}[few_rows_op]
-    return {"rms_norm_quant": rms_norm_quant, few_rows_op: few_rows, "sparse_attention": sparse_attention}
 
 
 def main(arguments: list[str]) -> int:

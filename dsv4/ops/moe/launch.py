@@ -199,12 +199,10 @@ def launch_moe(
     )
     if config.form is Form.FEW:
         _launch_few(call, rounded)
-    elif config.form is Form.NARROW:
-        _launch_narrow(call)
-    elif config.form is Form.WIDE:
-        _launch_wide(call)
-    else:
+    elif config.form is Form.TILES:
         _launch_tiles(call)
+    else:
+        _launch_sorted(call)
     is_kept = has_shared or peer_buffers is not None
     return out if is_kept else call.parts[: num_tokens * top_k].view(num_tokens, top_k, dim)
 
@@ -239,39 +237,27 @@ def _launch_few(call: _Call, rounded: Tensor | None) -> None:
     )
 
 
-def _launch_narrow(call: _Call) -> None:
+def _launch_sorted(call: _Call) -> None:
+    """NARROW or WIDE."""
     (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
-    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, OPERAND)
+    is_wide = config.form is Form.WIDE
+    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, PRODUCT if is_wide else OPERAND)
     num_tiles, num_shared_tiles = len(order.tile_experts) * call.has_routed, call.num_shared_tiles
     shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
+    gate_up_flags, down_flags = call.gate_up_ranges(), call.down_ranges()
+    if not is_wide:
+        gate_up_flags |= {"UNROLL": config.gate_up.unroll, "ROUNDS_SHARED": config.rounds_shared}
+        down_flags |= {"UNROLL": config.down.unroll, "SHARED_QUANTISE": not config.rounds_shared}
+    gate_up, down = (_wide_gate_up_kernel, _wide_down_kernel) if is_wide else (_gate_up_kernel, _down_kernel)
     num_work = num_tiles * (width // BLOCK) + num_shared_tiles * (width // (128 if config.rounds_shared else BLOCK))
-    _gate_up_kernel[(num_work,)](
+    gate_up[(num_work,)](
         ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
-        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), UNROLL=config.gate_up.unroll,
-        **call.gate_up_ranges(), ROUNDS_SHARED=config.rounds_shared, **config.gate_up.options,
+        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), **gate_up_flags, **config.gate_up.options,
     )
-    _down_kernel[(num_tiles * (dim // PAIR_BLOCK) + num_shared_tiles * (dim // BLOCK),)](
+    num_work = num_tiles * (dim // PAIR_BLOCK) + num_shared_tiles * (dim // (PAIR_BLOCK if is_wide else BLOCK))
+    down[(num_work,)](
         call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
-        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]),
-        UNROLL=config.down.unroll, **call.down_ranges(), SHARED_QUANTISE=not config.rounds_shared,
-        RANKS=call.num_ranks, **config.down.options,
-    )
-
-
-def _launch_wide(call: _Call) -> None:
-    (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
-    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, PRODUCT)
-    num_shared_tiles = call.num_shared_tiles
-    num_tiles = len(order.tile_experts) * call.has_routed + num_shared_tiles
-    shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
-    _wide_gate_up_kernel[(num_tiles * (width // BLOCK),)](
-        ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
-        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), **call.gate_up_ranges(),
-        **config.gate_up.options,
-    )
-    _wide_down_kernel[(num_tiles * (dim // PAIR_BLOCK),)](
-        call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
-        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]), **call.down_ranges(),
+        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]), **down_flags,
         RANKS=call.num_ranks, **config.down.options,
     )
 

@@ -36,6 +36,7 @@ from dsv4.testing.random_shapes import random_model
 ARCHITECTURE = 90
 # numbers of tokens on both sides of every change of form (plan.py of each op)
 SIZES = (1, 4, 8, 16, 17, 40, 100, 200, 300, 513, 600)
+FEW_SIZES = (16, 40, 600)  # of a random model: one for each side of the changes at 16 and at 512
 
 
 class Found(NamedTuple):
@@ -147,8 +148,10 @@ def main(changes: list[str]) -> None:
     with only_layouts(), torch.no_grad():
         for change in changes or ["{}"]:
             raw = json.loads(change)
-            config = random_model(raw).config if isinstance(raw, int) else replace(BASE, **raw)
-            print(change, *(lines_of(config) or ["equal"]), sep="\n  ", flush=True)
+            is_random = isinstance(raw, int)
+            config = random_model(raw).config if is_random else replace(BASE, **raw)
+            found = lines_of(config, FEW_SIZES if is_random else SIZES)
+            print(change, *(found or ["equal"]), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from dsv4.config import ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.run import kernel_record
 from dsv4.engine.run.kernel_record import KernelRefused, allowed_backend, model_key
-from dsv4.formats.tensors import QuantActivation
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH, TRITON
+from dsv4.testing import mistakes
 from dsv4.tools.selftest import own
 from dsv4.tools.selftest.report import Status
 from dsv4.tools.selftest.run import SelftestOptions, run_selftest
@@ -34,23 +34,6 @@ def folder(tmp_path_factory):
 
 def run(folder, **exchanged):
     return run_selftest(CPU, SelftestOptions(backend=TORCH.with_ops(**exchanged), model=folder))
-
-
-def wrong_scale(x, weight, eps, keep_plain):
-    plain, codes = TORCH.ops.rms_norm_quant(x, weight, eps, keep_plain)
-    scale = codes.scale.clone()
-    scale[-1, -1] += 1
-    return plain, QuantActivation(codes.codes, scale)
-
-
-def follows_rows(source, *arguments, **options):
-    made = TORCH.ops.hc_enter(source, *arguments, **options)
-    return replace(made, comb=made.comb + 2**-12) if len(source) <= 2 else made
-
-
-def masked_tail(q, *arguments, **options):
-    out = TORCH.ops.sparse_attention(q, *arguments, **options)
-    return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if len(q) % 2 else out
 
 
 def test_layers_of_every_kind_are_kept_once():
@@ -76,13 +59,13 @@ def test_sound_ops_are_green(folder):
 @pytest.mark.parametrize(
     ("op", "mistake", "parts"),
     [
-        ("rms_norm_quant", wrong_scale, {"oracle"}),
-        ("hc_enter", follows_rows, {"batch"}),
-        ("sparse_attention", masked_tail, {"oracle"}),
+        ("rms_norm_quant", mistakes.wrong_scale, {"oracle"}),
+        ("hc_enter", mistakes.follows_rows, {"batch"}),
+        ("sparse_attention", mistakes.masked_tail, {"oracle"}),
     ],
 )
 def test_a_planted_mistake_is_red_and_named(folder, op, mistake, parts):
-    report = run(folder, **{op: mistake})
+    report = run(folder, **{op: mistake(TORCH.ops)})
     assert report.ops_with(Status.FAILED) == [op]
     assert parts <= {check.part for check in report.failures if check.op == op}
     assert any(check.part == "requests" and f"the first op {op}" in check.detail for check in report.failures)
@@ -124,7 +107,7 @@ def test_a_served_model_is_checked_once(served, folder):
 
 
 def test_a_red_model_is_refused_now_and_when_it_is_loaded(served, folder):
-    llm = served(sparse_attention=masked_tail)
+    llm = served(sparse_attention=mistakes.masked_tail(TORCH.ops))
     assert own.check_once(llm, is_ignored=True) is None
     with pytest.raises(KernelRefused, match=r"at this model's shapes: sparse_attention.*--ignore-selftest"):
         own.check_once(llm, is_ignored=False)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4.cli.main import main
-from dsv4.formats.tensors import QuantActivation
 from dsv4.ops import TORCH, TRITON, OpSet
+from dsv4.testing import mistakes
 from dsv4.testing.bench import case_modules, load_small_cases
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.op_call import ROWS, WRITTEN, implementations
@@ -68,13 +68,9 @@ def test_rows_in_another_order_are_red():
 
 
 def test_one_wrong_scale_is_red():
-    def doubled(x, weight, eps, keep_plain):
-        plain, codes = TRITON.ops.rms_norm_quant(x, weight, eps, keep_plain)
-        scale = codes.scale.clone()
-        scale[-1, -1] += 1  # of one group of 128
-        return plain, QuantActivation(codes.codes, scale)
-
-    assert ("oracle", "rms_norm_quant") in failed(run("rms_norm_quant", rms_norm_quant=doubled))
+    assert ("oracle", "rms_norm_quant") in failed(
+        run("rms_norm_quant", rms_norm_quant=mistakes.wrong_scale(TRITON.ops))
+    )
 
 
 def test_a_last_bit_that_depends_on_the_batch_is_red():
