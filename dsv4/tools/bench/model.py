@@ -261,11 +261,10 @@ def measure_prefill(model: BenchModel, num_tokens: int, repeats: int, chunk: int
     )  # fmt: skip
     runner = Runner(transformer, cache, buckets=(1,), use_graphs=False, experts=model.pool)
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    slot = cache.admit(num_tokens)
-    calls = []
+    slot, calls = cache.admit(num_tokens), []
     for part in tokens.split(chunk):
-        batch = cache.make_batch([slot], [part.tolist()])
-        calls.append((batch, torch.full((1,), len(part) - 1, device=model.device)))
+        last = torch.full((1,), len(part) - 1, device=model.device)
+        calls.append((cache.make_batch([slot], [part.tolist()]), last))
 
     def prefill() -> None:
         for batch, rows in calls:
