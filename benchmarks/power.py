@@ -51,10 +51,16 @@ class Load:
         }
 
 
-def open_meter() -> Meter:
-    """Of the GPU that this process uses."""
+def open_meter() -> Meter | None:
+    """Of the GPU that this process uses; None where the driver cannot say, and a line why."""
     import torch
 
-    from dsv4.tools.auto.nvml import LoadMeter
+    from dsv4.tools.auto.nvml import LoadMeter, NoDriver
 
-    return LoadMeter(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    try:
+        meter = LoadMeter(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        meter.read()
+    except NoDriver as error:
+        print(f"records have no clocks and no power: {error}", flush=True)
+        return None
+    return meter

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import re
 import time
 import traceback
@@ -20,17 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks.power import Load, Meter, open_meter
+from benchmarks.records import RESULTS, Record, origin_of, write_records
 from dsv4.loader.write.config_file import ExpertFormat
-from dsv4.testing import bench as records_of
 from dsv4.tools.bench.context import BenchModel, build_model
-from dsv4.tools.bench.model import describe_machine
 from dsv4.tools.plan.targets import PRESETS
 
-RESULTS = Path(__file__).parent / "results"
 SCHEDULE = ("swa", "csa", "hca", "csa")  # the four layers
 FLASH_COUNTS = {"swa": 2, "csa": 21, "hca": 20}  # layers of each kind in all of Flash
 NUM_LAYERS = sum(FLASH_COUNTS.values())
-Record = dict[str, Any]
 
 
 def add_common_options(parser: argparse.ArgumentParser, sections: Iterable[str]) -> None:
@@ -56,9 +51,7 @@ class Session:
         self.is_cuda = options.device != "cpu"
         self.device = torch.device(options.device)
         self.records: list[Record] = []
-        machine = {"gpu": "none", "cpus": os.cpu_count(), "commit": options.commit or records_of.current_commit()}
-        machine |= describe_machine(torch.device("cpu"))
-        self.origin = records_of.provenance(options.commit) if self.is_cuda else machine
+        self.origin = origin_of(self.device, options.commit)
         self.meter: Meter | None = open_meter() if self.is_cuda else None
         self.facts: Record = {}  # of all records that follow
         self._began, self._line = time.monotonic(), line
@@ -79,10 +72,9 @@ class Session:
             record = one | self.facts
             self.records.append(record)
             if self.out is not None:
-                records_of.write_records(self.out, [record], self.origin)
-            plain = record["kind"] in ("error", "skipped") or self._line is None
-            shown = json.dumps(record) if plain or self._line is None else self._line(record)
-            print(shown[:900], flush=True)
+                write_records(self.out, [record], self.origin)
+            is_plain = self._line is None or record["kind"] in ("error", "skipped")
+            print((as_line(record) if is_plain else self._line(record))[:900], flush=True)
 
     def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """One measurement; whatever goes wrong becomes a record, and the next one may well work."""
@@ -111,6 +103,12 @@ class Session:
         print(f"[{self.elapsed:6.1f}] {model.config.num_hidden_layers} layers are built", flush=True)
         free_memory()
         return model
+
+
+def as_line(record: Record) -> str:
+    """For a person: without what is long."""
+    short = {name: value for name, value in record.items() if not isinstance(value, (list, dict)) or len(value) < 8}
+    return f"{short.pop('kind')}: {', '.join(f'{name} {value}' for name, value in short.items())}"
 
 
 def is_bad(record: Record) -> bool:

@@ -76,7 +76,7 @@ def prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
     if layout.grouped is not None and not isinstance(attn.wo_a, ShuffledTensor):
         attn = replace(attn, wo_a=layout.grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
     ffn = replace(
-        ffn, experts=_prepare_experts(ffn.experts, layout.routed), shared=_prepare_experts(ffn.shared, layout.shared)
+        ffn, experts=prepare_experts(ffn.experts, layout.routed), shared=prepare_experts(ffn.shared, layout.shared)
     )
     return replace(block, attn=attn, ffn=ffn)
 
@@ -120,7 +120,8 @@ def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBun
     )  # fmt: skip
 
 
-def _prepare_experts(experts: ExpertParams, prepare: PrepareExperts | None) -> ExpertParams:
+def prepare_experts(experts: ExpertParams, prepare: PrepareExperts | None) -> ExpertParams:
+    """One expert, or stacks of them."""
     matrices = experts.matrices
     if (
         prepare is None

@@ -5,15 +5,13 @@ On a GPU as many models as the limit of three minutes allows (`python -m benchma
 the first op that differs. On a CPU one model runs on the oracles, and mistakes that the comparison must see and name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.bits import num_tokens
 
 from benchmarks import __main__ as benchmarks
-from benchmarks.bits import num_tokens
 from dsv4.ops import TORCH, TRITON
 from dsv4.ops.moe import NARROW_ROWS, Form, pick_moe_config
 from dsv4.ops.moe.many.launch_tiles import TIMED
