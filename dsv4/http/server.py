@@ -1,6 +1,6 @@
 """The HTTP server of one process: `create_app` over a connection to an engine. No torch.
 
-OpenAI's and Anthropic's interfaces at /v1 (`apis.py`), a page at /, /health, /ready, /metrics, /live (the engine at
+OpenAI's and Anthropic's interfaces at /v1 (`apis/`), a page at /, /health, /ready, /metrics, /live (the engine at
 this moment) and /openapi.json.
 """
 

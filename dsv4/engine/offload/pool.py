@@ -42,7 +42,7 @@ PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
 
 
 class Recorder(Protocol):
-    """What captures a call (engine/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
+    """What captures a call (engine/run/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
 
     def cut(self, then: Callable[[], None]) -> None: ...
 
