@@ -128,7 +128,8 @@ class Server:
         """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = self._prepare_quickly(api, body) or await self._beside(self._prepare, api, body)
+        prepared = self._prepare_quickly(api, body)
+        asked, job = await self._beside(self._prepare, api, body) if prepared is None else prepared
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
         given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)
