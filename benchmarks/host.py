@@ -160,11 +160,3 @@ def spread(op: str, shapes: dict[str, Any], seconds: list[float]) -> Record:
         "kind": "host", "op": op, "shapes": shapes, "median_us": round(1e6 * statistics.median(seconds), 2),
         "p10_us": round(deciles[0], 2), "p90_us": round(deciles[-1], 2), "repeats": len(seconds),
     }  # fmt: skip
-
-
-def line(record: Record) -> str:
-    rate = f", {record['pairs_per_s']:,.0f} pairs/s" if "pairs_per_s" in record else ""
-    if "mean_us" in record:
-        return f"{record['op']:16} {record['shapes']!s:40} {record['mean_us']:10,.1f} us"
-    times = f"{record['median_us']:10,.1f} us ({record['p10_us']:,.1f} to {record['p90_us']:,.1f})"
-    return f"{record['op']:16} {record['shapes']!s:40} {times}{rate}"

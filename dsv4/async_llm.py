@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dsv4.engine.control import AsyncControls
 from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
@@ -22,6 +21,7 @@ from dsv4.engine.link.messages import EngineLost
 from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.link.thread import EngineThread
 from dsv4.engine.stats import EngineStats
+from dsv4.engine.verbs import AsyncControls
 from dsv4.llm import LLM
 from dsv4.llm_input import Prompt, as_params, as_prompts
 from dsv4.request import Completion, RequestError, SamplingParams, check_params, check_prompt

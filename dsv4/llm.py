@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -24,14 +24,14 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
-from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
+from dsv4.dist.shares import check_ranks, expert_range, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
-from dsv4.engine.control import Controls, EngineControl
+from dsv4.engine.control import EngineControl
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
-from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
+from dsv4.engine.fingerprint import Identity, identify, run_fingerprint, weights_digest
 from dsv4.engine.link.stream import TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
@@ -47,6 +47,7 @@ from dsv4.engine.run.warmup_requests import rehearse_requests
 from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
+from dsv4.engine.verbs import Controls
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -152,10 +153,11 @@ class LLM(Inside, Controls):
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
                 identity = identify(
-                    None, config, numerics=numerics, dtype=compute_dtype, backend=chosen_backend.name,
+                    weights_digest(checkpoint, config), numerics=numerics, dtype=compute_dtype,
+                    backend=chosen_backend.name,
                     device=chosen_device,
                 )  # fmt: skip
-                check_alike(world, identity, checkpoint)
+                check_alike(world, identity)
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 limits = rank_folder(limits, world.rank)
                 cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
@@ -229,7 +231,9 @@ class LLM(Inside, Controls):
         self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
+        self.weights_digest = weights_digest(checkpoint, config)  # as loaded: what becomes of the files is not theirs
         self.num_ranks = 1 if world is None else world.size
+        self.own_experts = expert_range(config.n_routed_experts, self.num_ranks, 0 if world is None else world.rank)
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
         params = prepare_params(params, backend)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
@@ -267,18 +271,15 @@ class LLM(Inside, Controls):
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
             self.engine = take_place(self, world, runner, choice, backend)
-            self._end_ranks = weakref.finalize(self, world.leader.stop)
+            self._end_ranks = weakref.finalize(self, world.close)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
         context = self.model.context
-        found = identify(
-            self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
-            device=self.model.params.embed.device,
+        return identify(
+            self.weights_digest, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
+            device=self.model.weights.embed.device,
         )  # fmt: skip
-        return (
-            found if self.checkpoint is not None else replace(found, checkpoint=self.control.weights_name or IN_MEMORY)
-        )
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
@@ -310,7 +311,7 @@ class LLM(Inside, Controls):
     ) -> KVCacheManager:  # fmt: skip
         model = self.model
         return KVCacheManager(
-            self.config, schedule, limits, device=model.params.embed.device,
+            self.config, schedule, limits, device=model.weights.embed.device,
             plain_dtype=model.context.dtype if self.numerics == "exact" else None, fingerprint=fingerprint,
         )  # fmt: skip
 

@@ -30,11 +30,10 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import HostCopy
 from dsv4.engine.draft.counts import FixedDrafts, Offer
-from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.request import UNREAD, Request
-from dsv4.engine.run.in_flight import InFlightStep
+from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
@@ -43,11 +42,11 @@ from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
+from dsv4.engine.step.replays import wants_picks
 from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs
-from dsv4.engine.step.size import OwnSizes, Sizes, StepSize
+from dsv4.engine.step.size import Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
-from dsv4.engine.write_watch import WriteWatch
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
@@ -75,7 +74,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
-        self.sizes: Sizes = sizes or OwnSizes()
+        self.sizes = sizes or Sizes()
         self.scheduler = Scheduler(
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens,
             num_rows=0 if drafts is not None else cache.schema.num_slots,
@@ -91,7 +90,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
-        self.gate = Gate(WriteWatch(model.params))
+        self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0
@@ -101,8 +100,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         can_run = not self.gate.is_still and self.scheduler.has_work
-        has_results = bool(self._flights) or bool(self._results) or bool(self._results.ended)
-        return can_run or has_results or self.sizes.is_called
+        return can_run or bool(self._flights) or self.has_results or self.sizes.is_called
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has something to give."""
+        return bool(self._results)
 
     @property
     def has_idle_work(self) -> bool:
@@ -198,6 +201,11 @@ class Engine:
         no block can ever be free fails alone (`Request.error`). If a call itself fails, every request in it is
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
+        self.run_step()
+        return self.take_results()
+
+    def run_step(self) -> None:
+        """As `step`, but what it gives is left for `take_results`."""
         started = time.perf_counter()
         with self.sizes.working():
             launched = self._launch()
@@ -211,10 +219,9 @@ class Engine:
         if launched is not None and self._drafts is not None and launched.plan:
             took = time.perf_counter() - started
             self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
-        return self.take_results()
 
     def take_results(self) -> StepTokens:
-        """What was collected and not yet returned: something only where a step raised."""
+        """What was collected and not yet returned."""
         return self._results.take()
 
     def abort(self, request: Request) -> None:
@@ -278,7 +285,7 @@ class Engine:
         return None
 
     def _size(self, plan: StepPlan) -> StepSize:
-        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan))
+        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan), wants_picks(plan))
 
     def _num_asked(self, plan: StepPlan) -> int:
         """How many drafts to ask for behind the step."""
@@ -419,10 +426,6 @@ class Engine:
                 request.constraint.accept(token_id)
             except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
                 request.error = constraint_failure(error)
-
-    def give_up(self) -> None:
-        """Drop all steps in flight: another rank failed, so their draws will never arrive."""
-        self._drop_flights()
 
     def _drop_flights(self) -> None:
         while self._flights:

@@ -7,7 +7,7 @@ into preallocated stacks, or one whole expert at a time to a home of their own (
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def load_params(
         warnings.warn(note, CheckpointWarning, stacklevel=2)
     own = range(config.n_routed_experts) if experts is None else experts
     store = ParameterStore(config, device, home, own)
-    sources = [source for source in plan.sources if _is_own(source, own)]
+    sources = own_sources(plan.sources, own)
     if home is not None:
         sources = expert_by_expert(sources)
     with byte_progress(progress, share_bytes(plan, own), "loading weights") as advance:
@@ -77,11 +77,12 @@ def check_tables(checkpoint: Checkpoint, plan: LoadPlan, config: ModelConfig) ->
 
 def share_bytes(plan: LoadPlan, experts: range) -> int:
     """What `load_params` reads if only these experts are asked for."""
-    return sum(source.nbytes for source in plan.sources if _is_own(source, experts))
+    return sum(source.nbytes for source in own_sources(plan.sources, experts))
 
 
-def _is_own(source: Source, experts: range) -> bool:
-    return source.tensor.expert_idx is None or source.tensor.expert_idx in experts
+def own_sources(sources: Iterable[Source], experts: range) -> list[Source]:
+    """Without routed experts that are not among these."""
+    return [one for one in sources if one.tensor.expert_idx is None or one.tensor.expert_idx in experts]
 
 
 def expert_by_expert(sources: Sequence[Source]) -> list[Source]:

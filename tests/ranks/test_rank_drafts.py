@@ -14,8 +14,7 @@ import pytest
 from bare import bare
 from draft_cases import ForcedDrafts, assert_same_drafts, run, truth_of
 from load_cases import Alternating
-from rank_cases import SMALL, ThreadedRanks
-from test_rank_bits import prompts_of
+from rank_cases import SMALL, ThreadedRanks, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed

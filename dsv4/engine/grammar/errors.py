@@ -10,6 +10,6 @@ class GrammarError(Dsv4Error, ValueError):
 
 
 def first_line(text: str) -> str:
-    """Of an error, without the place in our grammar, which means nothing to whoever wrote the schema."""
+    """Of an error, without the place in our grammar, which means nothing to the author of the schema."""
     line = text.strip().split("\n")[0]
     return line.rpartition("failed to compile JSON schema: ")[2][:300]

@@ -12,7 +12,6 @@ import numpy as np
 
 from dsv4.engine.link.messages import (
     FROM_ENGINE,
-    LAST_HANDLE,
     Ask,
     Cancel,
     Control,
@@ -26,13 +25,14 @@ from dsv4.engine.link.messages import (
     Step,
     Submit,
     ToEngine,
+    add_replay,
+    begin,
     encode,
     error_in,
     error_of,
+    free_handles,
     logprobs_by_row,
     pack_ids,
-    unpack_logprobs,
-    unpack_rows,
 )
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
@@ -87,9 +87,7 @@ class EngineClient(asyncio.Protocol):
         stream = RequestStream(outputs, self._finish, self._cancel)
         if self.is_lost:
             raise EngineLost("the engine has stopped")
-        first = self._next_handle
-        if first + len(outputs) > LAST_HANDLE:
-            first = 0
+        first = free_handles(self._next_handle, len(outputs), self._owners)
         self._next_handle = first + len(outputs)
         self._firsts[stream] = first
         prompts: dict[int, int] = {}
@@ -119,23 +117,30 @@ class EngineClient(asyncio.Protocol):
 
     def _finish(self, stream: RequestStream, choice: int) -> None:
         handle = self._firsts[stream] + choice
-        if self._owners.pop(handle, None) is not None:
+        if handle in self._open_handles(stream):
+            del self._owners[handle]
             self._send(Finish([handle]))
             self._forget(stream)
 
     def _cancel(self, stream: RequestStream) -> None:
-        first = self._firsts.get(stream)
-        if first is None:
+        if stream not in self._firsts:
             return
-        handles = [one for one in range(first, first + len(stream.outputs)) if self._owners.pop(one, None) is not None]
+        handles = self._open_handles(stream)
+        for handle in handles:
+            del self._owners[handle]
         if handles:
             self._send(Cancel(handles))
         self._forget(stream)
 
     def _forget(self, stream: RequestStream) -> None:
-        first = self._firsts[stream]
-        if not any(handle in self._owners for handle in range(first, first + len(stream.outputs))):
+        if not self._open_handles(stream):
             del self._firsts[stream]
+
+    def _open_handles(self, stream: RequestStream) -> list[int]:
+        """Handles of the group that still are its own: those that ended may be another group's."""
+        first = self._firsts[stream]
+        handles = range(first, first + len(stream.outputs))
+        return [one for one in handles if one in self._owners and self._owners[one][0] is stream]
 
     # ---- questions ----
 
@@ -218,16 +223,11 @@ class EngineClient(asyncio.Protocol):
         for start in step.starts:
             found = owners.get(start.handle)
             if found is not None:
-                output = found[0].outputs[found[1]]
-                output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
-                output.admitted_seconds = start.admitted_seconds
-                if start.prompt_logprobs is not None:
-                    output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+                begin(found[0].outputs[found[1]], start)
         for replay in step.replays:
             found = owners.get(replay.handle)
-            log = None if found is None else found[0].outputs[found[1]].replay
-            if log is not None:
-                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
+            if found is not None:
+                add_replay(found[0].outputs[found[1]], replay)
         logprobs = logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()

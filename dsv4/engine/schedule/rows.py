@@ -138,7 +138,7 @@ class DecodeRows:
     # ---- a step ----
 
     def to_feed(self) -> RowsOfStep:
-        """The rows that have a token to feed: all but those whose last token is on its way."""
+        """The rows that have a token to feed: all but requests whose last token was launched already."""
         if not self._members:
             return NO_ROWS
         if self._all is None:
@@ -164,7 +164,7 @@ class DecodeRows:
         )  # fmt: skip
 
     def launched(self, step: RowsOfStep) -> list[int]:
-        """The step is on its way. The slots whose requests have filled a block with it."""
+        """The step was launched. The slots whose requests have filled a block with it."""
         slots, ends = step.slots, step.starts + 1
         is_here = self._stays[slots] == step.stays
         if not is_here.all():

@@ -32,7 +32,7 @@ _FIRST_WORDS = 16
 class Masks:
     """Which tokens the rows of a step may draw; on the host, rows that may draw all of them left out.
 
-    rows   int64 [M]: of those that draw
+    rows   int64 [M]: indices among the rows that draw
     words  int32 [M, vocab / 32]: a bit for each token that is allowed
     stuck  by row that draws, why it cannot draw at all
     """

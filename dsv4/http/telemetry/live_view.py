@@ -66,11 +66,10 @@ class LiveView:
 
 def cache_kinds(schema: CacheSchema, stats: EngineStats) -> list[dict[str, Any]]:
     """Bytes by kind of row: entries and keys grow with blocks, windows and compressor state with requests."""
-    layers = schema.layers
     per_block = {
-        "CSA entries": sum(layer.entry_bytes_per_block for layer in layers if layer.index_keys is not None),
-        "CSA index keys": sum(layer.index_bytes_per_block for layer in layers),
-        "HCA entries": sum(layer.entry_bytes_per_block for layer in layers if layer.index_keys is None),
+        "CSA entries": schema.bytes_of("csa.entries"),
+        "CSA index keys": schema.bytes_of("csa.index_keys"),
+        "HCA entries": schema.bytes_of("hca.entries"),
     }
     per_request = {
         "Window rings": schema.window_bytes_per_request + schema.position_bytes_per_request,

@@ -1,8 +1,6 @@
 """Requests under rules draft too: what a row may draw is what the rule allows behind the drafts before it, and a rule
 ends up where its request's own tokens lead, whatever was tried."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -4,8 +4,6 @@ Drafts forced right, wrong, random, right up to any place, and real ones of MTP 
 another in every step; beside prompts, in graphs, preempted, from cached prefixes; greedy, sampled, with penalties.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace
@@ -233,8 +231,7 @@ def noise_of_the_first_row(patch, llm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake",
-    [penalties_forget_the_drafts, drafts_are_counted_twice, a_draft_too_many_stays, noise_of_the_first_row],
+    "mistake", [penalties_forget_the_drafts, drafts_are_counted_twice, a_draft_too_many_stays, noise_of_the_first_row]
 )
 def test_planted_mistakes_show(mistake, monkeypatch):
     llm = drafting_llm("mtp", ForcedDrafts(3, "partly", truth_of(expected())))

@@ -1,7 +1,5 @@
 """`AsyncLLM`: tokens as coroutines, those of `LLM`."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

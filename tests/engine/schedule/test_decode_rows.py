@@ -1,7 +1,5 @@
 """`DecodeRows`: what a step does to the numbers of its requests, which are those they would keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scheduler_cases import EOS, Books, make_sequence, run_step, scheduler_of

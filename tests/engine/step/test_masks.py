@@ -1,7 +1,5 @@
 """Masks of a step: words of many rules, filled together or one by one, and what is taken away from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

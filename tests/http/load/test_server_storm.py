@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import storm
+from benchmarks.__main__ import parse
 from benchmarks.storm_clients import Storm
 
 
@@ -29,7 +29,7 @@ def test_a_restart_excuses_lost_answers_and_no_wrong_ones(monkeypatch, outcome):
 
 @pytest.mark.slow
 def test_a_short_storm(tmp_path):
-    options = storm.parse(["--seconds", "20", "--restarts", "1", "--workers", "16", "--slots", "8"])
+    storm, options = parse("storm", ["--seconds", "20", "--restarts", "1", "--workers", "16", "--slots", "8"])
     record, process = storm.run(options, tmp_path)
     assert record["wrong"] == []
     assert record["outcomes"]["complete"] >= 5
@@ -39,7 +39,7 @@ def test_a_short_storm(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_storm_with_kills(tmp_path):
-    options = storm.parse(["--seconds", "25", "--kills", "4", "--workers", "16", "--slots", "8"])
+    storm, options = parse("storm", ["--seconds", "25", "--kills", "4", "--workers", "16", "--slots", "8"])
     record, _ = storm.run(options, tmp_path)
     assert record["wrong"] == []
     assert record["outcomes"]["complete"] >= 5
