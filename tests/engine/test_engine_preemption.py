@@ -108,7 +108,7 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     llm = make_llm("official", **limits)
     embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
+    monkeypatch.setattr(llm.model, "weights", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -126,7 +126,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     llm = make_llm("official")
     embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
+    monkeypatch.setattr(llm.model, "weights", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])
