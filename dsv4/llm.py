@@ -427,9 +427,7 @@ class LLM(Inside, Controls):
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
         return (event.text for event in self.stream_tokens(prompt, params) if event.text)
 
-    def stream_tokens(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent]:  # fmt: skip
+    def stream_tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
         became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
