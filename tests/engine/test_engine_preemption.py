@@ -9,7 +9,7 @@ from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.step.size import OwnSizes
+from dsv4.engine.step.size import Sizes
 from dsv4.http.telemetry.metrics import Metrics
 from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
@@ -86,7 +86,7 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
 
 
-class PaddedSizes(OwnSizes):
+class PaddedSizes(Sizes):
     """Each step has more rows than it needs, as where another rank needs more."""
 
     def __init__(self, padded):
