@@ -66,7 +66,7 @@ from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.model.parameters import ModelParams
-from dsv4.model.prepare import prepare_params
+from dsv4.model.prepare import backend_for_weights, prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.ops.shapes import check_shapes
@@ -218,9 +218,9 @@ class LLM(Inside, Controls):
         self.own_experts = expert_range(config.n_routed_experts, self.num_ranks, 0 if world is None else world.rank)
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
         params = prepare_params(params, backend)
+        backend = backend_for_weights(backend, params, has_drafts=limits.max_draft_tokens > 0)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
-        chosen = backend if pool is None else pool.backend
-        self.model = Transformer(config, params, dtype, backend=chosen, exchange=exchange)
+        self.model = Transformer(config, params, dtype, backend=pool.backend if pool else backend, exchange=exchange)
         # the draft blocks' rings only where the engine drafts, as the plan counts them
         schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
         with naming_what_does_not_fit("cache", limits):
@@ -427,9 +427,7 @@ class LLM(Inside, Controls):
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
         return (event.text for event in self.stream_tokens(prompt, params) if event.text)
 
-    def stream_tokens(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent]:  # fmt: skip
+    def stream_tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
         became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])

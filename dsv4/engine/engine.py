@@ -428,12 +428,8 @@ class Engine:
 
     def _drop(self, flight: InFlightStep) -> None:
         """The step failed: its requests are aborted."""
-
-        def abort() -> None:
-            for piece in flight.plan.pieces:
-                self.scheduler.abort(piece.request)
-
-        self._end_all(flight.plan, abort)
+        requests = [piece.request for piece in flight.plan.pieces]
+        self._end_all(flight.plan, lambda: deque(map(self.scheduler.abort, requests), maxlen=0))
 
     def _end_all(self, plan: StepPlan, drop: Callable[[], object]) -> None:
         """`drop` the requests of a plan, and say that they ended."""
