@@ -43,8 +43,8 @@ def run(session: Session) -> None:
         session.attempt(f"prepare_forward, {count} tokens", prepare_forward, session.device, count)
     for count in (1, 16, 64, 256, 1024) if session.wants("engine") else ():
         session.attempt(f"engine, {count} requests", engine_step, count)
-    for count in (2, 4) if session.wants("ranks") else ():
-        session.attempt(f"{count} ranks", measure, count, NUM_REQUESTS)
+    for count, waiting in ((2, 0), (4, 0), (4, NUM_REQUESTS)) if session.wants("ranks") else ():
+        session.attempt(f"{count} ranks, {waiting} requests wait", measure, count, NUM_REQUESTS, waiting)
 
 
 def allocator(num_at_once: int) -> Record:

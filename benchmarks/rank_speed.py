@@ -255,7 +255,8 @@ def _with_drafts(records: list[Record]) -> list[Record]:
 
 def served(ranks: list[Record], host: list[Record], http: list[Record]) -> list[Record]:
     """Four ranks through a server: of each load the newest record; and rounds with drafts of one request."""
-    steps = {r["shapes"]["ranks"]: r for r in host if r["op"] == "rank_step" and "rank 0" in r["shapes"]["of"]}
+    routing = [r for r in host if r["op"] == "rank_step" and "rank 0" in r["shapes"]["of"]]
+    steps = {r["shapes"]["ranks"]: r for r in routing if "waiting" not in r["shapes"]}
     streams = [r for r in http if r["section"] == "streams" and r["load"]["kind"] == "chat"]
     chats = next(r for r in streams if r["load"]["streams"] == 256)
     engine_s, front_s = chats["cpu_seconds"]["0 benchmarks"], chats["cpu_seconds"]["1 front_end"]
