@@ -49,7 +49,6 @@ class Settings:
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (2048,)
     prefill_tokens: tuple[int, ...] = (512,)
-    chunk: int | None = None  # tokens of a call of prefill, at most
     concurrencies: tuple[int, ...] = (1,)
     prompt_tokens: int = 64
     output_tokens: int = 16
@@ -57,6 +56,7 @@ class Settings:
     sections: tuple[str, ...] = SECTIONS
     bandwidth: float | None = None  # bytes a second; None looks the device up
     drafts: Drafts = "off"  # of the requests that are served
+    chunk: int | None = None  # tokens of a call of prefill, at most
 
 
 @dataclass(frozen=True)

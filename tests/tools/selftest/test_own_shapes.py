@@ -146,8 +146,8 @@ def test_what_was_not_checked_is_said_and_not_called_right(served, folder, monke
     """For want of memory nothing is kept: the next start checks again. What cannot run is served by its oracle."""
     compare = own.checks_of
 
-    def checks_of(call, name, backend, device):
-        return compare(call, name, backend.with_ops(sparse_attention=error), device)
+    def checks_of(call, name, backend):
+        return compare(call, name, backend.with_ops(sparse_attention=error))
 
     monkeypatch.setattr(own, "checks_of", checks_of)
     llm = served()
