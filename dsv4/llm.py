@@ -275,10 +275,10 @@ class LLM(Inside, Controls):
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
-        context = self.model.context
+        model = self.model
         return identify(
-            self.weights_digest, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
-            device=self.model.weights.embed.device,
+            self.weights_digest, numerics=self.numerics, dtype=model.context.dtype,
+            backend=model.context.backend.name, device=model.weights.embed.device,
         )  # fmt: skip
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
