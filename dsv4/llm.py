@@ -257,11 +257,9 @@ class LLM(Inside, Controls):
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
-        context = self.model.context
-        return identify(
-            self.weights_digest, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
-            device=self.model.weights.embed.device,
-        )  # fmt: skip
+        context, device = self.model.context, self.model.weights.embed.device
+        named = {"numerics": self.numerics, "backend": context.backend.name}
+        return identify(self.weights_digest, **named, dtype=context.dtype, device=device)
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
