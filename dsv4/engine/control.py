@@ -44,6 +44,7 @@ class Controlled(Protocol):
     pool: ExpertPool | None
     checkpoint: Checkpoint | None
     num_ranks: int
+    start_seconds: dict[str, float]
 
     def identity(self) -> Identity: ...
 
@@ -212,6 +213,7 @@ class EngineControl:
             "vocab_size": llm.config.vocab_size,
             "num_layers": llm.config.num_hidden_layers,
             "experts_per_token": llm.config.num_experts_per_tok,
+            "start_seconds": llm.start_seconds,
         }
 
 

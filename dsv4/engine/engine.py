@@ -108,11 +108,16 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether `idle_step` has something to do: only while there is no other work."""
-        return not self.has_work and not self.gate.is_shut and self._verifier.has_work
+        has_some = self._verifier.has_work or bool(self.runner.missing)
+        return has_some and not self.has_work and not self.gate.is_shut
 
     def idle_step(self) -> None:
-        """A forward call between requests that compares cached prefixes with cold runs (`EngineConfig.verify_hits`)."""
-        self._verifier.step()
+        """Between requests: a graph that was left out at the start, or a forward call that compares cached prefixes
+        with cold runs (`EngineConfig.verify_hits`)."""
+        if self.runner.missing:
+            self.runner.capture_next(is_idle=True)
+        else:
+            self._verifier.step()
 
     def start_anew(self, name: str, *, clears: bool = False) -> None:
         """Forget cached prefixes, made by other weights than those called `name`; with `clears`, all cached rows."""
@@ -248,6 +253,7 @@ class Engine:
             size = self.sizes.agree(None if plan is None else self._size(plan))
             if size is None:
                 return None
+            self.runner.capture_next(is_idle=False)  # all that was launched has been drawn
             flight = InFlightStep.launch(
                 self.runner, self._builder, plan or StepPlan(), size, tells_experts=bool(self.observers)
             )

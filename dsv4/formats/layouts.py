@@ -81,7 +81,9 @@ class ShuffledTensor:
 
 def shuffle(weight: QuantTensor) -> ShuffledTensor:
     """A weight [N, K] or a stack of them into the kernels' order. `LayoutError` where that is not possible exactly."""
-    if len(weight.shape) == 3:
+    if weight.device.type == "meta":
+        data, scale, out_scale, shift = _shapes_of(weight)
+    elif len(weight.shape) == 3:
         parts = [_shuffle_matrix(weight[index]) for index in range(weight.shape[0])]
         data, scale, out_scale, shift = (torch.stack(items) for items in zip(*parts, strict=True))
     else:
@@ -134,6 +136,23 @@ def _shuffle_matrix(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     data = _to_words(_tiles(nibbles, TILE_COLS).unflatten(-1, (8, 16)))
     scale = _tiles(codes, per_tile).contiguous().view(torch.int32)
     return data, scale, out_scale, shift
+
+
+def _shapes_of(weight: QuantTensor) -> tuple[Tensor, ...]:
+    """What `shuffle` gives, as shapes alone: a tile of zeros, shuffled, for each tile of the weight."""
+    *stacked, rows, cols = weight.shape
+    is_fp8, like = weight.format is QuantFormat.FP8_BLOCK, weight.scale
+    group = 1 if is_fp8 else TILE_COLS * like.shape[-1] // cols
+    tile = QuantTensor(
+        torch.zeros(TILE_ROWS, TILE_COLS if is_fp8 else TILE_COLS // 2, dtype=weight.data.dtype),
+        torch.ones(1 if is_fp8 else TILE_ROWS, group).to(like.dtype), weight.format,
+        None if weight.global_scale is None else torch.ones(()), weight.block,
+    )  # fmt: skip
+    tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    return tuple(
+        torch.empty((*stacked, *tiles[: part.dim()], *part.shape[2:]), dtype=part.dtype, device="meta")
+        for part in _shuffle_matrix(tile)
+    )
 
 
 def _tiles(x: Tensor, cols: int) -> Tensor:

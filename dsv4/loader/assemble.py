@@ -41,7 +41,8 @@ class ExpertHome(Protocol):
 
 
 class ParameterStore:
-    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert.
+    """Every `put` copies, so a weight may be a view of a mapped file; from pinned memory to a GPU it does not wait. A
+    stack is allocated with its first expert.
 
     `home`, where given, takes the routed experts; an expert goes there with its last matrix. `experts`: those that are
     put, all by default; in stacks and at home the first of them is number 0.
@@ -199,7 +200,7 @@ class ParameterStore:
 
 def _copy_weight(weight: Weight, device: torch.device) -> Weight:
     def copied(part: Tensor) -> Tensor:
-        return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+        return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part, non_blocking=True)
 
     return copied(weight) if isinstance(weight, Tensor) else weight.map(copied)
 
@@ -220,4 +221,4 @@ def _fill(stack: Weight, expert_idx: int, weight: Weight) -> None:
         parts, given = (stack,), (weight,)
     for part, one in zip(parts, given, strict=True):
         assert part.dtype == one.dtype, (part.dtype, one.dtype)
-        part[expert_idx].copy_(one)
+        part[expert_idx].copy_(one, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tomllib
 
 import httpx
@@ -85,6 +86,9 @@ def test_a_server_says_what_it_chose_and_takes_profiles(start, tmp_path):
     assert httpx.post(f"{url}/start_profile").status_code == 401
     info = client.get("/server_info").json()
     assert (info["context_length"], info["max_running_requests"]) == (4096, 3)
+    assert {"libraries", "read", "prepare", "cache"} <= set(info["start_seconds"])
+    assert sum(info["start_seconds"].values()) > 0
+    assert re.search(r"INFO loaded in [0-9.]+ s: read [0-9.]+, prepare", log.read_text())
     settings = info["settings"]
     assert settings["requests"] == {"value": "3 at once", "why": "given", "option": "--requests"}
     assert settings["device"]["option"] == "--device, --gpus"

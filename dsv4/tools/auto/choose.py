@@ -81,6 +81,8 @@ def _choose_drafts(
         return "off", obstacle
     if not place.has_gpu:
         return "off", "on a CPU they can cost time"
+    if config.dspark is None:  # docs/drafts.md: 2.6 % of a step of 64 requests that drafts nothing; a DSpark head 0.4 %
+        return "off", "an MTP block costs 3 % where many requests run; auto pays with few"
     return "auto", "where measured times say that they pay"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -92,7 +93,9 @@ def test_this_machine_and_why_it_has_no_gpu(tmp_path, monkeypatch):
     assert read_machine().why_no_gpu == "libnothing-of-the-kind.so.1 of NVIDIA's driver is not installed"
     compiled(tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     assert read_machine().gpus == (FIRST, SECOND)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "cuda:N is the driver's N-th"
     idle = read_machine().as_if_idle()
     assert (idle.gpus[0].free_bytes, idle.host_bytes) == (140 * GIB, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
