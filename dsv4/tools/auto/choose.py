@@ -28,7 +28,7 @@ from dsv4.tools.plan.plan import largest
 CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178375.6}
 GOOD_SPEED = 0.95  # of the best: more would keep the other requests waiting
 TYPICAL_TOKENS = 8192  # of a request: a chat, or an agent's turn
-MOST_REQUESTS = 512  # of one GPU: a step of more takes longer than 60 ms
+MOST_REQUESTS = 512  # of one GPU: a step of half as many takes 50 ms already (docs/decisions/choices.md)
 # without a GPU, or with experts in host memory
 HOST_REQUESTS, HOST_CONTEXT, LEAST_HOST_CONTEXT, HOST_CHUNK = 8, 16384, 2048, 2048
 
