@@ -75,7 +75,8 @@ def load_params(
                 advance(source.nbytes)
     if store.device.type == "cuda":
         torch.cuda.synchronize(store.device)
-        torch.accelerator.memory.empty_host_cache()  # the memory that was read into
+        if hasattr(torch.accelerator.memory, "empty_host_cache"):  # newer than the oldest torch that is admitted
+            torch.accelerator.memory.empty_host_cache()  # the memory that was read into
     return store.build(plan.num_mtp)
 
 

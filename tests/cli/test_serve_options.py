@@ -71,6 +71,18 @@ def test_no_file(dsv4, tmp_path):
     assert "nothing.toml: No such file" in dsv4("serve", "--config", tmp_path / "nothing.toml").err
 
 
+def test_caches_that_cannot_be_are_refused_before_the_table(dsv4, checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    for wrong, words in (
+        (["--cache-host-gib", "1e9"], "--cache-host-gib 1e+09: this machine has "),
+        (["--cache-dir", tmp_path / "file" / "x"], f"--cache-dir {tmp_path / 'file' / 'x'} cannot be created: Not a "),
+        (["--warmup", "later"], "--warmup must be one of fast, full, found 'later'"),
+    ):
+        ran = dsv4("serve", checkpoint, "--port", 0, *wrong)
+        assert ran.code == 2
+        assert ran.err.startswith(f"dsv4: error: {words}"), ran.err
+
+
 def test_profiles_need_a_key(dsv4, checkpoint, tmp_path, monkeypatch):
     monkeypatch.delenv("DSV4_API_KEY", raising=False)
     ran = dsv4("serve", "--model", checkpoint, "--profile-dir", tmp_path)
