@@ -72,7 +72,7 @@ lint: $(DEV)
 
 types: $(DEV)
 	@echo "==> mypy"
-	@$(BIN)/mypy dsv4
+	@$(BIN)/mypy
 
 unit-test: $(DEV)
 	@echo "==> pytest (CPU)"

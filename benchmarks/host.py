@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.free_model import free_engine
@@ -22,7 +22,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.engine import Engine
-from dsv4.engine.step.constraint import Words, num_words
+from dsv4.engine.step.constraint import Constraint, Words
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams
@@ -108,13 +108,21 @@ def engine_step(num_requests: int) -> list[Record]:
     ]
 
 
+class FreeGroup:
+    """As grammars are: asked for the masks of all at once."""
+
+    def allowed(self, rules: Sequence[Constraint], words: Words) -> dict[int, Exception]:
+        words.fill(-1)
+        return {}
+
+
 class FreeRule:
     """A rule that allows everything at no cost: what is measured is what rules cost the engine."""
 
-    words = np.full(num_words(CONFIG.vocab_size), -1, dtype=np.int32)
+    group = FreeGroup()
 
     def allowed(self) -> Words:
-        return self.words
+        raise AssertionError("the group is asked")
 
     def accept(self, token_id: int) -> None:
         pass
@@ -152,11 +160,3 @@ def spread(op: str, shapes: dict[str, Any], seconds: list[float]) -> Record:
         "kind": "host", "op": op, "shapes": shapes, "median_us": round(1e6 * statistics.median(seconds), 2),
         "p10_us": round(deciles[0], 2), "p90_us": round(deciles[-1], 2), "repeats": len(seconds),
     }  # fmt: skip
-
-
-def line(record: Record) -> str:
-    rate = f", {record['pairs_per_s']:,.0f} pairs/s" if "pairs_per_s" in record else ""
-    if "mean_us" in record:
-        return f"{record['op']:16} {record['shapes']!s:40} {record['mean_us']:10,.1f} us"
-    times = f"{record['median_us']:10,.1f} us ({record['p10_us']:,.1f} to {record['p90_us']:,.1f})"
-    return f"{record['op']:16} {record['shapes']!s:40} {times}{rate}"

@@ -19,7 +19,7 @@ from benchmarks.free_model import FREE_CONFIG, FreeRunner
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.config.layers import build_schedule
-from dsv4.dist.control import Leader, Progress
+from dsv4.dist.control import Leader, Progress, check_started
 from dsv4.dist.follower import Follower
 from dsv4.dist.mesh import Mesh, meet
 from dsv4.engine.engine import Engine
@@ -43,9 +43,9 @@ class Timed(Agreement):
         super().__init__(*given)
         self.took: list[tuple[float, float]] = []
 
-    def _exchange(self, kind: int, first: int, second: int, third: int) -> Any:
+    def _exchange(self, kind: int, *sizes: int) -> Any:
         thread, clock = time.thread_time(), time.perf_counter()
-        said = super()._exchange(kind, first, second, third)
+        said = super()._exchange(kind, *sizes)
         self.took.append((time.thread_time() - thread, time.perf_counter() - clock))
         return said
 
@@ -59,8 +59,8 @@ def make_engine(num_requests: int, link: Any, mesh: Mesh, progress: Progress) ->
     return Engine(model, cache, runner=runner, overlap=True, sizes=agreement), agreement
 
 
-def measure(size: int, num_requests: int) -> list[dict[str, Any]]:
-    """Medians over the steps of a decoding batch of so many requests on each rank."""
+def measure(size: int, num_requests: int, num_waiting: int = 0) -> list[dict[str, Any]]:
+    """Medians over the steps of a decoding batch of so many requests on each rank, while `num_waiting` wait for one."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     progress = Progress()
@@ -71,22 +71,24 @@ def measure(size: int, num_requests: int) -> list[dict[str, Any]]:
         )
         for rank in range(1, size)
     ]  # fmt: skip
-    link = Leader(size, HOST, TOKEN, progress, processes=processes)
-    store.set("leader", str(link.address[1]))
-    link.connect()
-    mesh = meet(store, 0, size, HOST, TOKEN, lambda: link.is_lost)
+    mesh = meet(store, 0, size, HOST, TOKEN, lambda: check_started(processes))
+    link = Leader(mesh.watch, progress, processes=processes)
     own, agreement = make_engine(num_requests, link, mesh, progress)
-    engine = RanksEngine(own, [RemoteRank(rank, mesh.requests[rank]) for rank in range(1, size)], link)
+    engine = RanksEngine(own, agreement, [RemoteRank(rank, mesh.requests[rank]) for rank in range(1, size)], link)
     for seed in range(size * num_requests):
         engine.add([7] * 20, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed))
+    waiting = [engine.add([7] * 20, SamplingParams(max_tokens=1)) for _ in range(num_waiting)]
     steps: list[tuple[float, float]] = []
     while engine.has_work:
+        if len(steps) == NUM_TOKENS - NUM_SKIPPED:
+            for request in waiting:
+                engine.abort(request)
         thread, clock = time.thread_time(), time.perf_counter()
         engine.step()
         steps.append((time.thread_time() - thread, time.perf_counter() - clock))
     link.stop()
     outputs = [json.loads(one.stdout.read()) for one in processes if one.stdout is not None]
-    shapes = {"ranks": size, "requests": num_requests}
+    shapes = {"ranks": size, "requests": num_requests} | ({"waiting": num_waiting} if num_waiting else {})
     kept, agreed = steps[NUM_SKIPPED:-NUM_SKIPPED], agreement.took[NUM_SKIPPED:-NUM_SKIPPED]
     return [
         _record("rank_step", shapes | {"of": "rank 0, which routes"}, kept),
@@ -115,8 +117,8 @@ def follow(work: dict[str, int]) -> None:
     torch.set_num_threads(1)
     rank, size, progress = work["rank"], work["size"], Progress()
     store = dist.TCPStore(HOST, work["port"], is_master=False)
-    link = Follower((HOST, int(store.get("leader"))), rank, TOKEN, progress)
-    mesh = meet(store, rank, size, HOST, TOKEN, lambda: link.is_lost)
+    mesh = meet(store, rank, size, HOST, TOKEN)
+    link = Follower(mesh.watch[0], rank, progress)
     engine, agreement = make_engine(work["requests"], link, mesh, progress)
     control: Any = SimpleNamespace(weights=("", "0"), is_paused=False)
     info = EngineInfo("", FREE_CONFIG.vocab_size, 0, 1024, work["requests"], engine.cache.schema.num_blocks)
@@ -128,7 +130,7 @@ def follow(work: dict[str, int]) -> None:
         return agree(own)
 
     agreement.agree = timed  # type: ignore[method-assign]
-    serve_rank(engine, control, info, mesh.requests[0], link)
+    serve_rank(engine, control, info, mesh.requests[0], link, progress)
     kept = times[NUM_SKIPPED:-NUM_SKIPPED]
     print(json.dumps({"us": 1e6 * (kept[-1] - kept[0]) / (len(kept) - 1), "steps": len(kept) - 1}))
 

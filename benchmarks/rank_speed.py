@@ -14,14 +14,23 @@ A step that verifies k drafts of one request has 1 + k rows. Its drafter is take
 1 + k rows and then k - 1 times on one, with a head each time; DSpark three times on 1 + k rows, with one head.
 
 Barrier and link speed are from the literature, and the links' time is added in full: nothing overlaps. Drawing tokens
-and the host are left out. Used by ranks.py.
+is left out. Used by ranks.py.
+
+`served` adds the host and HTTP, from records of a CPU with a model that costs nothing (rank_host.py, server.py). It
+needs no GPU: `python -m benchmarks.rank_speed` prints it from the committed records.
+
+    rank 0 = its step with 256 requests on each rank + what a server's engine takes a token, for the tokens of all ranks
+    step   = the larger of the GPU's and rank 0's: the host works while the GPU does; with drafts their sum
+    front end = CPU a token + CPU a prompt's token, as if all of its work on a request were reading the prompt
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +43,9 @@ from dsv4.config.layers import AttentionKind
 from dsv4.dist.exchange import NO_EXPERT, Rows
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import capture_graph
 from dsv4.engine.run.precompile import precompile
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
@@ -191,7 +200,7 @@ def _step(model: BenchModel, made: Context, num_requests: int, repeats: int, is_
 def _head_call(transformer: Transformer, num_rows: int) -> Callable[[], Any]:
     config = transformer.config
     streams = torch.randn(
-        num_rows, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=transformer.params.embed.device
+        num_rows, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=transformer.weights.embed.device
     )
     return lambda: transformer.logits(streams)
 
@@ -244,6 +253,46 @@ def _with_drafts(records: list[Record]) -> list[Record]:
     return found
 
 
+def served(ranks: list[Record], host: list[Record], http: list[Record]) -> list[Record]:
+    """Four ranks through a server: of each load the newest record; and rounds with drafts of one request."""
+    steps = {r["shapes"]["ranks"]: r for r in host if r["op"] == "rank_step" and "rank 0" in r["shapes"]["of"]}
+    streams = [r for r in http if r["section"] == "streams" and r["load"]["kind"] == "chat"]
+    chats = next(r for r in streams if r["load"]["streams"] == 256)
+    engine_s, front_s = chats["cpu_seconds"]["0 benchmarks"], chats["cpu_seconds"]["1 front_end"]
+    engine_ms, front_us = 1e3 * engine_s / chats["output_tokens"], 1e6 * front_s / chats["output_tokens"]
+    prompt_us = 1e6 * front_s / chats["prompt_tokens"]
+    step_ms = 1e-3 * steps[4]["median_us"]
+    newest = {(r["requests"]): r for r in ranks if r["kind"] == "rank_decode" and r["ranks"] == 4}
+    prefill = [r for r in ranks if r["kind"] == "rank_prefill" and r["ranks"] == 4][-1]
+    found: list[Record] = []
+    for requests, step in newest.items():
+        host_ms = step_ms + engine_ms * requests
+        slower = step | {"ms": max(step["ms"], host_ms)}
+        (rate,) = (r for r in conclusions([slower, prefill]) if r["kind"] == "rank_throughput")
+        per_gpu = rate["tokens_per_second_per_gpu"]
+        prompts, outputs = (4 * per_gpu * rate[name] / (8192 + 1024) for name in ("prompt_tokens", "output_tokens"))
+        found.append({
+            "kind": "rank_served", "requests": requests, "gpu_ms": step["measured_ms"], "links_ms": step["added_ms"],
+            "host_ms": round(host_ms, 2), "ms": round(slower["ms"], 2), "tokens_per_second_per_gpu": per_gpu,
+            "front_end_cores": round(1e-6 * (prompts * prompt_us + outputs * front_us), 2),
+        })  # fmt: skip
+    drafts = {(r["drafter"], r["drafts"]): r for r in ranks if r["kind"] == "rank_drafts" and r["ranks"] == 4}
+    for one in drafts.values():
+        round_ms = one["step_ms"] + one["drafter_ms"] + step_ms + engine_ms * one["tokens_per_step"]
+        names = {name: one[name] for name in ("drafter", "drafts", "tokens_per_step")}
+        gpu_ms, per_token = one["step_ms"] + one["drafter_ms"], round_ms / one["tokens_per_step"]
+        times = {"gpu_ms": round(gpu_ms, 2), "ms": round(round_ms, 2), "ms_per_token": round(per_token, 2)}
+        found.append({"kind": "rank_round", **names, **times})
+    return found
+
+
+def committed() -> list[Record]:
+    """`served` of the committed records."""
+    folder = Path(__file__).parent / "results"
+    files = ("nvidia-h200-ranks.jsonl", "rank-host.jsonl", "cpu-server.jsonl")
+    return served(*([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in files))
+
+
 def table(records: list[Record]) -> str:
     titles = {"ranks": 5, "what": 22, "rows": 6, "measured": 9, "+ links": 8, "= ms": 9, "tokens/s/GPU": 13}
     titles |= {"in line": 8, "beside": 8}  # the shared expert
@@ -267,3 +316,7 @@ def table(records: list[Record]) -> str:
             )
     published = "; ".join(f"{what} {value}" for what, value in PUBLISHED.items())
     return "\n".join([*lines, f"SGLang's published 4 x H200: {published}"])
+
+
+if __name__ == "__main__":
+    print(*map(json.dumps, committed()), sep="\n")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import re
 import time
 import traceback
@@ -19,16 +17,13 @@ from typing import Any
 
 import torch
 
-from dsv4.testing import bench as records_of
+from benchmarks.records import RESULTS, Record, origin_of, write_records
 from dsv4.tools.bench.context import BenchModel, build_model
-from dsv4.tools.bench.model import describe_machine
 from dsv4.tools.plan.targets import PRESETS
 
-RESULTS = Path(__file__).parent / "results"
 SCHEDULE = ("swa", "csa", "hca", "csa")  # the four layers
 FLASH_COUNTS = {"swa": 2, "csa": 21, "hca": 20}  # layers of each kind in all of Flash
 NUM_LAYERS = sum(FLASH_COUNTS.values())
-Record = dict[str, Any]
 
 
 def add_common_options(parser: argparse.ArgumentParser, sections: Iterable[str]) -> None:
@@ -54,9 +49,7 @@ class Session:
         self.is_cuda = options.device != "cpu"
         self.device = torch.device(options.device)
         self.records: list[Record] = []
-        machine = {"gpu": "none", "cpus": os.cpu_count(), "commit": options.commit or records_of.current_commit()}
-        machine |= describe_machine(torch.device("cpu"))
-        self.origin = records_of.provenance(options.commit) if self.is_cuda else machine
+        self.origin = origin_of(self.device, options.commit)
         self._began, self._line = time.monotonic(), line
         self.out: Path | None = options.out
         if self.is_cuda and self.out is None:
@@ -74,10 +67,9 @@ class Session:
         for record in [found] if isinstance(found, dict) else found:
             self.records.append(record)
             if self.out is not None:
-                records_of.write_records(self.out, [record], self.origin)
-            plain = record["kind"] in ("error", "skipped") or self._line is None
-            shown = json.dumps(record) if plain or self._line is None else self._line(record)
-            print(shown[:900], flush=True)
+                write_records(self.out, [record], self.origin)
+            is_plain = self._line is None or record["kind"] in ("error", "skipped")
+            print((as_line(record) if is_plain else self._line(record))[:900], flush=True)
 
     def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """One measurement; whatever goes wrong becomes a record, and the next one may well work."""
@@ -101,6 +93,12 @@ class Session:
         print(f"[{self.elapsed:6.1f}] four layers are built", flush=True)
         free_memory()
         return model
+
+
+def as_line(record: Record) -> str:
+    """For a person: without what is long."""
+    short = {name: value for name, value in record.items() if not isinstance(value, (list, dict)) or len(value) < 8}
+    return f"{short.pop('kind')}: {', '.join(f'{name} {value}' for name, value in short.items())}"
 
 
 def is_bad(record: Record) -> bool:

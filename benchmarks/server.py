@@ -19,6 +19,8 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +38,12 @@ from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.tools.bench.context import build_model, cut_config
 from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import Load
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.bench.workload import Load
 from dsv4.tools.plan.targets import PRESETS
 
+conclusions = table
 MIN_REQUESTS = 8  # one stream asks so often
 
 
@@ -86,28 +89,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(session: Session) -> None:
-    options = session.options
-    is_cut = options.preset not in ("free", "mini") and options.model is None
-    for layers in options.layers if is_cut else (0,):
-        with tempfile.TemporaryDirectory() as name:
-            if options.resident or options.preset == "free":
-                run_resident(session, Path(name), layers)
-                continue
-            folder = checkpoint(session, Path(name), layers)
-            print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
-            for section in SECTIONS:
-                if session.wants(section):
-                    loads = loads_of(section, session)
-                    made = Measured(section, loads, layers)
-                    session.attempt(f"{section}, engine", alone, session, folder, made)
-                    session.attempt(f"{section}, server", served, session, folder, Path(name), made)
-
-
-def conclusions(records: list[Record]) -> list[str]:
-    return table(records)
-
-
 @dataclass
 class Measured:
     """The loads of a section on one model, and the engine's tokens/s by number of streams, once known."""
@@ -118,34 +99,49 @@ class Measured:
     engine: dict[int, float] = field(default_factory=dict)
 
 
-def run_resident(session: Session, folder: Path, layers: int) -> None:
-    """One model for all sections."""
-    sections = {section: loads_of(section, session) for section in SECTIONS if session.wants(section)}
+def run(session: Session) -> None:
+    options = session.options
+    is_cut = options.preset not in ("free", "mini") and options.model is None
+    for layers in options.layers if is_cut else (0,):
+        with tempfile.TemporaryDirectory() as name:
+            folder, sections = Path(name), {one: loads_of(one, session) for one in SECTIONS if session.wants(one)}
+            if options.resident or options.preset == "free":
+                run_resident(session, folder, layers, sections)
+                continue
+            model = checkpoint(session, folder, layers)
+            print(f"[{session.elapsed:6.1f}] the checkpoint is there", flush=True)
+            for section, loads in sections.items():
+                made, limits = Measured(section, loads, layers), limits_of(session, loads)
+                session.attempt(f"{section}, engine", alone, model, made, device=options.device, engine=limits)
+                server = ServerProcess(model, folder / f"{section}.log", [
+                    "--device", options.device, "--requests", str(limits.max_concurrent_requests), "--context",
+                    str(limits.max_context_tokens), "--chunk", str(options.chunk), "--max-waiting", "2048",
+                    "--max-connections", "2048", *options.serve_option,
+                ])  # fmt: skip
+                session.attempt(f"{section}, server", served, session, server, made)
+
+
+def run_resident(session: Session, folder: Path, layers: int, sections: dict[str, list[Load]]) -> None:
+    """One model for all sections, in this process; its tokenizer is in the folder, for front ends."""
+    options = session.options
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
-    llm = resident_model(session, folder, limits, layers)
+    if options.preset == "free":
+        llm = free_llm(limits, write_tokenizer(folder, FREE_CONFIG.vocab_size), step_seconds=options.step_ms / 1e3)
+    else:
+        model = build_model(options.preset, **cut_of(layers), experts="nvfp4", device=options.device)
+        tokenizer = write_tokenizer(folder, model.config.vocab_size)
+        llm = LLM.from_params(model.config, model.params, tokenizer=tokenizer, engine=limits)
+        del model
     print(f"[{session.elapsed:6.1f}] the model is there, {layers or 'all'} layers", flush=True)
-    gc.collect()
-    gc.freeze()
     config = ServerConfig(name="model", port=0, max_waiting=2048, max_connections=2048)
-    for section, loads in sections.items():
-        made = Measured(section, loads, layers)
-        session.attempt(f"{section}, engine", loads_alone, llm, made)
-        server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
-        session.attempt(f"{section}, server", loads_served, session, server, made)
-    gc.unfreeze()
-    llm.close()
+    with llm, frozen():
+        for section, loads in sections.items():
+            made = Measured(section, loads, layers)
+            session.attempt(f"{section}, engine", loads_alone, llm, made)
+            server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
+            session.attempt(f"{section}, server", served, session, server, made)
     del llm
     free_memory()
-
-
-def resident_model(session: Session, folder: Path, limits: EngineConfig, layers: int) -> LLM:
-    """In this process; its tokenizer is written into the folder, for front ends."""
-    options = session.options
-    if options.preset == "free":
-        return free_llm(limits, write_tokenizer(folder, FREE_CONFIG.vocab_size), step_seconds=options.step_ms / 1e3)
-    model = build_model(options.preset, **cut_of(layers), experts="nvfp4", device=options.device)
-    tokenizer = write_tokenizer(folder, model.config.vocab_size)
-    return LLM.from_params(model.config, model.params, tokenizer=tokenizer, engine=limits)
 
 
 def cut_of(layers: int) -> dict[str, Any]:
@@ -204,16 +200,20 @@ def limits_of(session: Session, loads: list[Load]) -> EngineConfig:
     )
 
 
-def alone(session: Session, folder: Path, made: Measured) -> list[Record]:
-    llm = LLM(folder, device=session.options.device, engine=limits_of(session, made.loads))
+@contextmanager
+def frozen() -> Iterator[None]:
+    """The model is left out by the garbage collector, as in the server."""
     gc.collect()
-    gc.freeze()  # as the server does
+    gc.freeze()
     try:
-        return loads_alone(llm, made)
+        yield
     finally:
         gc.unfreeze()
-        llm.close()
-        free_memory()
+
+
+def alone(folder: Path, made: Measured, **options: Any) -> list[Record]:
+    with LLM(folder, **options) as llm, frozen():
+        return loads_alone(llm, made)
 
 
 def loads_alone(llm: LLM, made: Measured) -> list[Record]:
@@ -227,17 +227,7 @@ def loads_alone(llm: LLM, made: Measured) -> list[Record]:
     return records
 
 
-def served(session: Session, folder: Path, log: Path, made: Measured) -> list[Record]:
-    limits = limits_of(session, made.loads)
-    process = ServerProcess(folder, log / f"{made.section}.log", [
-        "--device", session.options.device, "--requests", str(limits.max_concurrent_requests), "--context",
-        str(limits.max_context_tokens), "--chunk", str(session.options.chunk), "--max-waiting", "2048",
-        "--max-connections", "2048", *session.options.serve_option,
-    ])  # fmt: skip
-    return loads_served(session, process, made)
-
-
-def loads_served(session: Session, process: ServerProcess | ResidentServer, made: Measured) -> list[Record]:
+def served(session: Session, process: ServerProcess | ResidentServer, made: Measured) -> list[Record]:
     records: list[Record] = []
     url = process.start()
     try:
@@ -247,9 +237,7 @@ def loads_served(session: Session, process: ServerProcess | ResidentServer, made
         for seed, (kind, load) in enumerate(loads, 3):
             before = process.cpu_seconds()
             report, _ = measure_load(target, replace(load, kind=kind, seed=seed))
-            used = {
-                name: round(total - before.get(name, 0.0), 3) for name, total in process.cpu_seconds().items()
-            }  # fmt: skip
+            used = {name: round(total - before.get(name, 0.0), 3) for name, total in process.cpu_seconds().items()}
             tokens, alone = max(report.output_tokens, 1), made.engine.get(load.streams)
             records.append(report.to_dict() | {
                 "section": made.section, "layers": made.layers, "cpu_seconds": used,
@@ -263,15 +251,10 @@ def loads_served(session: Session, process: ServerProcess | ResidentServer, made
 
 
 def line(record: Record) -> str:
-    load, first, between = record["load"], record["first_token_ms"], record["between_tokens_ms"]
-    what = load["kind"] if record["kind"] == "serve" else "engine"
-    text = f"{record['section']:9} {what:12} {load['streams']:5} streams: {record['tokens_per_second']:9,.0f} tokens/s"
-    if "share_of_engine" in record:
-        text += f" ({record['share_of_engine']} of the engine), {record['cpu_us_per_token']:.0f} us CPU a token"
-    waits = ((first, "first token"), (between, "between"))
-    text += "".join(f"; {name} {w['p50']:.1f} / {w['p90']:.1f} / {w['p99']:.1f} ms" for w, name in waits if w)
-    if record["intruder"]:
-        text += f"; beside the intruder {json.dumps(record['intruder'])}"
-    if "cpu_seconds" in record:
-        text += f"; CPU {record['cpu_seconds']} of {record['seconds']:.2f} s, clients {record['clients']['busiest']}"
-    return text + (f"; FAILED {record['errors']}" if record["failed"] else "")
+    is_served = record["kind"] == "serve"
+    what = f"{record['load']['kind'] if is_served else 'engine':12} {record['load']['streams']:5} streams"
+    text = f"{record['section']:9} {what}: {record['tokens_per_second']:9,.0f} tokens/s"
+    for name in ("first_token_ms", "between_tokens_ms"):
+        text += f"; {name} " + " / ".join(f"{record[name][part]:.1f}" for part in ("p50", "p90", "p99") if record[name])
+    more = ("share_of_engine", "cpu_us_per_token", "cpu_seconds", "seconds", "intruder", "errors")
+    return text + "".join(f"; {name} {record[name]}" for name in more if record.get(name))

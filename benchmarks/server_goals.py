@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.runner import Record
+from benchmarks.records import Record
 
 
 class Goal(NamedTuple):
-    """`value` of a record through HTTP and the engine's own of the same load; None where it was not measured."""
+    """`value` is of a record through HTTP and the engine's own of the same load; None where it was not measured."""
 
     what: str
     section: str
     streams: int
     value: Callable[[Record, Record], float | None]
-    goal: str
-    is_met: Callable[[float, Record], bool]
-
-
-def _above(least: float) -> Callable[[float, Record], bool]:
-    return lambda value, engine: value >= least
-
-
-def _below(most: float) -> Callable[[float, Record], bool]:
-    return lambda value, engine: value <= most
-
-
-def _share(served: Record, engine: Record) -> float | None:
-    found: float | None = served["share_of_engine"]
-    return found
+    limit: str
+    is_least: bool = False
 
 
 def _over_step(name: str) -> Callable[[Record, Record], float | None]:
@@ -48,42 +36,37 @@ def _host_ms(served: Record, engine: Record) -> float | None:
     return float(waits["p50"] * share)
 
 
-def _late_ms(served: Record, engine: Record) -> float | None:
-    return float(served["first_token_ms"]["p50"] - engine["first_token_ms"]["p50"])
+def _after(served_ms: float, engine: Record) -> float:
+    return served_ms - float(engine["first_token_ms"]["p50"])
 
 
 GOALS = (
-    Goal("tokens/s over the engine's own", "steady", 256, _share, "0.95", _above(0.95)),
-    Goal("between tokens, p50 over a step", "streams", 256, _over_step("p50"), "1.05", _below(1.05)),
-    Goal("between tokens, p99 over a step", "streams", 256, _over_step("p99"), "2.0", _below(2.0)),
-    Goal("tokens/s", "steady", 1024, lambda served, engine: float(served["tokens_per_second"]),
-         "60,000, or 0.95 of the engine's",
-         lambda value, engine: value >= min(60_000.0, 0.95 * engine["tokens_per_second"])),
-    Goal("CPU of all processes, us a token", "steady", 256,
-         lambda served, engine: float(served["cpu_us_per_token"]), "25", _below(25.0)),
-    Goal("first token, ms after the engine's own", "first", 1, _late_ms, "1.5", _below(1.5)),
+    Goal("tokens/s over the engine's own", "steady", 256, lambda served, _: served["share_of_engine"], "0.95", True),
+    Goal("between tokens, p50 over a step", "streams", 256, _over_step("p50"), "1.05"),
+    Goal("between tokens, p99 over a step", "streams", 256, _over_step("p99"), "2.0"),
+    Goal("tokens/s over 60,000, or 0.95 of the engine's", "steady", 1024,
+         lambda served, engine: served["tokens_per_second"] / min(60_000.0, 0.95 * engine["tokens_per_second"]),
+         "1", True),
+    Goal("CPU of all processes, us a token", "steady", 256, lambda served, _: served["cpu_us_per_token"], "25"),
+    Goal("first token, ms after the engine's own", "first", 1,
+         lambda served, engine: _after(served["first_token_ms"]["p50"], engine), "1.5"),
     Goal("the very first request's first token, ms after", "first", 1,
-         lambda served, engine: served.get("very_first_ms", 0.0) - engine["first_token_ms"]["p50"], "1.5", _below(1.5)),
-    Goal("512 requests of 16 + 1, requests/s", "short", 512,
-         lambda served, engine: float(served["requests_per_second"]), "1,500", _above(1500.0)),
-    Goal("host work of a step, ms", "streams", 256, _host_ms, "0.5", _below(0.5)),
-    Goal("host work of a step, ms", "streams", 1024, _host_ms, "2", _below(2.0)),
+         lambda served, engine: _after(served.get("very_first_ms", 0.0), engine), "1.5"),
+    Goal("512 requests of 16 + 1, requests/s", "short", 512, lambda served, _: served["requests_per_second"], "1500",
+         True),
+    Goal("host work of a step, ms", "streams", 256, _host_ms, "0.5"),
+    Goal("host work of a step, ms", "streams", 1024, _host_ms, "2"),
 )  # fmt: skip
 
 
 def pairs(records: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
     """Each record through HTTP, with the engine's own of the same model and load."""
-    alone: dict[tuple[Any, ...], Record] = {}
-    for record in records:
-        if record["kind"] == "serve_engine":
-            alone[_key(record)] = record
-    for record in records:
-        if record["kind"] == "serve" and _key(record) in alone:
-            yield record, alone[_key(record)]
 
+    def key(record: Record) -> tuple[Any, ...]:
+        return record.get("layers"), record["section"], record["load"]["streams"]
 
-def _key(record: Record) -> tuple[Any, ...]:
-    return record.get("layers"), record["section"], record["load"]["streams"]
+    alone = {key(record): record for record in records if record["kind"] == "serve_engine"}
+    yield from ((one, alone[key(one)]) for one in records if one["kind"] == "serve" and key(one) in alone)
 
 
 def table(records: Sequence[Record]) -> list[str]:
@@ -92,13 +75,13 @@ def table(records: Sequence[Record]) -> list[str]:
     found = list(pairs(records))
     for goal in GOALS:
         for served, engine in found:
-            if (served["section"], served["load"]["streams"]) != (goal.section, goal.streams):
+            load = served["load"]
+            if (served["section"], load["streams"]) != (goal.section, goal.streams):
                 continue
-            value = goal.value(served, engine)
-            if value is not None:
-                verdict = "met" if goal.is_met(value, engine) else "missed"
+            if (value := goal.value(served, engine)) is not None:
+                is_met = (operator.ge if goal.is_least else operator.le)(value, float(goal.limit))
                 shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-                layers = str(served.get("layers") or "-")
-                rows.append((layers, served["load"]["kind"], str(goal.streams), goal.what, shown, goal.goal, verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+                layers, verdict = str(served.get("layers") or "-"), "met" if is_met else "missed"
+                rows.append((layers, load["kind"], str(goal.streams), goal.what, shown, goal.limit, verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]

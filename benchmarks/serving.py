@@ -18,9 +18,9 @@ from pathlib import Path
 from dsv4.engine.link.thread import EngineThread
 from dsv4.http.address import address_url, take_address
 from dsv4.http.engine_side import engine_loop
-from dsv4.http.heartbeat import Heartbeat, make_pulse_file
 from dsv4.http.processes.child import Child
 from dsv4.http.processes.folder import private_folder
+from dsv4.http.processes.heartbeat import Heartbeat, make_pulse_file
 from dsv4.http.processes.settings import FrontEndSettings, Room
 from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
@@ -127,7 +127,7 @@ class ResidentServer:
         ready = queue.SimpleQueue[Child]()
         for _ in range(self._num_front_ends):
             settings = FrontEndSettings(
-                server=self._config, tokenizer=str(self._folder), room=room, reconnects=False,
+                server=self._config, tokenizer=str(self._folder), room=room, pulse=str(room.pulse),
                 listener=listener.fileno(),
             )  # fmt: skip
             module = "dsv4.http.processes.front_end"

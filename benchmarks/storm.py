@@ -33,6 +33,7 @@ import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.records import current_commit
 from benchmarks.serving import Sample, ServerProcess
 from benchmarks.storm_clients import Storm
 from dsv4.config import EngineConfig, ModelConfig
@@ -40,7 +41,6 @@ from dsv4.llm import LLM
 from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
-from dsv4.testing.bench import current_commit
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions
 from dsv4.text.parse import parse_completion
@@ -277,20 +277,7 @@ def run(options: argparse.Namespace, workspace: Path) -> tuple[dict[str, Any], S
     return make_record(options, process, clients, seconds, metrics, last_view, wrong, log), process
 
 
-def report(record: dict[str, Any]) -> None:
-    names = ("workers", "slots", "seconds", "restarts", "kills", "model", "numerics", "machine")
-    print(", ".join(f"{name} {record[name]}" for name in names))
-    print(f"clients: {record['outcomes']}")
-    rate = record["last_server"]["output_tokens"] / record["seconds"]
-    print(f"the last server: {record['last_server']}; {rate:.0f} tokens/s of the whole time")
-    for title, values in record["milliseconds"].items():
-        print(f"{title}: median {values['0.5']} ms, p99 {values['0.99']} ms")
-    print(f"log: {record['log_lines']} lines, {record['log_bytes']} bytes; growth {record['growth']}")
-    print(f"exit codes {record['exit_codes']}; wrong: {record['wrong'] or 'nothing'}")
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks storm", description=(__doc__ or "").splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--slots", type=int, default=64, help="requests in the batch at most")
@@ -301,14 +288,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint folder or a shipped one; default: random, two layers")
     parser.add_argument("--numerics", default="exact", choices=["exact", "official"])
     parser.add_argument("--out", type=Path, help="write FILE.json and, with matplotlib, FILE.png")
-    return parser.parse_args(arguments)
 
 
-def main(arguments: list[str]) -> int:
-    options = parse(arguments)
+def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         record, process = run(options, Path(name))
-    report(record)
+    print(*(f"{name}: {value}" for name, value in record.items()), sep="\n")
     if options.out is not None:
         step = max(len(process.samples) // 120, 1)
         samples = [asdict(one) for one in process.samples[::step]]

@@ -1,7 +1,7 @@
 """Clients of a storm: those that behave, those that leave, dawdle, send half of something or nonsense.
 
-Every answer that comes whole must equal the same question asked alone. While a server is being restarted, or one of its
-processes has died, clients may be refused, lost, or told why; nothing else.
+Every answer that comes whole must equal the same question asked alone, always. While a server is being restarted, or
+one of its processes has died, clients may besides be refused, lost, or told why (`EXCUSED`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ HALVES = [
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n20\r\n{",
 ]
+EXCUSED = ("LOST", "ERROR", "STATUS", "CUT OFF")  # what may happen while a process is missing; wrong text never may
 BEHAVIOUR = {"stream": 50, "whole": 10, "leave": 15, "dawdle": 10, "half": 7, "nonsense": 8}
 
 
@@ -67,7 +68,7 @@ class Storm:
             if outcome.startswith("told"):
                 await asyncio.sleep(0.2)
             if outcome.isupper() or outcome.startswith("LOST"):
-                if is_excused or self.is_restarting:
+                if (is_excused or self.is_restarting) and outcome.startswith(EXCUSED):
                     outcome = "lost or refused while restarting"
                     await asyncio.sleep(0.2)
                 else:

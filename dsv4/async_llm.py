@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dsv4.engine.control import AsyncControls
 from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineLost
-from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.link.thread import EngineThread
 from dsv4.engine.stats import EngineStats
+from dsv4.engine.verbs import AsyncControls
 from dsv4.llm import LLM
 from dsv4.llm_input import Prompt, as_params, as_prompts
 from dsv4.request import Completion, RequestError, SamplingParams, check_params, check_prompt
@@ -85,9 +85,9 @@ class AsyncLLM(AsyncControls):
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncIterator[TokenEvent | EndEvent]:  # fmt: skip
+    ) -> AsyncIterator[TokenEvent]:  # fmt: skip
         """Each token as it comes, with the text that became certain; the last has a `finish_reason`. A request that
-        only scores its prompt gives one `EndEvent`. Leaving the loop drops the request."""
+        only scores its prompt gives one without a token. Leaving the loop drops the request."""
         (one,) = as_params(params, 1)
         if one.n != 1:
             raise RequestError(f"n must be 1 in a stream, found {one.n}; generate() gives several answers", field="n")

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -24,13 +24,13 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec
-from dsv4.dist.shares import check_ranks, rank_folder, rank_limits
+from dsv4.dist.shares import check_ranks, expert_range, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
-from dsv4.engine.control import Controls, EngineControl
+from dsv4.engine.control import EngineControl
 from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits
 from dsv4.engine.engine import Engine
-from dsv4.engine.fingerprint import IN_MEMORY, Identity, identify, run_fingerprint
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.fingerprint import Identity, identify, run_fingerprint, weights_digest
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
@@ -42,6 +42,7 @@ from dsv4.engine.run.start import Start
 from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
+from dsv4.engine.verbs import Controls
 from dsv4.llm_input import (
     Numerics,
     Prompt,
@@ -148,10 +149,11 @@ class LLM(Inside, Controls):
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
             with failing_together(world):
                 identity = identify(
-                    None, config, numerics=numerics, dtype=compute_dtype, backend=chosen_backend.name,
+                    weights_digest(checkpoint, config), numerics=numerics, dtype=compute_dtype,
+                    backend=chosen_backend.name,
                     device=chosen_device,
                 )  # fmt: skip
-                check_alike(world, identity, checkpoint)
+                check_alike(world, identity)
                 share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 limits = rank_folder(limits, world.rank)
                 cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
@@ -232,7 +234,9 @@ class LLM(Inside, Controls):
         self._lock = threading.RLock()  # of the engine: several threads' requests share its steps
         self.pool = pool
         self.checkpoint = checkpoint
+        self.weights_digest = weights_digest(checkpoint, config)  # as loaded: what becomes of the files is not theirs
         self.num_ranks = 1 if world is None else world.size
+        self.own_experts = expert_range(config.n_routed_experts, self.num_ranks, 0 if world is None else world.rank)
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
         with start.phase("prepare"):
             params = prepare_params(params, backend)
@@ -257,18 +261,15 @@ class LLM(Inside, Controls):
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
         else:
             self.engine = take_place(self, world, runner, choice, backend)
-            self._end_ranks = weakref.finalize(self, world.leader.stop)
+            self._end_ranks = weakref.finalize(self, world.close)
 
     def identity(self) -> Identity:
         """What, besides a request, decides its tokens and bits: checkpoint, numerics, kernels, processor."""
         context = self.model.context
-        found = identify(
-            self.checkpoint, self.config, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
-            device=self.model.params.embed.device,
+        return identify(
+            self.weights_digest, numerics=self.numerics, dtype=context.dtype, backend=context.backend.name,
+            device=self.model.weights.embed.device,
         )  # fmt: skip
-        return (
-            found if self.checkpoint is not None else replace(found, checkpoint=self.control.weights_name or IN_MEMORY)
-        )
 
     def _fingerprint(self, limits: EngineConfig, schedule: Sequence[LayerSpec]) -> str:
         """Whose rows the files of `cache_dir` are; empty where nothing outlives this process."""
@@ -295,7 +296,7 @@ class LLM(Inside, Controls):
     ) -> KVCacheManager:  # fmt: skip
         model = self.model
         return KVCacheManager(
-            self.config, schedule, limits, device=model.params.embed.device,
+            self.config, schedule, limits, device=model.weights.embed.device,
             plain_dtype=model.context.dtype if self.numerics == "exact" else None, fingerprint=fingerprint,
         )  # fmt: skip
 
@@ -431,16 +432,16 @@ class LLM(Inside, Controls):
 
     def stream_tokens(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent | EndEvent]:  # fmt: skip
+    ) -> Iterator[TokenEvent]:  # fmt: skip
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
-        became certain; the last has a `finish_reason`. A request that only scores its prompt gives one `EndEvent`."""
+        became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])
         output = EventOutput(
             plain.prompt_ids, plain.params, eos_token_id=self.config.eos_token_id, tokenizer=self.tokenizer
         )
         return self._stream(request, output)
 
-    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent | EndEvent]:
+    def _stream(self, request: Request, output: EventOutput) -> Iterator[TokenEvent]:
         """Queues the request at the first `next`, so that a stream never read costs nothing."""
         with self._lock:
             self._submit(request, output)
@@ -452,7 +453,7 @@ class LLM(Inside, Controls):
                     self.step()
             completion = output.completion()  # raises if the request was dropped
             if not completion.token_ids:
-                yield EndEvent(0, completion.finish_reason, perf_counter())
+                yield TokenEvent(0, None, "", None, completion.finish_reason, perf_counter())
         finally:
             self.abort(request)
 

@@ -42,8 +42,8 @@ class Inside(ABC):
 
         The main model sees the tokens in one go; `chunks` (which sum to len - 1) are how the MTP block gets its pairs.
         """
-        if not self.model.params.mtp:
-            why = "no mtp.* tensors" if self.model.params.dspark is None else "a DSpark head: see draft_trace"
+        if not self.model.weights.mtp:
+            why = "no mtp.* tensors" if self.model.weights.dspark is None else "a DSpark head: see draft_trace"
             raise RequestError(f"this checkpoint has no MTP block ({why})")
         ids = self._check_ids(token_ids)
         if len(ids) < 2:
@@ -77,7 +77,7 @@ class Inside(ABC):
         """
         ids = self._check_ids(prompt)
         pieces = check_chunks(chunks, len(ids))
-        if not self.model.params.draft_blocks:
+        if not self.model.weights.draft_blocks:
             raise RequestError("this checkpoint has no drafter (no mtp.* tensors)")
         return trace_drafts(self.model, self._make_cache, ids, pieces, anchor, verified)
 

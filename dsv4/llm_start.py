@@ -12,8 +12,8 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
 from dsv4.dist.world import World
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import Drafts, make_choice
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.run.bucket import Drafting

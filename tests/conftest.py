@@ -1,7 +1,5 @@
 """Settings shared by all tests."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

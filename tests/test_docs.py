@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import plots, timeline
-from benchmarks.model import conclusions
+from benchmarks import rank_speed
+from benchmarks.engine import timeline
+from benchmarks.engine.model import conclusions
+from benchmarks.kernels import ops as kernel_ops
+from benchmarks.kernels import plots
 from benchmarks.rank_speed import PUBLISHED
+from benchmarks.records import read_records
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cli.main import main
 from dsv4.config import EngineConfig, ModelConfig
@@ -150,8 +154,8 @@ def test_wrapping_keeps_what_is_no_prose():
 
 def test_the_measured_page_shows_the_records():
     """Renewed by `python -m benchmarks ops --markdown`."""
-    records = bench.read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
-    expected = bench.markdown(bench.load_cases(bench.case_modules()), records)
+    records = read_records(ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl")
+    expected = kernel_ops.markdown(bench.load_cases(bench.case_modules()), records)
     assert (ROOT / "docs" / "kernels" / "measured.md").read_text(encoding="utf-8") == expected
 
 
@@ -362,7 +366,7 @@ def spread(values, form="{:.1f}"):
 def recorded_numbers():
     """Every number with a unit that stands in a record, as it must be written."""
     results = ROOT / "benchmarks" / "results"
-    ops = bench.read_records(results / "nvidia-h200.jsonl")
+    ops = read_records(results / "nvidia-h200.jsonl")
     everything = [json.loads(line) for line in (results / "nvidia-h200-model.jsonl").read_text().splitlines()]
     commit = [r["commit"] for r in everything if r["kind"] == "layer"][-1]
     model = [r for r in everything if r["commit"] == commit]
@@ -418,11 +422,10 @@ def served_on_a_cpu():
 
 
 def modelled_numbers(recorded):
-    """Calculated from records; the records of ranks hold the calculation's result."""
-    lines = (ROOT / "benchmarks" / "results" / "nvidia-h200-ranks.jsonl").read_text().splitlines()
-    four = [r for r in map(json.loads, lines) if r.get("ranks") == 4]
-    many = [r for r in four if r["kind"] == "rank_throughput" and r["requests"] == 1024][-1]
-    alone = [r for r in four if r["kind"] == "rank_drafts" and r["drafter"] == "dspark"][-1]
+    """Calculated from records."""
+    served = rank_speed.committed()
+    (many,) = (r for r in served if r["kind"] == "rank_served" and r["requests"] == 1024)
+    (alone,) = (r for r in served if r["kind"] == "rank_round" and r["drafter"] == "dspark")
     prefill = max(float(n.split()[0].replace(",", "")) for n in recorded if re.fullmatch(r"[\d,]+ tokens/s", n))
     return [
         f"{many['tokens_per_second_per_gpu']:,.0f} tokens/s",
@@ -442,6 +445,20 @@ def test_numbers_of_the_readme_have_an_origin():
     known = [*recorded, *modelled_numbers(recorded), *BY_HAND, *published, served_on_a_cpu()]
     assert [number for number in known if number not in speed] == []
     assert [number for number in NUMBER.findall(speed) + NUMBER.findall(readme) if number not in known] == []
+
+
+def test_the_model_of_four_ranks_is_what_the_page_says():
+    """Every number of the table, by `python -m benchmarks.rank_speed`."""
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    rows = []
+    for one in rank_speed.committed():
+        if one["kind"] == "rank_served":
+            times = [one["gpu_ms"], one["links_ms"], one["host_ms"], one["ms"]]
+            rows.append([*(f"{time:.2f}" for time in times), f"{one['tokens_per_second_per_gpu']:,.0f} tokens/s"])
+        else:
+            rows.append([f"{one['gpu_ms']:.2f}", f"{one['ms']:.2f}", f"{one['ms_per_token']:.2f} ms a token"])
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    assert [row for row in rows if not any(set(row) <= set(line) for line in lines)] == []
 
 
 def test_the_rule_for_numbers_finds_them():

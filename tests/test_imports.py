@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.testing.imports import imports_of
+from tools.imports import imports_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
@@ -50,14 +50,14 @@ TORCH_FREE = [
     "dsv4.cache.schema", "dsv4.cache.allocator",
     "dsv4.engine.schedule.scheduler", "dsv4.engine.draft.policy", "dsv4.engine.offload.placement",
     "dsv4.tools.plan.plan", "dsv4.dist.shares", "dsv4.dist.messages", "dsv4.engine.ranks.router",
-    "dsv4.engine.ranks.remote", "dsv4.dist.mesh", "dsv4.cache.prefix.watch", "dsv4.formats.rows",
+    "dsv4.engine.ranks.remote", "dsv4.engine.serving", "dsv4.dist.mesh", "dsv4.cache.prefix.watch", "dsv4.formats.rows",
     "dsv4.text", "dsv4.text.*",
     "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
     "dsv4.engine.link.throughput", "dsv4.cli.serve.*",
 ]  # fmt: skip
 if importlib.util.find_spec("fastapi") is not None:  # whatever a front end and the supervisor load
     TORCH_FREE += [
-        "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.shared_metrics",
+        "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.telemetry.shared_metrics",
         "dsv4.http.apis.*", "dsv4.http.grammar.answer", "dsv4.http.grammar.structured", "dsv4.http.processes.*",
     ]  # fmt: skip
 
@@ -107,6 +107,26 @@ def test_imports_run_one_way():
         for module, file in MODULES.items()
         for target in wrong_imports(module, file.read_text(encoding="utf-8"), file.name == "__init__.py")
     ]
+    assert wrong == []
+
+
+# what runs on one GPU, and knows nothing of ranks; of ranks themselves only `LLM` and an annotation know
+ONE_GPU = ["dsv4.engine.engine", "dsv4.engine.schedule.*", "dsv4.engine.step.*", "dsv4.engine.run.[!p]*"]
+KNOW_RANKS = {"dsv4.llm", "dsv4.engine.serving"}
+
+
+def test_the_engine_of_one_gpu_imports_nothing_of_ranks():
+    wrong, found = [], set()
+    for module, file in MODULES.items():
+        targets = set(imported_modules(ast.parse(file.read_text(encoding="utf-8")), module, file.name == "__init__.py"))
+        of_ranks = {target for target in targets if target.startswith("dsv4.engine.ranks")}
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in ONE_GPU):
+            found.add(module)
+            of_ranks |= {target for target in targets if target.startswith("dsv4.dist")}
+        elif module in KNOW_RANKS or module.startswith("dsv4.engine.ranks"):
+            continue
+        wrong += [f"{module} imports {target}" for target in sorted(of_ranks)]
+    assert {"dsv4.engine.engine", "dsv4.engine.run.runner", "dsv4.engine.schedule.scheduler"} <= found
     assert wrong == []
 
 

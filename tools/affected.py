@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsv4.testing.imports import ImportGraph, Source  # noqa: E402
+from tools.imports import ImportGraph, Source  # noqa: E402
 
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}
 # modules that import whole folders by computed names

@@ -58,7 +58,7 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
     import torch
 
     from dsv4.testing.bench import case_modules, load_cases
-    from dsv4.testing.compiled.compile_check import offline
+    from tools.compiled.compile_check import offline
 
     record_into(folder)
     cases = [case for case in load_cases(case_modules()) if not ops or case.key.split("/")[0] in ops]
@@ -73,8 +73,8 @@ def compile_models(folder: Path, number: int) -> None:
 
     from dsv4.ops import TRITON
     from dsv4.testing import model_cuts
-    from dsv4.testing.compiled.compile_check import offline
     from dsv4.testing.random_shapes import FAMILY, random_model
+    from tools.compiled.compile_check import offline
 
     record_into(folder)
     with offline(ARCHITECTURE):
@@ -110,7 +110,7 @@ def _only_compile(folder: Path, device: str) -> None:
 
     from dsv4.ops.lib import guard
     from dsv4.testing import inputs, interpreter, numeric
-    from dsv4.testing.compiled import compile_check
+    from tools.compiled import compile_check
 
     record_into(folder)
     run, is_true = JITFunction.run, torch.Tensor.__bool__

@@ -43,7 +43,7 @@ def record(modules: list[str], arch: int, folder: Path | None) -> dict[str, list
     import torch
 
     from dsv4.testing.bench import case_modules, load_cases
-    from dsv4.testing.compiled.compile_check import _without_binaries, offline
+    from tools.compiled.compile_check import _without_binaries, offline
 
     found: dict[str, list[list[str]]] = {}
     with _without_binaries():

@@ -51,7 +51,7 @@ def selftest(folder: str | None, ops: list[str]) -> Report:
 
 def compiled(folder: str | None, modules: list[str]) -> list[Report]:
     """Reports of as few cases as launch every kernel (`CompileReport`, or what failed)."""
-    module = "dsv4.testing.compiled.compile_check"
+    module = "tools.compiled.compile_check"
     run = _run(folder, "-m", module, ARCHITECTURE, "--only", "as few as there can be", *modules)
     if run.returncode:
         sys.exit(f"the compile check could not run:\n{run.stderr[-2000:]}")

@@ -17,8 +17,6 @@ from dsv4.cache.errors import (
     require_integrity,
 )
 
-__all__ = ["BlockAllocator", "BlockError", "DoubleRelease", "ForeignBlock", "OutOfBlocks", "UnallocatedBlock"]
-
 
 class BlockAllocator:
     """Blocks 0 .. num_blocks - 1. Every call either succeeds whole or raises and changes nothing."""

@@ -1,4 +1,4 @@
-"""The bytes that one layer of a cache holds: row formats, rings and tails. Arithmetic only, no torch."""
+"""What one layer of a cache holds: row formats, rings and tails. Arithmetic only, no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class TailSchema:
     dim: int
     itemsize: int
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return 2 * self.ring_len * self.dim * self.itemsize
-
 
 @dataclass(frozen=True)
 class CompressorSchema:
@@ -33,14 +29,10 @@ class CompressorSchema:
     own: TailSchema
     following: TailSchema | None
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return self.own.bytes_per_slot + (0 if self.following is None else self.following.bytes_per_slot)
-
 
 @dataclass(frozen=True)
 class LayerCacheSchema:
-    """The cache of one layer: row formats, rows per block and per slot, and what they weigh without padding."""
+    """The cache of one layer: row formats, rows per block and per slot."""
 
     layer_idx: int
     attention: AttentionKind
@@ -51,32 +43,6 @@ class LayerCacheSchema:
     index_keys: RowFormat | None
     compressor: CompressorSchema | None
     index_compressor: CompressorSchema | None
-
-    @property
-    def entry_bytes_per_block(self) -> int:
-        return 0 if self.entries is None else self.entries_per_block * self.entries.row_bytes
-
-    @property
-    def index_bytes_per_block(self) -> int:
-        return 0 if self.index_keys is None else self.entries_per_block * self.index_keys.row_bytes
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.entry_bytes_per_block + self.index_bytes_per_block
-
-    @property
-    def window_bytes_per_slot(self) -> int:
-        return self.ring_len * self.window.row_bytes
-
-    @property
-    def position_bytes_per_slot(self) -> int:
-        return self.ring_len * POSITION_BYTES
-
-    @property
-    def state_bytes_per_slot(self) -> int:
-        """The compressor tails; the window is counted apart."""
-        compressors = (self.compressor, self.index_compressor)
-        return sum(compressor.bytes_per_slot for compressor in compressors if compressor is not None)
 
 
 def _ring_slack(config: ModelConfig, schedule: Sequence[LayerSpec], engine: EngineConfig) -> int:

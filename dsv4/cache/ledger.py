@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,10 +32,14 @@ from dsv4.cache.errors import (
     UnknownSlot,
     require_integrity,
 )
-from dsv4.cache.prefix.cache import NO_STOP, LowerTiers, Match, PrefixCache, SnapshotCopies
+from dsv4.cache.prefix.cache import NO_STOP, Match, PrefixCache
 from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.cache.schema import CacheSchema, blocks_at_position
 from dsv4.config import BLOCK_TOKENS, EngineConfig
+
+if TYPE_CHECKING:  # they need torch
+    from dsv4.cache.prefix.snapshots import SnapshotStore
+    from dsv4.cache.tiers.tiers import Tiers
 
 Numbers = NDArray[np.int64]
 
@@ -43,7 +48,7 @@ class CacheLedger:
     """Of one cache. `copies` and `tiers`: where the prefix cache's state goes and comes from."""
 
     def __init__(
-        self, schema: CacheSchema, engine: EngineConfig, copies: SnapshotCopies, tiers: LowerTiers | None = None,
+        self, schema: CacheSchema, engine: EngineConfig, copies: SnapshotStore, tiers: Tiers | None = None,
         fingerprint: str = "",
     ) -> None:  # fmt: skip
         self.schema = schema
@@ -99,7 +104,7 @@ class CacheLedger:
             self.prefix.clear()
 
     def wait_for_files(self, seconds: float) -> None:
-        """Until the files that `match` counts on have been read, or so long."""
+        """Wait until the files that `match` counts on have been read, at most `seconds`."""
         if self.prefix is not None and self.prefix.tiers is not None:
             self.prefix.tiers.wait(seconds)
 

@@ -16,16 +16,16 @@ from dsv4.cache.batch import Chunk, TokenBatch
 from dsv4.cache.errors import CacheError, require_integrity
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.ledger import CacheLedger
-from dsv4.cache.paged import PagedCache
-from dsv4.cache.pool import Pool
+from dsv4.cache.pool import Pool, PoolSet, layer_handle
 from dsv4.cache.prefix.snapshots import SnapshotStore
-from dsv4.cache.prefix.tree import ChainKeys
-from dsv4.cache.prefix.watch import Keys, PrefixWatch
+from dsv4.cache.prefix.tree import ChainKeys, PrefixTree
+from dsv4.cache.prefix.watch import PrefixWatch
 from dsv4.cache.schema import build_cache_schema
 from dsv4.cache.state import NO_POSITION, StateCache
 from dsv4.cache.tiers.disk import DiskTier
 from dsv4.cache.tiers.host import HostTier
 from dsv4.cache.tiers.payload import Part, Payload
+from dsv4.cache.tiers.segments import SegmentTree
 from dsv4.cache.tiers.tiers import Tiers
 from dsv4.cache.transfer import to_device
 from dsv4.config import EngineConfig, ModelConfig
@@ -57,7 +57,7 @@ class KVCacheManager(CacheLedger):
         self.schedule = tuple(schedule)
         self.device = torch.device(device)
         schema = build_cache_schema(config, schedule, engine, plain_itemsize=itemsize)
-        self._paged = PagedCache(schema, device=self.device, plain_dtype=plain_dtype)
+        self._paged = PoolSet(schema.paged_pools, self.device, plain_dtype)
         self._state = StateCache(schema, device=self.device, plain_dtype=plain_dtype)
         ahead = [layer.layer_idx for layer in self.schedule if layer.is_mtp]
         self._snapshots = SnapshotStore(schema, self._state, ahead_layers=ahead)
@@ -65,7 +65,8 @@ class KVCacheManager(CacheLedger):
         super().__init__(schema, engine, self._snapshots, self.tiers, fingerprint)
         num_slots, width = schema.num_slots, schema.max_blocks_per_request
         self._table = torch.full((num_slots, width), NO_BLOCK, dtype=torch.int32, device=self.device)
-        self._handles = tuple(self._make_handle(layer.layer_idx) for layer in schema.layers)
+        pools = {**self._paged.pools, **self._state.pools}
+        self._handles = tuple(layer_handle(layer, pools) for layer in schema.layers)
         assert self.memory_bytes() == schema.total_bytes, (self.memory_bytes(), schema.total_bytes)
 
     def _make_tiers(self, engine: EngineConfig, fingerprint: str) -> Tiers | None:
@@ -81,7 +82,7 @@ class KVCacheManager(CacheLedger):
 
     def watch_prefixes(self) -> PrefixWatch:
         """What requests could start from, now and as it changes; on all tiers."""
-        trees: list[Keys] = [] if self.prefix is None else [self.prefix.tree]
+        trees: list[PrefixTree | SegmentTree] = [] if self.prefix is None else [self.prefix.tree]
         if self.tiers is not None:
             trees += [tier.tree for tier in (self.tiers.host, self.tiers.disk) if tier is not None]
         return PrefixWatch(trees)
@@ -235,12 +236,3 @@ class KVCacheManager(CacheLedger):
             require_integrity(
                 bool(((positions == NO_POSITION) | valid).all()), f"layer {layer.layer_idx} has a ring row out of place"
             )
-
-    def _make_handle(self, layer_idx: int) -> LayerCacheHandle:
-        return LayerCacheHandle(
-            window=self._state.window(layer_idx),
-            entries=self._paged.entries(layer_idx),
-            compressor=self._state.compressor(layer_idx),
-            index_keys=self._paged.index_keys(layer_idx),
-            index_compressor=self._state.index_compressor(layer_idx),
-        )

@@ -1,10 +1,13 @@
-"""`Pool`: one component of several layers in one allocation, as `PoolSchema` lays it out."""
+"""`Pool`: one component of several layers in one allocation, as `PoolSchema` lays it out; and the views of a layer."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from dsv4.cache.handle import CompressorView, LayerCacheHandle, PagedView, TailView, WindowView
 from dsv4.cache.layer_schema import LayerCacheSchema
 from dsv4.cache.schema import PoolSchema
 from dsv4.formats.row_store import RowStore
@@ -45,14 +48,56 @@ class Pool:
         return self.storage.untyped_storage().nbytes()
 
 
-def find_pool(pools: dict[str, Pool], name: str, layer: LayerCacheSchema) -> Pool | None:
-    """The pool of that name, if it holds this layer."""
-    pool = pools.get(name)
-    return pool if pool is not None and layer.layer_idx in pool else None
+class PoolSet:
+    """Pools by name, allocated once. `plain_dtype` is the dtype of plain rows; None exactly where the schema's rows are
+    quantised.
+
+    A block or slot handed to a new request keeps its old rows: what a request has not written it does not read.
+    """
+
+    def __init__(self, schemas: Iterable[PoolSchema], device: torch.device, plain_dtype: torch.dtype | None) -> None:
+        self.pools = {schema.name: Pool(schema, _dtype_of(schema, plain_dtype), device) for schema in schemas}
+
+    def memory_bytes(self) -> int:
+        """Bytes really held."""
+        return sum(pool.nbytes for pool in self.pools.values())
 
 
-def row_store(pools: dict[str, Pool], name: str, layer: LayerCacheSchema, row_format: RowFormat) -> RowStore:
-    """The rows `<name>` of one layer as a view of its pools."""
-    data, scales = find_pool(pools, f"{name}.data", layer), find_pool(pools, f"{name}.scales", layer)
-    assert data is not None, (name, layer.layer_idx)
-    return RowStore(data.layer(layer.layer_idx), None if scales is None else scales.layer(layer.layer_idx), row_format)
+def _dtype_of(schema: PoolSchema, plain_dtype: torch.dtype | None) -> torch.dtype:
+    if schema.name.endswith("window.positions"):
+        return torch.int32
+    if "compressor." in schema.name:  # tails
+        return torch.float64 if schema.itemsize == torch.float64.itemsize else torch.float32
+    return plain_dtype or torch.uint8
+
+
+def layer_handle(layer: LayerCacheSchema, pools: Mapping[str, Pool]) -> LayerCacheHandle:
+    """The views of one layer over all pools of a cache."""
+    kind, layer_idx = layer.attention.value, layer.layer_idx
+
+    def find(name: str) -> Tensor | None:
+        pool = pools.get(name)
+        return pool.layer(layer_idx) if pool is not None and layer_idx in pool else None
+
+    def rows(name: str, row_format: RowFormat) -> RowStore:
+        data = find(f"{name}.data")
+        assert data is not None, (name, layer_idx)
+        return RowStore(data, find(f"{name}.scales"), row_format)
+
+    def tail(name: str) -> TailView | None:
+        kv, score = find(f"{kind}.{name}.kv"), find(f"{kind}.{name}.score")
+        return None if kv is None or score is None else TailView(kv, score)
+
+    def compressor(name: str) -> CompressorView | None:
+        own = tail(f"{name}.own")
+        return None if own is None else CompressorView(own, tail(f"{name}.following"))
+
+    positions = find("window.positions")
+    assert positions is not None
+    return LayerCacheHandle(
+        window=WindowView(rows("window", layer.window), positions),
+        entries=None if layer.entries is None else PagedView(rows(f"{kind}.entries", layer.entries)),
+        compressor=compressor("compressor"),
+        index_keys=None if layer.index_keys is None else PagedView(rows("csa.index_keys", layer.index_keys)),
+        index_compressor=compressor("index_compressor"),
+    )

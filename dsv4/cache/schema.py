@@ -3,7 +3,7 @@
 One block is 128 tokens of every layer at once: 32 entries and 32 indexer keys on a CSA layer, 1 entry on an HCA layer,
 nothing on an SWA layer. One slot is the fixed part of one request: in every layer the window ring with its positions,
 and on CSA and HCA layers the compressor tails. One snapshot is what a request needs of its slot to go on from a
-multiple of 128 tokens. `PagedCache`, `StateCache` and `SnapshotStore` allocate exactly the pools listed here.
+multiple of 128 tokens. The cache allocates exactly the pools listed here.
 
 A pool is one component of several layers in one allocation. Each layer's share starts on an `ALIGNMENT` boundary, so
 that a kernel sees the same pointer alignment on every layer; the bytes this costs are `padding_bytes`.
@@ -12,8 +12,8 @@ that a kernel sees the same pointer alignment on every layer; the bytes this cos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 from dsv4.cache.layer_schema import (
     CSA_ENTRIES_PER_BLOCK,
     POSITION_BYTES,
-    CompressorSchema,
     LayerCacheSchema,
-    TailSchema,
     _ring_slack,
     layer_schema,
 )
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, ModelConfig
-from dsv4.config.layers import AttentionKind, LayerSpec, validate_schedule
+from dsv4.config.layers import LayerSpec, validate_schedule
 from dsv4.formats.rows import RowFormat, RowKind
 
 ALIGNMENT = 256
@@ -67,6 +65,11 @@ class PoolSchema:
         return math.prod(self.shape) * self.itemsize
 
     @property
+    def bytes_each(self) -> int:
+        """Of one block, slot or snapshot, in all layers, without padding."""
+        return len(self.layer_ids) * self.layer_bytes // self.shape[0]
+
+    @property
     def layer_stride(self) -> int:
         """Bytes from one layer's share to the next."""
         return -(-self.layer_bytes // ALIGNMENT) * ALIGNMENT
@@ -78,6 +81,9 @@ class PoolSchema:
     @property
     def padding_bytes(self) -> int:
         return self.total_bytes - len(self.layer_ids) * self.layer_bytes
+
+
+_Pools = tuple[PoolSchema, ...]
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,18 @@ class CacheSchema:
     max_draft_tokens: int
     window_len: int
     num_snapshots: int
-    paged_pools: tuple[PoolSchema, ...]
-    state_pools: tuple[PoolSchema, ...]
-    snapshot_pools: tuple[PoolSchema, ...]
+    paged_pools: _Pools
+    state_pools: _Pools
+    snapshot_pools: _Pools
+
+    def bytes_of(self, name: str) -> int:
+        """Of one block or slot, in the pools whose names begin with this: `csa.entries`, `window`, ..."""
+        pools = (*self.paged_pools, *self.state_pools)
+        return sum(pool.bytes_each for pool in pools if pool.name.startswith(name))
 
     @property
     def bytes_per_block(self) -> int:
-        return sum(layer.bytes_per_block for layer in self.layers)
+        return sum(pool.bytes_each for pool in self.paged_pools)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -111,15 +122,16 @@ class CacheSchema:
 
     @property
     def window_bytes_per_request(self) -> int:
-        return sum(layer.window_bytes_per_slot for layer in self.layers)
+        return self.bytes_of("window") - self.position_bytes_per_request
 
     @property
     def position_bytes_per_request(self) -> int:
-        return sum(layer.position_bytes_per_slot for layer in self.layers)
+        return self.bytes_of("window.positions")
 
     @property
     def state_bytes_per_request(self) -> int:
-        return sum(layer.state_bytes_per_slot for layer in self.layers)
+        """The compressor tails."""
+        return sum(pool.bytes_each for pool in self.state_pools) - self.bytes_of("window")
 
     def request_bytes(self, position: int) -> int:
         """What one request holds once it has processed `position` tokens: its blocks, window and compressor state."""
@@ -167,126 +179,73 @@ def build_cache_schema(
     validate_schedule(schedule)
     if plain_itemsize not in (None, 2, 4, 8):
         raise ConfigError(f"plain_itemsize must be None, 2, 4 or 8 bytes, found {plain_itemsize!r}")
-    num_blocks = engine.num_blocks
-    budget = compute_block_budget(config, schedule, engine.max_context_tokens, engine.max_concurrent_requests)
-    if num_blocks is None:
-        num_blocks = budget
+    if engine.max_context_tokens > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_context_tokens must be at most the model's max_position_embeddings {config.max_position_embeddings}, "
+            f"found {engine.max_context_tokens}"
+        )
+    num_slots, num_blocks = engine.max_concurrent_requests, engine.num_blocks
+    if num_blocks is None:  # every slot can reach the longest context
+        num_blocks = blocks_for_tokens(engine.max_context_tokens) * num_slots
     ring_len = config.sliding_window + _ring_slack(config, schedule, engine)
     layers = tuple(layer_schema(config, layer, engine, plain_itemsize, ring_len) for layer in schedule)
-    state_pools = _state_pools(layers, engine.max_concurrent_requests)
+    state_pools = _pools(layers, lambda layer: _state_parts(layer, num_slots))
     num_snapshots = _num_snapshots(state_pools, config.sliding_window, num_blocks, engine.prefix_cache_bytes)
     return CacheSchema(
         layers=layers,
-        num_slots=engine.max_concurrent_requests,
+        num_slots=num_slots,
         num_blocks=num_blocks,
         max_blocks_per_request=blocks_for_tokens(engine.max_context_tokens),
         max_draft_tokens=engine.max_draft_tokens,
         window_len=config.sliding_window,
         num_snapshots=num_snapshots,
-        paged_pools=_paged_pools(layers, num_blocks),
+        paged_pools=_pools(layers, lambda layer: _paged_parts(layer, num_blocks)),
         state_pools=state_pools,
         snapshot_pools=_snapshot_pools(state_pools, config.sliding_window, num_snapshots),
     )
 
 
-def compute_block_budget(
-    config: ModelConfig,
-    schedule: Sequence[LayerSpec],
-    max_context_tokens: int,
-    max_concurrent_requests: int,
-    headroom: float | Fraction = 0,
-) -> int:
-    """Blocks that let every slot reach `max_context_tokens`, times 1 + `headroom`, rounded up at each step.
-
-    `headroom` is a fraction of the budget (0.1 adds a tenth); blocks beyond the sum of the contexts are of use only to
-    what outlives a request. A float counts as the decimal it is written as, so that 10 blocks and 0.1 give 11.
-    """
-    validate_schedule(schedule)
-    if max_context_tokens < 1 or max_concurrent_requests < 1:
-        raise ConfigError(
-            "max_context_tokens and max_concurrent_requests must be positive, "
-            f"found {max_context_tokens} and {max_concurrent_requests}"
-        )
-    if max_context_tokens > config.max_position_embeddings:
-        raise ConfigError(
-            f"max_context_tokens must be at most the model's max_position_embeddings {config.max_position_embeddings}, "
-            f"found {max_context_tokens}"
-        )
-    if not (math.isfinite(headroom) and headroom >= 0):
-        raise ConfigError(f"headroom must be a fraction of at least 0, found {headroom!r}")
-    base = blocks_for_tokens(max_context_tokens) * max_concurrent_requests
-    return math.ceil(base * (1 + Fraction(str(headroom))))
+_Part = tuple[str, tuple[int, ...], int]  # of one layer: name, shape, bytes of an element
 
 
-_RowsOf = Callable[[LayerCacheSchema], tuple[RowFormat, int] | None]  # a layer's row format and rows per leading index
-
-
-def _row_pools(
-    name: str, layers: Sequence[LayerCacheSchema], rows_of: _RowsOf, num_leading: int
-) -> tuple[PoolSchema, ...]:
-    """`<name>.data` and, for quantised rows, `<name>.scales` of the layers where `rows_of` is not None."""
-    holders = [(layer.layer_idx, rows) for layer in layers if (rows := rows_of(layer)) is not None]
-    if not holders:
-        return ()
-    layer_ids = tuple(layer_idx for layer_idx, _ in holders)
-    row_format, num_rows = holders[0][1]
-    assert all(rows == (row_format, num_rows) for _, rows in holders), f"{name} differs between layers"
-    leading = (num_leading, num_rows)
-    if row_format.kind is RowKind.PLAIN:
-        return (PoolSchema(f"{name}.data", layer_ids, (*leading, row_format.dim), row_format.itemsize),)
-    return (
-        PoolSchema(f"{name}.data", layer_ids, (*leading, row_format.data_bytes), 1),
-        PoolSchema(f"{name}.scales", layer_ids, (*leading, row_format.scale_bytes), 1),
-    )
-
-
-def _paged_pools(layers: Sequence[LayerCacheSchema], num_blocks: int) -> tuple[PoolSchema, ...]:
-    def entries_of(kind: AttentionKind) -> _RowsOf:
-        def rows_of(layer: LayerCacheSchema) -> tuple[RowFormat, int] | None:
-            if layer.attention is not kind or layer.entries is None:
-                return None
-            return layer.entries, layer.entries_per_block
-
-        return rows_of
-
-    def index_keys_of(layer: LayerCacheSchema) -> tuple[RowFormat, int] | None:
-        return None if layer.index_keys is None else (layer.index_keys, layer.entries_per_block)
-
-    return (
-        *_row_pools("csa.entries", layers, entries_of(AttentionKind.CSA), num_blocks),
-        *_row_pools("csa.index_keys", layers, index_keys_of, num_blocks),
-        *_row_pools("hca.entries", layers, entries_of(AttentionKind.HCA), num_blocks),
-    )
-
-
-def _state_pools(layers: Sequence[LayerCacheSchema], num_slots: int) -> tuple[PoolSchema, ...]:
-    layer_ids = tuple(layer.layer_idx for layer in layers)
-    positions = PoolSchema("window.positions", layer_ids, (num_slots, layers[0].ring_len), POSITION_BYTES)
-    pools = [*_row_pools("window", layers, lambda layer: (layer.window, layer.ring_len), num_slots), positions]
-    for kind in (AttentionKind.CSA, AttentionKind.HCA):
-        for compressor in ("compressor", "index_compressor"):
-            for half in ("own", "following"):
-                pools += _tail_pools(layers, kind, compressor, half, num_slots)
-    return tuple(pools)
-
-
-def _tail_pools(
-    layers: Sequence[LayerCacheSchema], kind: AttentionKind, compressor: str, half: str, num_slots: int
-) -> tuple[PoolSchema, ...]:
-    """`<kind>.<compressor>.<half>.kv` and `.score` of the layers that have such a tail."""
-    tails: dict[int, TailSchema] = {}
+def _pools(layers: Sequence[LayerCacheSchema], parts_of: Callable[[LayerCacheSchema], Iterable[_Part]]) -> _Pools:
+    """A pool for each component, of the layers that have it."""
+    found: dict[str, PoolSchema] = {}
     for layer in layers:
-        state: CompressorSchema | None = getattr(layer, compressor)
-        tail: TailSchema | None = None if state is None else getattr(state, half)
-        if layer.attention is kind and tail is not None:
-            tails[layer.layer_idx] = tail
-    if not tails:
-        return ()
-    tail = next(iter(tails.values()))
-    assert all(other == tail for other in tails.values()), f"{kind} {compressor} differs between layers"
-    shape = (num_slots, tail.ring_len, tail.dim)
-    name = f"{kind.value}.{compressor}.{half}"
-    return tuple(PoolSchema(f"{name}.{part}", tuple(tails), shape, tail.itemsize) for part in ("kv", "score"))
+        for name, shape, itemsize in parts_of(layer):
+            pool = found.get(name, PoolSchema(name, (), shape, itemsize))
+            assert (pool.shape, pool.itemsize) == (shape, itemsize), f"{name} differs between layers"
+            found[name] = replace(pool, layer_ids=(*pool.layer_ids, layer.layer_idx))
+    return tuple(found.values())
+
+
+def _row_parts(name: str, row_format: RowFormat, leading: tuple[int, int]) -> Iterator[_Part]:
+    """`<name>.data` and, for quantised rows, `<name>.scales`."""
+    if row_format.kind is RowKind.PLAIN:
+        yield f"{name}.data", (*leading, row_format.dim), row_format.itemsize
+    else:
+        yield f"{name}.data", (*leading, row_format.data_bytes), 1
+        yield f"{name}.scales", (*leading, row_format.scale_bytes), 1
+
+
+def _paged_parts(layer: LayerCacheSchema, num_blocks: int) -> Iterator[_Part]:
+    leading = (num_blocks, layer.entries_per_block)
+    if layer.entries is not None:
+        yield from _row_parts(f"{layer.attention.value}.entries", layer.entries, leading)
+    if layer.index_keys is not None:
+        yield from _row_parts("csa.index_keys", layer.index_keys, leading)
+
+
+def _state_parts(layer: LayerCacheSchema, num_slots: int) -> Iterator[_Part]:
+    """The window, and `<kind>.<compressor>.<half>.kv` and `.score` of every tail."""
+    yield from _row_parts("window", layer.window, (num_slots, layer.ring_len))
+    yield "window.positions", (num_slots, layer.ring_len), POSITION_BYTES
+    for name, state in (("compressor", layer.compressor), ("index_compressor", layer.index_compressor)):
+        for half, tail in () if state is None else (("own", state.own), ("following", state.following)):
+            if tail is not None:
+                shape = (num_slots, tail.ring_len, tail.dim)
+                for part in ("kv", "score"):
+                    yield f"{layer.attention.value}.{name}.{half}.{part}", shape, tail.itemsize
 
 
 def _snapshot_rows(pool: PoolSchema, window_len: int) -> int:
@@ -299,13 +258,13 @@ def _snapshot_rows(pool: PoolSchema, window_len: int) -> int:
     return CSA_RATIO if ".following." in pool.name else 0
 
 
-def _bytes_per_snapshot(state_pools: Sequence[PoolSchema], window_len: int) -> int:
+def _bytes_per_snapshot(state_pools: _Pools, window_len: int) -> int:
     return sum(
         _snapshot_rows(pool, window_len) * len(pool.layer_ids) * pool.shape[-1] * pool.itemsize for pool in state_pools
     )
 
 
-def _snapshot_pools(state_pools: Sequence[PoolSchema], window_len: int, num_snapshots: int) -> tuple[PoolSchema, ...]:
+def _snapshot_pools(state_pools: _Pools, window_len: int, num_snapshots: int) -> _Pools:
     if num_snapshots == 0:
         return ()
     return tuple(
@@ -315,7 +274,7 @@ def _snapshot_pools(state_pools: Sequence[PoolSchema], window_len: int, num_snap
     )
 
 
-def _num_snapshots(state_pools: Sequence[PoolSchema], window_len: int, num_blocks: int, max_bytes: int) -> int:
+def _num_snapshots(state_pools: _Pools, window_len: int, num_blocks: int, max_bytes: int) -> int:
     """As many as `max_bytes` hold, alignment included. More than blocks could never be of use."""
     count = min(num_blocks, max_bytes // _bytes_per_snapshot(state_pools, window_len))
     while sum(pool.total_bytes for pool in _snapshot_pools(state_pools, window_len, count)) > max_bytes:

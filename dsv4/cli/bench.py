@@ -7,6 +7,7 @@ The cases and the timer of `ops` belong to a checkout, not to the installed pack
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,14 @@ from dsv4.config import ConfigError
 from dsv4.loader.shipped import DEFAULT_SHIPPED, DSPARK_TWIN
 from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.request import SamplingParams
-from dsv4.tools.bench.plot import check_plots
+from dsv4.tools.bench import report as shown
 from dsv4.tools.model_loading import DraftsOption, parse_drafts
 from dsv4.tools.plan.sizes import EXPERT_FORMATS
 
 if TYPE_CHECKING:
     from dsv4.tools.bench.engine_target import EngineTarget
-    from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.model import Report
+    from dsv4.tools.bench.workload import Load
 
 _DeviceOption = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 
@@ -39,19 +40,13 @@ def bench() -> None:
     """Measure this machine."""
 
 
-@bench_app.command("ops")
-def bench_ops_command(
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
-    samples: Annotated[int, typer.Option(help="Timed replays per case.", min=10)] = 100,
-    out: Annotated[Path | None, typer.Option(help="Record file. Default: benchmarks/results/<gpu>.jsonl.")] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="Compare two record files, or two commits in the file of --out; no GPU needed."),
-    ] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and stop.")] = False,
-) -> None:
-    """Time every op at the real shapes of Flash and Pro, beside the chip's measured ceilings.
+@bench_app.command(
+    "ops",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def bench_ops_command(context: typer.Context) -> None:
+    """Time every op at the real shapes of Flash and Pro, or compare records and bits; needs a source checkout.
 
     Examples:
 
@@ -59,24 +54,15 @@ def bench_ops_command(
 
     dsv4 bench ops --compare old.jsonl new.jsonl
 
-    dsv4 bench ops --compare 7b888af bbe5097
+    dsv4 bench ops --help
     """
-    if not (CHECKOUT / "benchmarks" / "ops.py").is_file():
+    if not (CHECKOUT / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
             f"dsv4 bench ops needs a source checkout: expected {CHECKOUT}/benchmarks, found nothing there"
         )
-    arguments = ["--samples", str(samples)]
-    for name in op or ():
-        arguments += ["--op", name]
-    if case is not None:
-        arguments += ["--case", case]
-    if out is not None:
-        arguments += ["--out", str(out.resolve())]
-    if compare is not None:
-        arguments += ["--compare", *(str(Path(name).resolve()) if Path(name).is_file() else name for name in compare)]
-    if list_cases:
-        arguments.append("--list")
-    raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", "ops", *arguments], cwd=CHECKOUT).returncode)
+    command = [sys.executable, "-P", "-m", "benchmarks", "ops", *context.args]
+    paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    raise typer.Exit(subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode)
 
 
 @bench_app.command("model")
@@ -117,8 +103,7 @@ def bench_model_command(
     2048,65536,1048576 --plot speed.png
     """
     from dsv4.tools.bench.context import build_model, build_offloaded
-    from dsv4.tools.bench.model import SECTIONS, Settings, run_bench  # here: they load torch
-    from dsv4.tools.bench.ranks import bench_ranks
+    from dsv4.tools.bench.model import SECTIONS, Settings, bench_ranks, run_bench  # here: they load torch
 
     chosen, kinds = _expert_format(experts), _kinds(schedule)
     if device.split(":")[0] not in ("cpu", "cuda"):
@@ -202,15 +187,12 @@ def _note(what: str) -> None:
 
 
 def _report(report: Report, as_json: bool, plot: Path | None) -> None:
-    from dsv4.tools.bench.plot import plot_report  # here: they load torch
-    from dsv4.tools.bench.text import print_report
-
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print_report(report, Console(width=max(Console().width, 100)))  # the widest table
+        shown.print_report(report, Console(width=max(Console().width, 100)))  # the widest table
     if plot is not None:
-        plot_report(report, plot)
+        shown.plot_report(report, plot)
 
 
 @bench_app.command("serve")
@@ -271,9 +253,8 @@ def bench_serve_command(
       dsv4 bench serve http://127.0.0.1:8000 --streams 64 --output 1024 --intruder 524288
       dsv4 bench serve flash --schedule swa,csa,hca,csa --experts nvfp4 --device cuda --streams 256
     """
-    from dsv4.tools.bench.load import Load
     from dsv4.tools.bench.serve import Target, measure_load
-    from dsv4.tools.bench.serve_text import plot_waits, print_serve_report, progress
+    from dsv4.tools.bench.workload import Load
 
     load = Load.of(
         shape, prompt, output, spread, requests=requests or 4 * streams, streams=streams, rate=rate,
@@ -281,7 +262,7 @@ def bench_serve_command(
         intruder_seconds=intruder_seconds,
     )  # fmt: skip
     if plot is not None:
-        check_plots()
+        shown.check_plots()
     served: Target
     if target is not None and "://" in target:
         from dsv4.tools.bench.server_target import UrlTarget
@@ -294,14 +275,14 @@ def bench_serve_command(
         if given is not None:
             raise ConfigError(f"{given} needs the URL of a server; an engine reads token ids")
         served = _engine_target(target, load, _kinds(schedule), _expert_format(experts), device, chunk)
-    with progress(load) as on_done:
+    with shown.progress(load) as on_done:
         report, seen = measure_load(served, load, on_done)
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print_serve_report(report, Console(width=max(Console().width, 100)))
+        shown.print_serve_report(report, Console(width=max(Console().width, 100)))
     if plot is not None:
-        plot_waits(report, seen, plot)
+        shown.plot_waits(report, seen, plot)
     raise typer.Exit(1 if report.failed or "error" in (report.intruder or {}) else 0)
 
 

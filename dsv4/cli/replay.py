@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,6 @@ from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Header
 
 if TYPE_CHECKING:
-    from dsv4.engine.step.constraint import Constraint
     from dsv4.llm import LLM
     from dsv4.tools.receipts.replay import ReplayReport
 
@@ -152,7 +152,8 @@ def _constrainer(llm: LLM) -> Any:
     """Compiles recorded grammars; the library is needed only if there is one."""
     compiler: list[Any] = []
 
-    def constrain(grammar: str) -> Constraint:
+    @cache
+    def compiled(grammar: str) -> Any:
         if not compiler:
             if llm.tokenizer is None:
                 raise RequestError("a grammar needs a tokenizer, and this checkpoint has none")
@@ -163,9 +164,9 @@ def _constrainer(llm: LLM) -> Any:
             compiler.append(
                 GrammarCompiler(llm.tokenizer, vocab_size=llm.config.vocab_size, eos_token_id=llm.config.eos_token_id)
             )
-        return compiler[0].compile(grammar).constraint()
+        return compiler[0].compile(grammar)
 
-    return constrain
+    return lambda grammar: compiled(grammar).constraint()
 
 
 def print_replay(report: ReplayReport, console: Console) -> None:

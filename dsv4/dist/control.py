@@ -1,9 +1,11 @@
 """`Leader` and `Follower`: rank 0 and the others watch one another; each notices within seconds when one is gone.
 
-One TCP connection from each follower to the leader carries what they say while loading, and a beat every second in
-both directions.
-A rank has failed when it says so, when its connection ends, when it is silent, or when it stands still while others
-wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest is known by its count.
+A connection of the mesh from each follower to the leader carries a beat every second in both directions. A rank has
+failed when it says so, when its connection ends, when it is silent, or when it stands still:
+
+* in a step, while others wait for it: each rank counts its steps through the same sequence of exchanges, so the slowest
+  is known by its count;
+* outside of one (it takes a request, plans, answers): its engine's loop comes round at least every second, busy or not.
 
 What a failure does: the leader's calls raise `RankFailed`, processes it started are killed (which also frees a rank
 that waits in a collective), and a follower that loses its leader ends its process. No process is left behind.
@@ -13,44 +15,52 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from dsv4.dist.errors import PeerLost, RankFailed
-from dsv4.dist.messages import Channel, Kind, pack, text_numbers, unpack
+from dsv4.dist.messages import Channel, Kind
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 6.0  # without a beat: stopped, or cut off
 STALLED_SECONDS = 8.0  # behind the others without a step
 _BLAME_SECONDS = 2.0  # a rank that lost its peer speaks before the peer's end is seen
-_CONNECT_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
 _STUCK_SECONDS = 3.0  # after a failure: a silent rank on a GPU ends all within 10 s
 
 
+@dataclass
 class Progress:
-    """How far this rank is: a count that only grows, the same on every rank at the same place; and bytes loaded."""
+    """How far a rank is.
 
-    def __init__(self) -> None:
-        self.count = self.bytes_done = self.bytes_total = 0
+    count         only grows, and is the same on every rank at the same place
+    num_turns     of the loop of its engine, and of waiting for others; 0 before there is an engine
+    is_computing  whether the rank is in a step, which takes as long as it takes
+    """
+
+    count: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    num_turns: int = 0
+    is_computing: bool = False
 
     def tick(self, weight: int = 1) -> None:
         """`weight`: of a place that a rank must not be taken to share with others for having counted as far."""
         self.count += weight
 
+    def turn(self) -> None:
+        """A sign of life of the thread that runs the engine."""
+        self.num_turns += 1
+
     def load(self, done: int, total: int) -> None:
         self.bytes_done, self.bytes_total = done, total
-
-    def numbers(self) -> list[int]:
-        return [self.count, self.bytes_done, self.bytes_total]
 
 
 @dataclass
@@ -61,12 +71,14 @@ class _Peer:
     channel: Channel
     heard_at: float
     moved_at: float
-    progress: list[int] = field(default_factory=lambda: [0, 0, 0])
-    answers: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
+    turned_at: float
+    progress: Progress = field(default_factory=Progress)
+    is_ready: threading.Event = field(default_factory=threading.Event)
 
 
 class Leader:
-    """Rank 0. `processes[i]` is rank i + 1 where this process started it, and is killed if anything fails.
+    """Rank 0, `connections` with the others by rank. `processes[i]` is rank i + 1 where this process started it, and is
+    killed if anything fails.
 
     may_be_stuck  a call that waits for a rank which is gone may never come back (a GPU waits at a barrier): then this
                   process ends, with the failure on stderr. Nor would what Python does at a process's end (memory that
@@ -74,49 +86,26 @@ class Leader:
     """
 
     def __init__(
-        self, size: int, host: str, token: bytes, progress: Progress, *,
+        self, connections: Mapping[int, socket.socket], progress: Progress, *,
         processes: Sequence[subprocess.Popen[bytes]] = (), stalled_seconds: float = STALLED_SECONDS,
         may_be_stuck: bool = False,
     ) -> None:  # fmt: skip
-        self._size = size
-        self._token = token
         self._progress = progress
-        self._moved_at = time.monotonic()
+        now = self._moved_at = time.monotonic()
         self._last_count = 0
         self._stalled_seconds = stalled_seconds
         self._may_be_stuck = may_be_stuck
         self.processes = list(processes)
-        self._listener = socket.create_server((host, 0), backlog=size)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._peers: dict[int, _Peer] = {}
+        self._peers = {rank: _Peer(rank, Channel(one), now, now, now) for rank, one in connections.items()}
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._suspicion: tuple[float, str] | None = None  # when, and what a rank that blames another one said
         self._is_stopping = False
         self._working_since: float | None = None
         self._tell: Callable[[RankFailed], None] = lambda error: None
-        self._monitor = threading.Thread(target=self._watch, name="dsv4-ranks", daemon=True)
-
-    # ---- the life of the ranks ----
-
-    def connect(self) -> None:
-        """Wait until every follower has come."""
-        until = time.monotonic() + _CONNECT_SECONDS
-        self._listener.settimeout(0.2)
-        while len(self._peers) < self._size - 1:
-            self._check_started()
-            if time.monotonic() > until:
-                missing = [rank for rank in range(1, self._size) if rank not in self._peers]
-                raise RankFailed(f"ranks {missing} did not connect within {_CONNECT_SECONDS:g} s")
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            self._welcome(Channel(connection))
-        self._listener.close()
         for peer in self._peers.values():
             threading.Thread(target=self._read, args=(peer,), name=f"dsv4-rank-{peer.rank}", daemon=True).start()
-        self._monitor.start()
+        threading.Thread(target=self._watch, name="dsv4-ranks", daemon=True).start()
 
     def stop(self) -> None:
         """End every follower; those this process started are gone when it returns. Safe to repeat."""
@@ -132,14 +121,13 @@ class Leader:
         end_processes(self.processes, _EXIT_SECONDS)
         for peer in self._peers.values():
             peer.channel.close()
-        self._listener.close()
 
     # ---- work ----
 
     @property
     def is_lost(self) -> bool:
         """Whether waiting for the others is in vain."""
-        return self._failure is not None
+        return self._failure is not None or self._is_stopping
 
     @property
     def failure(self) -> RankFailed | None:
@@ -170,57 +158,38 @@ class Leader:
         finally:
             self._working_since = None
 
-    def answers(self, while_waiting: Callable[[], None] = lambda: None) -> list[bytes]:
-        """One answer from every follower, by rank."""
-        found: dict[int, bytes] = {}
-        while len(found) < self._size - 1:
-            while_waiting()
-            for rank, peer in self._peers.items():
-                if rank in found:
-                    continue
-                try:
-                    found[rank] = peer.answers.get(timeout=0.2)
-                except queue.Empty:
-                    if self._failure is not None:
-                        raise RankFailed(self._failure) from None
+    def wait_until_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Until every follower is loaded."""
+        for peer in self._peers.values():
+            while not peer.is_ready.wait(0.2):
+                while_waiting()
+                if self._failure is not None:
+                    raise RankFailed(self._failure)
         self._progress.tick()
-        return [found[rank] for rank in sorted(found)]
 
-    def bytes_loaded(self) -> tuple[int, int]:
-        """Done and in total, over all ranks."""
-        reports = [self._progress.numbers(), *(peer.progress for peer in self._peers.values())]
-        return sum(report[1] for report in reports), sum(report[2] for report in reports)
+    @property
+    def bytes_loaded(self) -> int:
+        """Over all ranks."""
+        return self._progress.bytes_done + sum(peer.progress.bytes_done for peer in self._peers.values())
 
     # ---- watching ----
-
-    def _welcome(self, channel: Channel) -> None:
-        message = channel.receive()
-        if message is None or message[0] is not Kind.HELLO or message[1][8:] != self._token:
-            channel.close()  # a stranger
-            return
-        rank, now = unpack(message[1][:8])[0], time.monotonic()
-        self._peers[rank] = _Peer(rank, channel, heard_at=now, moved_at=now)
-
-    def _check_started(self) -> None:
-        for place, process in enumerate(self.processes):
-            if process.poll() is not None:
-                raise RankFailed(f"{_name(place + 1, process)} {_ending(process)} before it was ready")
 
     def _read(self, peer: _Peer) -> None:
         """A follower's messages, until there are no more."""
         while (message := peer.channel.receive()) is not None:
-            kind, payload = message
+            kind, values = message
             peer.heard_at = time.monotonic()
-            if kind is Kind.ANSWER:
-                peer.answers.put(payload)
+            if kind is Kind.READY:
+                peer.is_ready.set()
             elif kind is Kind.BEAT:
-                progress = unpack(payload)
-                if progress[0] != peer.progress[0]:
+                before, peer.progress = peer.progress, Progress(*values)
+                if peer.progress.count != before.count:
                     peer.moved_at = peer.heard_at
-                peer.progress = progress
+                if peer.progress.num_turns != before.num_turns or peer.progress.is_computing:
+                    peer.turned_at = peer.heard_at
             elif kind is Kind.FAILED:
-                is_peer_lost, _, *text = unpack(payload)
-                self._suspect(f"rank {peer.rank}: {bytes(text).decode(errors='replace')}", is_sure=not is_peer_lost)
+                is_peer_lost, text = values
+                self._suspect(f"rank {peer.rank}: {text}", is_sure=not is_peer_lost)
         if self._is_stopping:
             return
         process = self._process(peer.rank)
@@ -264,27 +233,28 @@ class Leader:
 
     def _look_for_trouble(self, now: float) -> None:
         for peer in self._peers.values():
+            name = _name(peer.rank, self._process(peer.rank))
             if now - peer.heard_at > SILENT_SECONDS:
-                name = _name(peer.rank, self._process(peer.rank))
                 self._suspect(f"{name} has not been heard of for {SILENT_SECONDS:g} s", is_sure=True)
+            elif peer.progress.num_turns and now - peer.turned_at > SILENT_SECONDS:
+                self._suspect(f"{name} hangs, and in no step, for {SILENT_SECONDS:g} s", is_sure=True)
         self._look_for_standstill(now)
         if self._suspicion is not None and now - self._suspicion[0] > _BLAME_SECONDS:
             self._suspect(self._suspicion[1], is_sure=True)
 
     def _look_for_standstill(self, now: float) -> None:
-        working_since = self._working_since
-        if working_since is None:
-            return
-        furthest = max(self._progress.count, *(peer.progress[0] for peer in self._peers.values()))
-        standing = [(self._progress.count, self._moved_at, 0)]
-        standing += [(peer.progress[0], peer.moved_at, peer.rank) for peer in self._peers.values()]
-        count, since, rank = min(standing)
-        if count < furthest and now - max(since, working_since) > self._stalled_seconds:
-            name = _name(rank, self._process(rank))
-            self._suspect(
-                f"{name} has made no progress for {self._stalled_seconds:g} s while the others wait for it",
-                is_sure=True,
-            )
+        """Of those that have come least far: who is awaited by others in a step, or is in one that others have left."""
+        ranks = [(self._progress, self._moved_at, 0)]
+        ranks += [(peer.progress, peer.moved_at, peer.rank) for peer in self._peers.values()]
+        counts, working_since = [progress.count for progress, *_ in ranks], self._working_since
+        is_left = not all(progress.is_computing for progress, *_ in ranks)
+        for progress, since, rank in ranks:
+            is_awaited = working_since is not None and progress.count < max(counts)
+            if progress.count > min(counts) or not (is_awaited or (progress.is_computing and is_left)):
+                continue
+            if now - max(since, working_since or 0.0) > self._stalled_seconds:
+                name, seconds = _name(rank, self._process(rank)), f"{self._stalled_seconds:g} s"
+                self._suspect(f"{name} has made no progress for {seconds} while the others wait for it", is_sure=True)
 
     def _suspect(self, text: str, *, is_sure: bool) -> None:
         """A failure, or what a rank says that lost another one: then the other's own end is waited for a moment."""
@@ -301,11 +271,18 @@ class Leader:
     def _wait_for_failure(self) -> str:
         """The failure behind an error that was just seen."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, SILENT_SECONDS + _BLAME_SECONDS)
+            self._changed.wait_for(lambda: self.is_lost, SILENT_SECONDS + _BLAME_SECONDS)
             return self._failure or "a rank was lost"
 
     def _process(self, rank: int) -> subprocess.Popen[bytes] | None:
         return self.processes[rank - 1] if 0 < rank <= len(self.processes) else None
+
+
+def check_started(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """`RankFailed` if one of the ranks 1, 2, ... has ended already."""
+    for rank, process in enumerate(processes, 1):
+        if process.poll() is not None:
+            raise RankFailed(f"{_name(rank, process)} {_ending(process)} before it was ready")
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float = 0.0) -> None:

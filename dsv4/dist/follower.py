@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 
 from dsv4.dist import control
 from dsv4.dist.control import BEAT_SECONDS, Progress, described, end_process
 from dsv4.dist.errors import PeerLost, RankFailed
-from dsv4.dist.messages import Channel, Kind, pack, text_numbers
+from dsv4.dist.messages import Channel, Kind
 
-_CONNECT_SECONDS = 120.0
 _STOP_SECONDS = 0.5  # a rank that ends as it should may be seen before the word that all do
 
 
@@ -21,14 +21,12 @@ class Follower:
     """Any other rank. `on_lost` is called, in a thread, when the leader has gone: by default the process ends."""
 
     def __init__(
-        self, address: tuple[str, int], rank: int, token: bytes, progress: Progress, *,
-        on_lost: Callable[[str], None] | None = None,
+        self, connection: socket.socket, rank: int, progress: Progress, *, on_lost: Callable[[str], None] | None = None
     ) -> None:  # fmt: skip
         self._rank = rank
         self._progress = progress
         self._on_lost = on_lost or self._end
-        self._channel = Channel(socket.create_connection(address, timeout=_CONNECT_SECONDS))
-        self._channel.send(Kind.HELLO, pack([rank]) + token)
+        self._channel = Channel(connection)
         self._heard_at = time.monotonic()
         self._is_over = False
         self._stopped = threading.Event()
@@ -70,16 +68,16 @@ class Follower:
             self.report(error)
             raise RankFailed(f"rank {self._rank}: {described(error)}") from error
 
-    def answer(self, payload: bytes) -> None:
+    def ready(self) -> None:
+        """This rank is loaded."""
         self._progress.tick()
-        self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
-        self._channel.send(Kind.ANSWER, payload)
+        self._channel.send(Kind.BEAT, *astuple(self._progress))
+        self._channel.send(Kind.READY)
 
     def report(self, error: BaseException) -> None:
         """This rank cannot go on. The leader ends the others."""
-        numbers = [int(isinstance(error, PeerLost)), *text_numbers(described(error))]
         try:
-            self._channel.send(Kind.FAILED, pack(numbers))
+            self._channel.send(Kind.FAILED, isinstance(error, PeerLost), described(error))
         except OSError:
             return  # the leader has gone too
 
@@ -102,7 +100,7 @@ class Follower:
     def _beat(self) -> None:
         while not self._is_over:
             try:
-                self._channel.send(Kind.BEAT, pack(self._progress.numbers()))
+                self._channel.send(Kind.BEAT, *astuple(self._progress))
             except OSError:
                 return  # the reader sees the end
             if time.monotonic() - self._heard_at > control.SILENT_SECONDS:

@@ -1,5 +1,5 @@
-"""`Mesh`: connections between ranks besides those that watch over them: one between every two for what a step needs
-(engine/ranks/agreement.py), and one from rank 0 to every other for requests (engine/ranks/remote.py).
+"""`Mesh`: connections between ranks: one between every two for what a step needs (engine/ranks/agreement.py), and two
+between rank 0 and every other, for requests (engine/ranks/remote.py) and to watch one another (control.py).
 
 Every rank listens at a port of its own and connects to those before it. Only who knows the token is let in.
 """
@@ -26,48 +26,55 @@ _LOOK_UP_SECONDS = 0.2
 class _Purpose(IntEnum):
     STEPS = 0
     REQUESTS = 1
+    WATCH = 2
 
 
 @dataclass
 class Mesh:
-    """This rank's ends. `steps` by rank; `requests` too: those of all others on rank 0, rank 0's elsewhere."""
+    """This rank's ends by rank: for `steps` of all others; else of all others on rank 0, of rank 0 elsewhere."""
 
     steps: dict[int, socket.socket] = field(default_factory=dict)
     requests: dict[int, socket.socket] = field(default_factory=dict)
+    watch: dict[int, socket.socket] = field(default_factory=dict)
+
+    def add(self, other: int, purpose: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        (self.steps, self.requests, self.watch)[purpose][other] = connection
 
     def close(self) -> None:
-        for one in (*self.steps.values(), *self.requests.values()):
+        for one in (*self.steps.values(), *self.requests.values(), *self.watch.values()):
             one.close()
 
 
-def meet(store: Any, rank: int, size: int, host: str, token: bytes, is_lost: Callable[[], bool]) -> Mesh:
+def meet(
+    store: Any, rank: int, size: int, host: str, token: bytes, check: Callable[[], None] = lambda: None
+) -> Mesh:  # fmt: skip
     """Connect with every other rank. `host`: the address this rank is reached at; `store`: torch's, where ranks leave
-    their ports. `PeerLost` if others do not come, or `is_lost` says that they never will."""
+    their ports. `PeerLost` if others do not come, or what `check` raises if they never will."""
     mesh = Mesh()
     with socket.create_server((host, 0), backlog=2 * size) as listener:
         store.set(f"mesh/{rank}", f"{host}:{listener.getsockname()[1]}")
         for other in range(rank):
             address, port = store.get(f"mesh/{other}").decode().rsplit(":", 1)
-            for purpose in (_Purpose.STEPS, _Purpose.REQUESTS)[: 1 if other else 2]:
+            for purpose in [_Purpose.STEPS] if other else _Purpose:
                 try:
                     one = socket.create_connection((address, int(port)), timeout=_CONNECT_SECONDS)
                     one.sendall(token + _HELLO.pack(rank, purpose))
                 except OSError as error:
                     raise PeerLost(f"rank {other} cannot be reached: {error}") from error
-                (mesh.requests if purpose else mesh.steps)[other] = one
-        expected = (size - 1 - rank) * (1 if rank else 2)
-        _accept(listener, mesh, expected, token, is_lost)
-    for one in (*mesh.steps.values(), *mesh.requests.values()):
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        one.setblocking(False)
+                mesh.add(other, purpose, one)
+        expected = (size - 1 - rank) * (1 if rank else len(_Purpose))
+        _accept(listener, mesh, expected, token, check)
     return mesh
 
 
-def _accept(listener: socket.socket, mesh: Mesh, expected: int, token: bytes, is_lost: Callable[[], bool]) -> None:
+def _accept(listener: socket.socket, mesh: Mesh, expected: int, token: bytes, check: Callable[[], None]) -> None:
     until = time.monotonic() + _CONNECT_SECONDS
     listener.settimeout(_LOOK_UP_SECONDS)
     while expected:
-        if is_lost() or time.monotonic() > until:
+        check()
+        if time.monotonic() > until:
             raise PeerLost("ranks that were to connect never came")
         try:
             one, _ = listener.accept()
@@ -78,7 +85,7 @@ def _accept(listener: socket.socket, mesh: Mesh, expected: int, token: bytes, is
             one.close()  # a stranger
             continue
         other, purpose = _HELLO.unpack(said[len(token) :])
-        (mesh.requests if purpose else mesh.steps)[other] = one
+        mesh.add(other, purpose, one)
         expected -= 1
 
 

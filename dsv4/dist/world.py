@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
-from dsv4.dist.control import STALLED_SECONDS, Leader, Progress, end_processes
+from dsv4.dist.control import STALLED_SECONDS, Leader, Progress, check_started, end_processes
 from dsv4.dist.exchange import CollectiveExchange, Exchange
 from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, Group, gloo_group, nccl_group
@@ -31,7 +31,8 @@ from dsv4.dist.shares import most_rows
 from dsv4.dist.symmetric import symmetric_exchange
 
 _LOOPBACK = "127.0.0.1"
-_ADDRESS, _TOKEN = "leader", "token"
+_TOKEN = "token"
+COMMAND = [sys.executable, "-m", "dsv4.rank"]
 _SAID_BYTES = 1024
 _STORE_TIMEOUT = timedelta(seconds=120)
 
@@ -47,6 +48,7 @@ class World:
     progress: Progress
     mesh: Mesh = field(default_factory=Mesh)
     meeting: Any = None  # torch's default group, where GPUs meet that share memory
+    closing: list[Any] = field(default_factory=list)  # what is over when the world is
 
     def exchange(self, config: ModelConfig, limits: EngineConfig, device: torch.device, dtype: torch.dtype) -> Exchange:
         """The way between experts: through one another's memory where GPUs can, else through collectives."""
@@ -77,6 +79,13 @@ class World:
         is_first = local_rank() == 0
         yield is_first
         self.least(0)
+
+    def close(self) -> None:
+        """End the other ranks, or leave them."""
+        if isinstance(self.link, Leader):
+            self.link.stop()
+        for one in (*self.closing, self.mesh):
+            one.close()
 
     @property
     def leader(self) -> Leader:
@@ -119,8 +128,12 @@ def join_world(
     store = dist.PrefixStore(f"dsv4/{store.add(f'dsv4/joined/{rank}', 1)}", store)  # a second model of one torchrun
     try:
         is_gpu = device.type == "cuda"
-        link = _link(store, rank, size, host, progress, processes, stalled_seconds, is_gpu)
-        mesh = meet(store, rank, size, host, store.get(_TOKEN), lambda: link.is_lost)
+        if rank == 0:
+            store.set(_TOKEN, secrets.token_hex(16))
+        mesh = meet(store, rank, size, host, store.get(_TOKEN), lambda: check_started(processes))
+        link = Follower(mesh.watch[0], rank, progress) if rank else Leader(
+            mesh.watch, progress, processes=processes, stalled_seconds=stalled_seconds, may_be_stuck=is_gpu
+        )  # fmt: skip
         meeting = None
         if is_gpu and not is_checked and _can_share_memory(size):
             group: Group = gloo_group(store, rank, size, host, progress.tick, lambda: link.is_lost)
@@ -159,29 +172,12 @@ def _default_group(store: Any, rank: int, size: int) -> Any:
     return dist.group.WORLD
 
 
-def _link(
-    store: Any, rank: int, size: int, host: str, progress: Progress, processes: list[subprocess.Popen[bytes]],
-    stalled_seconds: float, is_gpu: bool,
-) -> Leader | Follower:  # fmt: skip
-    if rank:
-        leader_host, port = store.get(_ADDRESS).decode().rsplit(":", 1)
-        return Follower((leader_host, int(port)), rank, store.get(_TOKEN), progress)
-    token = secrets.token_bytes(16)
-    leader = Leader(
-        size, host, token, progress, processes=processes, stalled_seconds=stalled_seconds, may_be_stuck=is_gpu
-    )
-    store.set(_TOKEN, token)
-    store.set(_ADDRESS, f"{leader.address[0]}:{leader.address[1]}")
-    leader.connect()
-    return leader
-
-
 def _start(rank: int, size: int, port: int, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "dsv4.rank"], env=environment, stdin=subprocess.PIPE)
+    process = subprocess.Popen(COMMAND, env=environment, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it ended at once, which is noticed when it should connect
         process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")

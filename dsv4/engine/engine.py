@@ -30,25 +30,23 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import blocks_at_position
 from dsv4.cache.transfer import HostCopy
 from dsv4.engine.draft.counts import FixedDrafts, Offer
-from dsv4.engine.draft.host_copy import read_offers
 from dsv4.engine.gate import Gate
 from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.request import UNREAD, Request
-from dsv4.engine.run.in_flight import InFlightStep
+from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
-from dsv4.engine.schedule.rows import RowsOfStep
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.engine.stats import SCHEDULER_COUNTS, EngineStats
 from dsv4.engine.step.builder import StepBuilder
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.masks import constraint_failure, make_masks
-from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs, undrawable
-from dsv4.engine.step.size import OwnSizes, Sizes, StepSize
+from dsv4.engine.step.replays import wants_picks
+from dsv4.engine.step.sampler import Drawn, Undrawable, listed_logprobs
+from dsv4.engine.step.size import Sizes, StepSize
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.engine.verify_hits import HitVerifier
-from dsv4.engine.write_watch import WriteWatch
 from dsv4.model.transformer import Transformer
 from dsv4.request import FinishReason, RequestError, SamplingParams, check_params, check_prompt
 
@@ -76,7 +74,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
-        self.sizes: Sizes = sizes or OwnSizes()
+        self.sizes = sizes or Sizes()
         self.scheduler = Scheduler(
             cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens,
             num_rows=0 if drafts is not None else cache.schema.num_slots,
@@ -92,7 +90,7 @@ class Engine:
         self._results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
-        self.gate = Gate(WriteWatch(model.params))
+        self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
         self._seconds_waiting = 0.0
@@ -102,21 +100,21 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         can_run = not self.gate.is_still and self.scheduler.has_work
-        has_results = bool(self._flights) or bool(self._results) or bool(self._results.ended)
-        return can_run or has_results or self.sizes.is_called
+        return can_run or bool(self._flights) or self.has_results or self.sizes.is_called
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has something to give."""
+        return bool(self._results)
 
     @property
     def has_idle_work(self) -> bool:
         """Whether `idle_step` has something to do: only while there is no other work."""
-        has_some = self._verifier.has_work or bool(self.runner.missing)
-        return has_some and not self.has_work and not self.gate.is_shut
+        return not self.has_work and not self.gate.is_shut and (bool(self.runner.missing) or self._verifier.has_work)
 
     def idle_step(self) -> None:
-        """Between requests: a graph that was left out at the start, or a forward call that compares cached prefixes
-        with cold runs (`EngineConfig.verify_hits`)."""
-        if self.runner.missing:
-            self.runner.capture_next(is_idle=True)
-        else:
+        """A graph left out at the start, or a forward call that compares cached prefixes with cold runs."""
+        if not self.runner.capture_next(is_idle=True):
             self._verifier.step()
 
     def start_anew(self, name: str, *, clears: bool = False) -> None:
@@ -204,6 +202,11 @@ class Engine:
         no block can ever be free fails alone (`Request.error`). If a call itself fails, every request in it is
         aborted: some layers may have moved on and others not, so none of them could be continued.
         """
+        self.run_step()
+        return self.take_results()
+
+    def run_step(self) -> None:
+        """As `step`, but what it gives is left for `take_results`."""
         started = time.perf_counter()
         with self.sizes.working():
             launched = self._launch()
@@ -217,10 +220,9 @@ class Engine:
         if launched is not None and self._drafts is not None and launched.plan:
             took = time.perf_counter() - started
             self._drafts.record_step_time(launched.plan.num_tokens, took, has_drafted=launched.num_drafts > 0)
-        return self.take_results()
 
     def take_results(self) -> StepTokens:
-        """What was collected and not yet returned: something only where a step raised."""
+        """What was collected and not yet returned."""
         return self._results.take()
 
     def abort(self, request: Request) -> None:
@@ -285,7 +287,7 @@ class Engine:
         return None
 
     def _size(self, plan: StepPlan) -> StepSize:
-        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan))
+        return StepSize(plan.num_tokens, plan.num_drawing, self._num_asked(plan), wants_picks(plan))
 
     def _num_asked(self, plan: StepPlan) -> int:
         """How many drafts to ask for behind the step."""
@@ -296,8 +298,7 @@ class Engine:
         try:
             if flight.plan.has_rules:
                 self._read_drafts()
-            vocab_size, plan = self.model.config.vocab_size, flight.plan
-            flight.draw(self.runner, make_masks(plan.others, vocab_size, self.cache.device, len(plan.rows)))
+            flight.draw(self.runner, make_masks(flight.plan, self.model.config.vocab_size, self.cache.device))
         except BaseException:
             self._flights.remove(flight)
             self._drop(flight)
@@ -321,10 +322,9 @@ class Engine:
             self._drop_flights()
             raise
         self._flights.popleft()
-        rows, others = flight.plan.rows, flight.plan.others
-        if rows:
-            self._settle_rows(rows, [part[: len(rows)] for part in found])
-        self._settle(others, drawn)
+        if flight.plan.rows:
+            self._settle_rows(flight, [part[: len(flight.plan.rows)] for part in found])
+        self._settle(flight.plan.others, drawn)
         self._offer(flight.plan, offers)
 
     def _offers(self, flight: InFlightStep) -> list[Offer]:
@@ -346,9 +346,9 @@ class Engine:
         for request, count, offer in zip(drawing, counts, read_offers(drafted, len(drawing)), strict=True):
             request.drafts = offer.drafts[:count]
 
-    def _settle_rows(self, step: RowsOfStep, found: Sequence[Tensor]) -> None:
+    def _settle_rows(self, flight: InFlightStep, found: Sequence[Tensor]) -> None:
         """Each row of a step gets its token; requests that end with it leave. `found`: what was drawn, by row."""
-        token_ids = found[0].numpy()
+        step, token_ids = flight.plan.rows, flight.without_stuck(found[0].numpy())
         taken = self.scheduler.rows.take(step, token_ids)
         listed = listed_logprobs(token_ids.tolist(), step.counts or (), found[1:])
         self._num_output_tokens += len(taken.requests)
@@ -361,8 +361,13 @@ class Engine:
             was_done = request.is_done
             request.num_unread -= 1
             drawn = Drawn(token_id, listed[row] if listed else None)
-            self._take(request, drawn if token_id >= 0 else undrawable(token_id, len(request.token_ids)))
+            self._take(request, drawn if token_id >= 0 else flight.undrawable(row, token_id))
             self._let_go(request, was_done)
+        for row in step.ruled:
+            request = step.requests[row]
+            if row not in taken.left and not request.is_done:
+                self._tell_rule(request, int(token_ids[row]))
+                self._let_go(request, was_done=False)
 
     def _settle(self, pieces: Sequence[Piece], drawn: Sequence[Outcome]) -> None:
         """Each request of these pieces gets what it drew; those that are over leave. `drawn` has an outcome for every
@@ -413,16 +418,16 @@ class Engine:
         request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
         self._results.append(request, outcome.token_id, outcome.logprobs)
-        if request.finish_reason is None and request.constraint is not None:
-            try:
-                request.constraint.accept(outcome.token_id)
-            except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
-                request.error = constraint_failure(error)
+        if request.finish_reason is None:
+            self._tell_rule(request, outcome.token_id)
         return True
 
-    def give_up(self) -> None:
-        """Drop all steps in flight: another rank failed, so their draws will never arrive."""
-        self._drop_flights()
+    def _tell_rule(self, request: Request, token_id: int) -> None:
+        if request.constraint is not None:
+            try:
+                request.constraint.accept(token_id)
+            except Exception as error:  # a rule is not our code: whatever it does, it does to its own request
+                request.error = constraint_failure(error)
 
     def _drop_flights(self) -> None:
         while self._flights:

@@ -1,9 +1,10 @@
 """Names for what decides bits: `Identity` for people and receipts, `run_fingerprint` for files of cached rows.
 
-The checkpoint (every header, and samples of every file's bytes; its config and tokenizer), the numerics, this package's
-own arithmetic, the libraries, and the processor. What provably changes no bit is left out: limits, chunk sizes,
-offloading, the number of GPUs. Bytes are sampled, not read: a checkpoint edited in a few places between two samples
-keeps its name. `checkpoint_parts` reads every byte, and says which layer it is that differs.
+The checkpoint (every header, and samples of every file's bytes; its config and tokenizer; of tensors that came from no
+file, sums of all their bytes), the numerics, this package's own arithmetic, the libraries, and the processor. What
+provably changes no bit is left out: limits, chunk sizes, offloading, the number of GPUs. Files are sampled, not read: a
+checkpoint edited in a few places between two samples keeps its name. `checkpoint_parts` reads every byte, and says
+which layer it is that differs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dsv4.ops.lib.assembler import assembler_of
 IN_MEMORY = "memory"  # instead of a digest: parameters that came from no checkpoint
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _PIECE_BYTES = 2**22
+_LINE_BYTES = 256
 _ARITHMETIC = ("formats", "ops", "model", "cache")  # the parts whose code decides what is in a row, and where
 _NAME_DIGITS = 12
 
@@ -61,17 +63,11 @@ class Identity:
         return f"dsv4-{checkpoint}-{self.numerics}-{kernels}-{self.processor}"
 
 
-def identify(
-    checkpoint: Checkpoint | None, config: ModelConfig, *, numerics: str, dtype: torch.dtype, backend: str,
-    device: torch.device,
-) -> Identity:  # fmt: skip
-    """Of a model as it runs now; torch's threads are part of it on a CPU."""
-    named = IN_MEMORY
-    if checkpoint is not None:
-        named = _digest([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
+def identify(checkpoint: str, *, numerics: str, dtype: torch.dtype, backend: str, device: torch.device) -> Identity:
+    """Of a model as it runs now, with the digest of its weights; torch's threads are part of it on a CPU."""
     libraries = _libraries(device)
     return Identity(
-        checkpoint=named,
+        checkpoint=checkpoint,
         numerics=numerics if numerics == "official" else f"{numerics}.{str(dtype).removeprefix('torch.')}",
         kernels=_digest([source_digest(_ARITHMETIC), backend, *libraries]),
         libraries=", ".join(libraries),
@@ -88,17 +84,45 @@ def run_fingerprint(identity: Identity, config: ModelConfig, schema: CacheSchema
     return _digest([*facts, repr(config), repr(pools)])
 
 
-# ---- checkpoints ----
+# ---- weights ----
 
 
-def headers_digest(checkpoint: Checkpoint) -> str:
-    """Every tensor's name, type, shape and place."""
-    return _headers(checkpoint).hexdigest()
+def weights_digest(checkpoint: Checkpoint | None, config: ModelConfig) -> str:
+    """Of weights (sampled), config and tokenizer, as they lie on the disk now."""
+    if checkpoint is None:
+        return IN_MEMORY
+    return _digest([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
+
+
+class TensorsDigest:
+    """Of named tensors in memory: what they are, and the sums of their 8-byte words, by place modulo 32. It takes one
+    read of each, where it lies; the host waits for none of them before `hexdigest`."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if data.storage_offset() % 8:
+            data = data.clone()
+        num_whole = data.numel() // _LINE_BYTES * _LINE_BYTES
+        rest = torch.nn.functional.pad(data[num_whole:], (0, num_whole + _LINE_BYTES - data.numel()))
+        whole = data[:num_whole].view(torch.int64).view(-1, _LINE_BYTES // 8).sum(0)
+        self._names.append(repr((name, tensor.dtype, tuple(tensor.shape))))
+        self._sums.append(whole + rest.view(torch.int64))
+
+    def hexdigest(self) -> str:
+        """The same in any order of tensors."""
+        sums = torch.stack([one.to(self._sums[0].device) for one in self._sums]).cpu().numpy()
+        return _digest(sorted(f"{name} {one.tobytes().hex()}" for name, one in zip(self._names, sums, strict=True)))
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """Every tensor's name, type, shape and place, and `_NUM_SAMPLES` samples of each file, its ends among them."""
-    digest = _headers(checkpoint)
+    digest = hashlib.blake2b(digest_size=16)
+    for info in checkpoint.tensors.values():
+        digest.update(repr((info.name, info.dtype, info.shape, info.file.name, info.start, info.end)).encode("utf-8"))
     for file in sorted({info.file for info in checkpoint.tensors.values()}):
         size = file.stat().st_size
         last = max(0, size - _SAMPLE_BYTES)
@@ -107,13 +131,6 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
                 stream.seek(start)
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _headers(checkpoint: Checkpoint) -> hashlib.blake2b:
-    digest = hashlib.blake2b(digest_size=16)
-    for info in checkpoint.tensors.values():
-        digest.update(repr((info.name, info.dtype, info.shape, info.file.name, info.start, info.end)).encode("utf-8"))
-    return digest
 
 
 def checkpoint_parts(checkpoint: Checkpoint, config: ModelConfig, progress: Progress = False) -> dict[str, str]:

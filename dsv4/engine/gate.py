@@ -9,7 +9,6 @@ from dsv4.request import RequestError
 
 if TYPE_CHECKING:
     from dsv4.engine.request import Request
-    from dsv4.engine.write_watch import WriteWatch
 
 PauseMode = Literal["wait", "keep", "abort"]
 PAUSE_MODES = ("wait", "keep", "abort")
@@ -20,34 +19,21 @@ class Gate:
 
     mode      None: open. "wait": what was there before runs to its end. "keep": nothing runs
     version   of the weights that run
-    refusal   why no request is taken, if none is. To say that the weights are whole, set it to None
+    refusal   why no request is taken, if none is; None while the weights are whole
     held      requests that came while it was shut, and when
     """
 
-    def __init__(self, watch: WriteWatch) -> None:
+    def __init__(self) -> None:
         self.mode: Literal["wait", "keep"] | None = None
         self.version = "0"
-        self._refusal: Exception | None = None
-        self._watch = watch
+        self.refusal: Exception | None = None
         self.held: dict[Request, float] = {}
         self._stamped: WeakSet[Request] = WeakSet()
 
-    @property
-    def refusal(self) -> Exception | None:
-        if self._refusal is None:
-            self._refusal = self._watch.problem()
-        return self._refusal
-
-    @refusal.setter
-    def refusal(self, why: Exception | None) -> None:
-        self._refusal = why
-        self._watch.renew()
-
     def check(self) -> None:
         """Raises `refusal`."""
-        why = self.refusal
-        if why is not None:
-            raise why
+        if self.refusal is not None:
+            raise self.refusal
 
     @property
     def is_shut(self) -> bool:

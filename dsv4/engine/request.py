@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -51,7 +52,8 @@ def expire(request: Request) -> str:
 
 @dataclass(eq=False)
 class Request:
-    """`token_ids` are prompt and output; the first `num_processed` of them are in the cache. Running means a slot.
+    """`token_ids` are prompt and output, four bytes each; the first `num_processed` of them are in the cache. Running
+    means a slot.
 
     Tokens that steps still under way draw are counted by `num_unread`: the first of them will be fed like any other,
     from the device's own memory, before the host knows which one it is.
@@ -76,7 +78,7 @@ class Request:
     """
 
     params: SamplingParams
-    token_ids: list[int]
+    token_ids: array[int]
     prompt_len: int
     max_len: int
     eos_token_id: int
@@ -123,7 +125,7 @@ class Request:
             raise RequestError(message, field="replay_start")
         return cls(
             params=params,
-            token_ids=list(prompt),
+            token_ids=array("i", prompt),
             prompt_len=len(prompt),
             max_len=min(len(prompt) + params.max_tokens, max_context_tokens),
             eos_token_id=eos_token_id,
@@ -188,17 +190,22 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.prompt_len :].tolist()
 
     @property
     def has_rules(self) -> bool:
         """Whether what it may draw next depends on what it has drawn, so that the host must say it before each draw."""
-        params = self.params
-        return (
-            self.constraint is not None
-            or len(self.token_ids) - self.prompt_len < params.min_tokens
-            or bool(params.bad_words_ids and any(len(word) > 1 for word in params.bad_words_ids))
-        )
+        return self.constraint is not None or self.num_output < self.params.min_tokens or self._has_bad_words
+
+    @property
+    def may_have_rules(self) -> bool:
+        """Whether `has_rules` was true at its beginning."""
+        return self.constraint is not None or self.params.min_tokens > 0 or self._has_bad_words
+
+    @property
+    def _has_bad_words(self) -> bool:
+        """Of several tokens; those of one are a bias."""
+        return any(len(word) > 1 for word in self.params.bad_words_ids or ())
 
     def forbidden_ids(self, drafts: tuple[int, ...] = ()) -> list[int]:
         """Tokens that may not come next, or behind these drafts if they come true: ends, before `min_tokens`; what
@@ -221,9 +228,8 @@ class Request:
 
     @property
     def can_have_row(self) -> bool:
-        """Whether its next tokens need nothing but to be fed and drawn."""
-        is_plain = not self.has_rules and not self.drafts and self.replay is None
-        return is_plain and len(self.end_ids) <= MAX_END_IDS
+        """Whether each step feeds it one token and draws one, and its end is known by that token."""
+        return not self.drafts and self.replay is None and len(self.end_ids) <= MAX_END_IDS
 
     def chain_by(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> ChainKeys | None:
         """What the prefix cache may know its tokens by: none that must be read, since their scores are asked for, or

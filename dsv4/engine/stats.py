@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 SCHEDULER_COUNTS = (  # numbers that the scheduler keeps
     "num_running", "num_steps", "num_prompt_tokens", "num_finished", "num_aborted", "num_failed", "num_preemptions",
@@ -18,6 +19,11 @@ class DraftStats:
     num_steps: int
     verified_by_place: tuple[int, ...]
     accepted_by_place: tuple[int, ...]
+
+    def __add__(self, other: Self) -> Self:
+        places = zip(self.verified_by_place, other.verified_by_place, strict=True)
+        accepted = zip(self.accepted_by_place, other.accepted_by_place, strict=True)
+        return type(self)(self.num_steps + other.num_steps, tuple(map(sum, places)), tuple(map(sum, accepted)))
 
     @property
     def num_verified(self) -> int:
@@ -87,3 +93,9 @@ class EngineStats:
     num_verified_hits: int = 0
     num_wrong_hits: int = 0
     drafts: DraftStats | None = None
+
+    def __add__(self, other: Self) -> Self:
+        """Of two engines together, which both draft or both do not."""
+        both = [(one.name, getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        total: dict[str, Any] = {name: None if mine is None else mine + theirs for name, mine, theirs in both}
+        return type(self)(**total)

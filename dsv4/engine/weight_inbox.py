@@ -3,86 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from math import prod
+from pathlib import Path
 
-from torch import Tensor
+import torch
 
-from dsv4.config import ModelConfig
-from dsv4.engine.weight_group import WeightGroup
-from dsv4.loader.header import CheckpointError
-from dsv4.loader.memory_source import TensorSource
-from dsv4.loader.resolve import resolve_tensors
-from dsv4.model.transformer import Transformer
+from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.weight_group import WeightGroup, dtype_named
+from dsv4.engine.weight_update import IncomingWeights
+from dsv4.loader.header import CheckpointError, TensorInfo
+from dsv4.loader.memory_source import TENSOR_DTYPES
 from dsv4.request import RequestError
 
-
-class Receiver(Protocol):
-    config: ModelConfig
-    model: Transformer
+_WAIT_SECONDS = 300
 
 
 class WeightInbox:
-    def __init__(self, llm: Receiver) -> None:
-        self._llm = llm
+    """incoming  what has come of a model, if it has come in part"""
+
+    def __init__(self) -> None:
         self._group: WeightGroup | None = None
-        self._tensors: dict[str, Tensor] = {}
-        self._missing: list[str] = []
+        self.incoming: IncomingWeights | None = None
 
     def join(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, backend: str = "nccl",
-        group_name: str = "weight_update_group",
+        self, device: torch.device, address: str, port: int, *, rank: int, world_size: int, backend: str, name: str,
+        timeout: float | None,
     ) -> None:  # fmt: skip
         """Join the trainer's group, whose rank 0 waits at that address; the one before is left."""
         if self._group is not None:
             self._group.close()
             self._group = None
-        self.clear()
-        device = self._llm.model.params.embed.device
+        seconds = _WAIT_SECONDS if timeout is None else timeout
         try:
             self._group = WeightGroup(
-                master_address, master_port, rank=rank_offset, world_size=world_size, device=device, backend=backend,
-                name=group_name,
+                address, port, rank=rank, world_size=world_size, device=device, backend=backend, name=name,
+                timeout=timedelta(seconds=seconds),
             )  # fmt: skip
         except RuntimeError as error:  # torch's: no master there, or a member is missing
-            raise RequestError(f"master_address: no group at {master_address}:{master_port}: {error}") from None
+            raise RequestError(f"master_address: no group at {address}:{port} in {seconds} s: {error}") from None
 
-    def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether the model is whole with these. `CheckpointError` if they can be no part of it: all are dropped."""
+    def receive(
+        self, incoming: IncomingWeights, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> bool:  # fmt: skip
+        """Whether the model is whole with these. `CheckpointError`, before anything is allocated or received, if they
+        can be no part of it. What has come and was not written is dropped by any error."""
         if self._group is None:
             raise RequestError("there is no group to receive from: init_group first")
         if not len(names) == len(dtypes) == len(shapes):
             raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: expected as many")
-        twice = [name for name in names if name in self._tensors]
-        if twice or len(set(names)) < len(names):
-            self.clear()
-            raise CheckpointError(f"{twice[0] if twice else 'a tensor'} was sent twice; all were dropped")
+        self.incoming = None
+        incoming.announce(_info(*one) for one in zip(names, dtypes, shapes, strict=True))
         try:
-            self._tensors |= self._group.receive(names, dtypes, shapes)
+            for name, tensor in self._group.receive(names, dtypes, shapes):
+                incoming.add(name, tensor)
         except RuntimeError as error:
             self._group = None
-            self.clear()
             raise RequestError(f"the group is lost: {error}; init_group again") from None
-        config = self._llm.config
-        source = TensorSource(self._tensors)
-        problems: dict[str, Any] = resolve_tensors(source, config).problems
-        self._missing = problems.pop("missing", [])
-        if problems:
-            self.clear()
-            kind, texts = next(iter(problems.items()))
-            raise CheckpointError(f"the tensors received do not fit the model: {kind}: {texts[0]}; all were dropped")
-        return not self._missing
-
-    def take(self) -> dict[str, Tensor]:
-        tensors, self._tensors = self._tensors, {}
-        return tensors
-
-    def clear(self) -> None:
-        self._tensors, self._missing = {}, []
+        is_whole = incoming.settle()
+        if not is_whole:
+            self.incoming = incoming
+        return is_whole
 
     def check_empty(self) -> None:
-        """`RequestError` while a model has come in part."""
-        if self._tensors:
-            raise RequestError(
-                f"new weights have come in part: {len(self._tensors)} tensors are here, {len(self._missing)} missing, "
-                f"such as {self._missing[0]}: send the rest, or update_weights with a whole model"
+        """`WeightsIncomplete` while a model has come in part."""
+        if self.incoming is not None:
+            raise WeightsIncomplete(
+                f"new weights have come in part: {self.incoming.what_is_missing()}; send the rest, or update_weights "
+                "with a whole model"
             )
+
+
+def _info(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
+    found = dtype_named(dtype, name)
+    if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise CheckpointError(f"{name} cannot have the shape {list(shape)}")
+    num_bytes = prod(shape) * found.itemsize
+    return TensorInfo(name, TENSOR_DTYPES[found], tuple(shape), Path("the announced tensors"), 0, num_bytes)

@@ -1,46 +1,32 @@
-"""`WeightUpdate`: new weights into a model that runs, in place: captured graphs, addresses and kernels stay.
-
-A source is checked whole before the first byte changes: names, shapes, formats, tables. Then one part of the model at a
-time (a layer, an MTP block, a DSpark head, embedding and head) is read, prepared as at load, and copied into the
-tensors in use. The extra memory is one such part.
-"""
+"""`WeightUpdate` and `IncomingWeights`: whole sources of new weights, checked before the first byte changes; and
+tensors that come one by one, written as soon as their part of the model is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.config.layers import LayerSpec, build_schedule
-from dsv4.engine.offload.load import ExpertsOnTheirWay
-from dsv4.engine.offload.pool import ExpertPool
-from dsv4.formats.layouts import ShuffledTensor
-from dsv4.formats.tensors import AnyWeight, QuantTensor, as_loaded, dequantize
-from dsv4.loader.assemble import ParameterStore
+from dsv4.engine.weight_target import WeightTarget
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.header import CheckpointError
+from dsv4.loader.header import CheckpointError, TensorInfo
 from dsv4.loader.memory_source import TensorSource
-from dsv4.loader.names import Role
+from dsv4.loader.names import Naming, Role, detect_naming
 from dsv4.loader.progress import Progress, byte_progress
-from dsv4.loader.resolve import Source, plan_load
-from dsv4.loader.weights import check_tables, expert_by_expert, read_weight
-from dsv4.model.assign import assign
-from dsv4.model.parameters import BlockParams, ModelParams
-from dsv4.model.prepare import prepare_block
-from dsv4.ops.backend import Backend
+from dsv4.loader.resolve import NVFP4_SUFFIXES, SCALE_SUFFIXES, Source, match_tensors, plan_load
 
 WeightSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def open_source(source: WeightSource, config: ModelConfig) -> Checkpoint:
-    """A checkpoint folder of the same model, or named tensors of this process. Reads headers only."""
+def open_source(source: WeightSource, config: ModelConfig) -> Checkpoint | None:
+    """A checkpoint folder of the same model, or named tensors of this process; None for tensors that come one by one.
+    Reads headers only."""
     if not isinstance(source, (str, Path)):
-        return TensorSource(source)
+        return None if isinstance(source, Iterator) else TensorSource(source)
     checkpoint = Checkpoint.open(source)
     if (Path(source) / "config.json").exists():
         found = ModelConfig.from_pretrained(source)
@@ -55,151 +41,130 @@ def open_source(source: WeightSource, config: ModelConfig) -> Checkpoint:
 
 
 class WeightUpdate:
-    """An update that fits: made by checking it, carried out by `run`.
+    """A whole source that fits: made by checking it, carried out by `run`."""
 
-    params         of the model, as its backend wants them
-    backend        that prepared them
-    pool           of offloaded experts, if there is one
-    dequantize_to  the dtype of every weight in `exact` numerics; None keeps stored formats
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, params: ModelParams, backend: Backend, *,
-        pool: ExpertPool | None = None, dequantize_to: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        self.checkpoint, self._config, self._params, self._backend = checkpoint, config, params, backend
-        self._pool = pool
-        self._dequantize_to = dequantize_to
-        self.plan = plan_load(checkpoint, config)
-        num_drafts = len(params.draft_blocks)
-        if num_drafts and not self.plan.num_mtp:
+    def __init__(self, checkpoint: Checkpoint, target: WeightTarget) -> None:
+        self.checkpoint, self._target = checkpoint, target
+        plan = plan_load(checkpoint, target.config)
+        if target.has_drafter and not plan.num_mtp:
             raise CheckpointError(f"{checkpoint.path} has no mtp.* tensors; the engine's drafter needs new weights too")
-        self._schedule = build_schedule(config, with_mtp=num_drafts > 0)
-        self._sources = [one for one in self.plan.sources if num_drafts or not one.tensor.name.startswith("mtp.")]
-        if dequantize_to is None:
-            self._check_formats()
-        check_tables(checkpoint, self.plan, config)
-
-    @property
-    def is_from_memory(self) -> bool:
-        return isinstance(self.checkpoint, TensorSource)
-
-    @property
-    def nbytes(self) -> int:
-        """What will be read."""
-        return sum(source.nbytes for source in self._sources)
+        self._sources = [one for one in plan.sources if target.has_drafter or not one.tensor.name.startswith("mtp.")]
+        target.check_formats(self._sources)
+        target.check_values(checkpoint, self._sources)
 
     def run(self, progress: Progress = False) -> None:
         """Part by part, in the order of the source's files. If it raises, the weights are neither old nor new."""
         parts: dict[str, list[Source]] = {}
         for source in self._sources:
-            parts.setdefault(self._part_of(source.tensor.name), []).append(source)
-        with byte_progress(progress, self.nbytes, "updating weights") as advance:
+            parts.setdefault(self._target.part_of(source.tensor.name), []).append(source)
+        with byte_progress(progress, sum(one.nbytes for one in self._sources), "updating weights") as advance:
             for part, sources in parts.items():
-                self._replace(part, sources)
+                self._target.write(part, sources, self.checkpoint)
                 advance(sum(source.nbytes for source in sources))
         self.checkpoint.close()
-        if self._params.embed.is_cuda:
+        if self._target.weights.embed.is_cuda:
             torch.cuda.synchronize()
 
-    def _part_of(self, name: str) -> str:
-        """`layers.3`, `mtp.0`, or `ends`; a DSpark head is one part."""
-        block, number, *_ = f"{name}.".split(".")
-        if block == "mtp" and self._params.dspark is not None:
-            return "mtp"
-        return f"{block}.{number}" if block in ("layers", "mtp") else "ends"
 
-    def _replace(self, part: str, sources: list[Source]) -> None:
-        home = None if self._pool is None else ExpertsOnTheirWay(self._pool, self._pool.layers)
-        store = ParameterStore(self._config, self._params.embed.device, home)
-        for source in sources if home is None else expert_by_expert(sources):
-            weight = read_weight(self.checkpoint, source, self._config)
-            if self._dequantize_to is not None and source.tensor.role is not Role.TABLE:
-                weight = dequantize(weight, self._dequantize_to)
-            store.put(source.tensor, weight)
-        for live, fresh in self._built(part, store):
-            assign(live, fresh, part)
-        if home is not None:
-            home.forget_copies()
+class IncomingWeights:
+    """Tensors in any order, each held until its part of the model is whole; then the part is checked and written.
 
-    def _built(self, part: str, store: ParameterStore) -> Iterator[tuple[Any, Any]]:
-        """Pairs of what runs and what takes its place."""
-        params, num_layers = self._params, self._config.num_hidden_layers
-        block, _, number = part.partition(".")
-        if block == "ends":
-            fresh = store.ends()
-            for name in ("embed", "lm_head", "head"):
-                yield getattr(params, name), getattr(fresh, name)
-        elif block == "layers":
-            yield params.layers[int(number)], self._prepared(store.block(self._schedule[int(number)]))
-        elif params.dspark is not None:
-            head = store.dspark(self._schedule[num_layers:])
-            head.blocks[:] = map(self._prepared, head.blocks)
-            yield params.dspark, head
-        else:
-            layer: LayerSpec = self._schedule[num_layers + int(number)]
-            draft = store.mtp(int(number), layer)
-            draft.block = self._prepared(draft.block)
-            yield params.mtp[int(number)], draft
+    In the order of layers, one layer is held. `begin` is called before the first part is written.
+    """
 
-    def _prepared(self, block: BlockParams) -> BlockParams:
-        return prepare_block(block, self._backend.layout)
+    def __init__(self, target: WeightTarget, begin: Callable[[], None]) -> None:
+        self.target, self._begin = target, begin
+        self._held: dict[str, dict[str, Tensor]] = {}  # by part
+        self._written: set[str] = set()
+        self._last = ""
 
-    def _check_formats(self) -> None:
-        """Weights keep the formats they were loaded in: kernels, graphs and memory were made for those."""
-        live = dict(_named_weights(_Names(self._config, "meta").build(len(self._params.draft_blocks)), self._params))
-        wrong = []
-        for source in self._sources:
-            expected, found = _format_of(live[source.tensor.parameter]), _format_of_source(source)
-            if expected != found:
-                wrong.append(f"{source.data} is {found}, the engine runs {expected}")
-        if wrong:
-            more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise CheckpointError(f"{self.checkpoint.path}: {wrong[0]}{more}; `dsv4 quantize` makes other formats")
+    def announce(self, infos: Iterable[TensorInfo]) -> None:
+        """`CheckpointError` if tensors that are to come can be no part of the model; nothing has changed then."""
+        coming: dict[str, dict[str, TensorInfo]] = {}
+        for info in infos:
+            part = self.target.part_of(info.name)
+            if part in self._written or info.name in coming.get(part, {}) or info.name in self._held.get(part, {}):
+                raise CheckpointError(f"{info.name} is given twice")
+            coming.setdefault(part, {})[info.name] = info
+        for part, tensors in coming.items():
+            self._match(part, TensorSource(self._held.get(part, {})).tensors | tensors)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next one. What is whole once another part begins is written."""
+        part = self.target.part_of(name)
+        if part in self._written or name in self._held.get(part, {}):
+            raise CheckpointError(f"{name} is given twice")
+        if part != self._last:
+            self._write_if_whole(self._last)
+        self._last = part
+        self._held.setdefault(part, {})[name] = tensor
+
+    def settle(self) -> bool:
+        """Write what is whole; whether the model is."""
+        for part in list(self._held):
+            self._write_if_whole(part)
+        return self._written >= set(self.target.parts)
+
+    def finish(self) -> None:
+        """`CheckpointError` if the model is not whole; `has_begun` says whether its weights are still the old ones."""
+        if not self.settle():
+            raise CheckpointError(f"the given tensors are no whole model: {self.what_is_missing()}")
+        if self.target.weights.embed.is_cuda:
+            torch.cuda.synchronize()
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._written)
+
+    def what_is_missing(self) -> str:
+        parts = [part for part in self.target.parts if part not in self._written]
+        held = sum(map(len, self._held.values()))
+        _, missing = self._match(parts[0], TensorSource(self._held.get(parts[0], {})).tensors)
+        return (
+            f"{len(parts)} of its {len(self.target.parts)} parts are not whole ({held} of their tensors are here); "
+            f"missing: {missing[0]}"
+        )
+
+    def _match(self, part: str, tensors: Mapping[str, TensorInfo]) -> tuple[list[Source], list[str]]:
+        """A part's sources, and what is missing of it. `CheckpointError` for what can be no part of the model."""
+        if part.startswith("mtp") and not self.target.has_drafter and self.target.config.num_draft_layers:
+            return [], []  # the engine has no use for them
+        expected = self.target.parts.get(part, [])
+        # the few tensors of the ends do not say which spelling they have
+        namings = list(Naming) if part == "ends" else [detect_naming(tensors)]
+        found = [match_tensors(tensors, self.target.config, naming, expected) for naming in namings]
+        sources, problems = min(
+            found, key=lambda one: (len(one[1].keys() - {"missing"}), len(one[1].get("missing", [])))
+        )
+        missing = problems.pop("missing", [])
+        strange = [name for name in problems.pop("unexpected", []) if not _waits_for_weight(name, tensors, missing)]
+        problems |= {"unexpected": strange} if strange else {}
+        if problems:
+            kind, texts = next(iter(problems.items()))
+            raise CheckpointError(f"the given tensors do not fit the model: {kind}: {texts[0]}")
+        self.target.check_formats(sources)
+        return sources, missing
+
+    def _write_if_whole(self, part: str) -> None:
+        held = self._held.get(part, {})
+        # stacks of Hugging Face's are two tensors for all experts; to look for nothing after every tensor is slow
+        fewest = sum(tensor.role is not Role.EXPERT for tensor in self.target.parts.get(part, [])) + 2
+        if not held or (len(held) < fewest and part in self.target.parts and part != "ends"):
+            return
+        source = TensorSource(held)
+        sources, missing = self._match(part, source.tensors)
+        if missing:
+            return
+        if sources:
+            self.target.check_values(source, sources)
+            if not self._written:
+                self._begin()
+            self.target.write(part, sources, source)
+            self._written.add(part)
+        del self._held[part]
 
 
-class _Names(ParameterStore):
-    """Builds the tree of parameters with names in place of tensors."""
-
-    def __init__(self, config: ModelConfig, device: str) -> None:
-        super().__init__(config, device)
-        self._weights = _OwnName()
-
-    def _plain(self, name: str) -> Any:
-        return name
-
-
-class _OwnName(dict[str, Any]):
-    def __missing__(self, name: str) -> str:
-        return name
-
-
-def _named_weights(names: Any, live: Any) -> Iterator[tuple[str, AnyWeight | ShuffledTensor]]:
-    """Every weight with its parameter's name."""
-    if isinstance(names, str):
-        yield names, live
-    elif isinstance(names, list):
-        for pair in zip(names, live, strict=True):
-            yield from _named_weights(*pair)
-    elif is_dataclass(names):
-        stack = getattr(live, "stack", None)  # offloaded experts
-        for place, field in enumerate(fields(names)):
-            yield from _named_weights(
-                getattr(names, field.name), getattr(live, field.name) if stack is None else stack[place]
-            )
-
-
-def _format_of(weight: AnyWeight | ShuffledTensor) -> str:
-    if isinstance(weight, ShuffledTensor):
-        return str(weight.format)
-    loaded = as_loaded(weight)
-    return str(loaded.format) if isinstance(loaded, QuantTensor) else str(loaded.dtype).removeprefix("torch.")
-
-
-_PLAIN_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64"}
-
-
-def _format_of_source(source: Source) -> str:
-    if source.format.quant is not None:
-        return str(source.format.quant)
-    return "float32" if source.tensor.role is Role.CONTROL else _PLAIN_DTYPES[source.format.dtype]
+def _waits_for_weight(name: str, tensors: Collection[str], missing: Collection[str]) -> bool:
+    """Whether it is a scale that came before its weight."""
+    base = next((name.removesuffix(end) for end in (*SCALE_SUFFIXES, *NVFP4_SUFFIXES) if name.endswith(end)), None)
+    return base is not None and f"{base}.weight" not in tensors and f"{base}.weight" in missing

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, ceil_e8m0, e8m0_to_float
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 
-MXFP4_GROUP = 32
-NVFP4_GROUP = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # where the next index begins: at the midpoint for odd ones, since a tie goes to the even index, else one fp32 above
 _BOUNDS = tuple(
@@ -69,11 +68,6 @@ def mxfp4_dequantize(packed: Tensor, scale: Tensor, group: int = MXFP4_GROUP) ->
     """Packed bytes and E8M0 codes -> fp32 [..., K], exact."""
     values = e2m1_decode(unpack_nibbles(packed)).unflatten(-1, (-1, group))
     return (values * e8m0_to_float(scale).unsqueeze(-1)).flatten(-2)
-
-
-def mxfp4_fake_quantize(x: Tensor, group: int = MXFP4_GROUP) -> Tensor:
-    """Quantise and come back, in the dtype of `x`."""
-    return mxfp4_dequantize(*mxfp4_quantize(x, group), group).to(x.dtype)
 
 
 def nvfp4_quantize(weight: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

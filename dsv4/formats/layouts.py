@@ -29,6 +29,7 @@ every weight there is zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,15 @@ from torch.nn.functional import pad
 from dsv4.errors import Dsv4Error
 from dsv4.formats.e8m0 import e8m0_to_float
 from dsv4.formats.fp4 import pack_nibbles, unpack_nibbles
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 
 TILE_ROWS = 64
 TILE_COLS = 128
 _LOW_BYTE = (2, 1, 0, 2, 1, 0, 2)  # byte L of planes 0 to 6
-_WORDS = {QuantFormat.NVFP4: 16, QuantFormat.MXFP4: 16, QuantFormat.FP8_BLOCK: 32}
+_MX_TOP, _MX_LOW = 253, 128  # exponents of bf16 that keep every product with a nibble normal and finite
+_NO_SHIFT = -1000
+_PIECE_WEIGHTS = 2**26  # of a stack at once: what is made on the way takes some five bytes a weight
 
 
 class LayoutError(Dsv4Error, ValueError):
@@ -81,17 +85,37 @@ class ShuffledTensor:
 
 def shuffle(weight: QuantTensor) -> ShuffledTensor:
     """A weight [N, K] or a stack of them into the kernels' order. `LayoutError` where that is not possible exactly."""
+    make = _shuffle_fp8 if weight.format is QuantFormat.FP8_BLOCK else _shuffle_fp4
     if weight.device.type == "meta":
         data, scale, out_scale, shift = _shapes_of(weight)
     elif len(weight.shape) == 3:
-        parts = [_shuffle_matrix(weight[index]) for index in range(weight.shape[0])]
-        data, scale, out_scale, shift = (torch.stack(items) for items in zip(*parts, strict=True))
+        size = max(1, _PIECE_WEIGHTS // max(1, weight.shape[1] * weight.shape[2]))
+        made: list[Tensor] = []
+        for start in range(0, weight.shape[0], size):
+            parts = make(weight.map(lambda part, start=start: part[start : start + size]))  # type: ignore[misc]
+            made = made or [part.new_empty((weight.shape[0], *part.shape[1:])) for part in parts]
+            for whole, part in zip(made, parts, strict=True):
+                whole[start : start + size] = part
+        data, scale, out_scale, shift = made
     else:
-        data, scale, out_scale, shift = _shuffle_matrix(weight)
+        data, scale, out_scale, shift = (part[0] for part in make(weight.map(lambda part: part.unsqueeze(0))))
     return ShuffledTensor(
         data, scale, out_scale, shift, weight.format, weight.shape, weight.block, weight.scale.dtype,
         weight.global_scale,
     )  # fmt: skip
+
+
+def check_values(weight: QuantTensor) -> None:
+    """`LayoutError` for a matrix, or a stack, that `shuffle` would refuse. Codes are read only where scales leave it
+    open."""
+    one = weight if len(weight.shape) == 3 else weight.map(lambda part: part.unsqueeze(0))
+    if one.format is QuantFormat.FP8_BLOCK:
+        _check_codes(one)
+        _fp8_exponents(one)
+    elif one.format is QuantFormat.NVFP4:
+        _nvfp4_codes(one)
+    else:
+        _mxfp4_shift(one.scale, lambda: _has_weights(unpack_nibbles(one.data)))
 
 
 def unshuffle(weight: ShuffledTensor) -> QuantTensor:
@@ -113,26 +137,21 @@ def unshuffle(weight: ShuffledTensor) -> QuantTensor:
     return QuantTensor(pack_nibbles(nibbles), codes, weight.format, weight.global_scale, weight.block)
 
 
-def _shuffle_matrix(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """data, scale, out_scale and shift of one matrix [N, K]."""
-    if weight.format is QuantFormat.FP8_BLOCK:
-        return _shuffle_fp8(weight)
+def _shuffle_fp4(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """data, scale, out_scale and shift of a stack [E, N, K]."""
     nibbles = unpack_nibbles(weight.data)
-    per_tile = TILE_COLS // (nibbles.shape[1] // weight.scale.shape[1])
     if weight.format is QuantFormat.NVFP4:
         assert weight.global_scale is not None
-        codes = _nvfp4_scale_codes(weight.device)[0][weight.scale.view(torch.uint8).long()]
-        if (codes < 0).any():
-            raise LayoutError("expected NVFP4 scales that are zero or positive numbers, found a negative one or NaN")
+        codes = _nvfp4_codes(weight)
         # code 0 stands for a small scale; the zeros must come from the nibbles
-        nibbles = nibbles * (codes != 0).to(torch.uint8).repeat_interleave(16, 1)
-        codes, shift = codes.to(torch.uint8), torch.zeros((), dtype=torch.int32, device=weight.device)
+        nibbles = nibbles * (codes != 0).to(torch.uint8).repeat_interleave(NVFP4_GROUP, -1)
+        codes, shift = codes.to(torch.uint8), torch.zeros(len(codes), dtype=torch.int32, device=weight.device)
         out_scale = weight.global_scale.float() * 2.0**9
     else:
-        has_weights = (nibbles & 7).unflatten(1, (-1, 32)).amax(-1) > 0
-        shift = _mxfp4_shift(weight.scale, has_weights)
-        codes = (weight.scale.int() + shift).to(torch.uint8)  # wraps where there are only zeros
+        shift = _mxfp4_shift(weight.scale, lambda: _has_weights(nibbles))
+        codes = (weight.scale.int() + shift[:, None, None]).to(torch.uint8)  # wraps where there are only zeros
         out_scale = torch.exp2(126.0 - shift.double()).float()
+    per_tile = TILE_COLS * weight.scale.shape[-1] // nibbles.shape[-1]
     data = _to_words(_tiles(nibbles, TILE_COLS).unflatten(-1, (8, 16)))
     scale = _tiles(codes, per_tile).contiguous().view(torch.int32)
     return data, scale, out_scale, shift
@@ -149,26 +168,27 @@ def _shapes_of(weight: QuantTensor) -> tuple[Tensor, ...]:
         None if weight.global_scale is None else torch.ones(()), weight.block,
     )  # fmt: skip
     tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    made = shuffle(tile)
     return tuple(
         torch.empty((*stacked, *tiles[: part.dim()], *part.shape[2:]), dtype=part.dtype, device="meta")
-        for part in _shuffle_matrix(tile)
+        for part in (made.data, made.scale, made.out_scale, made.shift)
     )
 
 
 def _tiles(x: Tensor, cols: int) -> Tensor:
-    """[N, k] -> [R, C, 64, cols], zeros added."""
-    padded = pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % TILE_ROWS))
-    return padded.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, cols)).transpose(1, 2)
+    """[E, N, k] -> [E, R, C, 64, cols], zeros added."""
+    padded = pad(x, (0, -x.shape[2] % cols, 0, -x.shape[1] % TILE_ROWS))
+    return padded.unflatten(1, (-1, TILE_ROWS)).unflatten(3, (-1, cols)).transpose(2, 3)
 
 
 def _to_words(planes: Tensor) -> Tensor:
     """Nibbles uint8 [..., 8 (i), 16 (j)] -> int32 [..., 16 (j)]."""
-    words = torch.zeros(*planes.shape[:-2], 16, dtype=torch.int64, device=planes.device)
+    words = torch.zeros(*planes.shape[:-2], 16, dtype=torch.int32, device=planes.device)
     for plane in range(8):
-        nibble = planes[..., plane, :].long()
+        nibble = planes[..., plane, :].int()
         for bit, place in zip((3, 2, 1, 0), _places(plane), strict=True):
             words |= ((nibble >> bit) & 1) << place
-    return torch.where(words >= 2**31, words - 2**32, words).int()
+    return words
 
 
 def _from_words(words: Tensor) -> Tensor:
@@ -191,6 +211,13 @@ def _places(plane: int) -> tuple[int, ...]:
     return 31 - plane, *low
 
 
+def _nvfp4_codes(weight: QuantTensor) -> Tensor:
+    codes = _nvfp4_scale_codes(weight.device)[0][weight.scale.view(torch.uint8).long()]
+    if (codes < 0).any():
+        raise LayoutError("expected NVFP4 scales that are zero or positive numbers, found a negative one or NaN")
+    return codes
+
+
 def _nvfp4_scale_codes(device: torch.device) -> tuple[Tensor, Tensor]:
     """For each E4M3 byte its code, -1 where there is none; for each code its E4M3 byte, 0 where there is none."""
     values = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
@@ -204,50 +231,68 @@ def _nvfp4_scale_codes(device: torch.device) -> tuple[Tensor, Tensor]:
     return codes, inverse
 
 
-_MX_TOP, _MX_LOW = 253, 128  # exponents of bf16 that keep every product with a nibble normal and finite
+def _has_weights(nibbles: Tensor) -> Tensor:
+    """[..., K] -> whether a group of 32 holds more than zeros."""
+    return (nibbles & 7).unflatten(-1, (-1, MXFP4_GROUP)).amax(-1) > 0
 
 
-def _mxfp4_shift(codes: Tensor, has_weights: Tensor) -> Tensor:
-    """int32 []: what to add to the E8M0 codes so that the largest in use becomes at most 253.
+def _mxfp4_shift(scale: Tensor, has_weights: Callable[[], Tensor]) -> Tensor:
+    """E8M0 codes [E, N, k] -> int32 [E]: what to add to those of a matrix so that the largest in use becomes at most
+    253.
 
     Groups of zeros may have any code but, once shifted, 255: 0 times infinity is not 0.
     """
+    codes = scale.flatten(1).int()
     if (codes == 255).any():
         raise LayoutError("expected MXFP4 scales that are numbers, found NaN (code 255)")
-    used = codes[has_weights].int()
-    if not len(used):
-        used = codes.flatten()[:1].int() * 0 + 127
-    present = torch.zeros(256, dtype=torch.bool, device=codes.device)
-    present[codes.flatten().long()] = True
-    for top in range(_MX_TOP, _MX_LOW - 1, -1):
-        shift = top - used.max()
-        if used.min() + shift >= _MX_LOW and not present[(255 - shift) % 256]:
-            return shift.to(torch.int32)
-    raise LayoutError(
-        f"expected MXFP4 scales of one matrix within a factor of 2^{_MX_TOP - _MX_LOW}, found codes from "
-        f"{int(used.min())} to {int(used.max())}"
-    )
+    is_used = has_weights().flatten(1)
+    none = ~is_used.any(1)
+    low = torch.where(none, 127, torch.where(is_used, codes, 255).amin(1))  # [E]
+    high = torch.where(none, 127, torch.where(is_used, codes, 0).amax(1))
+    present = torch.zeros(len(codes), 256, dtype=torch.bool, device=codes.device).scatter_(1, codes.long(), True)
+    shifts = torch.arange(_MX_LOW, _MX_TOP + 1, device=codes.device) - high[:, None]  # [E, 126]
+    is_good = (low[:, None] + shifts >= _MX_LOW) & ~present.gather(1, (255 - shifts).long() % 256)
+    chosen = torch.where(is_good, shifts, _NO_SHIFT).amax(1)
+    bad = chosen == _NO_SHIFT
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        raise LayoutError(
+            f"expected MXFP4 scales of one matrix within a factor of 2^{_MX_TOP - _MX_LOW}, found codes from "
+            f"{int(low[first])} to {int(high[first])}"
+        )
+    return chosen.to(torch.int32)
 
 
-def _shuffle_fp8(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _check_codes(weight: QuantTensor) -> None:
     if weight.block[0] % TILE_ROWS or weight.block[1] % TILE_COLS:
         raise LayoutError(f"expected scale blocks of multiples of (64, 128), found {weight.block}")
     if ((weight.data.view(torch.uint8) & 0x7F) == 0x7F).any():
         raise LayoutError("expected FP8 weights that are numbers, found NaN")
-    tiles = _tiles(weight.data.view(torch.uint8), TILE_COLS).unflatten(-1, (4, 32))  # [R, C, 64, 4 (i), 32 (j)]
-    data = tiles.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _fp8_exponents(weight: QuantTensor) -> tuple[Tensor, Tensor]:
+    """Exponents of the block scales [E, n, k], and the largest of each matrix [E]."""
     factor = weight.scale if weight.scale.dtype == torch.float32 else e8m0_to_float(weight.scale)
     mantissa, exponent = torch.frexp(factor)
     if not (mantissa == 0.5).all():
         raise LayoutError("expected FP8 block scales that are powers of two: others are not exact in bf16")
     exponent = exponent - 1
-    shift = exponent.max()
-    if (exponent - shift).min() < -200:  # bf16 itself reaches from 2^-126; codes are decoded at 2^-120
+    shift = exponent.amax((1, 2))
+    if (exponent - shift[:, None, None]).min() < -200:  # bf16 reaches from 2^-126; codes are decoded at 2^-120
         raise LayoutError(f"expected FP8 block scales within a factor of 2^200, found {factor.min()} to {factor.max()}")
-    bits = (127 + 120 + exponent - shift).int() << 7
+    return exponent, shift
+
+
+def _shuffle_fp8(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """data, scale, out_scale and shift of a stack [E, N, K]."""
+    _check_codes(weight)
+    tiles = _tiles(weight.data.view(torch.uint8), TILE_COLS).unflatten(-1, (4, 32))  # [E, R, C, 64, 4 (i), 32 (j)]
+    data = tiles.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1)
+    exponent, shift = _fp8_exponents(weight)
+    bits = (127 + 120 + exponent - shift[:, None, None]).int() << 7
     rows, cols = weight.block[0] // TILE_ROWS, weight.block[1] // TILE_COLS
-    scale = (bits | (bits << 16)).repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-    scale = scale[: data.shape[0], : data.shape[1]].contiguous()
+    scale = (bits | (bits << 16)).repeat_interleave(rows, 1).repeat_interleave(cols, 2)
+    scale = scale[:, : data.shape[1], : data.shape[2]].contiguous()
     return data, scale, torch.exp2(shift.double()).float(), shift.to(torch.int32)
 
 

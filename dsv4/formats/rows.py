@@ -16,7 +16,8 @@ from enum import StrEnum
 from dsv4.errors import Dsv4Error
 
 ENTRY_GROUP = 64
-INDEX_FP4_GROUP = 32
+MXFP4_GROUP, NVFP4_GROUP = 32, 16  # values with one scale
+INDEX_FP4_GROUP = MXFP4_GROUP
 
 
 class RowError(Dsv4Error, ValueError):

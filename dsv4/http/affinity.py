@@ -1,4 +1,4 @@
-"""Which requests belong to one conversation, for whoever spreads requests over several engines.
+"""Which requests belong to one conversation, for routers that spread requests over several engines.
 
 An engine keeps what it has read of a conversation, so the next turn should go where the last one went. Nothing here
 changes an answer: the wrong engine reads more and says the same.

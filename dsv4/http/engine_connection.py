@@ -12,7 +12,7 @@ from dsv4.engine.link.client import EngineClient
 from dsv4.engine.link.messages import EngineInfo, EngineLost, EngineStopped
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
-from dsv4.http.heartbeat import PulseReader, PulseWatch
+from dsv4.http.processes.heartbeat import PulseReader, PulseWatch
 from dsv4.text.output import TextOutput
 
 Connect = Callable[[], str | socket.socket]
@@ -26,32 +26,33 @@ _LOG = logging.getLogger("dsv4.serve")
 
 
 class EngineConnection:
-    """`open` it, `close` it; everything in one event loop.
+    """`open` it, `close` it; everything in one event loop. A lost connection is opened again: the engine may have been
+    started again, or have dropped only this client.
 
-    connect     where the engine is: a path, or a connected socket
-    pulse       the engine's signs of life; None where it is in this process
-    reconnects  connect again when the engine is lost: it may be started again
+    connect  where the engine is: a path, or a connected socket
+    pulse    the engine's signs of life; None where it is in this process
     """
 
-    def __init__(self, connect: Connect, *, pulse: PulseReader | None = None, reconnects: bool = False) -> None:
+    def __init__(self, connect: Connect, *, pulse: PulseReader | None = None) -> None:
         self._connect = connect
         self._pulse = pulse
-        self._reconnects = reconnects
         self._client: EngineClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._known: dict[str, Any] = {}  # the last answers to questions
-        self._problem: str | None = None
-        self._is_open = self._is_draining = False
+        self._is_open = self._is_draining = self._is_silent = False
 
     async def open(self) -> EngineInfo:
         """Wait for the engine; returns its limits. `EngineLost` if it ends before it is there."""
-        self._client = await EngineClient.connect(self._connect(), self._lost)
-        self._problem = None
-        self._known["stats"] = await self._client.stats()
-        self._is_open = True
+        client = await self._open_client()
         if self._pulse is not None:
             self._begin(self._watch(self._pulse))
-        return self._client.info
+        return client.info
+
+    async def _open_client(self) -> EngineClient:
+        self._client = await EngineClient.connect(self._connect(), self._lost)
+        self._known["stats"] = await self._client.stats()
+        self._is_open = True
+        return self._client
 
     async def close(self) -> None:
         self._is_open = False
@@ -76,7 +77,13 @@ class EngineConnection:
     @property
     def problem(self) -> str | None:
         """Why the engine cannot answer now; None if it can."""
-        return "the engine is starting" if self._client is None else self._problem
+        if self._client is None:
+            return "the engine is starting"
+        if self._client.is_lost:
+            return "the engine has stopped"
+        if self._is_silent:
+            return f"the engine does not answer: no sign of life for {SILENT_SECONDS:g} s"
+        return None
 
     @property
     def has_failed(self) -> bool:
@@ -106,8 +113,9 @@ class EngineConnection:
 
     async def control(self, verb: str, **arguments: Any) -> Any:
         """Have the engine obey a command (`EngineControl`); however long it takes."""
-        if self._client is None or self._problem is not None:
-            raise EngineLost(self.problem or "the engine is starting")
+        if self.problem is not None:
+            raise EngineLost(self.problem)
+        assert self._client is not None
         return await self._client.control(verb, **arguments)
 
     def record(self, line: bytes) -> None:
@@ -127,7 +135,7 @@ class EngineConnection:
 
     async def ask(self, what: str, kind: Any = Any) -> Any:
         """The engine's answer, or its last one if it is busy. `EngineLost` if there was none."""
-        if self._client is not None and self._problem is None:
+        if self._client is not None and self.problem is None:
             try:
                 self._known[what] = await asyncio.wait_for(self._client.ask(what, kind), _ASK_SECONDS)
             except (TimeoutError, EngineLost) as error:
@@ -153,16 +161,14 @@ class EngineConnection:
         if not self._is_open:
             return  # closed by this side, or not yet complete: `open` raises
         self._is_open = False
-        self._problem = "the engine has stopped"
-        if self._reconnects and not self._is_draining:
-            for task in list(self._tasks):
-                task.cancel()
+        if not self._is_draining:
             self._begin(self._reopen())
 
     async def _reopen(self) -> None:
         while not self._is_draining:
             try:
-                await self.open()
+                await self._open_client()
+                _LOG.warning("connected to the engine again")
                 return
             except (OSError, EngineLost):
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -173,10 +179,11 @@ class EngineConnection:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             is_silent = watch.look()
-            if is_silent and self._problem is None:
-                self._problem = f"the engine does not answer: no sign of life for {SILENT_SECONDS:g} s"
-                _LOG.error("%s; %d requests are dropped", self._problem, self.num_open)
-                self.drop_all(EngineLost(self._problem))
-            elif not is_silent and self._problem is not None:
-                self._problem = None
+            if not self._is_open or is_silent == self._is_silent:
+                continue
+            self._is_silent = is_silent
+            if not is_silent:
                 _LOG.warning("the engine answers again")
+            elif (problem := self.problem) is not None:
+                _LOG.error("%s; %d requests are dropped", problem, self.num_open)
+                self.drop_all(EngineLost(problem))

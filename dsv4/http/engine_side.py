@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dsv4.engine.grammar.compiler import GrammarCompiler
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
-from dsv4.http.live_view import LiveView
+from dsv4.http.telemetry.live_view import LiveView
 from dsv4.llm import LLM
 from dsv4.request import RequestError
 from dsv4.tools.receipts.recorder import Recorder
@@ -20,8 +22,8 @@ def engine_loop(llm: LLM, *, max_waiting: int = 256, recorder: Recorder | None =
         llm.tokenizer, vocab_size=llm.config.vocab_size, eos_token_id=llm.config.eos_token_id
     )  # fmt: skip
 
-    def constrain(lark: str, opening: list[int]) -> Constraint:
-        return compiler.compile(lark, opening).constraint()
+    def constrain(lark: str, opening: list[int]) -> Callable[[], Constraint]:
+        return compiler.compile(lark, opening).constraint
 
     live = LiveView(llm.engine)
     return EngineLoop(

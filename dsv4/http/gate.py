@@ -14,8 +14,8 @@ from typing import Any
 from dsv4.http.apis.registry import GENERATING, QUESTIONS
 from dsv4.http.apis.rl.routes import guarded_of
 from dsv4.http.errors import ApiError
-from dsv4.http.metrics import Metrics
 from dsv4.http.settings import ServerConfig, is_loopback_name
+from dsv4.http.telemetry.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

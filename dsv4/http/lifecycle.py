@@ -21,13 +21,13 @@ from fastapi import FastAPI
 from dsv4.engine.link.messages import EngineStopped
 from dsv4.http.connection import Connection, connection_class
 from dsv4.http.engine_connection import EngineConnection
-from dsv4.http.logs import log_config
 from dsv4.http.settings import ServerConfig
+from dsv4.http.telemetry.logs import log_config
 
 _LOG = logging.getLogger("dsv4.serve")
 _FLUSH_SECONDS = 2.0  # for the last words to those whose requests were dropped
 _SPARE_DESCRIPTORS = 64  # for files, pipes to the grammar checker and whatever else is not a connection
-_BACKLOG = 128
+_BACKLOG = 2048  # connections that come at once; the kernel drops further ones, which try again after a second
 
 
 def most_connections(config: ServerConfig) -> int:
@@ -56,14 +56,16 @@ class HttpServer(uvicorn.Server):
     """uvicorn with an end of our own. It listens to no signal: `stop` ends it, and again without waiting.
 
     on_start  called once clients are let in
+    on_tick   called ten times a second from then on, until it is stopped
     """
 
     def __init__(
-        self, settings: uvicorn.Config, config: ServerConfig, engine: EngineConnection, on_start: Callable[[], None]
+        self, settings: uvicorn.Config, config: ServerConfig, engine: EngineConnection, on_start: Callable[[], None],
+        on_tick: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(settings)
         self._config = config
-        self._on_start = on_start
+        self._on_start, self._on_tick = on_start, on_tick
         self.engine = engine
 
     def stop(self) -> None:
@@ -84,6 +86,10 @@ class HttpServer(uvicorn.Server):
             listener.listen(_BACKLOG)
         if self.started:
             self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._on_tick()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.engine.drain()
@@ -133,7 +139,8 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) 
 
 
 def make_uvicorn(
-    app: FastAPI, config: ServerConfig, *, log_level: str = "INFO", on_start: Callable[[], None] = lambda: None
+    app: FastAPI, config: ServerConfig, *, log_level: str = "INFO", on_start: Callable[[], None] = lambda: None,
+    on_tick: Callable[[], None] = lambda: None,
 ) -> HttpServer:  # fmt: skip
     """A server for the app of `create_app`; `run(sockets=[take_address(config)])` serves until it is stopped."""
     tls = config.tls
@@ -144,4 +151,4 @@ def make_uvicorn(
         ssl_certfile=None if tls is None else tls.certfile, ssl_keyfile=None if tls is None else tls.keyfile,
         ssl_keyfile_password=None if tls is None else tls.keyfile_password,
     )  # fmt: skip
-    return HttpServer(settings, config, app.state.server.engine, on_start)
+    return HttpServer(settings, config, app.state.server.engine, on_start, on_tick)

@@ -48,18 +48,18 @@ _SESSION_HEADER = "x-session-id"  # Ray's own name of it
 _PATIENCE = dict.fromkeys(
     ("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S"), "2.0"
 )
-_MOST_OPEN = 4096  # requests that a front has on their way; it only passes bytes on
+_MOST_OPEN = 4096  # concurrent requests of a front, which only passes bytes on
 _ATTEMPTS = 3  # replicas that may die under one request before it has an answer
 
 
 class Options(BaseModel):
-    """What `serve run dsv4.http.ray_app:build` takes, as `name=value`; those that `dsv4 serve` has mean the same.
+    """What `serve run dsv4.http.ray_app:build` takes, as `name=value`; names that `dsv4 serve` has too mean the same.
 
     replicas      engines
     gpus          GPUs of each; 0 runs them on CPUs
     cpus          cores that Ray sets aside for each
     fronts        processes that take requests and pass answers on
-    max_waiting   requests that may wait in a front, beside those that a replica has: twice what it can run
+    max_waiting   requests that may wait in a front; a replica takes twice what it can run besides
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,7 +127,7 @@ class Replica:
         await self._life.__aenter__()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[tuple[int, list[Any]] | bytes]:
-        """Status and headers, then the body in pieces. Whoever stops reading is a client that has gone."""
+        """Status and headers, then the body in pieces. A reader that stops is a client that has disconnected."""
         sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         gone = asyncio.Event()
         arriving = [{"type": "http.request", "body": body, "more_body": False}]

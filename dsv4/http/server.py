@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from dsv4.engine.grammar.check import GrammarChecks
+from dsv4.engine.grammar.errors import GrammarError
 from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, RejectedGrammar
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.request import RequestAborted, RequestFailed
@@ -36,13 +38,22 @@ from dsv4.http.body import parse_json, validate
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.errors import ApiError, error_body
 from dsv4.http.gate import Gate
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.openapi import openapi_document
 from dsv4.http.page import page_headers, page_text
 from dsv4.http.settings import MIB, ServerConfig
-from dsv4.http.shared_metrics import SharedMetrics
-from dsv4.http.streaming import DISCONNECTED, Assembler, ClientGone, EventStream, StreamClock, collect, to_api_error
+from dsv4.http.streaming import (
+    DISCONNECTED,
+    Assembler,
+    ClientGone,
+    EventStream,
+    StreamClock,
+    collect,
+    to_api_error,
+    unless_gone,
+)
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.http.telemetry.request_log import log_request
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.http.telemetry.traces import Tracer
 from dsv4.request import RequestError
 from dsv4.text.tokenizer import Tokenizer
@@ -51,6 +62,7 @@ from dsv4.tools.receipts.lines import answer_of, now, request_line
 
 _CLIENT_CLOSED = 499
 _LARGE_BODY_BYTES = MIB
+_QUICK_BODY_BYTES, _QUICK_ANSWERS = 2048, 8
 # for interfaces whose answers have no field for it; the seed is that of the first answer
 FINGERPRINT_HEADER, SEED_HEADER = "x-system-fingerprint", "x-seed"
 _PUBLISH_SECONDS = 1.0  # how old the other front ends' numbers in /metrics may be
@@ -76,6 +88,7 @@ class Server:
         self._lines: set[asyncio.Future[None]] = set()  # of the record, being made
         self._publishing: asyncio.Task[None] | None = None
         self._tracer = Tracer.make(config.name)
+        self._grammars = GrammarChecks()
 
     async def open(self) -> None:
         info = await self.engine.open()
@@ -115,7 +128,7 @@ class Server:
         """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = await self._beside(self._prepare, api, body)
+        asked, job = self._prepare_quickly(api, body) or await self._beside(self._prepare, api, body)
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
         given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)
@@ -156,6 +169,15 @@ class Server:
                 raise ApiError(400, message, code="too_many_messages", param=name)
         return validate(model, fields)
 
+    def _prepare_quickly(self, api: Api, body: bytes) -> tuple[Any, Job] | None:
+        """A small request, in the loop itself: handing it to a thread would take longer than it takes. None for one
+        that is not."""
+        if len(body) > _QUICK_BODY_BYTES or api not in GENERATING:
+            return None
+        asked = self._checked(api.request, body)
+        is_quick = (getattr(asked, "n", None) or 1) <= _QUICK_ANSWERS
+        return (asked, api.prepare(self.jobs, asked)) if is_quick else None
+
     def _prepare(self, api: Api, body: bytes) -> tuple[Any, Job]:
         asked = self._checked(api.request, body)
         return asked, api.prepare(self.jobs, asked)
@@ -166,7 +188,11 @@ class Server:
     async def _answer(
         self, request: Request, job: Job, assembler: Assembler, timer: RequestTimer, *, is_stream: bool, name: str
     ) -> Response:
-        stream = await self._submit(job, name)
+        try:
+            stream = await self._submit(request, job, name)
+        except ClientGone:
+            self.metrics.disconnects.inc()
+            return Response(status_code=_CLIENT_CLOSED)
         ended = partial(self._ended, request, job, timer)
         headers = {FINGERPRINT_HEADER: self.served.fingerprint, SEED_HEADER: str(job.outputs[0].params.seed)}
         if is_stream:
@@ -183,19 +209,21 @@ class Server:
         ended(None)
         return Response(answer, media_type="application/json", headers=headers)
 
-    async def _submit(self, job: Job, name: str) -> RequestStream:
-        """The job's stream, once the engine has taken it."""
+    async def _submit(self, request: Request, job: Job, name: str) -> RequestStream:
+        """The job's stream, once the engine has taken it. `ClientGone` if the client goes while its grammar is
+        checked."""
         rule = job.rule
         try:
             if rule is None:
                 return await self.engine.submit(job.outputs, name=name)
+            await unless_gone(request, self._grammars.check(rule.lark))
             return await self.engine.submit(job.outputs, rule.lark, rule.opening, name)
         except EngineBusy as error:
             raise ApiError(503, f"the server is busy: {error}", code="queue_full") from None
         except EngineStopped:
             message = "the server is shutting down and takes no more requests"
             raise ApiError(503, message, code="shutting_down", closes=True) from None
-        except RejectedGrammar as error:
+        except (GrammarError, RejectedGrammar) as error:
             assert rule is not None, "requests without a grammar have none to reject"
             raise unsupported(error, rule.field) from None
         except RequestError as error:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.engine.link.messages import EngineLost, EngineStopped
-from dsv4.engine.link.stream import EndEvent, ErrorEvent, RequestStream, TokenEvent
+from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.errors import Dsv4Error
 from dsv4.http.connection import OUTLET, Outlet
 from dsv4.http.errors import ApiError
-from dsv4.http.metrics import Metrics, RequestTimer
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 
 _LONG_ANSWER = 2048  # tokens: the JSON of longer ones is written beside the loop that streams
 
@@ -32,7 +32,7 @@ class Assembler(Protocol):
     def opening(self) -> str:
         """What a stream begins with, before the first token."""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """What becomes certain with a token, or an end without one."""
 
     def closing(self) -> str:
@@ -41,7 +41,7 @@ class Assembler(Protocol):
     def failure(self, error: ApiError) -> str:
         """What ends a stream that cannot go on."""
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """A token, or an end without one, of an answer that is sent whole."""
 
     def whole(self) -> str:
@@ -72,11 +72,23 @@ async def collect(request: Request, stream: RequestStream, assembler: Assembler,
 
     async with stream:
         reading = _Reading(stream, read)
-        with _watching(request.receive, lambda: reading.fail(ClientGone())):
+        with watching(request.receive, lambda: reading.fail(ClientGone())):
             await reading.over
     if sum(output.num_output for output in stream.outputs) > _LONG_ANSWER:
         return await asyncio.to_thread(assembler.whole)
     return assembler.whole()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work`; it is cancelled, and `ClientGone` raised, if the client goes first."""
+    task, gone = asyncio.ensure_future(work), list[bool]()
+    with watching(request.receive, lambda: gone.append(task.cancel())):
+        try:
+            await task
+        except asyncio.CancelledError:
+            if gone:
+                raise ClientGone from None
+            raise
 
 
 class _Reading:
@@ -179,7 +191,7 @@ class EventStream(Response):
                     self._put(opening)
                 self._clock.add(self)
                 self._reading = _Reading(stream, self._read)
-                with _watching(receive, lambda: self._reading.fail(ClientGone())):
+                with watching(receive, lambda: self._reading.fail(ClientGone())):
                     await self._reading.over
                 problem = self._failure
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -241,7 +253,7 @@ class EventStream(Response):
 
 
 @contextmanager
-def _watching(receive: Receive, on_gone: Callable[[], None]) -> Iterator[None]:
+def watching(receive: Receive, on_gone: Callable[[], object]) -> Iterator[None]:
     """`on_gone` is called as soon as the client is gone."""
 
     async def watch() -> None:

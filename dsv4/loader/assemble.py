@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.config.layers import AttentionKind, LayerSpec, RouterKind, build_schedule
-from dsv4.formats.tensors import QuantTensor, Weight
+from dsv4.formats.tensors import Weight
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.loader.names import LogicalTensor
+from dsv4.loader.resolve import StoredFormat
 from dsv4.model.parameters import (
     AttentionParams,
     BlockParams,
@@ -55,6 +57,7 @@ class ParameterStore:
         self.config = config
         self.device = torch.device(device)
         self._weights: dict[str, Weight] = {}
+        self._formats: dict[str, StoredFormat] = {}
         self._home = home
         self._own = range(config.n_routed_experts) if experts is None else experts
         self._unfinished: dict[tuple[int, int], dict[str, Weight]] = {}  # layer and expert: its matrices so far
@@ -64,6 +67,7 @@ class ParameterStore:
         if tuple(weight.shape) != tensor.shape:
             raise ValueError(f"{tensor.name} must be {tensor.shape}, found {tuple(weight.shape)}")
         name = tensor.parameter
+        self._formats[name] = StoredFormat.of(weight)
         if tensor.expert_idx is None:
             self._weights[name] = _copy_weight(weight, self.device)
             return
@@ -91,12 +95,12 @@ class ParameterStore:
         drafts = schedule[num_layers:]
         is_dspark = self.config.dspark is not None
         return ModelParams(
-            embed=self._plain("embed.weight"),
-            lm_head=self._plain("head.weight"),
+            **self._of("", embed="embed.weight", lm_head="head.weight"),
             layers=[self.block(layer) for layer in schedule[:num_layers]],
             head=self._head(""),
             mtp=[] if is_dspark else [self.mtp(i, layer) for i, layer in enumerate(drafts)],
             dspark=self.dspark(drafts) if is_dspark and drafts else None,
+            formats=self._formats,
         )
 
     def block(self, layer: LayerSpec) -> BlockParams:
@@ -105,81 +109,60 @@ class ParameterStore:
 
     def ends(self) -> ModelParams:
         """Embedding and head without any layer."""
-        return ModelParams(self._plain("embed.weight"), self._plain("head.weight"), [], self._head(""), [])
+        ends = self._of("", embed="embed.weight", lm_head="head.weight")
+        return ModelParams(**ends, layers=[], head=self._head(""), mtp=[])
 
-    def _plain(self, name: str) -> Tensor:
-        weight = self._weights[name]
-        assert isinstance(weight, Tensor), name
-        return weight
+    def _of(self, prefix: str, *names: str, **others: str) -> dict[str, Any]:
+        """Weights by their fields: those stored as `FIELD.weight`, and others under their own names."""
+        stored = {name: f"{name}.weight" for name in names} | others
+        return {name: self._weights[prefix + own] for name, own in stored.items()}
 
     def _hyper(self, prefix: str) -> HyperParams:
-        return HyperParams(*(self._plain(f"{prefix}_{part}") for part in ("fn", "base", "scale")))
+        return HyperParams(**self._of(f"{prefix}_", fn="fn", base="base", scale="scale"))
 
     def _head(self, prefix: str) -> HeadParams:
-        return HeadParams(hc=self._hyper(f"{prefix}hc_head"), norm=self._plain(f"{prefix}norm.weight"))
+        return HeadParams(hc=self._hyper(f"{prefix}hc_head"), **self._of(prefix, "norm"))
 
     def _compressor(self, prefix: str) -> CompressorParams:
-        return CompressorParams(
-            wkv=self._weights[f"{prefix}wkv.weight"],
-            wgate=self._weights[f"{prefix}wgate.weight"],
-            ape=self._plain(f"{prefix}ape"),
-            norm=self._plain(f"{prefix}norm.weight"),
-        )
+        return CompressorParams(**self._of(prefix, "wkv", "wgate", "norm", ape="ape"))
 
     def _attention(self, prefix: str, layer: LayerSpec) -> AttentionParams:
-        has_compressor = layer.attention is not AttentionKind.SWA
         indexer = None
         if layer.has_indexer:
-            indexer = IndexerParams(
-                wq_b=self._weights[f"{prefix}indexer.wq_b.weight"],
-                weights_proj=self._weights[f"{prefix}indexer.weights_proj.weight"],
-                compressor=self._compressor(f"{prefix}indexer.compressor."),
-            )
+            keys = self._compressor(f"{prefix}indexer.compressor.")
+            indexer = IndexerParams(**self._of(f"{prefix}indexer.", "wq_b", "weights_proj"), compressor=keys)
+        is_window = layer.attention is AttentionKind.SWA
         return AttentionParams(
-            wq_a=self._weights[f"{prefix}wq_a.weight"],
-            q_norm=self._plain(f"{prefix}q_norm.weight"),
-            wq_b=self._weights[f"{prefix}wq_b.weight"],
-            wkv=self._weights[f"{prefix}wkv.weight"],
-            kv_norm=self._plain(f"{prefix}kv_norm.weight"),
-            wo_a=self._weights[f"{prefix}wo_a.weight"],
-            wo_b=self._weights[f"{prefix}wo_b.weight"],
-            sink=self._plain(f"{prefix}attn_sink"),
-            compressor=self._compressor(f"{prefix}compressor.") if has_compressor else None,
+            **self._of(prefix, "wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b", sink="attn_sink"),
+            compressor=None if is_window else self._compressor(f"{prefix}compressor."),
             indexer=indexer,
         )
 
-    def _routed(self, prefix: str, layer: LayerSpec) -> ExpertParams:
-        return self._experts(prefix) if self._home is None else self._home.experts(layer.layer_idx)
-
     def _experts(self, prefix: str) -> ExpertParams:
-        return ExpertParams(*(self._weights[f"{prefix}{part}.weight"] for part in ("w1", "w2", "w3")))
+        return ExpertParams(**self._of(prefix, "w1", "w2", "w3"))
 
     def _block(self, prefix: str, layer: LayerSpec) -> BlockParams:
         is_hash = layer.router is RouterKind.HASH
-        moe = MoeParams(
-            gate=self._weights[f"{prefix}ffn.gate.weight"],
-            bias=None if is_hash else self._plain(f"{prefix}ffn.gate.bias"),
-            tid2eid=self._plain(f"{prefix}ffn.gate.tid2eid") if is_hash else None,
-            experts=self._routed(f"{prefix}ffn.experts.", layer),
-            shared=self._experts(f"{prefix}ffn.shared_experts."),
-        )
+        own = self._of(f"{prefix}ffn.gate.", **({"tid2eid": "tid2eid"} if is_hash else {"bias": "bias"}))
+        home = self._home
         return BlockParams(
-            attn_norm=self._plain(f"{prefix}attn_norm.weight"),
-            ffn_norm=self._plain(f"{prefix}ffn_norm.weight"),
+            **self._of(prefix, "attn_norm", "ffn_norm"),
             hc_attn=self._hyper(f"{prefix}hc_attn"),
             hc_ffn=self._hyper(f"{prefix}hc_ffn"),
             attn=self._attention(f"{prefix}attn.", layer),
-            ffn=moe,
+            ffn=MoeParams(
+                **self._of(f"{prefix}ffn.", "gate"),
+                **{"bias": None, "tid2eid": None, **own},
+                experts=self._experts(f"{prefix}ffn.experts.") if home is None else home.experts(layer.layer_idx),
+                shared=self._experts(f"{prefix}ffn.shared_experts."),
+            ),
         )
 
     def mtp(self, mtp_idx: int, layer: LayerSpec) -> MtpParams:
         """One MTP block alone."""
         prefix = f"mtp.{mtp_idx}."
         return MtpParams(
-            e_proj=self._weights[f"{prefix}e_proj.weight"],
-            h_proj=self._weights[f"{prefix}h_proj.weight"],
-            enorm=self._plain(f"{prefix}enorm.weight"),
-            hnorm=self._plain(f"{prefix}hnorm.weight"),
+            **self._of(prefix, "e_proj", "h_proj", "enorm", "hnorm"),
             block=self._block(prefix, layer),
             head=self._head(prefix),
         )
@@ -188,13 +171,11 @@ class ParameterStore:
         """A DSpark head alone."""
         last = f"mtp.{len(layers) - 1}."
         return DSparkParams(
-            main_proj=self._weights["mtp.0.main_proj.weight"],
-            main_norm=self._plain("mtp.0.main_norm.weight"),
+            **self._of("mtp.0.", "main_proj", "main_norm"),
             blocks=[self._block(f"mtp.{i}.", layer) for i, layer in enumerate(layers)],
             head=self._head(last),
-            markov_w1=self._plain(f"{last}markov_head.markov_w1.weight"),
-            markov_w2=self._plain(f"{last}markov_head.markov_w2.weight"),
-            confidence=self._plain(f"{last}confidence_head.proj.weight"),
+            **self._of(f"{last}markov_head.", "markov_w1", "markov_w2"),
+            **self._of(last, confidence="confidence_head.proj.weight"),
         )
 
 
@@ -202,23 +183,18 @@ def _copy_weight(weight: Weight, device: torch.device) -> Weight:
     def copied(part: Tensor) -> Tensor:
         return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part, non_blocking=True)
 
-    return copied(weight) if isinstance(weight, Tensor) else weight.map(copied)
+    copy: Weight = map_tensors(weight, copied)
+    return copy
 
 
 def _empty_stack(weight: Weight, num_experts: int, device: torch.device) -> Weight:
-    def empty(part: Tensor) -> Tensor:
-        return torch.empty((num_experts, *part.shape), dtype=part.dtype, device=device)
-
-    return empty(weight) if isinstance(weight, Tensor) else weight.map(empty)
+    stack: Weight = map_tensors(weight, lambda part: part.new_empty((num_experts, *part.shape), device=device))
+    return stack
 
 
 def _fill(stack: Weight, expert_idx: int, weight: Weight) -> None:
-    if isinstance(stack, QuantTensor) and isinstance(weight, QuantTensor):
-        assert stack.format is weight.format, (stack.format, weight.format)
-        parts, given = stack.parts, weight.parts
-    else:
-        assert isinstance(stack, Tensor) and isinstance(weight, Tensor), "experts of one stack must share a format"
-        parts, given = (stack,), (weight,)
-    for part, one in zip(parts, given, strict=True):
+    formats = [getattr(one, "format", None) for one in (stack, weight)]
+    assert formats[0] is formats[1], f"experts of one stack must share a format, found {formats}"
+    for part, one in zip(tensors_of(stack), tensors_of(weight), strict=True):
         assert part.dtype == one.dtype, (part.dtype, one.dtype)
         part[expert_idx].copy_(one, non_blocking=True)

@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.loader.header import ITEM_BYTES
 from dsv4.loader.names import LogicalTensor, Role
-
-# those of formats/fp4.py, which needs torch
-MXFP4_GROUP, NVFP4_GROUP = 32, 16
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ TENSOR_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.int32: "I32", torch.int64: "I64",
+    torch.float64: "F64",
 }  # fmt: skip
 
 

@@ -9,15 +9,17 @@ All disagreements are collected and reported in one error. No data is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.config import ModelConfig
-from dsv4.formats.tensors import QuantFormat
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
-from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
+from dsv4.loader.layout import weight_tensors
+from dsv4.loader.memory_source import TENSOR_DTYPES
 from dsv4.loader.names import LogicalTensor, Naming, Role, detect_naming, expected_tensors, stored_names
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -39,6 +41,19 @@ class StoredFormat:
     dtype: str
     scale_dtype: str | None = None
 
+    @classmethod
+    def of(cls, weight: Weight) -> StoredFormat:
+        """Of a weight in memory."""
+        if not isinstance(weight, QuantTensor):
+            return cls(None, TENSOR_DTYPES[weight.dtype])
+        dtypes = [TENSOR_DTYPES[part.dtype] for part in (weight.data, weight.scale)]
+        return cls(weight.format, dtypes[0], "F8_E8M0" if dtypes[1] == "U8" else dtypes[1])
+
+    @classmethod
+    def in_memory(cls, source: Source) -> StoredFormat:
+        """As the model has it: control tensors are fp32 there."""
+        return cls(None, "F32") if source.tensor.role is Role.CONTROL else source.format
+
     def __str__(self) -> str:
         if self.quant is None:
             return self.dtype
@@ -56,6 +71,11 @@ class Source:
     global_scale: str | None = None
     rows: tuple[int, int] | None = None
     nbytes: int = 0
+
+    @property
+    def stored_names(self) -> list[str]:
+        """Of its tensors: the weight, then its scales."""
+        return [name for name in (self.data, self.scale, self.global_scale) if name is not None]
 
 
 @dataclass(frozen=True)
@@ -104,17 +124,25 @@ def resolve_tensors(checkpoint: Checkpoint, config: ModelConfig) -> Resolution:
         skipped, drafts = set(drafts), []
     num_mtp = config.num_draft_layers if drafts else 0
     _check_counts(checkpoint, config, naming, config.num_hidden_layers + num_mtp)
-    resolver = _Resolver(checkpoint, config, naming)
-    for tensor in expected_tensors(config, with_mtp=num_mtp > 0):
-        resolver.resolve(tensor)
-    for name in checkpoint.tensors:
-        if name not in resolver.claimed and name not in skipped:
-            resolver.problem("unexpected", name)
-    order = checkpoint.in_file_order({source.data for source in resolver.sources})
+    stored = {name: info for name, info in checkpoint.tensors.items() if name not in skipped}
+    found, problems = match_tensors(stored, config, naming, expected_tensors(config, with_mtp=num_mtp > 0))
+    order = checkpoint.in_file_order({source.data for source in found})
     place = {name: position for position, name in enumerate(order)}
-    sources = sorted(resolver.sources, key=lambda source: place[source.data])
-    plan = LoadPlan(tuple(sources), num_mtp, naming, notes)
-    return Resolution(plan, {kind: list(texts) for kind, texts in resolver.problems.items()})
+    sources = sorted(found, key=lambda source: place[source.data])
+    return Resolution(LoadPlan(tuple(sources), num_mtp, naming, notes), problems)
+
+
+def match_tensors(
+    stored: Mapping[str, TensorInfo], config: ModelConfig, naming: Naming, expected: Iterable[LogicalTensor]
+) -> tuple[list[Source], dict[str, list[str]]]:
+    """The sources of the weights that are expected, and what does not fit, by kind."""
+    resolver = _Resolver(stored, config, naming)
+    for tensor in expected:
+        resolver.resolve(tensor)
+    for name in stored:
+        if name not in resolver.claimed:
+            resolver.problem("unexpected", name)
+    return resolver.sources, {kind: list(texts) for kind, texts in resolver.problems.items()}
 
 
 def _raise_problems(path: Path, found: Resolution) -> None:
@@ -179,8 +207,8 @@ def _check_counts(checkpoint: Checkpoint, config: ModelConfig, naming: Naming, n
 class _Resolver:
     """Resolves tensors one by one, remembers which stored names are accounted for, and collects problems by kind."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, naming: Naming) -> None:
-        self.stored = checkpoint.tensors
+    def __init__(self, stored: Mapping[str, TensorInfo], config: ModelConfig, naming: Naming) -> None:
+        self.stored = stored
         self.config = config
         self.naming = naming
         self.claimed: set[str] = set()

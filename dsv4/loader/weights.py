@@ -7,7 +7,7 @@ experts go straight into preallocated stacks, or one whole expert at a time to a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
 
@@ -57,7 +57,7 @@ def load_params(
         warnings.warn(note, CheckpointWarning, stacklevel=2)
     own = range(config.n_routed_experts) if experts is None else experts
     store = ParameterStore(config, device, home, own)
-    sources = [source for source in plan.sources if _is_own(source, own)]
+    sources = own_sources(plan.sources, own)
     if home is not None:
         sources = expert_by_expert(sources)
     # an expert's matrices together: a home takes all three at once
@@ -103,11 +103,12 @@ def check_tables(checkpoint: Checkpoint, plan: LoadPlan, config: ModelConfig) ->
 
 def share_bytes(plan: LoadPlan, experts: range) -> int:
     """What `load_params` reads if only these experts are asked for."""
-    return sum(source.nbytes for source in plan.sources if _is_own(source, experts))
+    return sum(source.nbytes for source in own_sources(plan.sources, experts))
 
 
-def _is_own(source: Source, experts: range) -> bool:
-    return source.tensor.expert_idx is None or source.tensor.expert_idx in experts
+def own_sources(sources: Iterable[Source], experts: range) -> list[Source]:
+    """Without routed experts that are not among these."""
+    return [one for one in sources if one.tensor.expert_idx is None or one.tensor.expert_idx in experts]
 
 
 def expert_by_expert(sources: Sequence[Source]) -> list[Source]:

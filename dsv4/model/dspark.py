@@ -53,7 +53,7 @@ class DSparkDrafter:
     """See `Drafter`. `cache(layer_idx)` gives the handle of a layer, draft layers counted on from the main ones."""
 
     def __init__(self, model: Transformer, cache: Callable[[int], LayerCacheHandle], block_table: Tensor) -> None:
-        params, dspark = model.params.dspark, model.config.dspark
+        params, dspark = model.weights.dspark, model.config.dspark
         assert params is not None and dspark is not None, "a model without a DSpark head"
         self._model, self._params, self._dspark = model, params, dspark
         self._layers = model.schedule[model.config.num_hidden_layers :]
@@ -114,7 +114,7 @@ class DSparkDrafter:
         hc = params.head.hc
         hidden = ops.hc_head(streams, hc.fn, hc.base, hc.scale, hc_eps=config.hc_eps, norm_eps=eps)  # [R g, D]
         wide = torch.promote_types(context.dtype, torch.float32)
-        logits = ops.linear(ops.rms_norm(hidden, params.head.norm, eps), model.params.lm_head, out_dtype=wide)
+        logits = ops.linear(ops.rms_norm(hidden, params.head.norm, eps), model.weights.lm_head, out_dtype=wide)
         shape = (ends.slots.shape[0], self.max_drafts)
         return hidden.unflatten(0, shape), logits.unflatten(0, shape)
 

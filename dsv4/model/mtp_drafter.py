@@ -34,7 +34,7 @@ class MtpDrafter:
     """See `Drafter`. `cache(layer_idx)` gives the handle of a layer, the MTP block's behind the main ones."""
 
     def __init__(self, model: Transformer, cache: Callable[[int], LayerCacheHandle], block_table: Tensor) -> None:
-        assert model.params.mtp, "a model without an MTP block"
+        assert model.weights.mtp, "a model without an MTP block"
         self._model = model
         self._handle = cache(model.config.num_hidden_layers)
         self._block_table = block_table

@@ -6,7 +6,7 @@ n streams, H heads, E routed experts, I expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -177,7 +177,10 @@ class DSparkParams:
 
 @dataclass
 class ModelParams:
-    """The main model, and the drafter its checkpoint came with: MTP blocks, or a DSpark head, or neither."""
+    """The main model, and the drafter its checkpoint came with: MTP blocks, or a DSpark head, or neither.
+
+    formats: of each parameter by its name, as it was loaded (loader/resolve.py): updates must have the same.
+    """
 
     embed: Tensor
     lm_head: Tensor
@@ -185,6 +188,7 @@ class ModelParams:
     head: HeadParams
     mtp: list[MtpParams]
     dspark: DSparkParams | None = None
+    formats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def draft_blocks(self) -> list[BlockParams]:

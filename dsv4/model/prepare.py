@@ -72,12 +72,7 @@ def prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
         attn = _bundle(attn, layout.bundle)
     if layout.grouped is not None and not isinstance(attn.wo_a, ShuffledTensor):
         attn = replace(attn, wo_a=layout.grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
-    if layout.experts is not None:
-        ffn = replace(
-            ffn,
-            experts=_prepare_experts(ffn.experts, layout.experts),
-            shared=_prepare_experts(ffn.shared, layout.experts),
-        )
+    ffn = replace(ffn, experts=prepare_experts(ffn.experts, layout), shared=prepare_experts(ffn.shared, layout))
     return replace(block, attn=attn, ffn=ffn)
 
 
@@ -102,8 +97,13 @@ def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBun
     )  # fmt: skip
 
 
-def _prepare_experts(experts: ExpertParams, prepare: Callable[..., tuple[ShuffledTensor, ...]]) -> ExpertParams:
+def prepare_experts(experts: ExpertParams, layout: WeightLayout) -> ExpertParams:
+    """One expert, or stacks of them."""
     matrices = experts.matrices
-    if not isinstance(matrices, tuple) or not all(isinstance(weight, QuantTensor) for weight in matrices):
+    if (
+        layout.experts is None
+        or not isinstance(matrices, tuple)
+        or not all(isinstance(weight, QuantTensor) for weight in matrices)
+    ):
         return experts  # prepared, offloaded, or plain
-    return ExpertParams(*cast(tuple[Weight, Weight, Weight], prepare(matrices)))
+    return ExpertParams(*cast(tuple[Weight, Weight, Weight], layout.experts(matrices)))

@@ -1,1 +1,1 @@
-"""Shared by tests, benchmarks and the self-test: cases, tolerances, the CPU interpreter, compile checks."""
+"""Shared by tests, benchmarks and the self-test: cases, tolerances, the CPU interpreter."""

@@ -78,7 +78,7 @@ class CutModel:
         )  # fmt: skip
         schedule = model.schedule[: model.config.num_hidden_layers]
         self.cache = KVCacheManager(
-            model.config, schedule, limits, device=model.params.embed.device, plain_dtype=None
+            model.config, schedule, limits, device=model.weights.embed.device, plain_dtype=None
         )  # fmt: skip
         generator = torch.Generator().manual_seed(num_tokens)
         drawn = torch.randint(model.config.vocab_size, (2, num_tokens), generator=generator)

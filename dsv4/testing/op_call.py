@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch
-from dsv4.engine.offload.trees import map_tensors
+from dsv4.formats.trees import map_tensors
 from dsv4.ops import Backend, OpSet
 from dsv4.ops.compress import Compression
 from dsv4.testing.op_modules import oracles_and_kernels

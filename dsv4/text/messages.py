@@ -18,7 +18,7 @@ from dsv4.text.protocol import PROTOCOL
 ROLES = ("system", "user", "assistant", "tool", "developer", "latest_reminder")
 _PART_SEPARATOR = "\n\n"
 # Keys that would carry text the protocol has no place for. Other unknown keys (`mask`, `name`, ...) are bookkeeping
-# of whoever keeps the conversation and never reach the prompt.
+# of the client that keeps the conversation and never reach the prompt.
 _REFUSED_KEYS = ("content_blocks", "function_call", "audio")
 
 

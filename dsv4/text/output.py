@@ -1,7 +1,7 @@
 """`TextOutput`: one request's answer as it comes: token ids, the text they make, log-probabilities, why it ended.
 
-The engine knows token ids only. Whoever talks to people (`LLM`, `AsyncLLM`, the HTTP front ends) keeps one of these per
-request, feeds it what the engine drew, and ends the request where a stop string is found.
+The engine knows token ids only. `LLM`, `AsyncLLM` and the HTTP front ends keep one of these per request, feed it what
+the engine drew, and end the request where a stop string is found.
 """
 
 from __future__ import annotations

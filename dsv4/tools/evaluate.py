@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import EngineConfig, IndexKeyFormat, ModelConfig
-from dsv4.config.layers import RouterKind, build_schedule
+from dsv4.config.layers import LayerSpec, RouterKind, build_schedule
 from dsv4.errors import Dsv4Error
 from dsv4.llm import LLM, Numerics
 from dsv4.model.block import BlockOutput
@@ -193,23 +193,23 @@ def shared_share(first: Tensor, second: Tensor) -> Tensor:
     return found.double() / present.sum(-1).clamp_min(1)
 
 
+def index_recall(exact: Tensor | None, official: Tensor | None, layer: LayerSpec, index_topk: int) -> Tensor:
+    """Picks [T, k] of one text -> share of the exact ones that the official indexer picked too, of each token that sees
+    more entries than it may pick; nothing without an indexer."""
+    if exact is None or official is None:
+        return torch.zeros(0, dtype=torch.float64)
+    seen = (torch.arange(len(exact), device=exact.device) + 1) // layer.ratio
+    rows = (seen > index_topk).nonzero().squeeze(-1)
+    return torch.cat([shared_share(exact[part], official[part]) for part in rows.split(64)])  # [64, k, k] at a time
+
+
 def _agreement(config: ModelConfig, exact: Trace, official: Trace) -> list[LayerAgreement]:
     layers = []
     for layer in build_schedule(config):
-        routers, recalls = [], []
-        for exact_piece, official_piece in zip(exact, official, strict=True):
-            (experts, picks), (other_experts, other_picks) = (
-                piece[layer.layer_idx] for piece in (exact_piece, official_piece)
-            )
-            routers.append(shared_share(experts, other_experts))
-            if picks is None or other_picks is None:
-                continue
-            seen = (torch.arange(len(picks), device=picks.device) + 1) // layer.ratio
-            choosing = seen > config.index_topk
-            for rows in choosing.nonzero().squeeze(-1).split(64):  # [64, k, k] at a time
-                if len(rows):  # nothing splits into one piece of nothing
-                    recalls.append(shared_share(picks[rows], other_picks[rows]))
-        assert layer.router is RouterKind.DENSE or float(torch.cat(routers).min()) == 1.0, "a hash table is a table"
-        recall = float(torch.cat(recalls).mean()) if recalls else None
-        layers.append(LayerAgreement(layer.layer_idx, layer.attention.value, float(torch.cat(routers).mean()), recall))
+        pairs = [(one[layer.layer_idx], other[layer.layer_idx]) for one, other in zip(exact, official, strict=True)]
+        router = torch.cat([shared_share(experts, others) for (experts, _), (others, _) in pairs])
+        recall = torch.cat([index_recall(picks, others, layer, config.index_topk) for (_, picks), (_, others) in pairs])
+        assert layer.router is RouterKind.DENSE or float(router.min()) == 1.0, "a hash table is a table"
+        mean = float(recall.mean()) if len(recall) else None
+        layers.append(LayerAgreement(layer.layer_idx, layer.attention.value, float(router.mean()), mean))
     return layers

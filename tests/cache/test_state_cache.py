@@ -4,17 +4,19 @@ import pytest
 import torch
 
 from dsv4.cache.errors import UnknownSlot
+from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import ALIGNMENT, build_cache_schema
 from dsv4.cache.state import StateCache
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 
+CONFIG = ModelConfig.tiny()
+
 
 def make_state(plain_dtype=None, num_slots=4):
-    config = ModelConfig.tiny()
     engine = EngineConfig(max_context_tokens=256, max_concurrent_requests=num_slots, max_draft_tokens=1)
     itemsize = None if plain_dtype is None else plain_dtype.itemsize
-    schema = build_cache_schema(config, build_schedule(config, with_mtp=True), engine, plain_itemsize=itemsize)
+    schema = build_cache_schema(CONFIG, build_schedule(CONFIG, with_mtp=True), engine, plain_itemsize=itemsize)
     return StateCache(schema, device=torch.device("cpu"), plain_dtype=plain_dtype)
 
 
@@ -33,7 +35,7 @@ def test_reset_restores_a_new_request_and_touches_no_other_slot(plain_dtype, slo
     state.reset_slot(slot)
     for name, pool in state.pools.items():
         expected = before[name].view(len(pool.schema.layer_ids), pool.schema.layer_stride)
-        slot_bytes = pool.schema.layer_bytes // state.schema.num_slots
+        slot_bytes = pool.schema.layer_bytes // state.num_slots
         part = slice(slot * slot_bytes, (slot + 1) * slot_bytes)
         new = fresh.pools[name].storage.view_as(expected)
         expected[:, part] = new[:, part]
@@ -41,25 +43,28 @@ def test_reset_restores_a_new_request_and_touches_no_other_slot(plain_dtype, slo
 
 
 def test_a_fresh_slot():
-    state = make_state()
-    for layer in state.schema.layers:
-        window = state.window(layer.layer_idx)
+    engine = EngineConfig(max_context_tokens=256, max_concurrent_requests=4, max_draft_tokens=1)
+    schedule = build_schedule(CONFIG, with_mtp=True)
+    manager = KVCacheManager(CONFIG, schedule, engine, device="cpu", plain_dtype=None)
+    for layer in schedule:
+        handle = manager.handle(layer.layer_idx)
+        window = handle.window
         assert (window.positions == -1).all()
         assert window.positions.dtype == torch.int32
         assert window.positions.shape == (4, 129)
         assert window.rows.scales is not None
         assert not window.rows.data.any()
         assert not window.rows.scales.any()
-        for compressor in (state.compressor(layer.layer_idx), state.index_compressor(layer.layer_idx)):
+        for compressor in (handle.compressor, handle.index_compressor):
             for tail in () if compressor is None else (compressor.own, compressor.following):
                 if tail is not None:
                     assert (tail.kv == 0).all()
                     assert (tail.score == float("-inf")).all()
                     assert tail.kv.dtype == tail.score.dtype == torch.float32
-    csa, hca = state.compressor(1), state.compressor(2)
+    csa, hca = manager.handle(1).compressor, manager.handle(2).compressor
     assert (csa.own.ring_len, csa.following.ring_len, hca.own.ring_len, hca.following) == (5, 9, 129, None)
-    assert state.index_compressor(2) is None
-    assert state.compressor(0) is None
+    assert manager.handle(2).index_compressor is None
+    assert manager.handle(0).compressor is None
 
 
 def test_views_are_contiguous_and_aligned_alike_on_every_layer():

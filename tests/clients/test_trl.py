@@ -52,7 +52,7 @@ def test_it_finds_the_server(client):
     assert client.model == NAME
     assert client.get_world_size() == 1
     info = client.get_server_info()
-    assert info["weight_transfer_config"] is not None
+    assert info["weight_transfer_config"] is None
     assert info["model_config"]["max_model_len"] == 2048
 
 
@@ -119,6 +119,7 @@ def test_new_weights_and_their_prefixes(server, client, root):
     assert found["completion_ids"] == [list(wanted.token_ids)]
 
 
-def test_its_update_needs_a_gpu(client):
-    with pytest.raises(NotImplementedError, match="CUDA"):
-        client.init_communicator("cpu")
+def test_its_transfer_is_not_offered(client):
+    """It joins by a pickle; the client says what the server lacks before it tries."""
+    with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
+        client.init_communicator(0)

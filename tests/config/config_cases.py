@@ -1,7 +1,5 @@
 """The published Flash config.json in two spellings, to be changed by tests."""
 
-from __future__ import annotations
-
 
 def official(**changes):
     """The published Flash config.json; a value of `...` removes the key."""

@@ -1,7 +1,5 @@
 """Whatever config.json holds: a config or a ConfigError, never anything else."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -78,7 +76,7 @@ def containers(value):
 
 
 @pytest.mark.thorough
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_fuzz_mutated_configs(data):
     raw = copy.deepcopy(data.draw(st.sampled_from(list(TEMPLATES.values()))))

@@ -1,7 +1,5 @@
 """Which attention and which router every layer has, for the published models and for schedules that cannot be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

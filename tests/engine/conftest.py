@@ -1,15 +1,14 @@
 """One small model, made once; every test gets its own `LLM` (cache and engine) over it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from engine_cases import ONE_LAYER, SMALL, assert_all_free
+from engine_cases import ONE_LAYER, SMALL, assert_all_free, finish
+from weight_cases import CONFIG, answers, load
 
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.llm import LLM
-from dsv4.loader.write.synth import random_params
+from dsv4.loader.write.synth import random_params, write_checkpoint
 from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.tokenizer import Tokenizer
 
@@ -22,6 +21,19 @@ def models():
         "exact": (SMALL, random_params(SMALL, dequantize_to=torch.float32), "exact"),
         "one layer": (ONE_LAYER, random_params(ONE_LAYER, dequantize_to=torch.float32), "exact"),
     }
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """One model with two sets of weights."""
+    root = tmp_path_factory.mktemp("weights")
+    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
+
+
+@pytest.fixture(scope="session")
+def expected(folders):
+    """What each of them answers."""
+    return [answers(load(folder)) for folder in folders]
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +69,5 @@ def make_llm(models, tokenizer, request):
 
     yield make
     for llm in made:
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         assert_all_free(llm)

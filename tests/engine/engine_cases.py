@@ -1,7 +1,5 @@
 """A model small enough to run hundreds of steps, and a way to make it say what a test wants."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -44,6 +42,12 @@ def let_it_say(llm, *answers):
 
     llm.model.context = replace(llm.model.context, backend=llm.model.context.backend.with_ops(sample=sample))
     return llm
+
+
+def finish(engine):
+    """Steps until nothing is left to do."""
+    while engine.has_work:
+        engine.step()
 
 
 def assert_all_free(llm):

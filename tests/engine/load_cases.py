@@ -1,7 +1,5 @@
 """Requests of every kind that come, go and lose their place at random, and what each must have in the end."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How an answer ends and what is reported of it: stop strings, stop ids, end of sequence, limits, log-probabilities."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -24,10 +22,35 @@ def say(make_llm):
     return ask
 
 
-def test_max_tokens(say):
-    done = say("abcdef", max_tokens=3)
-    assert (done.text, done.finish_reason, done.token_ids) == ("abc", FinishReason.LENGTH, tuple(encode("abc")))
-    assert done.prompt_token_ids == tuple(encode("?"))
+D, F = (2 + ord(letter) for letter in "df")
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("answer", "params", "text", "reason", "num_tokens"),
+    [
+        ("abcdef", {"max_tokens": 3}, "abc", LENGTH, 3),
+        ([*encode("ab"), EOS, *encode("cd")], {"max_tokens": 10}, "ab", STOP, 3),  # a token, but not text
+        ([*encode("ab"), EOS], {"max_tokens": 3}, "ab", STOP, 3),  # as the last allowed token
+        ("abcdef", {"max_tokens": 10, "stop_token_ids": [D, F]}, "abc", STOP, 4),
+        ("abcdef", {"max_tokens": 4, "stop_token_ids": [D], "ignore_eos": True}, "abc", STOP, 4),
+        ("one END two", {"stop": "END"}, "one ", STOP, 7),  # three tokens long
+        ("one EN, END", {"stop": "END"}, "one EN, ", STOP, 11),  # a false start is given back
+        ("aaab", {"stop": "aab"}, "a", STOP, 4),
+        ("END", {"stop": "END"}, "", STOP, 3),
+        ("naïve", {"stop": "ï"}, "na", STOP, 4),  # a stop of two bytes
+        ("a\n\nb", {"stop": ["\n\n", "b"]}, "a", STOP, 3),
+        ("one EN", {"max_tokens": 6, "stop": "END"}, "one EN", LENGTH, 6),  # held for a stop string, given at the end
+        ([*encode("one EN"), EOS], {"stop": "END"}, "one EN", STOP, 7),
+        ("abEND", {"max_tokens": 5, "stop": "END"}, "ab", STOP, 5),  # completed by the last token
+        (encode("né")[:2], {"max_tokens": 2}, "n\ufffd", LENGTH, 2),  # an unfinished character
+    ],
+)
+def test_how_an_answer_ends(say, answer, params, text, reason, num_tokens):
+    done = say(answer, **{"max_tokens": 40, **params})
+    assert (done.text, done.finish_reason) == (text, reason)
+    assert done.token_ids == tuple(encode(answer) if isinstance(answer, str) else answer)[:num_tokens]
+    assert (len(done.token_ids), done.prompt_token_ids) == (num_tokens, tuple(encode("?")))
 
 
 def test_context_full(make_llm):
@@ -38,61 +61,12 @@ def test_context_full(make_llm):
     assert (done.text, done.finish_reason) == ("a", FinishReason.LENGTH)
 
 
-def test_end_of_sequence_is_a_token_but_not_text(say):
-    done = say([*encode("ab"), EOS, *encode("cd")], max_tokens=10)
-    assert (done.text, done.finish_reason) == ("ab", FinishReason.STOP)
-    assert done.token_ids == (*encode("ab"), EOS)
-
-
-def test_end_of_sequence_as_the_last_allowed_token_is_a_stop(say):
-    assert say([*encode("ab"), EOS], max_tokens=3).finish_reason is FinishReason.STOP
-
-
 def test_ignore_eos(say):
     done = say([*encode("ab"), EOS, *encode("cd")], max_tokens=5, ignore_eos=True)
     assert done.finish_reason is FinishReason.LENGTH
     assert done.text.startswith("ab")
     assert done.text.endswith("cd")
     assert len(done.token_ids) == 5
-
-
-def test_stop_ids(say):
-    done = say("abcdef", max_tokens=10, stop_token_ids=[2 + ord("d"), 2 + ord("f")])
-    assert (done.text, done.finish_reason) == ("abc", FinishReason.STOP)
-    assert done.token_ids == tuple(encode("abcd"))
-    assert say("abcdef", max_tokens=4, stop_token_ids=[2 + ord("d")], ignore_eos=True).finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("answer", "stop", "text", "num_tokens"),
-    [
-        ("one END two", "END", "one ", 7),  # three tokens long
-        ("one EN, END", "END", "one EN, ", 11),  # a false start is given back
-        ("aaab", "aab", "a", 4),
-        ("END", "END", "", 3),
-        ("naïve", "ï", "na", 4),  # a stop of two bytes
-        ("a\n\nb", ["\n\n", "b"], "a", 3),
-    ],
-)
-def test_stop_strings(say, answer, stop, text, num_tokens):
-    done = say(answer, max_tokens=40, stop=stop)
-    assert (done.text, done.finish_reason, len(done.token_ids)) == (text, FinishReason.STOP, num_tokens)
-
-
-def test_text_held_for_a_stop_string_is_given_at_the_end(say):
-    done = say("one EN", max_tokens=6, stop="END")
-    assert (done.text, done.finish_reason) == ("one EN", FinishReason.LENGTH)
-    done = say([*encode("one EN"), EOS], max_tokens=60, stop="END")
-    assert (done.text, done.finish_reason) == ("one EN", FinishReason.STOP)
-
-
-def test_a_stop_string_completed_by_the_last_token_is_a_stop(say):
-    done = say("abEND", max_tokens=5, stop="END")
-    assert (done.text, done.finish_reason) == ("ab", FinishReason.STOP)
-
-
-def test_an_unfinished_character_at_the_end_is_replaced(say):
-    assert say(encode("né")[:2], max_tokens=2).text == "n\ufffd"
 
 
 def test_stop_ids_outside_the_vocabulary(make_llm):

@@ -3,8 +3,6 @@
 Every one ends, each has the tokens and log-probabilities of its solo run bit for bit, and nothing is left behind.
 """
 
-from __future__ import annotations
-
 import gc
 import pickle
 import random

@@ -1,19 +1,17 @@
 """The same request, the same bits: alone, batched, cut differently, preempted and resumed, beside poisoned padding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from bare import bare
-from engine_cases import SMALL, assert_all_free
+from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.step.size import OwnSizes
-from dsv4.http.metrics import Metrics
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -50,7 +48,7 @@ def alone(make_llm):
     ("limits", "is_scarce"),
     [
         ({"max_concurrent_requests": 5}, False),
-        ({"max_concurrent_requests": 5, "max_chunk_tokens": 23}, False),
+        ({"max_concurrent_requests": 5, "max_chunk_tokens": 13}, False),
         ({"max_concurrent_requests": 5, "num_blocks": 4}, True),
         ({"max_concurrent_requests": 4, "num_blocks": 2, "max_chunk_tokens": 200}, True),
         ({"max_concurrent_requests": 5, "num_blocks": 3, "max_chunk_tokens": 128}, True),
@@ -79,11 +77,10 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     llm.engine.step()
     assert (request.slot, request.num_preemptions) == (None, 1)
     assert num_output <= request.num_output <= num_output + 1, "no more than a token that was under way"
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert urgent.completion() == bare(alone[0])
     assert request.completion() == bare(alone[1])
-    assert request.token_ids[: len(known)] == known
+    assert [*request.token_ids[: len(known)]] == known
     stats = llm.engine.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (1, min(129, 50 * num_steps) + max(0, num_steps - 3))
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
@@ -109,9 +106,9 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     """Padded rows carry token 0, whose embedding is NaN here. Nobody else sees one."""
     assert all(0 not in done.token_ids for done in alone)
     llm = make_llm("official", **limits)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -127,14 +124,13 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
 def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     """The test above can fail: the same rows, but written into a request's slot."""
     llm = make_llm("official")
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.params, embed=embed))
+    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert request.error is not None or request.completion() != bare(alone[0])
 
 
@@ -160,8 +156,7 @@ def test_metrics_tell_preemptions(make_llm):
     llm.engine.add([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     llm.engine.step()
     llm.engine.add([5], SamplingParams(max_tokens=1, priority=1))
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     text = SharedMetrics(Metrics("m"), "m").text(llm.engine.stats()).decode()
     assert 'dsv4_num_preemptions_total{model_name="m"} 1.0' in text
     assert 'dsv4_recomputed_tokens_total{model_name="m"} 3.0' in text

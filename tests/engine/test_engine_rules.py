@@ -1,13 +1,11 @@
 """Biases, bans and least lengths, and prompts that are scored: each alone, among others, in turn and overlapped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from bare import bare
-from engine_cases import SMALL, assert_all_free
+from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.request import RequestFailed
 from dsv4.engine.run.warmup_requests import rehearse_requests
@@ -64,25 +62,12 @@ def test_no_end_before_the_least_length(make_llm):
     assert 44 not in found[2].token_ids[:5]
 
 
-def test_rules_survive_a_preemption(make_llm):
-    params = SamplingParams(
-        max_tokens=20, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={9: 3.0}, min_tokens=15,
-        bad_words_ids=((3,), (9, 9)), seed=5, logprobs=2,
-    )  # fmt: skip
-    prompts = [[5] * 120, [6] * 121, [7] * 122]
-    alone = [make_llm(max_concurrent_requests=1).generate(prompt, params)[0] for prompt in prompts]
-    llm = make_llm(num_blocks=3)
-    assert llm.generate(prompts, params) == alone
-    assert llm.engine.stats().num_preemptions > 0
-
-
 def test_a_request_whose_rules_allow_nothing_fails_alone(make_llm):
     llm = make_llm()
     params = SamplingParams(max_tokens=4, allowed_token_ids=(20,), bad_words_ids=((20,),), ignore_eos=True)
     stuck = llm.engine.add(PROMPT, params)
     free = llm.engine.add(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert stuck.error == "the request's biases and rules together allow no token"
     assert free.completion() == bare(make_llm().generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0])
     assert_all_free(llm)
@@ -110,28 +95,6 @@ def test_a_text_scores_as_it_was_generated(make_llm, model, chunk):
     assert all(one.top == () for one in again.prompt_logprobs[1:])
 
 
-def test_scores_are_those_of_the_logits(make_llm):
-    llm = make_llm()
-    text = list(range(10, 90))
-    rows = llm.logits(text).double().log_softmax(-1).float()
-    scored = llm.generate(text, SamplingParams(max_tokens=0, prompt_logprobs=100))[0].prompt_logprobs
-    for position, one in enumerate(scored[1:], 1):
-        assert one.token_id == text[position]
-        assert one.logprob == rows[position - 1, text[position]].item()
-        best = rows[position - 1].sort(descending=True, stable=True)
-        assert [token_id for token_id, _ in one.top] == best.indices[:100].tolist()
-    assert llm.generate([7], SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs == (None,)
-
-
-def test_a_preempted_prompt_is_scored_once(make_llm):
-    params = SamplingParams(max_tokens=16, prompt_logprobs=1, logprobs=1, ignore_eos=True)
-    prompts = [[5 + i] * (120 + i) for i in range(3)]
-    alone = [make_llm(max_concurrent_requests=1).generate(prompt, params)[0] for prompt in prompts]
-    llm = make_llm(num_blocks=3)
-    assert llm.generate(prompts, params) == alone
-    assert llm.engine.stats().num_preemptions > 0
-
-
 def test_scores_of_whole_chunks(make_llm):
     """Rows of several prompts are scored together, in pieces of 256 and 64: each as in a prompt that is alone, in
     chunks of 64, and as its logits say."""
@@ -154,9 +117,9 @@ def test_scores_of_whole_chunks(make_llm):
 def test_a_score_that_is_no_number(make_llm):
     """The request fails, and says where; the one beside it does not."""
     llm = make_llm()
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[77] = float("nan")
-    llm.model.params = replace(llm.model.params, embed=embed)
+    llm.model.weights = replace(llm.model.weights, embed=embed)
     good, _ = llm.start([9, 10, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
     bad, output = llm.start([9, 77, 11], SamplingParams(max_tokens=0, prompt_logprobs=0))
     while not (good.is_done and bad.is_done):

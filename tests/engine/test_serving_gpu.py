@@ -1,8 +1,6 @@
 """What only a GPU can show of serving: nothing is compiled or slow after warm-up, and a storm of requests through
 graphs and overlapped steps gives each the bits of its solo run."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import time

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from engine_cases import SMALL, assert_all_free
+from engine_cases import assert_all_free
 from test_runner import FakeGraph
+from weight_cases import LIMITS, PARAMS, PROMPTS, answers, begin, finish
 
-from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
+from dsv4 import LLM, AsyncLLM
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.walk import storages_of
-from dsv4.loader.write.synth import write_checkpoint
+from dsv4.formats.trees import storages_of
 from dsv4.request import RequestError
-
-CONFIG = replace(SMALL, n_routed_experts=8)
-LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=3, max_chunk_tokens=64)
-PROMPTS = [[7, 8, 9], [token % 200 for token in range(100, 400)]]
-PARAMS = [SamplingParams(max_tokens=8, seed=seed, ignore_eos=True, logprobs=1) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("sleep")
-    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return [answers(LLM(folder, engine=LIMITS)) for folder in folders]
-
-
-def answers(llm):
-    return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
 
 
 def held(llm):
     """Bytes of weights on the device, and of cached rows."""
     stacks = [] if llm.pool is None else [layer.stack for layer in llm.pool.layers]
-    weights = [one for one in storages_of((llm.model.params, stacks)) if one.resizable()]
+    weights = [one for one in storages_of((llm.model.weights, stacks)) if one.resizable()]
     return sum(one.nbytes() for one in weights), sum(pool.nbytes for pool in llm.cache._pools())
 
 
@@ -51,9 +30,7 @@ def test_the_same_bits_after_waking(folders, expected, settings):
     before, bits = held(llm), answers(llm)
     assert min(before) > 0
     assert bits == expected[0]
-    outputs = [llm.start(prompt, one)[1] for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
-    while outputs[0].num_output < 3:
-        llm.step()
+    outputs = begin(llm, 3)
     for _ in range(2):
         llm.sleep()
         assert held(llm) == (0, 0)
@@ -61,10 +38,7 @@ def test_the_same_bits_after_waking(folders, expected, settings):
         llm.wake()
     assert held(llm) == before
     llm.resume()
-    while not all(output.is_done for output in outputs):
-        llm.step()
-    found = [(one.token_ids, one.logprobs) for one in (output.completion() for output in outputs)]
-    assert found == bits == answers(llm)
+    assert finish(llm, outputs) == bits == answers(llm)
     assert_all_free(llm)
 
 
@@ -94,6 +68,26 @@ def test_dropped_weights_need_an_update(folders, expected):
     assert_all_free(llm)
 
 
+def test_weights_and_cache_sleep_on_their_own(folders, expected):
+    llm = LLM(folders[0], engine=LIMITS)
+    before = held(llm)
+    for tag, left in (("weights", (0, before[1])), ("kv_cache", (before[0], 0))):
+        llm.sleep(tags=[tag])
+        assert held(llm) == left
+        assert llm.info()["asleep"] == [tag]
+        llm.wake([tag])
+        assert held(llm) == before
+        assert not llm.info()["is_paused"]
+    llm.sleep(tags=["kv_cache"])
+    llm.sleep(tags=["kv_cache", "weights"])
+    assert held(llm) == (0, 0)
+    llm.wake(["kv_cache"])
+    assert llm.info()["is_paused"], "the weights still sleep"
+    llm.wake()
+    assert answers(llm) == expected[0]
+    assert_all_free(llm)
+
+
 def test_graphs_are_captured_again(folders, expected):
     """Once for each waking, and not before the memory is there."""
     llm = LLM(folders[0], engine=LIMITS)
@@ -101,11 +95,11 @@ def test_graphs_are_captured_again(folders, expected):
 
     class Watched(FakeGraph):
         def __call__(self, call):
-            replay, places = super().__call__(call), [one.data_ptr() for one in storages_of(llm.model.params)]
+            replay, places = super().__call__(call), [one.data_ptr() for one in storages_of(llm.model.weights)]
             captures.append(replay)
 
             def watched():
-                assert places == [one.data_ptr() for one in storages_of(llm.model.params)], "weights have moved"
+                assert places == [one.data_ptr() for one in storages_of(llm.model.weights)], "weights have moved"
                 return replay()
 
             watched.result = replay.result

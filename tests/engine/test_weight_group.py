@@ -6,22 +6,17 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_cases import SMALL
 from safetensors.torch import load_file
+from weight_cases import LIMITS, answers, tensors
 
-from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4 import LLM
+from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.weight_group import WeightGroup
 from dsv4.loader.header import CheckpointError
-from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError
-
-CONFIG = replace(SMALL, n_routed_experts=8)
-LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=2, max_chunk_tokens=64)
-PARAMS = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, logprobs=1)
 
 # a trainer as slime or AReaL make one: a group of torch's, beside its default one
 TRAINER = """
@@ -45,37 +40,20 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("group")
-    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
-
-
-def answers(llm):
-    return [(one.token_ids, one.logprobs) for one in llm.generate([[7, 8, 9], list(range(3, 80))], PARAMS)]
-
-
 def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
-def tensors_of(folder):
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
-def headers(tensors):
+def headers(sent):
     return {
-        "names": list(tensors), "dtypes": [str(one.dtype) for one in tensors.values()],
-        "shapes": [list(one.shape) for one in tensors.values()],
+        "names": list(sent), "dtypes": [str(one.dtype) for one in sent.values()],
+        "shapes": [list(one.shape) for one in sent.values()],
     }  # fmt: skip
 
 
-def test_from_another_process(folders):
+def test_from_another_process(folders, expected):
     """A trainer with torch's own group sends a model in one file; the engine has the bits of a fresh one."""
     (file,) = Path(folders[1]).glob("*.safetensors")
     llm, port = LLM(folders[0], engine=LIMITS), free_port()
@@ -93,7 +71,7 @@ def test_from_another_process(folders):
     finally:
         trainer.communicate()
     assert version == "7"
-    assert answers(llm) == answers(LLM(folders[1], engine=LIMITS))
+    assert answers(llm) == expected[1]
 
 
 @pytest.fixture
@@ -111,48 +89,58 @@ def joined(folders):
     })  # fmt: skip
     trainer.join(30)
 
-    def send(tensors, **changes):
-        sender = threading.Thread(target=made[0].send, args=(tensors.items(),), daemon=True)
+    def send(sent, **changes):
+        sender = threading.Thread(target=made[0].send, args=(sent.items(),), daemon=True)
         sender.start()
-        try:
-            return llm.control.obey("receive_weights", {**headers(tensors), **changes})
-        finally:
-            sender.join(30)
+        version = llm.control.obey("receive_weights", {**headers(sent), **changes})
+        sender.join(30)
+        return version
 
     return llm, send
 
 
-def test_in_pieces(folders, joined):
-    """Until the model is whole the old weights stay, and a paused engine does not go on with a part of it."""
+def test_in_pieces(folders, expected, joined):
+    """In whatever order. A layer is written once it is whole; an engine with a part of a model does not go on."""
     llm, send = joined
-    before, new = answers(llm), list(tensors_of(folders[1]).items())
-    half = len(new) // 2
-    llm.pause("keep")
-    assert send(dict(new[:half])) is None
-    with pytest.raises(RequestError, match=f"{half} tensors are here, .* missing, such as"):
+    new = list(tensors(folders[1]).items())
+    shuffled = [*new[1::2], *new[::2]]
+    for order, last in ((new, new[-1]), (shuffled, shuffled[-1])):
+        half = len(order) // 2
+        llm.pause("keep")
+        assert send(dict(order[:half])) is None
+        for verb in ("resume", "finish_update"):
+            with pytest.raises(WeightsIncomplete, match="come in part: . of its 5 parts are not whole .* missing: "):
+                llm.control.obey(verb, {})
+        with pytest.raises(CheckpointError, match="is given twice"):
+            llm.control.obey("receive_weights", headers(dict(order[:1])))
+        assert send(dict(order[:half])) is None, "what an error dropped can be sent again"
+        assert send(dict(order[half:]), version=last[0]) == last[0]
+        assert llm.control.obey("finish_update", {}) == last[0]
         llm.resume()
-    assert send(dict(new[half:]), version="whole") == "whole"
-    llm.resume()
-    after = answers(llm)
-    assert after == answers(LLM(folders[1], engine=LIMITS)) != before
+        assert answers(llm) == expected[1]
+    digest = llm.weights_digest
+    llm.update_weights(dict(shuffled))
+    assert llm.weights_digest == digest, "the same weights have the same name"
 
 
-def test_what_does_not_fit_is_dropped(folders, joined):
-    llm, send = joined
-    before, new = answers(llm), tensors_of(folders[1])
-    norm = "layers.1.attn_norm.weight"
-    for wrong, message in (
-        ({norm: new[norm][:-1].clone()}, norm),
-        ({"layers.99.attn_norm.weight": new[norm]}, "layers.99"),
+def test_what_does_not_fit_is_refused_before_it_is_received(folders, expected, joined):
+    """Nobody sends here: an engine that waited for tensors, or made room for them, would not answer."""
+    llm, _ = joined
+    norm, bias = "layers.1.attn_norm.weight", "layers.2.ffn.gate.weight"
+    for names, dtypes, shapes, message in (
+        ([norm], ["bfloat16"], [[127]], norm),
+        (["layers.99.attn_norm.weight"], ["bfloat16"], [[128]], "layers.99"),
+        ([bias], ["float32"], [[8, 128]], "is F32, the engine runs BF16"),
+        ([norm], ["bfloat16"], [[2**40, 2**40]], norm),
+        ([norm, norm], ["bfloat16"] * 2, [[128]] * 2, "given twice"),
+        (["a"], ["complex64"], [[1]], "a is complex64, expected one of"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            send(wrong)
-        llm.resume()  # nothing is left of it
+            llm.control.obey("receive_weights", {"names": names, "dtypes": dtypes, "shapes": shapes})
+        llm.control.obey("finish_update", {})  # nothing is left of it
     with pytest.raises(RequestError, match="expected as many"):
         llm.control.obey("receive_weights", {"names": ["a"], "dtypes": [], "shapes": []})
-    with pytest.raises(CheckpointError, match="a is complex64, expected one of"):
-        llm.control.obey("receive_weights", {"names": ["a"], "dtypes": ["complex64"], "shapes": [[1]]})
-    assert answers(llm) == before
+    assert answers(llm) == expected[0]
 
 
 def test_a_group_that_is_not_there(folders):
@@ -162,5 +150,7 @@ def test_a_group_that_is_not_there(folders):
     joining = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     with pytest.raises(RequestError, match="needs an engine on a GPU"):
         llm.control.obey("init_group", joining)
+    with pytest.raises(RequestError, match="no group at 127.0.0.1:9 in 1 s"):
+        llm.control.obey("init_group", {**joining, "backend": "gloo", "timeout": 1})
     with pytest.raises(RequestError, match="rank must be from 0 to 1"):
         llm.control.obey("init_group", {**joining, "backend": "gloo", "rank_offset": 2})

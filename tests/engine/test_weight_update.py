@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import SMALL, assert_all_free
-from safetensors import safe_open
+from engine_cases import assert_all_free
+from weight_cases import CONFIG, LIMITS, PARAMS, PROMPTS, answers, tensors
 
 from dsv4 import LLM, EngineConfig, SamplingParams
-from dsv4.engine import weight_update
-from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine import weight_target
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.formats.tensors import WideWeight
+from dsv4.formats.trees import assign, tensors_of
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.write.synth import write_checkpoint
-from dsv4.model.assign import assign
-from dsv4.model.prepare import prepare_params
-from dsv4.ops import TRITON
 from dsv4.request import RequestError
-
-CONFIG = replace(SMALL, n_routed_experts=8)
-LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=3, max_chunk_tokens=64)
-PROMPTS = [list(range(3, 43)), [7, 8, 9], [token % 200 for token in range(100, 400)]]
-PARAMS = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True, logprobs=3) for seed in range(3)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """One model with two sets of weights."""
-    root = tmp_path_factory.mktemp("update")
-    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return [answers(LLM(folder, engine=LIMITS)) for folder in folders]
-
-
-def answers(llm):
-    return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
-
-
-def tensors(folder):
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as shard:
-            found |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
-    return found
-
+from dsv4.tools.plan.targets import PRESETS
 
 SETTINGS = {
     "plain": {},
@@ -87,7 +55,7 @@ def _everything(llm):
 
 def _visible(llm):
     """Parameters without what stands for offloaded experts, which is no tree."""
-    params = llm.model.params
+    params = llm.model.weights
     blocks = [*params.layers, *params.draft_blocks]
     return [params.embed, params.lm_head, params.head, [(one.attn, one.ffn.gate, one.hc_attn) for one in blocks]]
 
@@ -102,18 +70,58 @@ def test_from_tensors_of_this_process(folders, expected):
     assert answers(llm) == expected[0]
 
 
-@pytest.mark.gpu
+def test_files_are_not_needed_after_an_update(folders, expected, tmp_path):
+    """Fingerprints are those of the weights that run, whatever becomes of their folder."""
+    first, other = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
+    wanted = [LLM(folder, engine=LIMITS).identity() for folder in folders]
+    llm = LLM(first, engine=LIMITS)
+    (file,) = first.glob("*.safetensors")
+    shutil.copyfile(next(other.glob("*.safetensors")), file)
+    assert llm.identity() == wanted[0], "the files have changed, the weights have not"
+    llm.update_weights(other)
+    shutil.rmtree(tmp_path / "B")
+    assert llm.info()["fingerprint"] == llm.identity().name == wanted[1].name
+    llm.set_weight_version("x")
+    llm.update_weights(folders[0])
+    assert llm.identity() == wanted[0]
+    named = []
+    for folder in (1, 0, 1):
+        llm.update_weights(tensors(folders[folder]))
+        named.append(llm.identity().name)
+    assert named[0] == named[2] != named[1], "of tensors too: the same weights have the same name"
+    assert answers(llm) == expected[1]
+
+
+FLASH = PRESETS["flash"]()
+FOUR_LAYERS = replace(  # SWA, CSA, HCA, CSA and the MTP block
+    FLASH, num_hidden_layers=4, compress_ratios=(0, 4, 128, 4, 0), num_hash_layers=1, num_nextn_predict_layers=1
+)
+
+
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4"])
-def test_captured_graphs_read_the_new_weights(tmp_path, experts):
-    """Nothing is captured or compiled again."""
-    folders = [write_checkpoint(tmp_path / name, CONFIG, experts=experts, seed=seed) for seed, name in enumerate("AB")]
-    settings = {"engine": LIMITS, "device": "cuda", "drafts": 2}
+@pytest.mark.parametrize(
+    ("device", "config"),
+    [
+        ("cpu", CONFIG), pytest.param("cuda", CONFIG, marks=pytest.mark.gpu),
+        pytest.param("cuda", FOUR_LAYERS, marks=pytest.mark.gpu, id="cuda, four layers of Flash"),
+    ],
+)  # fmt: skip
+def test_captured_graphs_read_the_new_weights(tmp_path, device, config, experts):
+    """Nothing is captured or compiled again: with drafts, from tensors on the device and from folders."""
+    folders = [
+        write_checkpoint(tmp_path / name, config, experts=experts, seed=seed, device=device)
+        for seed, name in enumerate("AB")
+    ]
+    settings = {"engine": LIMITS, "device": device, "drafts": 2}
     fresh = [_everything(LLM(folder, **settings)) for folder in folders]
     llm = LLM(folders[0], **settings)
     runner = llm.engine.runner
     captured, compiled = runner.captured, runner.compiled_late
-    for folder, wanted in ((folders[1], fresh[1]), (folders[0], fresh[0])):
-        llm.update_weights({name: tensor.cuda() for name, tensor in tensors(folder).items()})
+    assert bool(captured) == (device == "cuda")
+    for folder, wanted in ((1, fresh[1]), (0, fresh[0])):
+        llm.update_weights((name, tensor.to(device)) for name, tensor in tensors(folders[folder]).items())
+        assert _everything(llm) == wanted
+        llm.update_weights(folders[folder])
         assert _everything(llm) == wanted
     assert runner.captured == captured
     assert runner.compiled_late == compiled
@@ -124,9 +132,9 @@ def test_prefixes_of_old_weights_are_not_used(folders, expected, tmp_path):
     for limits in (LIMITS, replace(LIMITS, cache_dir=str(tmp_path), cache_host_bytes=1 << 24)):
         llm = LLM(folders[0], engine=limits)
         answers(llm)
-        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 256]
+        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 256, 128]
         llm.update_weights(folders[1])
-        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 0]
+        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 0, 0]
         assert answers(llm) == expected[1]
         llm.close()
 
@@ -134,15 +142,16 @@ def test_prefixes_of_old_weights_are_not_used(folders, expected, tmp_path):
 def test_nothing_changes_unless_everything_fits(folders, expected, tmp_path):
     llm = LLM(folders[0], engine=LIMITS)
     good = tensors(folders[1])
-    norm, gate = "layers.1.attn_norm.weight", "layers.2.ffn.gate.weight"
+    norm, gate, scale = "layers.1.attn_norm.weight", "layers.2.ffn.gate.weight", "layers.1.attn.wq_a.scale"
     table = next(name for name in good if name.endswith("tid2eid"))
     for wrong, message in (
         ({name: good[name] for name in good if name != norm}, norm),
         (good | {"layers.99.attn_norm.weight": good[norm]}, "layers.99"),
         (good | {norm: good[norm][:-1]}, norm),
         (good | {norm: "text"}, "expected a tensor"),
-        (good | {gate: good[gate].float()}, "the engine runs bfloat16"),
+        (good | {gate: good[gate].float()}, "is F32, the engine runs BF16"),
         (good | {table: good[table] + 99}, "names expert"),
+        (good | {scale: good[scale].float()}, "with F32 scales.*, the engine runs fp8 .*F8_E8M0 scales"),
         ({name: good[name] for name in good if not name.startswith("mtp.")}, "drafter needs new weights"),
         ([*good.items(), (norm, good[norm])], "given twice"),
         (tmp_path / "nothing", "does not exist"),
@@ -158,14 +167,34 @@ def test_nothing_changes_unless_everything_fits(folders, expected, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 9.0}))
     with pytest.raises(CheckpointError, match="another model: its routed_scaling_factor"):
         llm.update_weights(other)
+    llm.pause()
+    with pytest.raises(CheckpointError, match=r"no whole model: 5 of its 5 parts .* missing: embed.weight"):
+        llm.update_weights(iter(()))
+    llm.resume()
     assert answers(llm) == expected[0]
     assert llm.weight_version == "0"
+
+
+def test_tensors_one_by_one(folders, expected):
+    """What an iterator gives is written layer by layer, in any order; if it breaks off, nobody gets an answer."""
+    llm = LLM(folders[0], engine=LIMITS, drafts=2)
+    new = list(tensors(folders[1]).items())
+    with pytest.raises(CheckpointError, match="no whole model: . of its 5 parts are not whole"):
+        llm.update_weights(iter(new[:-1]))
+    with pytest.raises(WeightsIncomplete, match="failed half way"):
+        llm.generate([1, 2, 3], PARAMS[0])
+    for order in (new, new[::-1], [*new[::3], *new[1::3], *new[2::3]]):
+        llm.update_weights(iter(order))
+        assert answers(llm) == expected[1]
+    without_draft = LLM(folders[0], engine=LIMITS)
+    without_draft.update_weights(iter(new))
+    assert answers(without_draft) == expected[1]
 
 
 def test_other_formats_are_refused_by_name(folders, tmp_path):
     other = write_checkpoint(tmp_path / "nvfp4", CONFIG, experts="nvfp4", seed=1)
     llm = LLM(folders[0], engine=LIMITS, offload_experts=3)
-    with pytest.raises(CheckpointError, match="is nvfp4, the engine runs mxfp4"):
+    with pytest.raises(CheckpointError, match="is nvfp4 .*, the engine runs mxfp4"):
         llm.update_weights(other)
 
 
@@ -180,7 +209,7 @@ def test_a_running_request_keeps_its_weights(folders):
 
 def test_half_an_update_has_a_name(folders, expected, monkeypatch):
     llm = LLM(folders[0], engine=LIMITS)
-    original, calls = weight_update.assign, []
+    original, calls = weight_target.assign, []
 
     def fails_late(*arguments):
         calls.append(arguments)
@@ -188,28 +217,14 @@ def test_half_an_update_has_a_name(folders, expected, monkeypatch):
             raise OSError("the disk is gone")
         original(*arguments)
 
-    monkeypatch.setattr(weight_update, "assign", fails_late)
+    monkeypatch.setattr(weight_target, "assign", fails_late)
     with pytest.raises(OSError, match="gone"):
         llm.update_weights(folders[1])
     with pytest.raises(WeightsIncomplete, match="failed half way"):
         llm.generate([1, 2, 3], PARAMS[0])
-    monkeypatch.setattr(weight_update, "assign", original)
+    monkeypatch.setattr(weight_target, "assign", original)
     llm.update_weights(folders[1])
     assert answers(llm) == expected[1]
-
-
-def test_the_kernels_layout_is_assigned_whole(folders):
-    """Bundles, shuffled experts, output projections: every tensor equals that of a fresh model, at its old place."""
-    live, fresh = (prepare_params(LLM(folder, engine=LIMITS).model.params, TRITON) for folder in folders)
-    places = [part.data_ptr() for part in tensors_of(live.layers)]
-    assert any(map(_differ, tensors_of(live.layers), tensors_of(fresh.layers)))
-    assign(live.layers, fresh.layers)
-    assert not any(map(_differ, tensors_of(live.layers), tensors_of(fresh.layers)))
-    assert [part.data_ptr() for part in tensors_of(live.layers)] == places
-
-
-def _differ(one, other):
-    return not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _one_tensor_is_left_out(live, fresh, name):
@@ -225,8 +240,8 @@ def _one_tensor_moves(live, fresh, name):
 
 
 def _scales_stay_old(live, fresh, name):
-    if name == "layers.2":
-        fresh.ffn.experts.w1.scale.copy_(live.ffn.experts.w1.source.scale)
+    if name.startswith("layer 2, expert"):
+        fresh.w1.scale.copy_(live.w1.scale)
     assign(live, fresh, name)
 
 
@@ -242,7 +257,7 @@ def test_planted_mistakes_are_seen(folders, expected, mistake, monkeypatch):
     """What the tests above compare sees each of these."""
     llm, fresh = LLM(folders[0], engine=LIMITS, drafts=2), LLM(folders[1], engine=LIMITS, drafts=2)
     places = [part.data_ptr() for part in tensors_of(_visible(llm))]
-    monkeypatch.setattr(weight_update, "assign", mistake)
+    monkeypatch.setattr(weight_target, "assign", mistake)
     llm.update_weights(folders[1])
     is_same = answers(llm) == expected[1] and _drafts(llm) == _drafts(fresh)
     assert not is_same or [part.data_ptr() for part in tensors_of(_visible(llm))] != places
@@ -252,27 +267,24 @@ def _drafts(llm):
     return [(one.drafts, one.logits.tolist()) for one in llm.draft_trace(PROMPTS[0], anchor=5)]
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("embed", lambda params: params.embed.mul_(2)),
-        ("lm_head", lambda params: params.lm_head.source.zero_()),
-        ("layers[1].attn.kv_norm", lambda params: params.layers[1].attn.kv_norm[3:4].fill_(2.0)),
-        ("layers[2].ffn.experts.w1.scale", lambda params: params.layers[2].ffn.experts.w1.source.scale[0, 0].add_(1)),
-    ],
-)
-def test_weights_change_by_updates_alone(folders, expected, name, write):
-    """Who writes into a tensor is told, and half a change answers nobody."""
-    llm = LLM(folders[0], engine=LIMITS)
+def test_weights_are_shown_as_copies(folders, expected):
+    """Whatever is written into what `llm.model.params` gives, answers stay."""
+    llm = LLM(folders[0], engine=LIMITS, offload_experts=3)
+    params = llm.model.params
+    params.embed.mul_(2)
+    params.embed.data.mul_(2)
+    params.lm_head.float().numpy()[:] = 0
+    params.lm_head.view(torch.int16).numpy()[:] = 0
+    params.layers[1].attn.kv_norm[3:4].fill_(2.0)
+    params.layers[2].ffn.shared.w1.scale[0, 0].add_(1)
+    params.layers[2].ffn.experts.stack[0].scale.zero_()
+    for block, name in ((params, "embed"), (params.layers[0].attn, "wq_a"), (params.draft_blocks[0], "attn_norm")):
+        with pytest.raises(AttributeError, match=f"{name} cannot be set: weights change by update_weights"):
+            setattr(block, name, torch.zeros(1))
+    with pytest.raises(TypeError):
+        params.layers[0] = params.layers[1]
+    assert torch.equal(params.embed, llm.model.weights.embed)
     assert answers(llm) == expected[0]
-    write(llm.model.params)
-    for _ in range(2):
-        with pytest.raises(WeightsIncomplete, match=re.escape(f"model.params.{name} was written into directly")):
-            llm.generate([1, 2, 3], PARAMS[0])
-    assert not llm.info()["weights_are_whole"]
-    llm.update_weights(folders[1])
-    assert answers(llm) == expected[1]
-    assert llm.info()["weights_are_whole"]
 
 
 MANY = EngineConfig(max_context_tokens=512, max_concurrent_requests=32, max_chunk_tokens=128)

@@ -1,7 +1,5 @@
 """E8M0: all 256 codes bitwise, and the scale rule against exact rational arithmetic."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

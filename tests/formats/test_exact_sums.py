@@ -1,7 +1,5 @@
 """Sums without rounding: the grid, products in any order, weights that keep their operands."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

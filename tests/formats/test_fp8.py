@@ -1,7 +1,5 @@
 """E4M3: all 256 codes, every rounding boundary, groups, blocks, and the recorded vectors, all bitwise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,13 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dsv4.formats.e8m0 import E4M3_MAX, e8m0_to_float
-from dsv4.formats.fp8 import (
-    fp8_block_dequantize,
-    fp8_block_quantize,
-    fp8_dequantize,
-    fp8_fake_quantize,
-    fp8_quantize,
-)
+from dsv4.formats.fp8 import fp8_block_dequantize, fp8_block_quantize, fp8_dequantize, fp8_fake_quantize, fp8_quantize
 from dsv4.testing.numeric import assert_bitwise
 from dsv4.testing.shipped_data import OP_VECTORS
 

@@ -1,12 +1,11 @@
 """Shuffled weights: the way back is exact, sizes are those of the packed weights, what cannot be kept is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from dsv4.formats import layouts
 from dsv4.formats.fp4 import pack_nibbles
-from dsv4.formats.layouts import LayoutError, shuffle, unshuffle
+from dsv4.formats.layouts import LayoutError, check_values, shuffle, unshuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.testing.inputs import generator
 from dsv4.testing.numeric import assert_bitwise
@@ -72,6 +71,16 @@ def test_shapes_alone(make, shape):
     assert (real.shape, real.format, real.block) == (found.shape, found.format, found.block)
 
 
+@pytest.mark.parametrize("make", [nvfp4, mxfp4, fp8])
+def test_a_stack_is_its_matrices(make, monkeypatch):
+    """Laid out a few at a time; each as if alone."""
+    stack = make((5, 72, 160))
+    monkeypatch.setattr(layouts, "_PIECE_WEIGHTS", 2 * 72 * 160)
+    whole, alone = shuffle(stack), [shuffle(stack[place]) for place in range(5)]
+    for name in ("data", "scale", "out_scale", "shift"):
+        assert_bitwise(getattr(whole, name), torch.stack([getattr(one, name) for one in alone]), name)
+
+
 def test_scales_in_fp32():
     weight = fp8(fp32=True)
     assert_same(unshuffle(shuffle(weight)), weight)
@@ -123,20 +132,21 @@ def with_scale(weight, value):
     return QuantTensor(weight.data, scale, weight.format, weight.global_scale)
 
 
-def test_what_cannot_be_kept_is_refused():
+@pytest.mark.parametrize("refused", [shuffle, check_values])
+def test_what_cannot_be_kept_is_refused(refused):
     for value in (0x7F, 0x80, 0x93):  # NaN, -0, a negative number
         with pytest.raises(LayoutError, match="zero or positive"):
-            shuffle(with_scale(nvfp4(), value))
+            refused(with_scale(nvfp4(), value))
     with pytest.raises(LayoutError, match="found NaN"):
-        shuffle(with_scale(mxfp4(), 255))
+        refused(with_scale(mxfp4(), 255))
     with pytest.raises(LayoutError, match="within a factor of 2\\^125, found codes from 3 to"):
-        shuffle(with_scale(mxfp4(codes=(140, 180)), 3))
+        refused(with_scale(mxfp4(codes=(140, 180)), 3))
     broken = fp8()
     broken.data.view(torch.uint8)[0, 0, 0] = 0xFF
     with pytest.raises(LayoutError, match="weights that are numbers"):
-        shuffle(broken)
+        refused(broken)
     plain = fp8(fp32=True)
     with pytest.raises(LayoutError, match="powers of two"):
-        shuffle(QuantTensor(plain.data, plain.scale * 1.5, plain.format))
+        refused(QuantTensor(plain.data, plain.scale * 1.5, plain.format))
     with pytest.raises(LayoutError, match="multiples of"):
-        shuffle(QuantTensor(plain.data, plain.scale, plain.format, None, (32, 32)))
+        refused(QuantTensor(plain.data, plain.scale, plain.format, None, (32, 32)))

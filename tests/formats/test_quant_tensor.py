@@ -1,7 +1,5 @@
 """`QuantTensor`: shape, bytes, indexing and exact values of every weight format."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -59,16 +57,13 @@ FORMATS = pytest.mark.parametrize(
 
 
 @FORMATS
-def test_shape_is_in_weights(stacked, expected, matrix_bytes):
-    assert stacked.shape == (E, N, K)
-    assert stacked[1].shape == (N, K)
-    assert stacked.dequantize().shape == stacked.shape
-
-
-@FORMATS
-def test_nbytes_counts_codes_and_all_scales(stacked, expected, matrix_bytes):
-    assert stacked[0].nbytes == matrix_bytes
-    assert stacked.nbytes == E * matrix_bytes
+def test_shapes_are_in_weights_bytes_count_all_scales_and_an_index_copies_nothing(stacked, expected, matrix_bytes):
+    one = stacked[2]
+    assert (stacked.shape, one.shape, stacked.dequantize().shape) == ((E, N, K), (N, K), (E, N, K))
+    assert (one.nbytes, stacked.nbytes) == (matrix_bytes, E * matrix_bytes)
+    assert one.data.data_ptr() == stacked.data[2].data_ptr()
+    assert one.scale.data_ptr() == stacked.scale[2].data_ptr()
+    assert (one.format, one.block) == (stacked.format, stacked.block)
 
 
 @FORMATS
@@ -78,14 +73,6 @@ def test_a_stack_holds_each_matrix_exactly(stacked, expected, matrix_bytes):
     for expert_idx in range(E):
         assert torch.equal(whole[expert_idx], expected[expert_idx])
         assert torch.equal(stacked[expert_idx].dequantize(), expected[expert_idx])
-
-
-@FORMATS
-def test_indexing_copies_nothing(stacked, expected, matrix_bytes):
-    one = stacked[2]
-    assert one.data.data_ptr() == stacked.data[2].data_ptr()
-    assert one.scale.data_ptr() == stacked.scale[2].data_ptr()
-    assert (one.format, one.block) == (stacked.format, stacked.block)
 
 
 @FORMATS

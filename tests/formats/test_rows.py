@@ -1,13 +1,11 @@
 """Cached rows: their byte table, the codec, and the store that indexes them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
-from dsv4.formats.fp4 import mxfp4_fake_quantize, mxfp4_quantize
+from dsv4.formats.fp4 import mxfp4_dequantize, mxfp4_quantize
 from dsv4.formats.fp8 import fp8_fake_quantize, fp8_quantize
 from dsv4.formats.row_store import RowStore, decode_joined, decode_rows, encode_rows
 from dsv4.formats.rows import RowFormat, RowKind
@@ -81,7 +79,7 @@ def test_index_fp4_values_are_the_models_quantisation():
     packed, scale = mxfp4_quantize(x)
     assert torch.equal(rows.data, packed)
     assert torch.equal(rows.scales, scale)
-    assert torch.equal(decode_rows(rows), mxfp4_fake_quantize(x))
+    assert torch.equal(decode_rows(rows), mxfp4_dequantize(*mxfp4_quantize(x)).to(x.dtype))
 
 
 def test_index_fp8_is_one_power_of_two_scale_a_row():
@@ -97,15 +95,6 @@ def test_index_fp8_is_one_power_of_two_scale_a_row():
 
 
 @QUANTISED
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_second_pass_changes_nothing(fmt, dtype):
-    once = decode_rows(encode_rows(values_for(fmt, 40, dtype=dtype), fmt))
-    assert once.dtype == torch.bfloat16
-    twice = decode_rows(encode_rows(once, fmt))
-    assert torch.equal(twice.view(torch.int16), once.view(torch.int16))
-
-
-@QUANTISED
 def test_decoding_to_bf16_loses_nothing(fmt):
     """A code times a power of two fits bf16: decoding in fp32 gives the same number."""
     x = values_for(fmt, 40)
@@ -114,7 +103,7 @@ def test_decoding_to_bf16_loses_nothing(fmt):
     if fmt.kind is RowKind.INDEX_FP8:
         exact = rows.data.view(torch.float8_e4m3fn).float() * rows.scales.view(torch.float32)
     elif fmt.kind is RowKind.INDEX_FP4:
-        exact = mxfp4_fake_quantize(x.float())
+        exact = mxfp4_dequantize(*mxfp4_quantize(x.float()))
     else:
         nope = fmt.dim - fmt.rope_dim
         exact = torch.cat((fp8_fake_quantize(x[:, :nope].float(), 64), x[:, nope:].float()), -1)
@@ -140,16 +129,8 @@ def test_nan_is_not_swallowed(fmt):
     assert not decoded[[0, 2]].isnan().any()
 
 
-@QUANTISED
-def test_no_rows(fmt):
-    rows = encode_rows(torch.empty(0, fmt.dim, dtype=torch.bfloat16), fmt)
-    assert decode_rows(rows).shape == (0, fmt.dim)
-
-
 @pytest.mark.parametrize(
-    "fmt",
-    [ENTRY, INDEX_FP4, INDEX_FP8, RowFormat(RowKind.PLAIN, 16, itemsize=2)],
-    ids=lambda fmt: str(fmt.kind),
+    "fmt", [ENTRY, INDEX_FP4, INDEX_FP8, RowFormat(RowKind.PLAIN, 16, itemsize=2)], ids=lambda fmt: str(fmt.kind)
 )
 def test_store_writes_and_gathers_by_index(fmt):
     store = RowStore.allocate((4, 8), fmt, torch.bfloat16, CPU)

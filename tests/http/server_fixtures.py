@@ -38,6 +38,9 @@ def dsv4(capfdbinary):
     return run
 
 
+SERVE = (sys.executable, "-m", "dsv4", "serve", "--port", "0")
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Two layers (window, CSA) and an MTP block, with a byte tokenizer. Tests copy it before they damage it."""
@@ -61,25 +64,35 @@ def start(checkpoint, tmp_path):
                     resource.setrlimit(kind, (most, most))
 
         log = tmp_path / f"log{len(running)}"
+        model = ("--model", str(checkpoint), "--context", "4096")
         with log.open("w") as file:
-            command = [sys.executable, "-m", "dsv4", "serve", "--model", str(checkpoint), "--port", "0"]
             process = subprocess.Popen(
-                [*command, "--context", "4096", *options], cwd=ROOT, stderr=file,
-                env={**os.environ, "DSV4_API_KEY": "k"}, preexec_fn=limit,
+                [*SERVE, *model, *options], cwd=ROOT, stderr=file, env={**os.environ, "DSV4_API_KEY": "k"},
+                preexec_fn=limit,
             )  # fmt: skip
         running.append(process)
-        deadline = time.monotonic() + 60
-        while "running on http" not in (text := log.read_text()):
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.05)
-        return process, text.partition("running on ")[2].split()[0], log
+        return process, address_of(process, log), log
 
     yield run
     for process in running:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        kill(process)
+
+
+def address_of(process, log):
+    """Of a `dsv4 serve`, once it answers."""
+    deadline = time.monotonic() + 120
+    while "running on http" not in (text := log.read_text()):
+        assert process.poll() is None, text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return text.partition("running on ")[2].split()[0]
+
+
+def kill(process):
+    """One that has ended stays as it is."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

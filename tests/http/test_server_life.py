@@ -1,8 +1,7 @@
-"""Health, metrics, the live view, keys, queue, vanishing clients, failing requests and shutting down."""
+"""Health, metrics, the live view, keys, queue, vanishing clients and failing requests."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -10,21 +9,11 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_cases import NAME, TOKENIZER, TWO_LAYERS, chat_body, make_llm, start_server
+from server_cases import NAME, TWO_LAYERS, chat_body, make_llm, start_server
 
 from dsv4.config import ConfigError
-from dsv4.engine.link.client import EngineClient
-from dsv4.engine.link.thread import EngineThread
-from dsv4.http.apis.completions.answer import TextAssembler
-from dsv4.http.apis.completions.request import CompletionRequest
-from dsv4.http.apis.request_builder import Job, ModelInfo
-from dsv4.http.connection import OUTLET
 from dsv4.http.engine_side import engine_loop
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.settings import ServerConfig
-from dsv4.http.streaming import EventStream, StreamClock
-from dsv4.request import SamplingParams
-from dsv4.text.output import TextOutput
 
 CHAT = "/v1/chat/completions"
 
@@ -220,71 +209,6 @@ def test_a_client_that_goes_frees_its_request(live):
     assert live.engine.engine.stats().num_aborted == before + 2
 
 
-def test_a_client_that_does_not_read_holds_up_nothing(start):
-    """Its request runs to the end beside it, and the answer waits."""
-    server = start(stall_seconds=1.0)
-    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)) as response:
-        assert response.status_code == 200
-        server.wait_until_free(20)  # unread, but finished: the engine never waited for the client
-        assert len(list(response.iter_lines())) > 20, "and nothing of it was lost"
-
-
-class FullAfter:
-    """The outlet of a client that takes so many pieces."""
-
-    def __init__(self, num_pieces):
-        self.num_pieces, self.num_written, self.is_aborted = num_pieces, 0, False
-
-    @property
-    def is_full(self):
-        return self.num_written >= self.num_pieces
-
-    def write(self, body):
-        self.num_written += 1
-
-    def when_free(self, call):
-        pass
-
-    def abort(self):
-        self.is_aborted = True
-
-
-def test_a_client_that_takes_nothing_is_dropped(served_params):
-    """Connected, but its socket is full: after the stall its request ends, long before its last token."""
-    llm = make_llm(served_params)
-    thread, metrics = EngineThread(engine_loop(llm)), Metrics(NAME)
-    thread.start()
-    params = SamplingParams(max_tokens=2000, seed=0, ignore_eos=True)
-    output = TextOutput([5], params, eos_token_id=llm.config.eos_token_id, tokenizer=TOKENIZER)
-
-    async def run():
-        client = await EngineClient.connect(thread.connect())
-        job = Job((output,), 1)
-        timer = RequestTimer(metrics, 1, time.perf_counter())
-        asked = CompletionRequest(model=NAME, prompt=[5])
-        assembler = TextAssembler(job, asked, ModelInfo(NAME, TOKENIZER, "f"))
-        clock = StreamClock(0.3, tick_seconds=0.1)
-        response = EventStream(client.submit(job.outputs), assembler, metrics, timer, clock)
-        outlet = FullAfter(3)
-
-        async def send(message):
-            assert message["type"] == "http.response.start"
-
-        await asyncio.wait_for(response({"extensions": {OUTLET: outlet}}, asyncio.Event().wait, send), 20)
-        stats = await client.stats()
-        client.close()
-        return stats, outlet
-
-    stats, outlet = asyncio.run(run())
-    assert thread.stop(10)
-    assert outlet.num_written == 3
-    assert outlet.is_aborted
-    assert stats.num_aborted == 1
-    assert output.num_output < 2000
-    assert metrics.disconnects._value.get() == 1
-    assert llm.cache.num_free_slots == llm.cache.schema.num_slots
-
-
 def test_a_failing_request_ends_with_an_error(start, monkeypatch):
     server = start()
     logits, poison = server.llm.model.logits, threading.Event()
@@ -324,34 +248,3 @@ def test_a_full_queue_is_said(start):
         assert response.headers["retry-after"] == "1"
     server.wait_until_free()
     assert server.chat().status_code == 200
-
-
-# ---- shutting down ----
-
-
-def test_shutting_down_finishes_what_runs(start):
-    server = start()
-    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=40, ignore_eos=True, stream=True)) as response:
-        lines = response.iter_lines()
-        next(lines)
-        server.uvicorn.should_exit = True
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-    server.thread.join(20)
-    assert not server.thread.is_alive()
-    with pytest.raises(httpx.ConnectError):
-        server.get("/health")
-    server.wait_until_free()
-
-
-def test_shutting_down_does_not_wait_for_ever(start):
-    server = start(drain_seconds=1.0)
-    began = time.monotonic()
-    with server.client.stream("POST", CHAT, json=chat_body(max_tokens=2000, ignore_eos=True, stream=True)) as response:
-        next(response.iter_lines())
-        server.uvicorn.should_exit = True
-        server.thread.join(20)
-    assert not server.thread.is_alive()
-    assert time.monotonic() - began < 15
-    server.wait_until_free()

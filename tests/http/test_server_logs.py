@@ -12,7 +12,7 @@ import pytest
 from server_cases import NAME, chat_body, make_llm, start_server
 
 from dsv4.engine.link.throughput import ThroughputLog
-from dsv4.http.logs import JsonFormatter, RepeatFilter, TextFormatter
+from dsv4.http.telemetry.logs import JsonFormatter, RepeatFilter, TextFormatter
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"

@@ -1,5 +1,6 @@
 """Helpers of the loader's tests: headers without data, and bitwise comparison of whole models."""
 
+import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -31,13 +32,28 @@ def header_of(config, experts="mxfp4", mtp_experts=None, with_mtp=True):
     return {part.name: part for part in parts}
 
 
+def entries_of(header):
+    """name -> what a file's header says of it, one tensor behind the other; and all of their bytes."""
+    entries, position = {}, 0
+    for name, part in header.items():
+        places = [position, position := position + part.nbytes]
+        entries[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": places}
+    return entries, position
+
+
+def write_raw(file, header, data=b"", header_bytes=None):
+    """A file of this header (entries, or bytes as they are), which is said to be `header_bytes` long."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if header_bytes is None else header_bytes
+    file.write_bytes(length.to_bytes(8, "little") + text + data)
+    return file
+
+
 def checkpoint_of(header):
     """A `Checkpoint` that has headers only: enough for everything that reads no data."""
-    tensors, position = {}, 0
-    for name, part in header.items():
-        end = position + part.nbytes
-        tensors[name] = TensorInfo(name, part.dtype, part.shape, Path("model.safetensors"), position, end)
-        position = end
+    entries, file = entries_of(header)[0], Path("model.safetensors")
+    places = {name: entry["data_offsets"] for name, entry in entries.items()}
+    tensors = {name: TensorInfo(name, part.dtype, part.shape, file, *places[name]) for name, part in header.items()}
     return Checkpoint(Path("folder"), tensors)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loader_cases import SET_A, same_bits
+from loader_cases import SET_A, same_bits, write_raw
 from safetensors.torch import save_file
 
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
@@ -38,13 +38,6 @@ def test_shards_are_mapped_anew_and_what_was_read_stays(small_file, monkeypatch)
         read = {name: checkpoint.read(name) for name in [*small_tensors()] * 2}
     for name, tensor in small_tensors().items():
         assert same_bits(read[name], tensor.view(torch.uint8) if name == "c" else tensor)
-
-
-def write_raw(file, header, data=b"", header_bytes=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    length = len(text) if header_bytes is None else header_bytes
-    file.write_bytes(length.to_bytes(8, "little") + text + data)
-    return file
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -295,7 +288,7 @@ def read_all(file):
 MUTATION = st.tuples(st.integers(0, 600), st.one_of(st.integers(0, 255), st.sampled_from(list(b'0123456789-"{}[],:'))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(mutations=st.lists(MUTATION, min_size=1, max_size=4), cut=st.one_of(st.none(), st.integers(0, 600)))
 @example(mutations=[(0, 0)], cut=None)
 @example(mutations=[(7, 255)], cut=None)
@@ -318,7 +311,7 @@ VALUE = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from("abcdef"),
     key=st.sampled_from(["dtype", "shape", "data_offsets", "more"]),

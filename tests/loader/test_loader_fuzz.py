@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from loader_cases import SMALL, header_of
+from loader_cases import SMALL, entries_of, header_of, write_raw
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
@@ -33,14 +33,8 @@ class Damage:
         self.rng = rng
         experts = rng.choice(("mxfp4", "nvfp4", "fp8", "bf16"))
         self.config = config_to_dict(SMALL, experts)
-        position = 0
-        self.entries = {}
-        for name, part in header_of(SMALL, experts, with_mtp=rng.random() < 0.7).items():
-            end = position + part.nbytes
-            self.entries[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [position, end]}
-            position = end
-        self.data_bytes = position
-        self.index = {"metadata": {"total_size": position}, "weight_map": dict.fromkeys(self.entries, FILE)}
+        self.entries, self.data_bytes = entries_of(header_of(SMALL, experts, with_mtp=rng.random() < 0.7))
+        self.index = {"metadata": {"total_size": self.data_bytes}, "weight_map": dict.fromkeys(self.entries, FILE)}
         self.has_index = rng.random() < 0.4
         self.raw = []  # edits of the config's and the header's bytes
 
@@ -147,8 +141,7 @@ class Damage:
         (folder / "config.json").write_bytes(texts["config"])
         header = texts["header"]
         total = 8 + len(header) + self.data_bytes
-        with (folder / FILE).open("wb") as stream:
-            stream.write(len(header).to_bytes(8, "little") + header)
+        with write_raw(folder / FILE, header).open("r+b") as stream:
             stream.truncate(total if cut is None else int(cut * total))
         index = folder / INDEX_FILE
         index.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The tensor list against the published counts, and the spellings against each other."""
 
 import pytest
-from loader_cases import SET_A, SMALL, checkpoint_of, header_of
+from loader_cases import SMALL, VECTORS, checkpoint_of, header_of
 
 from dsv4.config import ModelConfig
 from dsv4.loader.checkpoint import Checkpoint
@@ -33,9 +33,11 @@ def test_one_mtp_block_of_flash_has_1575_tensors():
     assert sum(name.startswith("mtp.0.") for name in header_of(ModelConfig.flash())) == 1575
 
 
-def test_set_a_header_is_what_we_expect_of_its_config():
-    found = Checkpoint.open(SET_A).tensors
-    header = header_of(ModelConfig.from_pretrained(SET_A))
+@pytest.mark.parametrize("name", ["setA", "draftA"])
+def test_the_vectors_have_the_tensors_of_their_config(name):
+    folder = VECTORS / name / "model"
+    found = Checkpoint.open(folder).tensors
+    header = header_of(ModelConfig.from_pretrained(folder))
     assert {name: (part.dtype, part.shape) for name, part in header.items()} == {
         name: (info.dtype, info.shape) for name, info in found.items()
     }

@@ -1,13 +1,11 @@
 """Experts that go home one by one: the same bits, each once, with nothing but one expert in hand."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from loader_cases import SET_A, flatten, same_bits
+from loader_cases import SET_A, SMALL, flatten, same_bits
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.engine.offload.load import load_offloaded
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.offload.pool import LayerExperts
-from dsv4.engine.offload.trees import tensors_of
+from dsv4.formats.trees import tensors_of
 from dsv4.loader import read_ahead
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.weights import expert_by_expert, load_params, plan_load
@@ -24,11 +22,7 @@ from dsv4.model.prepare import prepare_params
 from dsv4.ops import TORCH, TRITON
 
 CPU = torch.device("cpu")
-CONFIG = ModelConfig.tiny(
-    vocab_size=64, hidden_size=128, num_hidden_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128, 0),
-    num_attention_heads=2, head_dim=128, q_lora_rank=128, o_lora_rank=64, n_routed_experts=8,
-    moe_intermediate_size=128, index_n_heads=2,
-)  # fmt: skip
+CONFIG = replace(SMALL, hidden_size=128, q_lora_rank=128, o_lora_rank=64, n_routed_experts=8, moe_intermediate_size=128)
 PLACEMENT = Placement(3, 2)
 
 

@@ -142,14 +142,6 @@ def test_every_layer_may_have_its_own_format(tmp_path):
             assert same_bits(one, other) if isinstance(one, torch.Tensor) else one == other, path
 
 
-def test_mtp_experts_in_another_format(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", SMALL, experts="nvfp4", mtp_experts="mxfp4")
-    params = load_params(Checkpoint.open(folder), SMALL)
-    assert format_name(params.layers[2].ffn.experts.w3) == "nvfp4"
-    assert format_name(params.mtp[0].block.ffn.experts.w3) == "mxfp4"
-    assert_same_params(params, random_params(SMALL, experts="nvfp4", mtp_experts="mxfp4"))
-
-
 def test_nvfp4_scalars_may_have_one_element_and_input_scale_may_be_absent(tmp_path):
     folder = write_checkpoint(tmp_path / "model", SMALL, experts="nvfp4")
 

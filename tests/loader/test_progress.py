@@ -1,7 +1,5 @@
 """Progress where stderr is no terminal: a line of the log now and then."""
 
-from __future__ import annotations
-
 from dsv4.loader import progress
 
 

@@ -1,7 +1,5 @@
 """The set A model, loaded once per numerics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each variant is a process of its own: libraries choose their kernels when they a
 with AVX2 kernels, holds for every CPU.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

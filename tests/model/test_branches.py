@@ -4,17 +4,16 @@ On a GPU the graph decides. Here both extremes run, with the oracles and with th
 may overlap must take different counters.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from test_reproducibility import CONFIG
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import EngineConfig
 from dsv4.dist.exchange import Rows
 from dsv4.loader.write.synth import random_params
 from dsv4.model.branches import Branches
@@ -26,10 +25,6 @@ from dsv4.testing.inputs import kernel_device
 from dsv4.testing.numeric import assert_bitwise
 from dsv4.testing.op_modules import op_modules
 
-CONFIG = ModelConfig.tiny(
-    vocab_size=64, hidden_size=128, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_attention_heads=2, o_groups=1,
-    n_routed_experts=4, index_n_heads=2, index_topk=8, num_nextn_predict_layers=0, max_position_embeddings=512,
-)  # fmt: skip
 MAY_OVERLAP = (
     "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair", "moe_parts", "moe_shared",
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """How many torch calls a decode step of the miniature makes on a CPU: most of its time, and the same on any machine."""
 
-from __future__ import annotations
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import LLM, SamplingParams

@@ -1,13 +1,11 @@
 """Drafts of both drafters against an independent implementation, in `exact` numerics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
+from draft_vectors import DraftSet
 
 from dsv4 import LLM
-from dsv4.testing.draft_vectors import DraftSet
 from dsv4.testing.vectors import pure_deviation
 
 VECTORS = Path(__file__).parents[1] / "vectors"

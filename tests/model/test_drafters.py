@@ -5,8 +5,6 @@ prompts and verified drafts of some of them at once, beside padding; every propo
 after a fresh prefill of the same tokens by a drafter of its own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +16,7 @@ from test_reproducibility import with_padding
 from dsv4 import LLM, ModelConfig
 from dsv4.cache.batch import TokenBatch
 from dsv4.config import EngineConfig
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.run.precompile import on_meta
 from dsv4.loader.write.synth import random_params
 from dsv4.model.drafter import DraftEnds
@@ -213,7 +211,7 @@ def test_a_round_reads_nothing_on_the_host(kind, monkeypatch):
     interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
     monkeypatch.setattr(interpreted, "__getitem__", _Launch.__getitem__)
     monkeypatch.setattr(guard, "LAUNCH_DEVICES", guard.LAUNCH_DEVICES | {"meta"})
-    model.params = on_meta(params)
+    model.weights = on_meta(params)
     model.context = replace(model.context, window_freqs=on_meta(model.context.window_freqs),
                             compressed_freqs=on_meta(model.context.compressed_freqs))  # fmt: skip
     handles = [on_meta(cache_.handle(layer.layer_idx)) for layer in model.schedule]

@@ -11,8 +11,6 @@ bf16 it also rounds at other places; docs/numerics.md lists them. What the compa
 * A checkpoint that fills `tid2eid`, which transformers leaves at zero, and a clamp low enough to act on random weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -94,7 +92,7 @@ def test_the_comparison_sees_what_it_should(models, ours_in_one_go):
     theirs, ours = models
     token_ids = TOKEN_IDS[:CHANGED_TOKENS]
     expected = huggingface_logits(theirs, token_ids)
-    config, params = ours.config, ours.model.params
+    config, params = ours.config, ours.model.weights
     changes = (
         {"index_topk": NUM_TOKENS},
         {"swiglu_limit": 10.0},

@@ -4,8 +4,6 @@ A bit that differs anywhere is amplified by FP8 rounding until logits differ as 
 few rows tell nothing: 4,200 rows of set A's model do.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

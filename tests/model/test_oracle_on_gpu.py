@@ -1,9 +1,8 @@
 """The oracles are device-free: set A on a GPU, within the same limits as on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from test_vectors import LAYERS, run_case
 
 from dsv4 import LLM
 from dsv4.ops import TORCH
@@ -28,8 +27,7 @@ def llm(request, set_a):
 @pytest.mark.parametrize("case_id", CASE_IDS)
 def test_logits(llm, set_a, case_id):
     case = next(case for case in set_a.cases["cases"] if case["id"] == case_id)
-    run = llm.mtp_logits if case["kind"].startswith("mtp") else llm.logits
-    logits = run(set_a.token_ids(case), set_a.chunks(case))[case["positions"]].cpu()
+    logits = run_case(llm, set_a, case).cpu()
     if llm.numerics == "exact":
         assert pure_deviation(logits, set_a.expected("expected_pure")[case["logits"]]) <= PURE_LOGITS_ABS
     else:
@@ -40,13 +38,12 @@ def test_logits(llm, set_a, case_id):
 
 def test_single_blocks(llm, set_a):
     table, tag = set_a.expected("layers"), "pure" if llm.numerics == "exact" else "quant"
-    rows = table["positions"]
-    for layer_idx in set_a.cases["layer_cases"]["layers"]:
+    for layer_idx in LAYERS:
         output = llm.layer(layer_idx, table["input"], table["tokens"].tolist())
         for name in ("attn_out", "ffn_out"):
-            want = table[f"{tag}.{layer_idx}.{name}"]
             limit = PURE_LAYER_RELATIVE if llm.numerics == "exact" else STRICT_LAYER[name]
-            assert relative_l2(getattr(output, name)[rows].cpu(), want) <= limit
+            found = getattr(output, name)[table["positions"]].cpu()
+            assert relative_l2(found, table[f"{tag}.{layer_idx}.{name}"]) <= limit
 
 
 def test_chunking_is_bitwise_the_same(set_a):

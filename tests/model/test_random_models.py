@@ -5,8 +5,6 @@ On a GPU as many models as the limit of three minutes allows (`python -m benchma
 the first op that differs. On a CPU one model runs on the oracles, and mistakes that the comparison must see and name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

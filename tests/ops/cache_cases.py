@@ -1,7 +1,5 @@
 """Caches and batches for the tests of the kernels that write the cache. Shared by several test files."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

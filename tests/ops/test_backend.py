@@ -1,7 +1,5 @@
 """`Backend`: exchanging an op keeps the layout of weights, graphs and compiling ahead; nobody compares ops."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields, replace
 from pathlib import Path

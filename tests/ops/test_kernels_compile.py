@@ -2,8 +2,6 @@
 kernel spills registers but those of `KNOWN_SPILLS`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -14,7 +12,7 @@ from dsv4.ops.select import TOPK_CONFIG
 from dsv4.testing.bench import case_modules, load_cases
 from dsv4.testing.cases.sampling import VOCABULARY
 from dsv4.testing.cases.select import VARIANTS
-from dsv4.testing.compiled.compile_check import CompileFailure, reports
+from tools.compiled.compile_check import CompileFailure, reports
 
 SHAPES = {case.key: case.shape for case in load_cases(case_modules())}
 CASES = list(SHAPES)
@@ -220,10 +218,7 @@ def test_attention_sums_weights_in_one_order_by_tiles_and_by_columns(compiled):
 
 
 def test_the_batch_size_does_not_change_the_kernel(compiled):
-    for op, shape in (
-        ("rms_norm", "weighted-{}x4096"),
-        ("rms_norm_quant", "both-{}x7168"),
-    ):
+    for op, shape in (("rms_norm", "weighted-{}x4096"), ("rms_norm_quant", "both-{}x7168")):
         (one,) = compiled[f"{op}/{shape.format(1)}"]
         (many,) = compiled[f"{op}/{shape.format(4096)}"]
         assert (one.registers, one.sum_layouts) == (many.registers, many.sum_layouts)

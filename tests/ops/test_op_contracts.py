@@ -1,7 +1,5 @@
 """What holds for every op: oracle, kernel and, where model or engine call it, Protocol share a signature."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from dataclasses import fields

@@ -3,8 +3,6 @@ test of its kernel, a benchmark case, and with it a compile check. The registrie
 looks at what they found.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields
 from pathlib import Path

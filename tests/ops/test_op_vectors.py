@@ -1,7 +1,5 @@
 """Single operations against the vectors in dsv4/testing/data: codes and casts bitwise, products within one rounding."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -93,8 +91,7 @@ def test_sparse_attention():
 
 
 @pytest.mark.parametrize(
-    ("name", "theta", "scaling"),
-    [("rope_plain", 10000.0, None), ("rope_yarn", 160000.0, RopeScaling())],
+    ("name", "theta", "scaling"), [("rope_plain", 10000.0, None), ("rope_yarn", 160000.0, RopeScaling())]
 )
 def test_rope_tables(name, theta, scaling):
     """One fp32 step of the cosine at most: the angle itself is the published fp32 product."""

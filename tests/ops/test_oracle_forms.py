@@ -1,13 +1,10 @@
 """Oracles that take a shorter way for some inputs, or share work between rows, give the bits of the plain way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from weight_cases import quantised
 
-from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
-from dsv4.formats.fp8 import fp8_block_quantize
-from dsv4.formats.tensors import QuantFormat, QuantTensor, WideWeight
+from dsv4.formats.tensors import WideWeight
 from dsv4.ops.hyper import sinkhorn_ref
 from dsv4.ops.lib.invariant import exact_matmul
 from dsv4.ops.linear import linears_ref, segments_ref
@@ -17,38 +14,18 @@ from dsv4.testing.numeric import assert_bitwise
 
 INF, NAN = float("inf"), float("nan")
 LIMIT, EXPERTS = 10.0, 5
+FORMS = pytest.mark.parametrize("form", ["fp8", "mxfp4", "nvfp4", "bf16"])
 
 
-def fp8(seed, rows=128, width=256):
-    weight = normal((rows, width), seed=seed, dtype=torch.float32)
-    return QuantTensor(*fp8_block_quantize(weight, (128, 128)), QuantFormat.FP8_BLOCK)
+def matrix(form, seed, *stack, rows=128, width=256):
+    return quantised(form, normal((*stack, rows, width), seed=seed, dtype=torch.float32))
 
 
-def stacked(make, seed, rows=128, width=256):
-    parts = [make(seed + place, rows, width) for place in range(EXPERTS)]
-    if isinstance(parts[0], torch.Tensor):
-        return torch.stack(parts)
-    scales = [part.global_scale for part in parts if part.global_scale is not None]
-    return QuantTensor(
-        torch.stack([part.data for part in parts]), torch.stack([part.scale for part in parts]), parts[0].format,
-        torch.stack(scales) if scales else None,
-    )  # fmt: skip
-
-
-def mxfp4(seed, rows=128, width=256):
-    return QuantTensor(*mxfp4_quantize(normal((rows, width), seed=seed, dtype=torch.float32)), QuantFormat.MXFP4)
-
-
-def nvfp4(seed, rows=128, width=256):
-    data, scale, given = nvfp4_quantize(normal((rows, width), seed=seed, dtype=torch.float32))
-    return QuantTensor(data, scale, QuantFormat.NVFP4, given)
-
-
-def plain(seed, rows=128, width=256):
-    return normal((rows, width), seed=seed)
-
-
-MAKES = pytest.mark.parametrize("make", [fp8, mxfp4, nvfp4, plain])
+def experts_of(form, seed, *stack):
+    return tuple(
+        matrix(form, seed + place, *stack, rows=rows, width=width)
+        for place, (rows, width) in enumerate(((128, 256), (256, 128), (128, 256)))
+    )
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 20])
@@ -84,11 +61,11 @@ def test_runs_of_few_rows_are_added_as_those_of_many(num_runs):
         assert_bitwise(exact_matmul(x[row : row + 2], operand), whole[row : row + 2])
 
 
-@MAKES
+@FORMS
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_segments_are_the_linears_of_each(make, is_kept):
+def test_segments_are_the_linears_of_each(form, is_kept):
     x = normal((7, 256), seed=1)
-    weights = [(make(10 * place), make(10 * place + 1)) for place in range(3)]
+    weights = [(matrix(form, 10 * place), matrix(form, 10 * place + 1)) for place in range(3)]
     if is_kept:
         weights = [tuple(WideWeight(weight) for weight in own) for own in weights]
     counts = [4, 0, 3]
@@ -98,12 +75,11 @@ def test_segments_are_the_linears_of_each(make, is_kept):
     assert_bitwise(segments_ref(x, weights, counts), torch.cat(parts))
 
 
-@MAKES
-def test_experts_together_are_the_pieces_and_the_single_ones(make):
+@FORMS
+def test_experts_together_are_the_pieces_and_the_single_ones(form):
     x, weights = normal((6, 256), seed=2), torch.rand(6, 2, generator=torch.Generator().manual_seed(3))
     experts = torch.tensor([[0, 3], [1, 2], [-1, 4], [0, 3], [EXPERTS, -1], [3, 4]])
-    routed = (stacked(make, 20), stacked(make, 40, 256, 128), stacked(make, 60))
-    shared = fp8(80), fp8(81, 256, 128), fp8(82)
+    routed, shared = experts_of(form, 20, EXPERTS), experts_of("fp8", 80)
     whole = moe_ref(x, experts, weights, routed, shared, limit=LIMIT)
     parts = moe_parts_ref(x, experts, weights, routed, shared, limit=LIMIT)
     shared_out = torch.empty_like(x)
@@ -114,17 +90,14 @@ def test_experts_together_are_the_pieces_and_the_single_ones(make):
         total = torch.zeros(1, 256, dtype=torch.float64)
         for expert, weight in zip(chosen, weights[token], strict=True):
             if 0 <= expert < EXPERTS:
-                matrices = [tuple(matrix[expert] for matrix in routed)]
+                matrices = [tuple(stack[expert] for stack in routed)]
                 total += experts_ref(row, matrices, [1], LIMIT, weight.unsqueeze(0)).double()
         total = total.float() + experts_ref(row, [shared], [1], LIMIT, None).float()
         assert_bitwise(whole[token : token + 1], total.bfloat16())
 
 
 def test_no_tokens_and_no_experts():
-    routed, shared = (
-        (stacked(fp8, 20), stacked(fp8, 40, 256, 128), stacked(fp8, 60)),
-        (fp8(1), fp8(2, 256, 128), fp8(3)),
-    )
+    routed, shared = experts_of("fp8", 20, EXPERTS), experts_of("fp8", 1)
     for num_tokens in (0, 3):
         x, weights = normal((num_tokens, 256), seed=2), torch.ones(num_tokens, 2)
         nobody = torch.full((num_tokens, 2), -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +21,10 @@ def descendants_of(pid):
 
 def ranks_under(pid):
     """Ranks besides the first of a server, whose engine is a child of its supervisor."""
-    return [one for one in descendants_of(pid) if b"dsv4.rank" in _command(one)]
+    return [one for one in descendants_of(pid) if b"dsv4.rank" in command_of(one)]
 
 
-def _command(pid):
+def command_of(pid):
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
@@ -42,3 +43,9 @@ def _is_alive(pid):
     except OSError:
         return False
     return state not in "ZX"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from offload_cases import offload
 from test_runner import FakeGraph
 
 from dsv4.cache.manager import KVCacheManager
@@ -20,12 +21,10 @@ from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.mesh import meet
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
 from dsv4.engine.control import EngineControl
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.link.info import engine_info
-from dsv4.engine.offload.pool import offload
-from dsv4.engine.offload.trees import map_tensors
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
 from dsv4.engine.ranks.engine import RanksEngine
@@ -33,6 +32,7 @@ from dsv4.engine.ranks.remote import RemoteRank
 from dsv4.engine.ranks.serve import serve_rank
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import map_tensors
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH
 
@@ -44,6 +44,15 @@ SMALL = ModelConfig.tiny(
     num_nextn_predict_layers=1, num_attention_heads=2, q_lora_rank=128, o_lora_rank=64, n_routed_experts=6,
     num_experts_per_tok=3, moe_intermediate_size=128, index_n_heads=2, max_position_embeddings=1024,
 )  # fmt: skip
+
+
+def prompts_of(*lengths, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def prompt_of(length, seed):
+    return prompts_of(length, seed=seed)[0]
 
 
 def share_of(params, experts):
@@ -64,8 +73,8 @@ class _Rank:
 
     numerics, checkpoint, num_ranks, weight_version, start_seconds = "official", None, 2, "0", {}
 
-    def __init__(self, ranks, rank, progress, link):
-        self.mesh = meet(ranks.store, rank, ranks.size, HOST, TOKEN, lambda: link.is_lost)
+    def __init__(self, ranks, rank, mesh, progress, link):
+        self.mesh = mesh
         group = gloo_group(ranks.store, rank, ranks.size, HOST, progress.tick, lambda: link.is_lost)
         self.group = ranks.wrap(rank, group)
         group = CheckedGroup(self.group) if ranks.is_checked else self.group
@@ -134,29 +143,29 @@ class ThreadedRanks:
         self.store = dist.HashStore()
         self.errors = {}
         progress = Progress()
-        self.link = Leader(size, HOST, TOKEN, progress, stalled_seconds=stalled_seconds)
         self.threads = [threading.Thread(target=self._follow, args=(rank,), daemon=True) for rank in range(1, size)]
         for thread in self.threads:
             thread.start()
-        self.link.connect()
-        self.own = _Rank(self, 0, progress, self.link)
+        mesh = meet(self.store, 0, size, HOST, TOKEN)
+        self.link = Leader(mesh.watch, progress, stalled_seconds=stalled_seconds)
+        self.own = _Rank(self, 0, mesh, progress, self.link)
         change(0, self.own)
-        self.link.answers()  # everybody is ready
+        self.link.wait_until_ready()
         more = {} if clock is None else {"clock": clock}
         remotes = [RemoteRank(rank, self.own.mesh.requests[rank]) for rank in range(1, size)]
-        self.engine = RanksEngine(self.own.engine, remotes, self.link, **more)
+        self.engine = RanksEngine(self.own.engine, self.own.agreement, remotes, self.link, **more)
         self.model = LeadingTransformer(self.own.model, self.own.agreement)
 
     def _follow(self, rank):
-        progress = Progress()
-        link = Follower(self.link.address, rank, TOKEN, progress, on_lost=lambda why: None)
+        progress, mesh = Progress(), meet(self.store, rank, self.size, HOST, TOKEN)
+        link = Follower(mesh.watch[0], rank, progress, on_lost=lambda why: None)
         try:
-            made = self.others[rank] = _Rank(self, rank, progress, link)
+            made = self.others[rank] = _Rank(self, rank, mesh, progress, link)
             self.change(rank, made)
-            link.answer(b"")
+            link.ready()
             control = EngineControl(made, TORCH)
             serve_rank(
-                made.engine, control, engine_info(made), made.mesh.requests[0], link, constrain=self.constrain
+                made.engine, control, engine_info(made), mesh.requests[0], link, progress, constrain=self.constrain
             )  # fmt: skip
             made.cache.close()
         except BaseException as error:
@@ -164,6 +173,7 @@ class ThreadedRanks:
             self.errors[rank] = error
         finally:
             link.close()
+            mesh.close()
 
     @property
     def engines(self):

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from bare import bare
-from rank_cases import HOST, SMALL, ThreadedRanks
+from rank_cases import HOST, SMALL, ThreadedRanks, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.exchange import CollectiveExchange
 from dsv4.dist.group import gloo_group
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World
+from dsv4.engine.link.messages import LAST_HANDLE
 from dsv4.engine.offload.placement import Placement
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import random_params
@@ -31,11 +32,6 @@ PARAMS = [
     SamplingParams(max_tokens=6, seed=7, logprobs=1, logit_bias={31: 80, 32: 79.5}, bad_words_ids=((31, 31), (33,))),
     SamplingParams(max_tokens=0, prompt_logprobs=30, routed_experts=True, indexer_topk=True),
 ]
-
-
-def prompts_of(*lengths, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 PROMPTS = prompts_of(3, 130, 1, 127, 20, 4, 128, 140)
@@ -144,7 +140,7 @@ def test_a_rank_that_is_idle_and_one_whose_experts_nobody_chose(make_ranks, one)
     """One request on two ranks: the other only serves. Its first layer's choices (by token id) may all be elsewhere."""
     own = expert_range(SMALL.n_routed_experts, 2, 1)
     llm = one()
-    table = llm.model.params.layers[0].ffn.tid2eid
+    table = llm.model.weights.layers[0].ffn.tid2eid
     lonely = [token for token in range(2, SMALL.vocab_size) if not any(int(e) in own for e in table[token])]
     assert lonely, "some token's experts are all on rank 0"
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
@@ -184,13 +180,33 @@ def test_ranks_agree_on_the_least_number():
     assert found == {0: 3, 1: 3, 2: 3}
 
 
+def test_waiting_counts_where_rank_0_only_pads(make_ranks):
+    """What waits grows older with the steps of all ranks."""
+    ranks = make_ranks(2, limits={"max_concurrent_requests": 2})
+    engine = ranks.engine
+    short, long = (
+        engine.add([5, 6, 7], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)) for count in (2, 20)
+    )
+    while not short.is_done:
+        engine.step()
+    ages, num_steps = [], ranks.own.engine.scheduler.num_steps
+    while not long.is_done:
+        waiting = engine.prepare([5], PARAMS[0])
+        engine.submit(waiting)
+        ages.append(engine._router._queue[0].order[0])
+        engine.abort(waiting)
+        engine.step()
+    assert ranks.own.engine.scheduler.num_steps == num_steps
+    assert ages[-1] - ages[0] > 10
+
+
 def test_padding_is_poisoned(make_ranks, alone):
     """Padded rows carry token 0, whose embedding is NaN here, on every rank; more rows than the busiest rank has."""
     assert all(0 not in done.token_ids for done in alone["official"])
 
     def poison(rank, made):
-        made.model.params.embed = made.model.params.embed.clone()
-        made.model.params.embed[0] = float("nan")
+        made.model.weights.embed = made.model.weights.embed.clone()
+        made.model.weights.embed[0] = float("nan")
         agree = made.agreement.agree
         made.agreement.agree = lambda own: (size := agree(own)) and size._replace(num_rows=size.num_rows + 3)
 
@@ -208,3 +224,26 @@ def test_a_wrong_order_would_be_seen(make_ranks, one, monkeypatch):
     mine, theirs = (model.trace([5, 6, 7, 8])[0].ffn_out for model in (other, llm))
     assert not torch.equal(mine, theirs)
     torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_picks_of_one_rank_under_graphs(make_ranks, one, overlap):
+    """No graph keeps picks, so all ranks make such a step's calls directly, of as many rows, the idle one too."""
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, indexer_topk=True, routed_experts=True)
+    (prompt,) = prompts_of(5)
+    ranks = make_ranks(2, buckets=(2, 8, 32), overlap=overlap)
+    assert ranks.run([(prompt, params)]) == one().generate([prompt], params)
+    plain = replace(params, indexer_topk=False)
+    replays = [engine.runner.num_replays for engine in ranks.engines]
+    assert ranks.run([(prompt, plain)]) == one().generate([prompt], plain)
+    assert all(engine.runner.num_replays > before for engine, before in zip(ranks.engines, replays, strict=True))
+
+
+def test_more_requests_than_there_are_handles(make_ranks, one):
+    """Behind the last handle the first ones are used again."""
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    prompts = prompts_of(3, 4, 2, 5, 6, 7)
+    ranks = make_ranks(2)
+    ranks.engine.remotes[0]._next_handle = LAST_HANDLE
+    assert ranks.run([(prompt, params) for prompt in prompts]) == one().generate(prompts, params)
+    assert ranks.engine.remotes[0]._next_handle < 10

@@ -14,8 +14,7 @@ import pytest
 from bare import bare
 from draft_cases import ForcedDrafts, assert_same_drafts, run, truth_of
 from load_cases import Alternating
-from rank_cases import SMALL, ThreadedRanks
-from test_rank_bits import prompts_of
+from rank_cases import SMALL, ThreadedRanks, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed
@@ -209,7 +208,7 @@ def test_rules_hold_on_every_rank(make_ranks, rule):
         return [request.completion() for request in requests]
 
     expected = serve(llm.engine)
-    ranks = make_ranks("mtp", 2, forced("mtp", "partly", expected), constrain=lambda text, opening: Sourced())
+    ranks = make_ranks("mtp", 2, forced("mtp", "partly", expected), constrain=lambda text, opening: Sourced)
     assert serve(ranks.engine) == expected
     assert ranks.engine.stats().drafts.num_accepted > 5
     assert [engine.scheduler.num_finished for engine in ranks.engines] == ([2, 1] if rule is Sourced else [3, 0])

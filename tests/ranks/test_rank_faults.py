@@ -94,7 +94,7 @@ class Forgetful:
 def test_ranks_that_are_in_different_steps_say_so(make_ranks):
     ranks = make_ranks(2)
     ranks.run([(PROMPT, PARAMS)])
-    ranks.own.agreement._num_rounds += 1
+    ranks.own.agreement.num_rounds += 1
     with (
         within(10),
         pytest.raises((RanksDiverged, RankFailed), match=r"rank [01] is in step \d+, this one in step \d+"),
@@ -140,45 +140,121 @@ def test_a_silent_leader_is_left(make_ranks, monkeypatch):
     """A follower that hears nothing ends: here by its connection, when the leader is stopped."""
     monkeypatch.setattr(control, "SILENT_SECONDS", 0.5)
     lost = []
-    leader = control.Leader(2, "127.0.0.1", b"token", control.Progress())
-    follower = Follower(leader.address, 1, b"token", control.Progress(), on_lost=lost.append)
+    ours, theirs = socket.socketpair()
+    follower = Follower(theirs, 1, control.Progress(), on_lost=lost.append)
     with within(5):
         while not lost:
             time.sleep(0.05)
     assert lost == ["rank 0 has not been heard of for 0.5 s"]
     assert follower.is_stopped
     follower.close()
-    leader.stop()
+    ours.close()
 
 
-def test_a_silent_rank_and_a_stranger(monkeypatch):
+def test_a_silent_rank(monkeypatch):
     monkeypatch.setattr(control, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(Follower, "_beat", lambda self: None)
-    leader = control.Leader(2, "127.0.0.1", b"token", control.Progress())
-    stranger = Follower(leader.address, 1, b"other", control.Progress(), on_lost=lambda why: None)
-    follower = Follower(leader.address, 1, b"token", control.Progress(), on_lost=lambda why: None)
-    leader.connect()
+    ours, theirs = socket.socketpair()
+    leader = control.Leader({1: ours}, control.Progress())
     with within(5), pytest.raises(RankFailed, match="rank 1 has not been heard of for 0.6 s"):
-        leader.answers()
-    with within(5):
-        while not stranger.is_stopped:
-            time.sleep(0.05)
-    for one in (stranger, follower):
-        one.close()
+        leader.wait_until_ready()
+    theirs.close()
     leader.stop()
+
+
+class Stuck:
+    """In place of a method: the thread that calls it stays there until the test ends."""
+
+    def __init__(self):
+        self.is_over = threading.Event()
+
+    def __call__(self, *given, **options):
+        self.is_over.wait(60)
+
+
+@pytest.mark.parametrize("method", ["submit", "check_integrity"])
+def test_a_rank_that_hangs_outside_a_step_is_named(make_ranks, monkeypatch, method):
+    """While it takes a request, or answers; rank 0 has nothing to run, and the others beat."""
+    monkeypatch.setattr(control, "SILENT_SECONDS", 2.0)
+    stuck = Stuck()
+
+    def change(rank, made):
+        if rank == 1:
+            setattr(made.engine, method, stuck)
+
+    ranks = make_ranks(3, change=change)
+    try:
+        with within(6), pytest.raises(RankFailed, match="rank 1 hangs, and in no step, for 2 s"):
+            ranks.run([(PROMPT, PARAMS), (PROMPT, PARAMS)])
+    finally:
+        stuck.is_over.set()
+
+
+def test_statistics_wait_for_nobody(make_ranks):
+    """They are what ranks said last: here while one of them is busy with something else."""
+    stuck = Stuck()
+
+    def change(rank, made):
+        if rank == 1:
+            made.engine.check_integrity = stuck
+
+    ranks = make_ranks(2, change=change)
+    requests = [ranks.engine.add(PROMPT, PARAMS) for _ in range(2)]
+    while not all(one.is_done for one in requests):
+        ranks.engine.step()
+    ranks.engine.remotes[0].ask("check_integrity")
+    with within(0.5):
+        stats = ranks.engine.stats()
+    stuck.is_over.set()
+    assert (stats.num_finished, stats.num_output_tokens, stats.num_slots) == (2, 8, 8)
+
+
+def test_a_rank_that_hangs_behind_a_step_is_named(make_ranks):
+    """In a draw: the others have left the step, and have nothing to run."""
+    stuck = Stuck()
+
+    def change(rank, made):
+        if rank == 1:
+            made.runner.draw = stuck
+
+    ranks = make_ranks(2, change=change, stalled_seconds=2.0)
+    try:
+        with within(6), pytest.raises(RankFailed, match="rank 1 has made no progress for 2 s"):
+            ranks.run([(PROMPT, SamplingParams(max_tokens=1)), (PROMPT, PARAMS)])
+    finally:
+        stuck.is_over.set()
+
+
+def test_idle_ranks_and_long_steps_are_left_alone(make_ranks, monkeypatch):
+    """Nothing to do for long, then a layer that takes longer than silence may."""
+    monkeypatch.setattr(control, "SILENT_SECONDS", 2.5)
+
+    def change(rank, made):
+        logits = made.model.logits
+
+        def slowly(streams):
+            time.sleep(4 if rank else 0)
+            return logits(streams)
+
+        made.model.logits = slowly
+
+    ranks = make_ranks(2, change=change)
+    time.sleep(4)
+    params = SamplingParams(max_tokens=1, temperature=0)
+    assert len(ranks.run([(PROMPT, params), (PROMPT, params)])) == 2
+    assert ranks.link.failure is None
 
 
 def test_strangers_are_not_let_into_the_mesh():
-    """Whoever does not know the token is shown out, and the ranks meet all the same."""
+    """Whoever does not know the token, or says nothing, is shown out, and the ranks meet all the same."""
     store, made = HashStore(), {}
 
     def join(rank):
-        made[rank] = meet(store, rank, 2, "127.0.0.1", b"token", lambda: False)
+        made[rank] = meet(store, rank, 2, "127.0.0.1", b"token")
 
     first = threading.Thread(target=join, args=(0,))
     first.start()
     host, port = store.get("mesh/0").decode().rsplit(":", 1)
-    strangers = [socket.create_connection((host, int(port))) for _ in range(2)]
+    strangers = [socket.create_connection((host, int(port))) for _ in range(3)]  # the last one stays, in silence
     strangers[0].sendall(b"nekot" + bytes(16))
     strangers[1].close()
     join(1)
@@ -189,7 +265,7 @@ def test_strangers_are_not_let_into_the_mesh():
     assert made[0].requests[1].recv(5) == b"hello"
     strangers[0].settimeout(5)
     assert strangers[0].recv(1) == b""
-    for one in (*made.values(), strangers[0]):
+    for one in (*made.values(), *strangers):
         one.close()
 
 
@@ -219,8 +295,11 @@ def test_constraints_hold_on_every_rank(make_ranks, overlap):
     made = []
 
     def constrain(text, opening):
-        made.append(Rule(int(text)))
-        return made[-1]
+        def make():
+            made.append(Rule(int(text)))
+            return made[-1]
+
+        return make
 
     ranks = make_ranks(2, overlap=overlap, constrain=constrain)
     engine, rules = ranks.engine, [Rule(9), Rule(2), Rule(9)]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4.loader.shipped import find_checkpoint
 
 pytestmark = pytest.mark.processes
 NODES = ("dsv4-node-0", "dsv4-node-1")
@@ -47,15 +48,30 @@ def two_nodes():
             ip("netns", "delete", name)
 
 
-def test_two_nodes_give_the_tokens_of_one():
+PROGRAM = """
+import json, sys
+from dsv4 import LLM, EngineConfig, SamplingParams
+from dsv4.loader.shipped import find_checkpoint
+limits = EngineConfig(max_context_tokens=128, max_concurrent_requests=4)
+llm = LLM(sys.argv[1], gpus=2, engine=limits)
+params = [SamplingParams(max_tokens=6, seed=seed, temperature=0.8, logprobs=1) for seed in (3, 4)]
+found = llm.generate(["SCENE I.", "And it came to pass"], params)
+finished = [llm.engine.own.stats().num_finished, llm.engine.remotes[0].load.stats.num_finished]
+print(json.dumps([[one.token_ids, [token.logprob for token in one.logprobs]] for one in found] + [finished]))
+"""
+
+
+def test_two_nodes_give_the_tokens_of_one(tmp_path):
+    """One request on each node: the second one lives where rank 0 is not, and its tokens cross the cable."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
     with two_nodes():
         runs = [
             subprocess.Popen(
                 [
                     "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
                     "--node-rank", str(place), "--nproc-per-node", "1", "--master-addr", "10.77.0.1",
-                    "--master-port", "29531", "-m", "dsv4", "generate", "SCENE I.", "--gpus", "2", "--device", "cpu",
-                    "--max-tokens", "6", "--seed", "3", "--temperature", "0.8", "--json",
+                    "--master-port", "29531", str(program), str(find_checkpoint(None)),
                 ],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"dsv4-veth{place}"},
@@ -68,6 +84,9 @@ def test_two_nodes_give_the_tokens_of_one():
             for run in runs:
                 run.kill()
     assert [run.returncode for run in runs] == [0, 0], [errors[-2000:] for _, errors in found]
-    (expected,) = LLM(engine=LIMITS).generate("SCENE I.", SamplingParams(max_tokens=6, seed=3, temperature=0.8))
-    assert json.loads(found[0][0])["token_ids"] == list(expected.token_ids)
+    params = [SamplingParams(max_tokens=6, seed=seed, temperature=0.8, logprobs=1) for seed in (3, 4)]
+    expected = LLM(engine=LIMITS).generate(["SCENE I.", "And it came to pass"], params)
+    *answers, finished = json.loads(found[0][0])
+    assert answers == [[list(one.token_ids), [token.logprob for token in one.logprobs]] for one in expected]
+    assert finished == [1, 1]
     assert found[1][0] == "", "the other node prints nothing"

@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_cases import SMALL
+from rank_cases import SMALL, prompt_of
 
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.dist.shares import rank_limits
 from dsv4.llm import LLM
 from dsv4.request import SamplingParams
-
-
-def prompt_of(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist()
-
 
 PARAMS = SamplingParams(max_tokens=3, seed=3, logprobs=2, ignore_eos=True)
 
@@ -101,8 +95,9 @@ def test_the_router_knows_what_caches_have(make_ranks):
     ranks = make_ranks(2, limits=limits)
     for turn in range(3):
         ranks.run([(prompt_of(260 + 9 * seed, seed), replace(PARAMS, seed=turn)) for seed in range(5)])
-        ranks.engine._rooms()
-        for known, cache in zip([ranks.engine._known, ranks.engine.remotes[0].known], ranks.caches, strict=True):
+        for rank, cache in zip(ranks.engine.ranks, ranks.caches, strict=True):
+            rank.hear()
+            known = rank.known
             assert known == {*cache.prefix.tree.all_keys(), *cache.tiers.host.tree.all_keys()}
             assert known
 

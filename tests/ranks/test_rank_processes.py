@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 from draft_cases import ForcedDrafts, truth_of
-from process_cases import children_of, descendants_of, ranks_under, wait_until_gone
+from process_cases import children_of, descendants_of, free_port, ranks_under, wait_until_gone
 from rank_cases import SMALL
 
 from dsv4.cli.main import main
@@ -31,7 +31,7 @@ from dsv4.engine.offload.placement import OffloadError
 from dsv4.engine.ranks.load import check_alike, rank_device
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
-from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.header import CheckpointError
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import RequestError, SamplingParams
 
@@ -72,19 +72,18 @@ IDENTITY = Identity(
 )  # fmt: skip
 
 
-def test_ranks_on_gpus_of_other_kinds_are_refused(folder):
-    checkpoint = Checkpoint.open(folder)
-    check_alike(Saying(), IDENTITY, checkpoint)
-    check_alike(Saying(), replace(IDENTITY, processor="sm_90.NVIDIA-H100"), checkpoint)  # the same bits
+def test_ranks_on_gpus_of_other_kinds_are_refused():
+    check_alike(Saying(), IDENTITY)
+    check_alike(Saying(), replace(IDENTITY, processor="sm_90.NVIDIA-H100"))  # the same bits
     with pytest.raises(ConfigError, match=r"rank 1 and rank 0 must agree in processor, found sm_80 and sm_90: tokens"):
-        check_alike(Saying(processor="sm_80"), IDENTITY, checkpoint)
+        check_alike(Saying(processor="sm_80"), IDENTITY)
     with pytest.raises(ConfigError, match="must agree in libraries, found torch 0 and torch 1, Triton 2"):
-        check_alike(Saying(libraries="torch 0"), IDENTITY, checkpoint)
+        check_alike(Saying(libraries="torch 0"), IDENTITY)
 
 
 def test_ranks_with_other_checkpoints_are_refused(folder, tmp_path, monkeypatch):
-    """As where each machine has a copy of its own."""
-    write_checkpoint(tmp_path / "other", replace(SMALL, q_lora_rank=256))
+    """As where each machine has a copy of its own: here with other weights in tensors of the same shapes."""
+    write_checkpoint(tmp_path / "other", SMALL, seed=1)
     start = world._start
 
     def with_another_folder(rank, size, port, settings):
@@ -122,9 +121,38 @@ def check_commands(llm, alone):
     assert {output.weight_versions[-1][1] for _, output in (*requests, late)} == {"second"}
     llm.pause("wait")
     llm.resume()
-    with pytest.raises(RequestError, match="weights can be updated only with gpus=1"):
-        llm.update_weights("nowhere")
+    with pytest.raises(RequestError, match="tensors can be given only with gpus=1"):
+        llm.update_weights({})
     llm.engine.check_integrity()
+
+
+def test_new_weights_and_sleep_on_two_ranks(folder, tmp_path):
+    """Each rank takes its experts; nobody changes anything unless all can."""
+    other = write_checkpoint(tmp_path / "other", SMALL, seed=7)
+    expected = {path: LLM(path, engine=LIMITS).generate(PROMPTS, PARAMS) for path in (folder, other)}
+    llm = LLM(folder, engine=LIMITS, gpus=2, check_exchange=True)
+
+    def answers():
+        return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
+
+    wanted = {path: [(one.token_ids, one.logprobs) for one in found] for path, found in expected.items()}
+    assert wanted[folder] != wanted[other]
+    for path in (other, folder):
+        llm.update_weights(path)
+        assert answers() == wanted[path]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        llm.update_weights(tmp_path / "nothing")
+    for level in (1, 2):
+        llm.sleep(level)
+        assert llm.info()["asleep"] == ["kv_cache", "weights"]
+        llm.wake(["weights"])
+        if level == 2:
+            llm.update_weights(other)
+        llm.wake(["kv_cache"])
+        assert not llm.info()["is_paused"]
+        assert answers() == wanted[folder if level == 1 else other]
+    llm.engine.check_integrity()
+    llm.close()
 
 
 def test_four_processes_and_one_killed_while_nothing_runs(folder):
@@ -137,7 +165,7 @@ def test_four_processes_and_one_killed_while_nothing_runs(folder):
     assert llm.generate(PROMPTS, PARAMS) == alone.generate(PROMPTS, PARAMS)
     assert torch.equal(llm.logits(PROMPTS[1], [100, 40]), alone.logits(PROMPTS[1]))
     assert torch.equal(llm.mtp_logits(PROMPTS[1][:20]), alone.mtp_logits(PROMPTS[1][:20]))
-    sizes = [len(as_loaded(llm.model.params.layers[0].ffn.experts.w1).data), SMALL.n_routed_experts]
+    sizes = [len(as_loaded(llm.model.weights.layers[0].ffn.experts.w1).data), SMALL.n_routed_experts]
     assert sizes == [1, 6], "rank 0 of four has one of six experts, the others one or two"
     check_commands(llm, alone)
     pids = [process.pid for process in processes_of(llm)]
@@ -149,7 +177,9 @@ def test_four_processes_and_one_killed_while_nothing_runs(folder):
     with pytest.raises(RankFailed, match=expected):
         llm.generate(PROMPTS[:1], PARAMS[:1])
     assert len(told) == 1
+    connections = [*llm.engine.sizes.sockets, *(one.socket for one in llm.engine.remotes)]
     llm.close()
+    assert [one.fileno() for one in connections] == [-1] * 6, "three others, for steps and for requests"
     with pytest.raises(RankFailed, match=expected):
         llm.logits([5])
 
@@ -191,6 +221,17 @@ def test_a_process_ends_though_its_gpu_does_not(folder):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("was ended by SIGKILL")
+
+
+@pytest.mark.processes
+def test_ranks_end_with_the_model(folder):
+    """Without `close`: nothing that outlives the `LLM` refers to it."""
+    llm = LLM(folder, engine=LIMITS, gpus=2)
+    pids = [process.pid for process in processes_of(llm)]
+    assert len(llm.generate(PROMPTS, PARAMS)) == 5
+    del llm
+    gc.collect()
+    wait_until_gone(pids)
 
 
 @pytest.mark.processes
@@ -243,7 +284,7 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     """Its client is told why; it exits with code 1. Told to end while it loads, it leaves nobody either."""
     command = [sys.executable, "-m", "dsv4", "serve", "--gpus", "2", "--context", "128"]
     log = (tmp_path / "log").open("w+")
-    run = subprocess.Popen([*command, "--port", str(port := _free_port())], stderr=log)
+    run = subprocess.Popen([*command, "--port", str(port := free_port())], stderr=log)
     while "running on" not in (tmp_path / "log").read_text():
         assert run.poll() is None
         time.sleep(0.2)
@@ -266,7 +307,7 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     assert run.wait(10) == 1
     assert f"dsv4: error: rank 1 (process {child}) was ended by SIGKILL" in (tmp_path / "log").read_text()
     wait_until_gone(everyone)
-    run = subprocess.Popen([*command, "--port", str(_free_port())], stderr=log)
+    run = subprocess.Popen([*command, "--port", str(free_port())], stderr=log)
     while not ranks_under(run.pid):
         time.sleep(0.05)
     everyone = descendants_of(run.pid)
@@ -274,12 +315,6 @@ def test_a_server_ends_with_its_ranks(tmp_path):
     run.wait(10)
     wait_until_gone(everyone)
     log.close()
-
-
-def _free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def test_mistakes_are_told_before_anything_starts(folder, capsys, monkeypatch):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_cases import SMALL
+from rank_cases import SMALL, prompt_of
 
 from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.watch import PrefixWatch
@@ -16,7 +15,7 @@ from dsv4.config import EngineConfig
 from dsv4.config.layers import build_schedule
 from dsv4.dist.shares import expert_range, rank_limits
 from dsv4.engine.ranks import router as router_module
-from dsv4.engine.ranks.report import LoadReport
+from dsv4.engine.ranks.own import OwnRank
 from dsv4.engine.ranks.router import Room, Router
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.scheduler import Scheduler
@@ -30,11 +29,6 @@ def sequence_of(prompt, max_tokens, **params):
     token_ids = [1] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=max_tokens, **params)
     return Request.start(token_ids, asked, max_context_tokens=4096, eos_token_id=0)
-
-
-def prompt_of(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist()
 
 
 class NoCopies:
@@ -52,7 +46,7 @@ def books_of(num_slots, num_blocks, prefix_cache_bytes=0, **more):
     return CacheLedger(schema, limits, NoCopies())
 
 
-class Rank:
+class SchedulerRank(OwnRank):
     """A scheduler over books without a cache; every request that may draws token 3."""
 
     def __init__(self, num_slots, num_blocks, prefix_cache_bytes=0, budget=64):
@@ -61,17 +55,17 @@ class Rank:
         self.requests = {}
         trees = [] if self.books.prefix is None else [self.books.prefix.tree]
         self.books.watch_prefixes = lambda: PrefixWatch(trees)
-        self.report, self.known = (
-            LoadReport(SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=SimpleNamespace(held=()))),
-            set(),
-        )
+        gate = SimpleNamespace(held=())
+        engine = SimpleNamespace(scheduler=self.scheduler, cache=self.books, gate=gate, stats=lambda: None)
+        super().__init__(engine)
+
+    @property
+    def num_open(self):
+        return len(self.requests)
 
     def room(self):
-        load, news = self.report.measure()
-        self.known = (self.known | set(news.added)) - set(news.removed)
-        return Room(
-            load.num_free_slots, load.num_free_blocks, load.num_tokens, len(self.requests), load.num_waiting, self.known
-        )
+        self.hear()
+        return super().room()
 
     def step(self, now):
         plan = self.scheduler.schedule(now)
@@ -90,15 +84,15 @@ class Rank:
 
 class Ranks:
     def __init__(self, num_ranks, num_slots=2, num_blocks=4, prefix_cache_bytes=0, budget=64):
-        self.ranks = [Rank(num_slots, num_blocks, prefix_cache_bytes, budget) for _ in range(num_ranks)]
+        self.ranks = [SchedulerRank(num_slots, num_blocks, prefix_cache_bytes, budget) for _ in range(num_ranks)]
         self.router, self.homes, self.num_expired = Router(budget), {}, 0
 
     def add(self, request, now=0.0, step=0):
         self.router.add(request, now, step, self.ranks[0].books.chain(request.token_ids, request.params.cache_salt))
 
     def give(self):
-        rooms, homes = [one.room() for one in self.ranks], [one.requests for one in self.ranks]
-        while (given := self.router.give(rooms, homes)) is not None:
+        rooms = [one.room() for one in self.ranks]
+        while (given := self.router.give(rooms)) is not None:
             waiting, home, *_ = given
             self.homes[waiting.request] = home
             self.ranks[home].requests[waiting.request] = None
@@ -200,6 +194,29 @@ def test_a_higher_priority_takes_the_slot_of_the_latest():
     assert urgent.is_done
     ranks.step()
     assert second.slot is not None, "back on its rank, with all it knows"
+
+
+def test_who_can_be_displaced_is_found_at_once():
+    """However many run on however many ranks: the router looks at the last of each lower priority."""
+    ranks = Ranks(2, num_slots=300, num_blocks=300)
+    for _ in range(600):
+        ranks.add(sequence_of(3, 20))
+    ranks.give()
+    ranks.add(sequence_of(3, 2, priority=1))
+    looked_at = []
+
+    class Looked(list):
+        def __reversed__(self):
+            for one in super().__reversed__():
+                looked_at.append(one)
+                yield one
+
+    by_priority = ranks.router._by_priority
+    assert {priority: len(given) for priority, given in by_priority.items()} == {0: 600}
+    by_priority[0] = Looked(by_priority[0])
+    rooms = [Room(0, 0, 0, 300) for _ in range(2)]
+    _, home, *_ = ranks.router.give(rooms)
+    assert looked_at == [(max(order for order, _ in by_priority[0]), home)]
 
 
 def test_a_deadline_in_the_queue():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rank_cases import SMALL
-from test_rank_prefixes import PARAMS, prompt_of
+from rank_cases import SMALL, prompt_of
+from test_rank_prefixes import PARAMS
 from test_rank_router import PREFIX_BYTES, books_of
 
 from dsv4.config import EngineConfig

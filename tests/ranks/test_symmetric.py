@@ -9,8 +9,8 @@ from dsv4.dist.exchange import NO_EXPERT
 from dsv4.dist.shares import expert_range
 from dsv4.dist.symmetric import Layout, SymmetricExchange
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.testing.compiled.compile_check import CompileFailure, reports
 from dsv4.testing.inputs import kernel_device
+from tools.compiled.compile_check import CompileFailure, reports
 
 EXPERTS, TOP_K, DIM, MAX_ROWS = 7, 3, 1100, 5
 

@@ -1,7 +1,5 @@
 """The builders of hostile inputs really are hostile, and keep the values they are given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The interpreter against torch, over every code and every rounding case. On a GPU the same kernels test the GPU."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tolerance policy itself: what must pass passes, and what is a little worse does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -60,7 +60,7 @@ def hide_entries(llm: LLM, kinds: Collection[AttentionKind] = COMPRESSED) -> LLM
         return sparse_attention_ref(q, rows, window, entries, picks, sink, batch, **rest)
 
     return LLM.from_params(
-        llm.config, llm.model.params, numerics=llm.numerics, dtype=llm.model.context.dtype, engine=llm.cache.limits,
+        llm.config, llm.model.weights, numerics=llm.numerics, dtype=llm.model.context.dtype, engine=llm.cache.limits,
         tokenizer=llm.tokenizer, backend=llm.model.context.backend.with_ops(sparse_attention=partly_blind),
     )  # fmt: skip
 

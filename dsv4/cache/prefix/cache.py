@@ -1,4 +1,4 @@
-"""`PrefixCache`: what running requests take from prefixes seen before, and leave for those that come. No torch.
+"""`PrefixCache`: what requests reuse of prefixes seen before, and leave for later requests. No torch.
 
 A snapshot of a request at a multiple of 128 tokens is all it needs, beside its blocks, to go on from there; going on is
 chunked prefill, so a hit gives the bits of a cold run. Snapshots are taken
@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +30,12 @@ from dsv4.cache.errors import require_integrity
 from dsv4.cache.prefix.tree import ChainKeys, Node, PrefixTree
 from dsv4.config import BLOCK_TOKENS
 
+if TYPE_CHECKING:  # they need torch
+    from dsv4.cache.prefix.snapshots import SnapshotStore
+    from dsv4.cache.tiers.tiers import Tiers
+
 NO_STOP = 2**62
 _MAX_TO_VERIFY = 64  # hits that wait to be looked at; older ones are forgotten
-
-
-class SnapshotCopies(Protocol):
-    """The copies of state behind the books."""
-
-    def save(self, slot: int, position: int, snapshot: int) -> None: ...
-
-    def restore(self, slot: int, position: int, snapshot: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Match:
     """What the cache has for a request. It holds until anything is admitted, launched or released.
 
     position   tokens that need not be fed
-    num_busy   blocks of those that running requests hold already
+    num_busy   how many of its blocks running requests hold already
     leaders    slots of running requests that will pass `expected`, up to which they have the same tokens
     loading    up to where more is being read from disk, or 0; a request that is admitted before does without
     nodes      of its prefix, as far as they have blocks
@@ -84,22 +80,6 @@ class PrefixStats:
     num_saved: int = 0
 
 
-class LowerTiers(Protocol):
-    """What lies below the device (tiers.py): prefixes by the keys of their blocks."""
-
-    def longest(self, keys: Sequence[bytes]) -> int: ...
-
-    def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int: ...
-
-    def wait(self, seconds: float | None = None) -> None: ...
-
-    def fetch(self, key: bytes, num_held: int, blocks: Sequence[int], snapshot: int) -> bool: ...
-
-    def store(self, node: Node) -> None: ...
-
-    def forget(self, key: bytes) -> None: ...
-
-
 @dataclass
 class _Held:
     """One running request."""
@@ -116,7 +96,7 @@ class PrefixCache:
     """The tree, and what each slot does with it. The manager owns slots, tables and positions."""
 
     def __init__(
-        self, allocator: BlockAllocator, copies: SnapshotCopies, tiers: LowerTiers | None, *, num_snapshots: int,
+        self, allocator: BlockAllocator, copies: SnapshotStore, tiers: Tiers | None, *, num_snapshots: int,
         interval: int, slack: int, verify_share: float = 0.0,
     ) -> None:  # fmt: skip
         self._allocator = allocator

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 
 import torch
 
-from dsv4.cache.pool import Pool
+from dsv4.cache.pool import Pool, PoolSet
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state import NO_POSITION, StateCache
 
 PREFIX = "snapshot."
 
 
-class SnapshotStore:
+class SnapshotStore(PoolSet):
     """`save` and `restore` between the slots of `state` and the snapshots of the schema.
 
     `ahead_layers`: layers whose row of a token is made with the next token (MTP): the last one of a snapshot could
@@ -28,17 +28,13 @@ class SnapshotStore:
     """
 
     def __init__(self, schema: CacheSchema, state: StateCache, *, ahead_layers: Iterable[int]) -> None:
-        device = next(iter(state.pools.values())).storage.device
+        rows, positions = state.pools["window.data"].all_layers, state.pools["window.positions"]
+        super().__init__(schema.snapshot_pools, rows.device, rows.dtype if rows.dtype.is_floating_point else None)
         self._state = state
-        self.pools = {
-            pool.name: Pool(pool, state.pools[pool.name.removeprefix(PREFIX)].all_layers.dtype, device)
-            for pool in schema.snapshot_pools
-        }
-        positions = state.pools["window.positions"]
         self._positions = positions.all_layers  # [layers, slots, ring_len]
         self._ahead_rows = [positions.schema.layer_ids.index(layer_idx) for layer_idx in ahead_layers]
         self._window = schema.window_len
-        self._offsets = torch.arange(self._window, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(self._window, dtype=torch.int32, device=rows.device)
 
     def save(self, slot: int, position: int, snapshot: int) -> None:
         """The state of a request at `position`; it may have gone on by as many tokens as its rings hold beyond that."""
@@ -63,10 +59,6 @@ class SnapshotStore:
             torch.add(held[:, rows], first, out=self._positions[:, slot, ring])
         for row in self._ahead_rows:
             self._positions[row, slot, (position - 1) % self._positions.shape[2]] = NO_POSITION
-
-    def memory_bytes(self) -> int:
-        """Bytes really held."""
-        return sum(pool.nbytes for pool in self.pools.values())
 
     def _ring(self, name: str) -> Pool:
         return self._state.pools[name.removeprefix(PREFIX)]

@@ -5,7 +5,7 @@ a whole prefix; the first parent is a hash of the salt. A node may own the devic
 the rest of what a request needs to go on from the end of the node. A request passes the nodes of all its tokens, and
 holds the blocks of the first ones: those it took over, and those it has left here.
 
-* Every ancestor of a node with a block has one, and whoever holds a node's block holds its ancestors'.
+* Every ancestor of a node with a block has one, and a request that holds a node's block holds its ancestors'.
 * What is held is never given up. Blocks without a holder are idle: they count as free, and are taken back from the
   least recently used snapshot on that has no block behind it.
 * An idle block that leads to no snapshot can serve no hit, and a node without a block that no request passes names
@@ -87,7 +87,7 @@ class Node:
         self.is_rolling = False  # the snapshot makes room for the next one of the same request
         self.num_children = self.num_block_children = 0
         self.slots: set[int] = set()  # of the requests that pass it
-        self.holders: set[int] = set()  # of those that hold its block
+        self.holders: set[int] = set()  # slots of the requests that hold its block
 
     @property
     def position(self) -> int:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
-
-class Keys(Protocol):
-    """What holds prefixes by their keys: `PrefixTree`, and a tier's `SegmentTree`."""
-
-    touched: set[bytes] | None
-
-    def all_keys(self) -> list[bytes]: ...
-
-    def get(self, key: bytes) -> object | None: ...
+from dsv4.cache.prefix.tree import PrefixTree
+from dsv4.cache.tiers.segments import SegmentTree
 
 
 class PrefixNews(NamedTuple):
@@ -28,7 +22,7 @@ class PrefixNews(NamedTuple):
 class PrefixWatch:
     """Of the device and the tiers below it. One for a cache."""
 
-    def __init__(self, trees: list[Keys]) -> None:
+    def __init__(self, trees: Sequence[PrefixTree | SegmentTree]) -> None:
         self._trees = trees
         self._touched = {key for tree in trees for key in tree.all_keys()}
         self._known: set[bytes] = set()

@@ -39,7 +39,7 @@ class HostTier:
         return self._arena.numel()
 
     def reserve(self, num_bytes: int, parent: Segment | None) -> list[int] | None:
-        """Units for a segment after `parent`; others give way. None if it cannot have them."""
+        """Units for a segment after `parent`; evicts others to make room. None if there cannot be enough."""
         num_units = -(-num_bytes // UNIT_BYTES)
         taken = self.tree.max_bytes - self.tree.num_bytes - len(self._free) * UNIT_BYTES  # reserved, not yet added
         gone = self.tree.evict_for(num_units * UNIT_BYTES + taken, parent)
@@ -118,7 +118,7 @@ class HostTier:
             self._copied.record(self._stream)
 
     def check_integrity(self, num_reserved: int) -> None:
-        """`num_reserved` units belong to segments that are still on their way here."""
+        """`num_reserved` units belong to segments that are still being read."""
         self.tree.check_integrity()
         held = [unit for units in self._units.values() for unit in units]
         require_integrity(len(set(held) | set(self._free)) == len(held) + len(self._free), "a unit is held twice")

@@ -6,15 +6,14 @@ has the same bytes in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged import PagedCache
-from dsv4.cache.pool import Pool
-from dsv4.cache.prefix.snapshots import SnapshotStore
+from dsv4.cache.pool import Pool, PoolSet
 from dsv4.cache.transfer import to_device
 
 
@@ -31,16 +30,13 @@ class Part:
         return (num_layers, num_blocks, *rows) if self.is_paged else (num_layers, *rows)
 
     def num_bytes(self, num_blocks: int) -> int:
-        size = self.pool.schema.itemsize
-        for length in self.shape(num_blocks):
-            size *= length
-        return size
+        return math.prod(self.shape(num_blocks)) * self.pool.schema.itemsize
 
 
 class Payload:
     """How segments of one cache lie in memory."""
 
-    def __init__(self, paged: PagedCache, snapshots: SnapshotStore) -> None:
+    def __init__(self, paged: PoolSet, snapshots: PoolSet) -> None:
         parts = [Part(name, pool, True) for name, pool in paged.pools.items()]
         parts += [Part(name, pool, False) for name, pool in snapshots.pools.items()]
         self.parts = sorted(parts, key=lambda part: (-part.pool.words.itemsize, part.name))

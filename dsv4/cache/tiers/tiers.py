@@ -30,7 +30,7 @@ _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torc
 
 @dataclass(frozen=True)
 class _Write:
-    """A host segment on its way into a file."""
+    """A host segment that is being written to a file."""
 
     segment: Segment
     num_bytes: int
@@ -39,7 +39,7 @@ class _Write:
 
 @dataclass(frozen=True)
 class _Load:
-    """Files on their way into host memory, the first of the prefix first, after `parent`."""
+    """Files that are being read into host memory, in the order of the prefix, after `parent`."""
 
     parent: Segment | None
     files: list[tuple[Segment, list[int], Future[str | None]]]
@@ -69,7 +69,7 @@ class Tiers:
         return 0 if segment is None else segment.end
 
     def prepare(self, keys: Sequence[bytes], num_blocks: int) -> int:
-        """Start reading a prefix longer than `num_blocks` if only the disk has one; its blocks while it is on its way,
+        """Start reading a prefix longer than `num_blocks` if only the disk has one; its blocks while it is being read,
         otherwise 0."""
         self.settle()
         wanted = None if self.disk is None else self.disk.tree.longest(keys)
@@ -97,12 +97,12 @@ class Tiers:
         return True
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until everything that is being read has arrived, or so long."""
+        """Wait until everything that is being read has arrived, at most `seconds`."""
         wait([done for load in self._loads.values() for _, _, done in load.files], seconds)
         self.settle()
 
     def flush(self) -> None:
-        """Until everything is written, too."""
+        """Wait until everything is read and written."""
         self.wait()
         wait([write.done for write in self._writes.values()])
         self.settle()

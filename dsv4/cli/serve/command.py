@@ -15,10 +15,10 @@ from rich.console import Console
 from dsv4.cli.serve.options_file import load_options, options_text
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.http.address import take_address
-from dsv4.http.logs import log_config
 from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_model
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
+from dsv4.http.telemetry.logs import log_config
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.loader.shipped import how_to_install
 from dsv4.text.chat import effort_profile

@@ -1,1 +1,1 @@
-"""Commands about what others left on the disk: prefixes and compiled kernels."""
+"""Commands for on-disk caches: prefixes and compiled kernels."""

@@ -51,7 +51,7 @@ class FixedDrafts:
 
     def trim_drafts(self, requests: Iterable[Request]) -> None:
         """Before a step is planned: take away drafts that it should not verify, among them those of a request whose
-        next token is on its way: they were meant for its place."""
+        next token is launched and not read: they were meant for its place."""
         for request in requests:
             if request.drafts and (request.num_unread or request.num_pending != 1):
                 request.drafts = ()

@@ -10,44 +10,12 @@ Survivals come from what was accepted before, by place of a draft (`AcceptanceMe
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
-
-from dsv4.config import ConfigError, is_positive_real, is_size, shown
 
 LEAST_TRIES = 200  # before acceptance says anything about a drafter
 _MOMENT = 1e-12  # seconds, where nothing is known
 BROKEN_RATE = 0.02  # first drafts accepted less often than this: not a drafter of this model
-
-
-class StepTimes:
-    """Seconds of a step by its number of rows, from measurements at some numbers of rows.
-
-    In between, a step takes as long as at the next larger measured number: steps are padded to what was captured.
-    Beyond the largest, it grows in proportion to its rows. A longer step never counts as faster than a shorter one.
-    """
-
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        if not measured:
-            raise ConfigError("step times need at least one measurement")
-        for rows, seconds in measured.items():
-            if not is_size(rows) or not is_positive_real(seconds):
-                raise ConfigError(
-                    f"step times map numbers of rows to positive seconds, found {shown(rows)}: {shown(seconds)}"
-                )
-        self._rows = sorted(measured)
-        self._seconds = list(accumulate((measured[rows] for rows in self._rows), max))
-
-    def seconds(self, num_rows: int) -> float:
-        """0 for no rows."""
-        if num_rows <= 0:
-            return 0.0
-        place = bisect_left(self._rows, num_rows)
-        if place < len(self._rows):
-            return self._seconds[place]
-        return self._seconds[-1] * num_rows / self._rows[-1]
 
 
 class LearnedTimes:
@@ -83,12 +51,6 @@ class LearnedTimes:
 
 def _size(num_rows: int) -> int:
     return num_rows if num_rows <= 8 else 1 << (num_rows - 1).bit_length()
-
-
-class Times(Protocol):
-    """Seconds of a step by its number of rows."""
-
-    def seconds(self, num_rows: int) -> float: ...
 
 
 class AcceptanceMeter:
@@ -135,17 +97,13 @@ class AcceptanceMeter:
 class DraftPolicy:
     """Chooses how many drafts to ask for, and how many of each request of a step to verify.
 
-    verify       seconds of a step by its rows
-    draft        seconds of drafting by the number of requests; None: it costs nothing, or is part of `verify`
+    verify       seconds of a step by its rows, with the drafting after it
     plain        seconds of a step behind which no drafts are made, by its rows; None: as `verify`
     probe_steps  steps without drafts after which one draft is tried again, in case drafts pay by now
     """
 
-    def __init__(
-        self, verify: Times, draft: Times | None = None, *, plain: Times | None = None, probe_steps: int = 64
-    ) -> None:  # fmt: skip
+    def __init__(self, verify: LearnedTimes, *, plain: LearnedTimes | None = None, probe_steps: int = 64) -> None:
         self._verify, self._plain = verify, plain or verify
-        self._draft = draft
         self._probe_steps = probe_steps
         self._idle_steps = 0
 
@@ -156,9 +114,7 @@ class DraftPolicy:
         def rate(count: int) -> float:
             if not count:
                 return 1 / max(self._plain.seconds(num_requests), _MOMENT)
-            drafting = 0.0 if self._draft is None else self._draft.seconds(num_requests)
-            seconds = drafting + self._verify.seconds(num_requests * (1 + count))
-            return (1 + sum(chances[:count])) / max(seconds, _MOMENT)
+            return (1 + sum(chances[:count])) / max(self._verify.seconds(num_requests * (1 + count)), _MOMENT)
 
         best = max(range(len(chances) + 1), key=lambda count: (rate(count), -count))
         self._idle_steps = 0 if best else self._idle_steps + 1
@@ -178,12 +134,11 @@ class DraftPolicy:
             for place, chance in enumerate(accumulate(chances, min))
         )
         base_rows = other_rows + num_requests
-        drafting = 0.0 if self._draft is None else self._draft.seconds(num_requests)
         best_rate, best_count = num_requests / max(self._verify.seconds(base_rows), _MOMENT), 0
         expected = float(num_requests)
         for count, (negative, _, _) in enumerate(order, start=1):
             expected -= negative
-            rate = expected / max(drafting + self._verify.seconds(base_rows + count), _MOMENT)
+            rate = expected / max(self._verify.seconds(base_rows + count), _MOMENT)
             if rate > best_rate:
                 best_rate, best_count = rate, count
         counts = [0] * num_requests

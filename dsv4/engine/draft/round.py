@@ -8,13 +8,17 @@ plain decoding draws, with the same noise; only they are counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.batch import PADDED_SLOT, TokenBatch
+from dsv4.cache.handle import LayerCacheHandle
 from dsv4.model.drafter import DraftEnds, Drafter, Proposal
+from dsv4.model.dspark import DSparkDrafter
+from dsv4.model.mtp_drafter import MtpDrafter
+from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
 from dsv4.ops.sampling import HAS_PENALTIES, SamplingRows, SamplingState
 
@@ -138,3 +142,21 @@ def propose(
     padding = table.shape[0] - 1
     table[:, :num_drafts].index_copy_(0, torch.where(ends.slots >= 0, ends.slots, padding), proposal.drafts)
     return Drafted(proposal.drafts, proposal.confidences)
+
+
+class DraftCache(Protocol):
+    """What a drafter needs of a cache."""
+
+    @property
+    def block_table(self) -> Tensor: ...
+
+    def handle(self, layer_idx: int) -> LayerCacheHandle: ...
+
+
+def make_drafter(model: Transformer, cache: DraftCache) -> Drafter | None:
+    """Over a cache whose schedule has the draft blocks; None for a model without any."""
+    if model.weights.dspark is not None:
+        return DSparkDrafter(model, cache.handle, cache.block_table)
+    if model.weights.mtp:
+        return MtpDrafter(model, cache.handle, cache.block_table)
+    return None

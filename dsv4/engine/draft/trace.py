@@ -16,7 +16,7 @@ from dsv4.cache.batch import TokenBatch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, is_size, shown
 from dsv4.config.layers import LayerSpec
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.model.drafter import DraftEnds, Drafter
 from dsv4.model.transformer import Transformer
 from dsv4.ops.select import topk_select_ref

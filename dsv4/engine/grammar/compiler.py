@@ -6,8 +6,6 @@ text rules cannot produce a marker of the protocol. What the grammars are is in 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import llguidance
@@ -15,13 +13,10 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from dsv4.engine.grammar.check import check_grammar
-from dsv4.engine.grammar.errors import GrammarError
+from dsv4.engine.grammar.errors import GrammarError, first_line
 from dsv4.engine.step.constraint import Constraint, ConstraintError, Words, pack_tokens
 from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
-
-_NUM_KEPT = 32
 
 
 class GrammarCompiler:
@@ -41,34 +36,20 @@ class GrammarCompiler:
         self._grammar_tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(wrapper), n_vocab=vocab_size, eos_token=eos_token_id
         )
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         # ids that stand for no text must never be drawn, whatever the grammar
         self._group = GrammarGroup(pack_tokens(np.array([bool(token) for token in tokens])))
 
     def compile(self, lark: str, opening: Sequence[int] = ()) -> CompiledGrammar:
-        """Check and compile; `GrammarError` with what llguidance says, or where no token may follow the tokens
-        `opening`. The last few grammars are kept: clients send the same schema again and again."""
-        with self._lock:
-            known = self._compiled.get(lark)
-            if known is not None:
-                self._compiled.move_to_end(lark)
-                return known
-        wrong = check_grammar(lark)
-        if wrong:
-            raise GrammarError(_first_line(wrong))
+        """Compile a grammar that was checked (`GrammarChecks`): `GrammarError` with what llguidance says nevertheless,
+        or where no token may follow the tokens `opening`."""
         matcher = llguidance.LLMatcher(
             self._grammar_tokens, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0, limits=_limits()
         )
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(first_line(matcher.get_error()))
         compiled = CompiledGrammar(lark, matcher, self._group)
         if not _can_go_on(compiled.constraint(), opening):
             raise GrammarError("no text follows this rule")
-        with self._lock:
-            self._compiled[lark] = compiled
-            while len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
         return compiled
 
 
@@ -105,7 +86,7 @@ class GrammarGroup:
 
 
 def _failure(matcher: llguidance.LLMatcher) -> ConstraintError:
-    return ConstraintError(f"the grammar cannot go on: {_first_line(matcher.get_error())}")
+    return ConstraintError(f"the grammar cannot go on: {first_line(matcher.get_error())}")
 
 
 class GrammarConstraint:
@@ -167,9 +148,3 @@ class _Vocabulary:
 def _limits() -> llguidance.LLParserLimits:
     """Smaller than the library's: a schema comes from outside, and its errors go back there."""
     return llguidance.LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
-
-
-def _first_line(text: str) -> str:
-    """Without the place in our grammar, which means nothing to whoever wrote the schema."""
-    line = text.strip().split("\n")[0]
-    return line.rpartition("failed to compile JSON schema: ")[2][:300]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from dsv4.engine.link.messages import (
     FROM_ENGINE,
-    LAST_HANDLE,
     Ask,
     Cancel,
     Control,
@@ -27,15 +25,16 @@ from dsv4.engine.link.messages import (
     Step,
     Submit,
     ToEngine,
+    add_replay,
+    begin,
     encode,
     error_in,
     error_of,
+    free_handles,
     logprobs_by_row,
     pack_ids,
-    unpack_logprobs,
-    unpack_rows,
 )
-from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream
+from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
 from dsv4.request import FinishReason
 from dsv4.text.output import TextOutput
@@ -88,9 +87,7 @@ class EngineClient(asyncio.Protocol):
         stream = RequestStream(outputs, self._finish, self._cancel)
         if self.is_lost:
             raise EngineLost("the engine has stopped")
-        first = self._next_handle
-        if first + len(outputs) > LAST_HANDLE:
-            first = 0
+        first = free_handles(self._next_handle, len(outputs), self._owners)
         self._next_handle = first + len(outputs)
         self._firsts[stream] = first
         prompts: dict[int, int] = {}
@@ -111,7 +108,7 @@ class EngineClient(asyncio.Protocol):
         """End every request there is with this error."""
         streams = list(self._firsts)
         for stream in streams:
-            stream.end(ErrorEvent(0, error, time.perf_counter()))
+            stream.end(error)
             self._cancel(stream)
 
     def record(self, payload: bytes) -> None:
@@ -120,23 +117,30 @@ class EngineClient(asyncio.Protocol):
 
     def _finish(self, stream: RequestStream, choice: int) -> None:
         handle = self._firsts[stream] + choice
-        if self._owners.pop(handle, None) is not None:
+        if handle in self._open_handles(stream):
+            del self._owners[handle]
             self._send(Finish([handle]))
             self._forget(stream)
 
     def _cancel(self, stream: RequestStream) -> None:
-        first = self._firsts.get(stream)
-        if first is None:
+        if stream not in self._firsts:
             return
-        handles = [one for one in range(first, first + len(stream.outputs)) if self._owners.pop(one, None) is not None]
+        handles = self._open_handles(stream)
+        for handle in handles:
+            del self._owners[handle]
         if handles:
             self._send(Cancel(handles))
         self._forget(stream)
 
     def _forget(self, stream: RequestStream) -> None:
-        first = self._firsts[stream]
-        if not any(handle in self._owners for handle in range(first, first + len(stream.outputs))):
+        if not self._open_handles(stream):
             del self._firsts[stream]
+
+    def _open_handles(self, stream: RequestStream) -> list[int]:
+        """Handles of the group that still are its own: those that ended may be another group's."""
+        first = self._firsts[stream]
+        handles = range(first, first + len(stream.outputs))
+        return [one for one in handles if one in self._owners and self._owners[one][0] is stream]
 
     # ---- questions ----
 
@@ -186,7 +190,7 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(lost)
         for stream in list(self._firsts):
-            stream.end(ErrorEvent(0, lost, time.perf_counter()))
+            stream.end(lost)
         self._owners.clear()
         self._firsts.clear()
         self._on_lost()
@@ -219,16 +223,11 @@ class EngineClient(asyncio.Protocol):
         for start in step.starts:
             found = owners.get(start.handle)
             if found is not None:
-                output = found[0].outputs[found[1]]
-                output.num_cached_tokens, output.weight_versions = start.num_cached, start.weight_versions
-                output.admitted_seconds = start.admitted_seconds
-                if start.prompt_logprobs is not None:
-                    output.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+                begin(found[0].outputs[found[1]], start)
         for replay in step.replays:
             found = owners.get(replay.handle)
-            log = None if found is None else found[0].outputs[found[1]].replay
-            if log is not None:
-                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
+            if found is not None:
+                add_replay(found[0].outputs[found[1]], replay)
         logprobs = logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
@@ -243,7 +242,7 @@ class EngineClient(asyncio.Protocol):
             reason = None
             if last_rows and last_rows.get(handle) == row and error_of(ends[handle]) is None:
                 reason = FinishReason(ends.pop(handle).kind)
-            stream.push(RawToken(choice, token_id, logprobs.get(row) if logprobs else None, reason, seconds))
+            stream.push(choice, token_id, seconds, reason, logprobs.get(row) if logprobs else None)
             touched[stream] = None
             if reason is not None:
                 self._ended(handle)
@@ -252,11 +251,7 @@ class EngineClient(asyncio.Protocol):
             if found is None:
                 continue
             stream, choice = found
-            error = error_of(end)
-            if error is None:
-                stream.push(RawToken(choice, None, None, FinishReason(end.kind), seconds))
-            else:
-                stream.push(ErrorEvent(choice, error, seconds))
+            stream.push(choice, None, seconds, error_of(end) or FinishReason(end.kind))
             touched[stream] = None
             self._ended(handle)
         for stream in touched:

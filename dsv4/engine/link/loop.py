@@ -2,7 +2,7 @@
 
 Between two steps it reads what clients have sent, and after each step writes one message to every client that has
 tokens in it. It never waits for a client: what a socket does not take at once is kept, and a client that lets more than
-`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in a thread beside it.
+`MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ from dsv4.engine.step.tokens import StepTokens
 from dsv4.request import FinishReason, RequestError
 
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
+TURN_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0  # for the last words to a client whose socket is full
 _LOG = logging.getLogger("dsv4.engine")
 
@@ -61,12 +63,13 @@ _LOG = logging.getLogger("dsv4.engine")
 class EngineLoop:
     """`attach` sockets or `listen`, then `run` until `stop`. All other methods may be called from any thread.
 
-    constrain    makes the constraint of a grammar; `RequestError` says what is wrong with it
+    constrain    compiles a grammar; `RequestError` says what is wrong with it
     control      obeys commands (`Control`)
     answers      what clients may `Ask`, by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
-    load         returns the engine's load for the only client, after each step; None if nothing is new
+    load         returns the engine's load for the only client, after each step and at least every `TURN_SECONDS`; None
+                 if nothing is new
     max_waiting  requests that may wait for a slot before further ones are refused
 
     step_start is the clock (`time.monotonic`) at the beginning of the step that runs, None between two.
@@ -87,6 +90,7 @@ class EngineLoop:
         self._grammars = None if constrain is None else GrammarQueue(constrain, self._call)
         self._answers = {"stats": engine.stats, **(answers or {})}
         self._on_record, self._on_step, self._load = on_record, on_step, load
+        self._longest_sleep = None if load is None else TURN_SECONDS
         self._clients: set[ClientConnection] = set()
         self._owners: dict[Request, tuple[ClientConnection, int]] = {}
         self._routes = TokenRoutes(self._owners)
@@ -97,7 +101,7 @@ class EngineLoop:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._commands: deque[Callable[[], None]] = deque()
         self._is_draining = self._is_over = self._is_closed = False
-        self.failure: RankFailed | None = None
+        self.failure: Exception | None = None
         self.last_error: Exception | None = None
         self._desk = ControlDesk(control, self._end_early, self._announce)
         self._throughput = ThroughputLog(engine.stats())
@@ -114,7 +118,8 @@ class EngineLoop:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve the client at the other end. Once the loop has ended, the client finds its socket closed."""
-        self._call(lambda: self._open(connection))
+        if not self._is_closed:
+            self._call(lambda: self._open(connection))
         if self._is_closed:
             connection.close()
 
@@ -135,10 +140,9 @@ class EngineLoop:
 
     def _call(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        try:
-            os.write(self._wake_writer, b"!")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or over
+        if not self._is_closed:  # afterwards the descriptor may be another file's
+            with suppress(OSError):  # it is awake
+                os.write(self._wake_writer, b"!")
 
     def _stop(self, drains: bool) -> None:
         self._is_draining = True
@@ -151,7 +155,7 @@ class EngineLoop:
         try:
             while not self._is_over and not (self._is_draining and self.num_open == 0):
                 has_work = self.engine.has_work
-                self._read(0.0 if has_work or self.engine.has_idle_work else None)
+                self._read(0.0 if has_work or self.engine.has_idle_work else self._longest_sleep)
                 if not has_work and self._throughput.wants(time.perf_counter()):
                     self._throughput.restart(self.engine.stats())
                 if self.engine.has_work:
@@ -210,8 +214,7 @@ class EngineLoop:
                 self._drop(client, handle)
         elif isinstance(message, Finish):
             for handle in message.handles:
-                request = client.requests.get(handle)
-                if request is not None:
+                if (request := client.requests.get(handle)) is not None:
                     self.engine.finish(request)
                     self._forget(request)
         elif isinstance(message, Ask):
@@ -256,16 +259,15 @@ class EngineLoop:
     def _begin(self, client: ClientConnection, message: Submit, constraints: list[Constraint] | None) -> None:
         prompts = [unpack_ids(prompt) for prompt in message.prompts]
         prepared: list[Request] = []
-        handles = message.handles
         try:
             for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
                 constraint = None if constraints is None else constraints[place]
                 prepared.append(self.engine.prepare(prompts[owner], params, constraint))
         except (RequestError, WeightsIncomplete) as error:
-            self._refuse(client, handles, error)
+            self._refuse(client, message.handles, error)
             return
         client.accepted.append(message.first)
-        for handle, request in zip(handles, prepared, strict=True):
+        for handle, request in zip(message.handles, prepared, strict=True):
             client.requests[handle], request.name = request, message.name
             self._owners[request] = (client, handle)
             self.engine.submit(request, message.waited)
@@ -275,8 +277,7 @@ class EngineLoop:
 
     def _drop(self, client: ClientConnection, handle: int) -> None:
         client.compiling.pop(handle, None)
-        request = client.requests.get(handle)
-        if request is not None:
+        if (request := client.requests.get(handle)) is not None:
             self.engine.abort(request)
             self._forget(request)
 
@@ -344,7 +345,7 @@ class EngineLoop:
             client.ends.append(End(handle, request.finish_reason.value))
         self._forget(request)
 
-    def _fail(self, error: RankFailed) -> None:
+    def _fail(self, error: Exception) -> None:
         """The model is gone: nothing that runs or waits can go on, and nothing more is taken."""
         if self.failure is None:
             self.failure = self.last_error = error

@@ -10,8 +10,8 @@ rare parts (log-probabilities, starts, ends) come beside them. No torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from dsv4 import errors
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
+from dsv4.engine.stats import EngineStats
 from dsv4.errors import Dsv4Error
+from dsv4.replay import ReplayLog
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
 _LENGTH = struct.Struct("<I")
@@ -208,7 +210,7 @@ class Step(msgspec.Struct, tag=11, array_like=True):
 
 class Load(msgspec.Struct, tag=13, array_like=True):
     """How much room an engine has, and which prefixes it has got or lost since it said so last: keys, one after the
-    other. `num_tokens`: that requests which run have yet to feed."""
+    other. `num_tokens`: that requests which run have yet to feed. `stats`: where they are new."""
 
     num_waiting: int
     num_free_slots: int
@@ -216,6 +218,7 @@ class Load(msgspec.Struct, tag=13, array_like=True):
     num_tokens: int
     added: bytes = b""
     removed: bytes = b""
+    stats: EngineStats | None = None
 
 
 class Reply(msgspec.Struct, tag=12, array_like=True):
@@ -272,6 +275,18 @@ class Frames:
 # ---- values ----
 
 
+def free_handles(start: int, count: int, used: Container[int]) -> int:
+    """The first of `count` handles in a row that are not in use, from `start` on; behind the last one, from 0."""
+    first = start
+    while True:
+        if first + count - 1 > LAST_HANDLE:
+            first = 0
+        taken = next((handle for handle in range(first + count - 1, first - 1, -1) if handle in used), None)
+        if taken is None:
+            return first
+        first = taken + 1
+
+
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     return np.array(token_ids, dtype=np.int32).tobytes()
 
@@ -309,6 +324,28 @@ def pack_rows(rows: NDArray[Any] | None) -> PackedRows | None:
 
 def unpack_rows(packed: PackedRows | None) -> NDArray[Any] | None:
     return None if packed is None else np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
+
+
+class Answered(Protocol):
+    """What a client keeps of an answer: a `TextOutput`, or a `Request`."""
+
+    num_cached_tokens: int
+    admitted_seconds: float
+    weight_versions: list[tuple[int, str]]
+    prompt_logprobs: list[TokenLogprobs | None]
+    replay: ReplayLog | None
+
+
+def begin(answer: Answered, start: Start) -> None:
+    answer.num_cached_tokens, answer.admitted_seconds = start.num_cached, start.admitted_seconds
+    answer.weight_versions = start.weight_versions
+    if start.prompt_logprobs is not None:
+        answer.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+
+
+def add_replay(answer: Answered, replay: Replay) -> None:
+    if answer.replay is not None:
+        answer.replay.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
 
 
 def logprobs_by_row(step: Step) -> dict[int, TokenLogprobs]:

@@ -1,33 +1,37 @@
 """`RequestStream`: the reader's side of a group of requests, with the tokens that are not read yet.
 
-Reading never holds up the engine: tokens wait here, at most as many as the requests may have, until the reader comes.
-Text is made when they are read. A reader is a task that waits (`next_batch`), or a function that is called where the
-engine's message is read (`attach`): no task wakes up for a token then. Leaving the `async with` block before the end
-drops the requests. No torch.
+Reading never holds up the engine: tokens wait here as numbers, 16 bytes each, until the reader comes. They are at most
+as many as the requests may have. Text is made when they are read. A reader is a task that waits (`next_batch`), or a
+function that is called where the engine's message is read (`attach`): no task wakes up for a token then. Leaving the
+`async with` block before the end drops the requests. No torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, NamedTuple, final
+from typing import NamedTuple, final
 
 from dsv4.engine.request import RequestAborted
 from dsv4.request import FinishReason, TokenLogprobs
 from dsv4.text.output import TextOutput
 
+_NO_TOKEN = -1  # in the place of a token id: the request ended without one
+
 
 class TokenEvent(NamedTuple):
     """One new token of the request `choice` of a group, and the text that became certain with it.
 
-    `finish_reason` is set on the last one. `seconds` is the clock (`time.perf_counter`) at the end of the step.
+    `finish_reason` is set on the last one. That has no token (None) where the request only scored its prompt, or was
+    ended early (`ABORT`). `seconds` is the clock (`time.perf_counter`) at the end of the step.
     """
 
     choice: int
-    token_id: int
+    token_id: int | None
     text: str
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
@@ -44,30 +48,7 @@ class ErrorEvent:
     seconds: float
 
 
-@dataclass(frozen=True)
-class EndEvent:
-    """The request `choice` ended without a token: it only scored its prompt, or was ended early (`ABORT`). `text` was
-    held back before."""
-
-    choice: int
-    finish_reason: FinishReason
-    seconds: float
-    text: str = ""
-    token_id: ClassVar[None] = None
-    logprobs: ClassVar[None] = None
-
-
-RequestEvent = TokenEvent | ErrorEvent | EndEvent
-
-
-class RawToken(NamedTuple):
-    """A token as it came from the engine. `token_id` None: an end without one."""
-
-    choice: int
-    token_id: int | None
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason | None
-    seconds: float
+RequestEvent = TokenEvent | ErrorEvent
 
 
 class RequestStream:
@@ -85,7 +66,10 @@ class RequestStream:
     ) -> None:  # fmt: skip
         self.outputs = tuple(outputs)
         self._on_finish, self._on_cancel = on_finish, on_cancel
-        self._ready: list[RawToken | ErrorEvent] = []
+        # what is not read, as columns: of each its choice, token id and clock; of some an end or log-probabilities
+        self._choices, self._token_ids, self._seconds = array("i"), array("i"), array("d")
+        self._ends: dict[int, FinishReason | Exception] = {}
+        self._logprobs: dict[int, TokenLogprobs] = {}
         self._events: list[RequestEvent] = []  # decoded, for readers that take one event at a time
         self._open = set(range(len(self.outputs)))  # not read to their end
         self._running = len(self.outputs)  # requests that the engine has not ended
@@ -95,20 +79,28 @@ class RequestStream:
 
     # ---- the engine's side, in the loop's thread ----
 
-    def push(self, item: RawToken | ErrorEvent) -> None:
-        """Whoever pushes calls `notify` when there is no more for now."""
-        self._ready.append(item)
-        if type(item) is ErrorEvent or item.finish_reason is not None:
+    def push(
+        self, choice: int, token_id: int | None, seconds: float, end: FinishReason | Exception | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:  # fmt: skip
+        """A token as it came from the engine, or an end without one. Call `notify` when there is no more for now."""
+        if end is not None:
+            self._ends[len(self._choices)] = end
             self._running -= 1
+        if logprobs is not None:
+            self._logprobs[len(self._choices)] = logprobs
+        self._choices.append(choice)
+        self._token_ids.append(_NO_TOKEN if token_id is None else token_id)
+        self._seconds.append(seconds)
 
     def accept(self) -> None:
         self._is_accepted = True
         self.notify()
 
-    def end(self, event: ErrorEvent) -> None:
+    def end(self, error: Exception) -> None:
         """End every request of the group with this error."""
         for choice in sorted(self._open):
-            self.push(ErrorEvent(choice, event.error, event.seconds))
+            self.push(choice, None, time.perf_counter(), error)
         self._running = 0
         self.notify()
 
@@ -128,24 +120,24 @@ class RequestStream:
 
     async def accepted(self) -> None:
         """Until the engine has taken the requests; raises its reason if it does not."""
-        while not self._is_accepted and not self._ready:
+        while not self._is_accepted and not self._choices:
             await self._wait()
-        first = self._ready[0] if self._ready else None
-        if not self._is_accepted and isinstance(first, ErrorEvent):
+        error = self._ends.get(0)
+        if not self._is_accepted and isinstance(error, Exception):
             self._open.clear()
-            raise first.error
+            raise error
 
     def cancel(self) -> None:
         """Abort the requests that still run; their blocks are free before the engine's next step. A waiting reader
         gets the end of the stream. Safe to repeat."""
         if self._running > 0:
             self._on_cancel(self)
-            self.end(ErrorEvent(0, RequestAborted("the request was cancelled"), time.perf_counter()))
+            self.end(RequestAborted("the request was cancelled"))
 
     async def next_batch(self) -> list[RequestEvent]:
         """All events that are ready, at least one; empty once every request has ended."""
         while self._open:
-            if not self._ready:
+            if not self._choices:
                 await self._wait()
             if events := self.read():
                 return events
@@ -154,7 +146,7 @@ class RequestStream:
     def attach(self, reader: Callable[[], None]) -> None:
         """`reader` is called whenever something is ready, now if something is; it calls `read`, and raises nothing."""
         self._reader = reader
-        if self._ready:
+        if self._choices:
             reader()
 
     @property
@@ -164,28 +156,41 @@ class RequestStream:
 
     def read(self) -> list[RequestEvent]:
         """All events that are ready."""
-        ready, self._ready = self._ready, []
-        return [event for item in ready if (event := self._read(item)) is not None]
+        choices, token_ids, seconds = self._choices.tolist(), self._token_ids.tolist(), self._seconds.tolist()
+        ends, logprobs = self._ends, self._logprobs
+        del self._choices[:], self._token_ids[:], self._seconds[:]
+        if ends:
+            self._ends = {}
+        if logprobs:
+            self._logprobs = {}
+        events = []
+        for place, choice in enumerate(choices):
+            if choice not in self._open:
+                continue  # drawn after the end of its text
+            end = ends.get(place) if ends else None
+            scored = logprobs.get(place) if logprobs else None
+            events.append(self._read(choice, token_ids[place], scored, end, seconds[place]))
+        return events
 
-    def _read(self, item: RawToken | ErrorEvent) -> RequestEvent | None:
-        choice = item.choice
-        if choice not in self._open:
-            return None  # drawn after the end of its text
+    def _read(
+        self, choice: int, token_id: int, logprobs: TokenLogprobs | None, end: FinishReason | Exception | None,
+        seconds: float,
+    ) -> RequestEvent:  # fmt: skip
         output = self.outputs[choice]
-        if type(item) is ErrorEvent:
+        if isinstance(end, Exception):
             self._open.discard(choice)
-            output.error = item.error
-            return item
-        if item.token_id is None:
-            assert item.finish_reason is not None
+            output.error = end
+            return ErrorEvent(choice, end, seconds)
+        if token_id == _NO_TOKEN:
+            assert end is not None, "an end without a token"
             self._open.discard(choice)
-            return EndEvent(choice, item.finish_reason, item.seconds, output.end(item.finish_reason))
-        text = output.take(item.token_id, item.logprobs, item.finish_reason)
+            return TokenEvent(choice, None, output.end(end), None, end, seconds)
+        text = output.take(token_id, logprobs, end)
         if output.finish_reason is not None:
             self._open.discard(choice)
-            if item.finish_reason is None:
+            if end is None:
                 self._on_finish(self, choice)
-        return TokenEvent(choice, item.token_id, text, item.logprobs, output.finish_reason, item.seconds)
+        return TokenEvent(choice, token_id, text, logprobs, output.finish_reason, seconds)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

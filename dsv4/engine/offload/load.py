@@ -108,13 +108,13 @@ def choose_placement(
     if slots is None:
         return None
     load = plan_load(checkpoint, config)
-    sizes = _sizes(load, config, cache_bytes, dequantize_to)
+    sizes = _sizes(load, config, dequantize_to)
     num_own = config.n_routed_experts // num_ranks
     share, sizes = replace(config, n_routed_experts=num_own), replace(sizes, routed=sizes.routed // num_ranks)
     if slots != "auto":
         placement: Placement | None = divide_slots(int(slots), share, engine)
     else:
-        placement = place_experts(share, engine, sizes, _usable_bytes(device))
+        placement = place_experts(share, engine, sizes, cache_bytes, usable_bytes(device))
     if placement is not None:
         _check_host(num_ranks * (sizes.routed // num_own) * (num_own - placement.num_fixed))
     return placement
@@ -142,7 +142,7 @@ def check_offload(wanted: OffloadExperts, config: ModelConfig, num_ranks: int = 
     return int(wanted)
 
 
-def _sizes(load: LoadPlan, config: ModelConfig, cache_bytes: int, dequantize_to: torch.dtype | None) -> ModelBytes:
+def _sizes(load: LoadPlan, config: ModelConfig, dequantize_to: torch.dtype | None) -> ModelBytes:
     """From the headers alone."""
 
     def bytes_of(source: Source) -> int:
@@ -152,10 +152,10 @@ def _sizes(load: LoadPlan, config: ModelConfig, cache_bytes: int, dequantize_to:
 
     routed = sum(bytes_of(source) for source in load.sources if source.tensor.expert_idx is not None)
     total = sum(map(bytes_of, load.sources))
-    return ModelBytes(total - routed, routed, config.num_hidden_layers + load.num_mtp, cache_bytes)
+    return ModelBytes(total - routed, routed, config.num_hidden_layers + load.num_mtp)
 
 
-def _usable_bytes(device: torch.device) -> int:
+def usable_bytes(device: torch.device) -> int:
     """The whole device, as `dsv4 plan` counts it, less what others hold."""
     if device.type != "cuda":
         return CPU_BYTES

@@ -64,12 +64,15 @@ def divide_slots(num_slots: int, config: ModelConfig, engine: EngineConfig) -> P
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model takes on a device: weights other than routed experts, those of all blocks, and the cache."""
+    """What a model's weights take on a device: the routed experts of all blocks, and all else."""
 
     resident: int
     routed: int
     num_moe_blocks: int
-    cache: int
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.routed
 
     @property
     def staging(self) -> int:
@@ -85,10 +88,12 @@ class ModelBytes:
         return min(num_experts, max(0, spare) // self.slot(num_experts))
 
 
-def place_experts(config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, usable_bytes: int) -> Placement | None:
+def place_experts(
+    config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, cache_bytes: int, usable_bytes: int
+) -> Placement | None:
     """As many experts on the device as fit beside everything else; None if all do and none need be offloaded."""
     reserves = workspace_bytes(config, engine) + graph_bytes(config, engine) + CONTEXT_BYTES
-    others = sizes.resident + sizes.cache + reserves
+    others = sizes.resident + cache_bytes + reserves
     if others + sizes.routed <= usable_bytes:
         return None
     spare = usable_bytes - others - sizes.staging

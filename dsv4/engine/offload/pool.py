@@ -9,7 +9,7 @@ in ascending expert order, so the result has the bits of the resident model.
 
 A call that needs more experts than there are slots (a long prompt) goes through a staging stack of all E experts,
 shared by all layers: what the device has is copied across the device, the rest from the host. While one layer computes,
-the next one's experts are already on their way into a second staging stack.
+the next one's experts are already being copied into a second staging stack.
 
 The host must read the routing: that is the one synchronisation of a layer. A captured call is cut there: a piece ends
 with the routing of one layer and the next piece begins with its experts (`Recorder`), so decode is one graph per layer.
@@ -23,7 +23,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.trees import map_tensors, tensors_of
-from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
+from dsv4.formats.trees import map_tensors, tensors_of
+from dsv4.model.parameters import BlockParams, ExpertParams
 from dsv4.ops import Backend
 
 PADDED_EXPERT = -1
@@ -42,7 +42,7 @@ PIN_BYTES = 1 << 20  # smaller host tensors are torch's to pin
 
 
 class Recorder(Protocol):
-    """What captures a call (engine/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
+    """What captures a call (engine/run/graphs.py). `cut` ends a piece; a replay calls `then` before the next one."""
 
     def cut(self, then: Callable[[], None]) -> None: ...
 
@@ -298,12 +298,6 @@ class ExpertPool:
         wandering = self.num_experts - self.placement.num_fixed
         return min(num_tokens * self.num_ranks * self.top_k, wandering) <= self.placement.num_cached
 
-    def add_layer(self, like: Any) -> LayerExperts:
-        """The next layer, empty; `put` its experts."""
-        layer = LayerExperts(self, len(self.layers), like)
-        self.adopt(layer)
-        return layer
-
     def adopt(self, layer: LayerExperts, *, is_next: bool = True) -> None:
         """Take a layer in, in the order of the model. `is_next`: a call goes on to it from the one before."""
         assert layer.layer_idx == len(self.layers), (layer.layer_idx, len(self.layers))
@@ -325,15 +319,17 @@ class ExpertPool:
         rounded: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `OpSet.moe`; `routed` is a layer of this pool, or resident stacks, which are passed on."""
-        return self._over(partial(self.inner.ops.moe, rounded=rounded), x, experts, weights, routed, shared, limit)
+        op = self.inner.ops.moe
+        return self._over(partial(op, x, weights=weights, shared=shared, limit=limit, rounded=rounded), experts, routed)
 
     def moe_parts(
         self, x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any, *, limit: float,
         peer_buffers: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """As `OpSet.moe_parts`, likewise."""
-        op = partial(self.inner.ops.moe_parts, peer_buffers=peer_buffers)
-        return self._over(op, x, experts, weights, routed, shared, limit)
+        op = self.inner.ops.moe_parts
+        run = partial(op, x, weights=weights, shared=shared, limit=limit, peer_buffers=peer_buffers)
+        return self._over(run, experts, routed)
 
     def moe_shared(
         self, x: Tensor, routed: Any, shared: Any, out: Tensor, *, top_k: int, limit: float
@@ -342,28 +338,23 @@ class ExpertPool:
         stacks = routed.stack if isinstance(routed, LayerExperts) else routed
         self.inner.ops.moe_shared(x, stacks, shared, out, top_k=top_k, limit=limit)
 
-    def _over(
-        self, op: Callable[..., Any], x: Tensor, experts: Tensor, weights: Tensor, routed: Any, shared: Any,
-        limit: float,
-    ) -> Any:  # fmt: skip
+    def _over(self, run: Callable[..., Any], experts: Tensor, routed: Any) -> Any:
+        """`run` with choices of experts, or of slots, and the stacks that hold them."""
         if not isinstance(routed, LayerExperts):
-            return op(x, experts, weights, routed, shared, limit=limit)
+            return run(experts=experts, routed=routed)
         if self.recorder is not None:
             boundary = routed.boundary(*experts.shape)
             boundary.experts.copy_(experts, non_blocking=True)
             self.recorder.cut(boundary.cross)
-            return op(x, boundary.slots, weights, routed.stack, shared, limit=limit)
+            return run(experts=boundary.slots, routed=routed.stack)
         chosen = experts.cpu()
         slots = None if self.stages_always else routed.slots_for(chosen, self.num_valid)
         if slots is None:
-            return self._staged(op, x, chosen[: self.num_valid], experts, weights, routed, shared, limit)
+            return self._staged(run, chosen[: self.num_valid], experts, routed)
         self.wait_for_copies()
-        return op(x, slots.to(self.device), weights, routed.stack, shared, limit=limit)
+        return run(experts=slots.to(self.device), routed=routed.stack)
 
-    def _staged(
-        self, op: Callable[..., Any], x: Tensor, chosen: Tensor, experts: Tensor, weights: Tensor,
-        routed: LayerExperts, shared: Any, limit: float,
-    ) -> Any:  # fmt: skip
+    def _staged(self, run: Callable[..., Any], chosen: Tensor, experts: Tensor, routed: LayerExperts) -> Any:
         needed = _distinct(chosen)
         self.stats.num_uses += len(needed)
         self.stats.num_misses += routed.num_absent(needed)
@@ -380,7 +371,7 @@ class ExpertPool:
             coming = self._staging_for(following)
             ahead = self._stage(coming, following, range(self.num_experts), in_use=place if coming is staging else None)
             coming.staged[ahead] = following
-        out = op(x, experts, weights, staging.stacks[place], shared, limit=limit)
+        out = run(experts=experts, routed=staging.stacks[place])
         if self._is_cuda:
             staging.free_events[place] = torch.cuda.current_stream().record_event()
         return out
@@ -423,7 +414,7 @@ class ExpertPool:
     def copying(self, after: Any = None) -> Any:
         """Copies started inside run on the pool's own stream, after the event if one is given."""
         if self._stream is None:
-            return _Nothing()
+            return nullcontext()
         if after is not None:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
@@ -453,31 +444,6 @@ class ExpertPool:
             layer.check_integrity()
 
 
-def offload(
-    params: ModelParams,
-    placement: Placement,
-    backend: Backend,
-    *,
-    top_k: int,
-    device: torch.device | str,
-    num_ranks: int = 1,
-) -> tuple[ModelParams, ExpertPool]:
-    """Main layers' experts of `params` (stacks anywhere, e.g. in host memory) into a pool; everything else as it is.
-
-    The stacks of `params` are copied layer by layer and may be dropped afterwards. Draft blocks stay resident.
-    """
-    num_experts = len(tensors_of(params.layers[0].ffn.experts.matrices)[0])
-    pool = ExpertPool(placement, num_experts, top_k, backend, device=device, num_ranks=num_ranks)
-    layers = []
-    for block in params.layers:
-        stacks = block.ffn.experts.matrices
-        layer = pool.add_layer(map_tensors(stacks, lambda part: part[0], ()))
-        for expert_idx in range(num_experts):
-            layer.put(expert_idx, [part[expert_idx] for part in tensors_of(stacks)])
-        layers.append(with_experts(block, layer))
-    return replace(params, layers=layers), pool
-
-
 def with_experts(block: BlockParams, experts: LayerExperts) -> BlockParams:
     """The same block over other routed experts. The model reads `matrices` of them and nothing else."""
     return replace(block, ffn=replace(block.ffn, experts=cast(ExpertParams, experts)))
@@ -490,8 +456,3 @@ def _distinct(experts: Tensor) -> list[int]:
 
 def _bytes(part: Tensor) -> Tensor:
     return part.contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...

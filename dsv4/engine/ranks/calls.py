@@ -33,7 +33,7 @@ class LeadingTransformer(Transformer):
     """Rank 0's model for these calls."""
 
     def __init__(self, inner: Transformer, agreement: Agreement) -> None:
-        self.config, self.params = inner.config, inner.params
+        self.config, self.weights = inner.config, inner.weights
         self.schedule, self.context = inner.schedule, inner.context
         self._agreement = agreement
 

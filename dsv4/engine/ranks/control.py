@@ -1,64 +1,72 @@
-"""`RanksControl`: commands to the engines of all ranks (`EngineControl` of each)."""
+"""`RanksControl`: commands to the engines of all ranks; `ShareControl`: what it has the others do to their shares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
 from typing import Any
-from uuid import uuid4
 
 from dsv4.engine.control import EngineControl
-from dsv4.engine.engine import Engine
 from dsv4.engine.ranks.engine import RanksEngine
+from dsv4.engine.weight_update import WeightUpdate, open_source
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.progress import Progress
 from dsv4.ops.backend import Backend
-from dsv4.request import RequestError
 
 
 class RanksControl(EngineControl):
-    """Rank 0's control. It forwards each command to the other ranks, unless rank 0 itself refuses it."""
+    """Rank 0's control. It forwards each command to the other ranks, unless rank 0 itself refuses it; where the engine
+    does so, nothing stands here."""
 
     def __init__(self, llm: Any, backend: Backend, engine: RanksEngine) -> None:
-        super().__init__(_OwnView(llm, engine.own), backend)
+        super().__init__(llm, backend)
         self._engine = engine
-        for verb in ("pause", "resume", "reset_prefix_cache", "set_weight_version"):
-            self._verbs[verb] = getattr(self, verb)
 
     def pause(self, mode: Any = "keep") -> None:
         super().pause(mode)
         self._engine.begin_pause(mode)
 
-    def resume(self) -> None:
-        self._engine.tell("resume", {})
-        super().resume()
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None, resumes: bool | None = None) -> None:
+        super().sleep(level, tags, resumes)
+        self._engine.tell("sleep", level=level, tags=tags, resumes=False, patience=inf)
 
-    def reset_prefix_cache(self, running: bool = False, name: str | None = None) -> None:
-        if self._engine.has_work:
-            raise RequestError(
-                "the prefix cache can be reset only while no request runs, or while the engine is paused"
-            )
-        name = name or uuid4().hex
-        self._engine.tell("reset_prefix_cache", {"running": running, "name": name})
-        super().reset_prefix_cache(running, name)
-        self._engine.forget_prefixes()
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        self._engine.tell("wake", tags=tags, patience=inf)
+        super().wake(tags)
+
+    def _check_shares(self, folder: Checkpoint | None, search_scales: bool) -> None:
+        assert folder is not None, "tensors were refused before"
+        where = str(folder.path.resolve())
+        self._engine.tell("check_share", folder=where, search_scales=search_scales, patience=inf)
+
+    def _write(self, update: WeightUpdate, progress: Progress = False) -> None:
+        """All ranks at once."""
+        writing = self._engine.ask_all("write_share")
+        super()._write(update, progress)
+        self._engine.answers(writing, inf)
 
     def set_weight_version(self, version: str) -> str:
         found = super().set_weight_version(version)
-        self._engine.tell("set_weight_version", {"version": version})
+        self._engine.tell("set_weight_version", version=version)
         return found
 
-    def info(self) -> dict[str, Any]:
-        stats = self._engine.stats()
-        return super().info() | {
-            "num_requests": stats.num_waiting + stats.num_running, "num_slots": self._engine.num_slots
-        }  # fmt: skip
 
+class ShareControl(EngineControl):
+    """Of a rank besides the first: two commands more. What comes before and after an update is rank 0's to say."""
 
-class _OwnView:
-    """An `LLM`, and this rank's engine as its engine."""
+    def __init__(self, llm: Any, backend: Backend) -> None:
+        super().__init__(llm, backend)
+        self._verbs |= {"check_share": self.check_share, "write_share": self.write_share}
+        self._update: WeightUpdate | None = None
 
-    def __init__(self, llm: Any, engine: Engine) -> None:
-        self.__dict__.update(_llm=llm, engine=engine)
+    def check_share(self, folder: str, search_scales: bool) -> None:
+        """`CheckpointError` if this rank's experts and the rest of the folder cannot be taken."""
+        checkpoint = open_source(folder, self._llm.config)
+        assert checkpoint is not None
+        self._update = WeightUpdate(checkpoint, self._target(search_scales))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._llm, name, value)
+    def write_share(self) -> None:
+        assert self._update is not None, "checked before"
+        self._update.run()
+        self._update = None
+        self._llm.engine.gate.refusal = None  # where it slept with its weights dropped

@@ -15,7 +15,7 @@ from dsv4.dist.control import Leader
 from dsv4.dist.errors import RankFailed
 from dsv4.dist.shares import expert_range
 from dsv4.dist.world import World, is_started_by_torchrun, local_rank
-from dsv4.engine.fingerprint import Identity, headers_digest
+from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
 from dsv4.engine.offload.placement import Placement, divide_slots, exchange_bytes
 from dsv4.engine.offload.pool import ExpertPool
@@ -55,10 +55,10 @@ def failing_together(world: World) -> Iterator[None]:
         raise
 
 
-def check_alike(world: World, identity: Identity, checkpoint: Checkpoint) -> None:
+def check_alike(world: World, identity: Identity) -> None:
     """`ConfigError` on all ranks if one of them would compute other bits than rank 0: before weights are read."""
     facts = {
-        "checkpoint": headers_digest(checkpoint), "kernels": identity.kernels, "libraries": identity.libraries,
+        "checkpoint": identity.checkpoint, "kernels": identity.kernels, "libraries": identity.libraries,
         "numerics": identity.numerics, "processor": identity.processor.split(".")[0],
     }  # fmt: skip
     first, *others = map(json.loads, world.gather_texts(json.dumps(facts)))
@@ -105,7 +105,7 @@ class Share:
         world, config = self.world, self.config
         if not isinstance(world.link, Leader):
             loaded = self._load(placement, backend, world.progress.load)
-            world.link.answer(b"")
+            world.link.ready()
             return loaded
         leader, num_shown = world.link, 0
         plan = plan_load(self.checkpoint, config)
@@ -114,7 +114,7 @@ class Share:
 
             def show() -> None:
                 nonlocal num_shown
-                num_done, _ = leader.bytes_loaded()
+                num_done = leader.bytes_loaded
                 advance(num_done - num_shown)
                 num_shown = num_done
 
@@ -123,7 +123,7 @@ class Share:
                 show()
 
             loaded = self._load(placement, backend, note)
-            leader.answers(show)
+            leader.wait_until_ready(show)
             show()
         return loaded
 

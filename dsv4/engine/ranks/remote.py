@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dsv4.cache.prefix.tree import KEY_BYTES
 from dsv4.dist.errors import PeerLost
 from dsv4.engine.link.messages import (
     FROM_ENGINE,
@@ -28,18 +27,19 @@ from dsv4.engine.link.messages import (
     Frames,
     Load,
     Reply,
-    Start,
     Step,
     Submit,
     ToEngine,
+    add_replay,
+    begin,
     encode,
     error_in,
     error_of,
+    free_handles,
     logprobs_by_row,
     pack_ids,
-    unpack_logprobs,
-    unpack_rows,
 )
+from dsv4.engine.ranks.router import Rank
 from dsv4.engine.request import DeadlinePassed, Request, RequestAborted
 from dsv4.engine.step.tokens import Results, StepTokens
 from dsv4.request import FinishReason
@@ -47,22 +47,16 @@ from dsv4.request import FinishReason
 _READ_BYTES = 1 << 18
 
 
-class RemoteRank:
-    """`requests` by handle: given to the rank and not over. `reserved`: those that its load does not count yet.
-
-    load   what the rank last said of its room
-    known  keys of the prefixes it can start from
-    """
+class RemoteRank(Rank):
+    """`requests` by handle: given to the rank and not over."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
+        super().__init__()
         connection.setblocking(False)
         self.rank, self.socket = rank, connection
-        self.load = Load(0, 0, 0, 0)
-        self.known: set[bytes] = set()
         self.requests: dict[int, Request] = {}
-        self.reserved: dict[Request, tuple[int, int]] = {}  # blocks and tokens
         self._handles: dict[Request, int] = {}
-        self._next_handle = itertools.count()
+        self._next_handle = 0
         self._asked: dict[int, Future[Any]] = {}
         self._next_question = itertools.count()
         self._frames = Frames()
@@ -71,26 +65,30 @@ class RemoteRank:
         self._last: tuple[bytes, tuple[Request, ...]] = b"", ()
         self.is_lost = False
 
-    def has(self, request: Request) -> bool:
-        return request in self._handles
+    @property
+    def num_open(self) -> int:
+        return len(self.requests)
 
     # ---- what is said ----
 
-    def submit(self, request: Request, waited: float, grammar: tuple[str, list[int]] | None) -> None:
-        """Move a request that has waited `waited` seconds to that rank; it stays there."""
-        handle = next(self._next_handle)
+    def submit(self, request: Request, waited: float) -> None:
+        """Move a request that has waited `waited` seconds to that rank; it stays there, and its rule with it."""
+        handle = free_handles(self._next_handle, 1, self.requests)
+        self._next_handle = handle + 1
         self.requests[handle], self._handles[request] = request, handle
-        text, opening = grammar or (None, [])
+        text, opening = source_of(request) or (None, [])
         prompt = pack_ids(request.token_ids[: request.prompt_len])
         self._send(Submit(handle, [prompt], [0], [request.params], text, opening, request.name, waited))
 
-    def cancel(self, request: Request) -> None:
-        """Abort a request there: its client has gone."""
+    def abort(self, request: Request) -> None:
+        """Its client has gone."""
         self._send(Cancel([self._forget(request)]))
+        request.is_aborted = True
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request, reason: FinishReason) -> None:
         """Its text is complete."""
         self._send(Finish([self._forget(request)]))
+        request.finish_reason = reason
 
     def ask(self, what: str) -> Future[Any]:
         return self._question(lambda number: Ask(number, what))
@@ -122,12 +120,12 @@ class RemoteRank:
 
     @property
     def has_results(self) -> bool:
-        return bool(self._results) or bool(self._results.ended)
+        return bool(self._results)
 
     def take_results(self) -> StepTokens:
         return self._results.take()
 
-    def receive(self) -> None:
+    def hear(self) -> None:
         """Whatever has arrived."""
         if self._unsent:
             self.flush()
@@ -145,9 +143,7 @@ class RemoteRank:
                 if isinstance(message, Step):
                     self._take(message)
                 elif isinstance(message, Load):
-                    self.load = message
-                    self.known.difference_update(_keys(message.removed))
-                    self.known.update(_keys(message.added))
+                    self.note(message)
                 elif isinstance(message, Reply):
                     self._answer(message)
             if len(data) < _READ_BYTES:
@@ -171,12 +167,11 @@ class RemoteRank:
                 self.reserved.pop(self.requests[handle], None)
         for start in step.starts:
             if start.handle in self.requests:
-                _begin(self.requests[start.handle], start)
+                begin(self.requests[start.handle], start)
         self._take_tokens(step)
         for replay in step.replays:
-            log = None if replay.handle not in self.requests else self.requests[replay.handle].replay
-            if log is not None:
-                log.add(replay.position, unpack_rows(replay.experts), unpack_rows(replay.picks))
+            if replay.handle in self.requests:
+                add_replay(self.requests[replay.handle], replay)
         for end in step.ends:
             request = self.requests.get(end.handle)
             if request is not None:
@@ -216,15 +211,9 @@ def wait_for(sockets: list[socket.socket], seconds: float) -> None:
     select.select(sockets, [], [], seconds)
 
 
-def _keys(data: bytes) -> list[bytes]:
-    return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
-
-
-def _begin(request: Request, start: Start) -> None:
-    request.num_cached_tokens, request.admitted_seconds = start.num_cached, start.admitted_seconds
-    request.weight_versions = [(first, version) for first, version in start.weight_versions]
-    if start.prompt_logprobs is not None:
-        request.prompt_logprobs = [None, *unpack_logprobs(start.prompt_logprobs)]
+def source_of(request: Request) -> tuple[str, list[int]] | None:
+    """What another rank makes the request's rule from; None without a rule, or where it has none."""
+    return getattr(request.constraint, "source", None)
 
 
 def _end(request: Request, end: End) -> None:

@@ -12,17 +12,21 @@ request, which it preempts.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Container, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
-from dsv4.cache.prefix.tree import ChainKeys
+from dsv4.cache.prefix.tree import KEY_BYTES, ChainKeys
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
+from dsv4.engine.link.messages import Load
 from dsv4.engine.request import Request, expire
 
 IMBALANCE_TOKENS = BLOCK_TOKENS
 AGING_STEPS = 1024
+Order = tuple[int, int]
 
 
 @dataclass
@@ -49,11 +53,48 @@ class Room:
         self.num_tokens += num_tokens
 
 
+class Rank:
+    """What the router knows of a rank: its engine is in this process (own.py) or in another (remote.py).
+
+    load      what it last said of its room, and `load.stats`
+    known     keys of the prefixes it can start from
+    reserved  blocks and tokens of requests that its load does not count yet
+    """
+
+    def __init__(self) -> None:
+        self.load = Load(0, 0, 0, 0)
+        self.known: set[bytes] = set()
+        self.reserved: dict[Request, tuple[int, int]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests it was given that are not over."""
+        raise NotImplementedError
+
+    def note(self, load: Load) -> None:
+        if load.stats is None:
+            load.stats = self.load.stats
+        self.load = load
+        self.known.difference_update(_keys(load.removed))
+        self.known.update(_keys(load.added))
+
+    def room(self) -> Room:
+        load = self.load
+        room = Room(
+            load.num_free_slots, load.num_free_blocks, load.num_tokens, self.num_open - len(self.reserved),
+            load.num_waiting, self.known,
+        )  # fmt: skip
+        for num_blocks, num_tokens in self.reserved.values():
+            room.take(num_blocks, num_tokens)
+            room.num_waiting += not num_blocks
+        return room
+
+
 @dataclass(order=True)
 class Waiting:
     """`order` as a scheduler's; `since` the clock at its arrival. `chain`: the keys of its prompt's prefixes."""
 
-    order: tuple[int, int]
+    order: Order
     request: Request = field(compare=False)
     since: float = field(compare=False)
     chain: ChainKeys | None = field(compare=False, default=None)
@@ -66,7 +107,9 @@ class Router:
         self._max_batched_tokens = max_batched_tokens
         self._queue: list[Waiting] = []
         self._num_added = 0
-        self.orders: dict[Request, tuple[int, int]] = {}  # of those given away
+        self._next_deadline = inf  # none is before
+        self._given: dict[Request, Order] = {}
+        self._by_priority: defaultdict[int, list[tuple[Order, int]]] = defaultdict(list)  # given, with their ranks
 
     def __len__(self) -> int:
         """Requests that wait here."""
@@ -80,6 +123,8 @@ class Router:
         order = step - request.params.priority * AGING_STEPS, self._num_added
         self._num_added += 1
         insort(self._queue, Waiting(order, request, now, chain))
+        if request.params.deadline is not None:
+            self._next_deadline = min(self._next_deadline, now + request.params.deadline)
 
     def rename(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> None:
         """Prefixes have other keys now."""
@@ -88,7 +133,11 @@ class Router:
 
     def remove(self, request: Request) -> bool:
         """Whether it waited here."""
-        self.orders.pop(request, None)
+        order = self._given.pop(request, None)
+        if order is not None:
+            given = self._by_priority[request.params.priority]
+            del given[bisect_left(given, (order, 0))]
+            return False
         found = next((place for place, one in enumerate(self._queue) if one.request is request), None)
         if found is not None:
             del self._queue[found]
@@ -96,44 +145,49 @@ class Router:
 
     def expire(self, now: float) -> list[Request]:
         """Requests whose deadline has passed; they have left."""
-        late = [
-            one.request
+        if now < self._next_deadline:
+            return []
+        deadlines = {
+            one.request: one.since + one.request.params.deadline
             for one in self._queue
-            if one.request.params.deadline is not None and now >= one.since + one.request.params.deadline
-        ]
+            if one.request.params.deadline is not None
+        }
+        late = [request for request, deadline in deadlines.items() if now >= deadline]
         for request in late:
             self.remove(request)
             request.error = expire(request)
+            del deadlines[request]
+        self._next_deadline = min(deadlines.values(), default=inf)
         return late
 
-    def give(self, rooms: Sequence[Room], homes: Sequence[Iterable[Request]]) -> tuple[Waiting, int, int, int] | None:
-        """The first request, its rank, and the blocks and tokens it takes there; None if no rank can take it.
-        `homes`: the requests that each rank has."""
+    def give(self, rooms: Sequence[Room]) -> tuple[Waiting, int, int, int] | None:
+        """The first request, its rank, and the blocks and tokens it takes there; None if no rank can take it."""
         if not self._queue:
             return None
         first = self._queue[0]
         found = self._best(rooms, first)
         if found is None:
-            home = self._with_last_victim(rooms, homes, first)
+            home = self._with_last_victim(rooms, first)
             if home is None:
                 return None
             found = home, 0, first.request.num_pending
-        return self._given(first, rooms, found)
+        return self._take(first, rooms, found)
 
     def give_anyway(self, rooms: Sequence[Room]) -> tuple[Waiting, int, int, int] | None:
         """As `give`, to the emptiest rank, whether it has room or not."""
         if not self._queue:
             return None
         home = min(range(len(rooms)), key=lambda rank: rooms[rank].num_open)
-        return self._given(self._queue[0], rooms, (home, 0, self._queue[0].request.num_pending))
+        return self._take(self._queue[0], rooms, (home, 0, self._queue[0].request.num_pending))
 
-    def _given(
+    def _take(
         self, first: Waiting, rooms: Sequence[Room], found: tuple[int, int, int]
     ) -> tuple[Waiting, int, int, int]:  # fmt: skip
         home, num_blocks, num_tokens = found
         rooms[home].take(num_blocks, num_tokens)
         del self._queue[0]
-        self.orders[first.request] = first.order
+        self._given[first.request] = first.order
+        insort(self._by_priority[first.request.params.priority], (first.order, home))
         return first, home, num_blocks, num_tokens
 
     def _best(self, rooms: Sequence[Room], one: Waiting) -> tuple[int, int, int] | None:
@@ -141,9 +195,11 @@ class Router:
         fewest = min(room.num_open for room in rooms)
         worths = []
         for rank, room in enumerate(rooms):
+            if room.num_slots <= 0 or room.num_waiting:
+                continue
             start = prefix_len(one.chain, room.known, one.request.num_pending)
             num_blocks = blocks_at_position(min(one.request.num_pending, start + self._max_batched_tokens))
-            if room.num_slots <= 0 or room.num_waiting or room.num_blocks < num_blocks:
+            if room.num_blocks < num_blocks:
                 continue
             saved = max(0, start - IMBALANCE_TOKENS * (room.num_open - fewest))
             worth = saved, -room.num_tokens // self._max_batched_tokens, room.num_blocks, room.num_slots, -rank
@@ -153,18 +209,18 @@ class Router:
         worth, num_blocks, num_tokens = max(worths)
         return -worth[-1], num_blocks, num_tokens
 
-    def _with_last_victim(
-        self, rooms: Sequence[Room], homes: Sequence[Iterable[Request]], one: Waiting
-    ) -> int | None:  # fmt: skip
+    def _with_last_victim(self, rooms: Sequence[Room], one: Waiting) -> int | None:
         """Where the worst-ranked request runs that this one may displace."""
-        victims = [
-            (self.orders[request], rank)
-            for rank, (room, requests) in enumerate(zip(rooms, homes, strict=True))
-            if not room.num_waiting
-            for request in requests
-            if request.params.priority < one.request.params.priority and self.orders.get(request, one.order) > one.order
-        ]
-        return max(victims)[1] if victims else None
+        worst: tuple[Order, int] | None = None
+        if all(room.num_waiting for room in rooms):
+            return None
+        for priority, given in self._by_priority.items():
+            if priority >= one.request.params.priority:
+                continue
+            found = next(((order, home) for order, home in reversed(given) if not rooms[home].num_waiting), None)
+            if found is not None and found[0] > one.order and (worst is None or found > worst):
+                worst = found
+        return None if worst is None else worst[1]
 
 
 def prefix_len(chain: ChainKeys | None, known: Container[bytes], num_tokens: int) -> int:
@@ -173,3 +229,7 @@ def prefix_len(chain: ChainKeys | None, known: Container[bytes], num_tokens: int
         return 0
     keys = chain.first(min(chain.num_known, max(0, num_tokens - 1) // BLOCK_TOKENS))
     return next((place * BLOCK_TOKENS for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
+
+
+def _keys(data: bytes) -> list[bytes]:
+    return [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]

@@ -14,7 +14,7 @@ from dsv4.engine.link.grammars import Constrain
 from dsv4.engine.link.info import engine_info
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
-from dsv4.engine.ranks.control import RanksControl
+from dsv4.engine.ranks.control import RanksControl, ShareControl
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.ranks.remote import RemoteRank
 from dsv4.engine.ranks.serve import serve_rank
@@ -28,15 +28,20 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     model, cache, small = llm.model, llm.cache, EngineConfig(max_context_tokens=1, max_concurrent_requests=1)
     serve = padding_server(model, cache, lambda: llm._make_cache(small, model.schedule))
     agreement = Agreement(world.mesh.steps, world.link, world.progress, serve)
+    world.closing.append(agreement.selector)  # not the agreement: it knows the `LLM`, whose end closes the world
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
-        connection = world.mesh.requests[0]
-        serve_rank(own, llm.control, engine_info(llm), connection, world.follower, constrain=_constrain(llm))
+        connection, control = world.mesh.requests[0], ShareControl(llm, backend)
+        control.on_turn = world.progress.turn
+        serve_rank(
+            own, control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
+        )  # fmt: skip
         cache.close()
+        world.close()
         raise SystemExit(0)
     remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
-    ranks = RanksEngine(own, remotes, world.leader)
+    ranks = RanksEngine(own, agreement, remotes, world.leader)
     llm.control = RanksControl(weakref.proxy(llm), backend, ranks)
     llm.model = LeadingTransformer(model, agreement)
     return ranks
@@ -52,4 +57,4 @@ def _constrain(llm: Any) -> Constrain:
         config = llm.config
         return GrammarCompiler(llm.tokenizer, vocab_size=config.vocab_size, eos_token_id=config.eos_token_id)
 
-    return lambda lark, opening: compiler().compile(lark, opening).constraint()
+    return lambda lark, opening: compiler().compile(lark, opening).constraint

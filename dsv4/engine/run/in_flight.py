@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.transfer import HostCopy, to_device
-from dsv4.engine.draft.host_copy import launch_drafts
+from dsv4.engine.draft.counts import Offer
 from dsv4.engine.run.bucket import Forwarded
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.schedule.kept import Outcome, kept_rows
 from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.builder import StepBuilder, StepInput
 from dsv4.engine.step.masks import Masks
-from dsv4.engine.step.replays import Replays, wants_picks
-from dsv4.engine.step.sampler import num_top_for, outcomes
+from dsv4.engine.step.replays import Replays
+from dsv4.engine.step.sampler import Undrawable, num_top_for, outcomes, undrawable
 from dsv4.engine.step.scores import Scores
 from dsv4.engine.step.size import StepSize
-from dsv4.ops.sampling import SamplingRows
+from dsv4.ops.sampling import NOTHING_ALLOWED, SamplingRows
 
 
 @dataclass
@@ -53,10 +55,11 @@ class InFlightStep:
         cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize, *, tells_experts: bool = False
     ) -> InFlightStep:  # fmt: skip
         """The forward call of a plan, padded to a size."""
-        target = runner.step_buffer(max(plan.num_tokens, size.num_rows), plan.num_drawing)
+        num_rows = max(plan.num_tokens, size.num_rows)
+        target = None if size.is_direct else runner.step_buffer(num_rows, plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
-        forward = runner.forward_with_picks if wants_picks(plan) else runner.forward
+        forward = runner.forward_with_picks if size.is_direct else runner.forward
         forwarded = forward(step.batch, step.draw_rows)
         made = cls(plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
         made.replays = Replays.launch(runner, forwarded, plan)
@@ -77,7 +80,10 @@ class InFlightStep:
         token_ids = None if drawn is None else drawn.token_ids
         # before the drafter: the host need not wait for it
         self.drawn = HostCopy([] if drawn is None else [drawn.token_ids, *drawn.logprobs], device)
-        self.drafted = launch_drafts(runner, self.forwarded, step, token_ids, self.num_drafts)
+        if step.fed is not None:
+            drafted = runner.draft(self.forwarded, step.batch, token_ids, step.fed, self.num_drafts)
+            parts = [] if drafted is None else [part for part in drafted if part is not None]
+            self.drafted = HostCopy(parts, device) if parts else None
         self.stuck = masks.stuck
         self.forwarded = None  # its memory may be used again
 
@@ -94,6 +100,18 @@ class InFlightStep:
             chosen = chosen[:, kept]
         for observer in tuple(observers):  # one may remove itself
             observer(chosen)
+
+    def without_stuck(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draws of rows that decode, where those of rows that cannot draw are no tokens; changed in place."""
+        if self.stuck:
+            token_ids[[row for row in self.stuck if row < len(token_ids)]] = NOTHING_ALLOWED
+        return token_ids
+
+    def undrawable(self, row: int, code: int) -> Undrawable:
+        """Why a row that decodes drew no token."""
+        if row in self.stuck:
+            return Undrawable(self.stuck[row])
+        return undrawable(code, len(self.plan.rows.requests[row].token_ids))
 
     def outcomes(self, found: Sequence[Tensor]) -> list[Outcome]:
         """What the pieces besides rows drew; `found` is what `drawn` brought."""
@@ -118,3 +136,12 @@ def _masks_of_rows(num_rows: int, masked: Tensor, words: Tensor, device: torch.d
     return {
         "mask": mask.index_copy_(0, places, to_device(words, device)), "is_masked": is_masked.index_fill_(0, places, 1)
     }  # fmt: skip
+
+
+def read_offers(drafted: HostCopy | None, num_requests: int) -> list[Offer]:
+    """Those of the requests that drew, in their order; none if nothing was asked for."""
+    if drafted is None:
+        return []
+    drafts, *confidences = (part[:num_requests].tolist() for part in drafted.wait())
+    sure: Sequence[Sequence[float] | None] = confidences[0] if confidences else [None] * num_requests
+    return [Offer(tuple(one), None if rates is None else tuple(rates)) for one, rates in zip(drafts, sure, strict=True)]

@@ -21,12 +21,11 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config.layers import LayerSpec
 from dsv4.dist.exchange import StandInExchange
-from dsv4.engine.draft.create import make_drafter
-from dsv4.engine.draft.round import FedDrafts, extend, make_table, propose
+from dsv4.engine.draft.round import FedDrafts, extend, make_drafter, make_table, propose
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts
-from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.engine.run.bucket import Drafting, padding_rows
 from dsv4.engine.step.sampler import NUM_TOP, SCORED_ROWS
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.model.block import BlockOutput
 from dsv4.model.branches import Branches
 from dsv4.model.drafter import Drafter
@@ -127,19 +126,19 @@ def stand_in(
     blocks: list[BlockParams] = []
     handles: list[LayerCacheHandle] = []
     seen = set()
-    for layer_idx, block in enumerate(model.params.layers):
+    for layer_idx, block in enumerate(model.weights.layers):
         layer = model.schedule[layer_idx]
         block = on_meta(_with_stack(block, num_stacked))
         handle = on_meta(cache.handle(layer_idx))
         kind = (layer.attention, layer.router, *map(_facts, tensors_of((block, handle))))
-        if kind not in seen or layer_idx == len(model.params.layers) - 1:
+        if kind not in seen or layer_idx == len(model.weights.layers) - 1:
             seen.add(kind)
             kept.append(layer_idx)
             blocks.append(block)
             handles.append(handle)
-    params, context = model.params, model.context
+    params, context = model.weights, model.context
     copied = copy.copy(model)
-    copied.params = on_meta(_with_drafter(replace(params, layers=blocks), drafting is not None, num_stacked))
+    copied.weights = on_meta(_with_drafter(replace(params, layers=blocks), drafting is not None, num_stacked))
     copied.schedule = tuple(model.schedule[layer_idx] for layer_idx in kept)
     copied.context = replace(
         context,

@@ -146,12 +146,12 @@ class Runner:
         return [bucket for bucket in (*wanted[-1:], *wanted[:-1]) if bucket not in self._graphs]
 
     @torch.no_grad()
-    def capture_next(self, *, is_idle: bool) -> None:
-        """One more graph, if one is missing: where the engine `is_idle` the next; else that which the last call missed,
-        once in `CALLS_A_CAPTURE`. Where no results of a call are waited for on the device: its memory is shared."""
+    def capture_next(self, *, is_idle: bool) -> bool:
+        """Capture one more graph, if one is missing, and say so: where the engine `is_idle` the next; else that which
+        the last call missed, once in `CALLS_A_CAPTURE`. Not between a call and its draw: graphs share memory."""
         missing = self.missing if is_idle or self._missed is not None else []
         if not missing or not (is_idle or self._num_since_capture >= CALLS_A_CAPTURE):
-            return
+            return False
         bucket = missing[0] if self._missed not in missing else self._missed
         assert bucket is not None
         num_late = len(self._compiles.names)
@@ -159,6 +159,7 @@ class Runner:
             self._graphs[bucket] = self._make_graph(bucket)
         del self._compiles.names[num_late:]  # a rehearsal, not a call that stalled
         self._missed, self._num_since_capture = None, 0
+        return True
 
     def drop_graphs(self) -> None:
         """Let go of them and their memory: the addresses they know are about to change."""

@@ -1,46 +1,13 @@
-"""What a scheduler works with: the cache's books on one side, `StepPlan` and its `Piece`s on the other. No torch."""
+"""What a scheduler gives: a `StepPlan` and its `Piece`s. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from dsv4.cache.prefix.cache import Match
-from dsv4.cache.prefix.tree import ChainKeys
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.rows import NO_ROWS, RowsOfStep
-
-
-class CacheBooks(Protocol):
-    """What the scheduler needs of `KVCacheManager`."""
-
-    @property
-    def num_free_blocks(self) -> int: ...
-
-    @property
-    def num_free_slots(self) -> int: ...
-
-    def chain(self, token_ids: Sequence[int], salt: str | None) -> ChainKeys | None: ...
-
-    def match(self, chain: ChainKeys | None) -> Match: ...
-
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int: ...
-
-    def launched(self, slot: int) -> None: ...
-
-    def next_stop(self, slot: int) -> int: ...
-
-    def stop_at(self, slot: int, position: int) -> None: ...
-
-    def rewind(self, slot: int, position: int) -> None: ...
-
-    def release(self, slot: int, *, keep: bool = True) -> None: ...
-
-    def blocks_freed_by(self, slots: Sequence[int]) -> int: ...
-
-    def position(self, slot: int) -> int: ...
 
 
 class Piece(NamedTuple):
@@ -100,4 +67,6 @@ class StepPlan:
     def has_rules(self) -> bool:
         """Whether the host must say what may be drawn, which it knows only once the step before is collected. As it was
         when first asked: rules may end with what that step drew."""
-        return any(piece.request.has_rules for piece in self.others if piece.draws)
+        ruled = (self.rows.requests[place] for place in self.rows.ruled)
+        drawing = (piece.request for piece in self.others if piece.draws)
+        return any(request.has_rules for request in (*ruled, *drawing))

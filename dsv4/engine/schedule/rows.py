@@ -1,9 +1,9 @@
-"""`DecodeRows`: requests that decode, and ask for nothing that is done one by one, as rows of arrays. No torch.
+"""`DecodeRows`: requests that decode a token a step, as rows of arrays. No torch.
 
 Such a request is fed the token it drew last and draws one more, in every step until it ends. So what changes are a few
 numbers, kept here by slot; its `Request` reads them from here while it has its row. A step over a thousand of them is
 arithmetic on arrays: a request is touched where it comes, where a block begins, and where it ends. Log-probabilities
-are listed for all rows of a step at once.
+are listed for all rows of a step at once. What a rule allows a row is asked beside (`ruled`).
 
 A row belongs to one stay of a request in its slot: a step that was launched before the request left finds another
 number in `stays`, and leaves the row alone.
@@ -11,10 +11,11 @@ number in `stays`, and leaves the row alone.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -44,17 +45,24 @@ class RowsOfStep:
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
     counts       their `SamplingParams.logprobs`; None if no request asks for log-probabilities
+    ruled        places of those that may have rules (`Request.has_rules`)
     """
 
     requests: tuple[Request, ...]
-    token_lists: tuple[list[int], ...]
+    token_lists: tuple[array[int], ...]
     slots: Numbers
     stays: Numbers
     starts: Numbers
     counts: tuple[int | None, ...] | None = None
+    ruled: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def with_rules(self) -> list[tuple[int, Request]]:
+        """Requests that go on, and whose next draw depends on what they have drawn; with their places."""
+        found = [(place, self.requests[place]) for place in self.ruled]
+        return [(place, request) for place, request in found if request.has_rules and not request.is_done]
 
     @property
     def num_new_blocks(self) -> int:
@@ -130,7 +138,7 @@ class DecodeRows:
     # ---- a step ----
 
     def to_feed(self) -> RowsOfStep:
-        """The rows that have a token to feed: all but those whose last token is on its way."""
+        """The rows that have a token to feed: all but requests whose last token was launched already."""
         if not self._members:
             return NO_ROWS
         if self._all is None:
@@ -139,22 +147,24 @@ class DecodeRows:
             counts = tuple([request.params.logprobs for request in self._members])
             is_asked = any(count is not None for count in counts)
             self._all = RowsOfStep(
-                tuple(self._members), lists, slots, self._stays[slots], slots, counts if is_asked else None
+                tuple(self._members), lists, slots, self._stays[slots], slots, counts if is_asked else None,
+                tuple([place for place, request in enumerate(self._members) if request.may_have_rules]),
             )  # fmt: skip
         every = self._all
         starts = self.num_processed[every.slots]
         is_fed = starts + 1 < self._max_lens[every.slots]
         if is_fed.all():
-            return RowsOfStep(every.requests, every.token_lists, every.slots, every.stays, starts, every.counts)
+            return replace(every, starts=starts)
         kept = is_fed.tolist()
         return RowsOfStep(
             tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
             every.slots[is_fed], every.stays[is_fed], starts[is_fed],
             None if every.counts is None else tuple(compress(every.counts, kept)),
+            tuple([sum(kept[:place]) for place in every.ruled if kept[place]]),
         )  # fmt: skip
 
     def launched(self, step: RowsOfStep) -> list[int]:
-        """The step is on its way. The slots whose requests have filled a block with it."""
+        """The step was launched. The slots whose requests have filled a block with it."""
         slots, ends = step.slots, step.starts + 1
         is_here = self._stays[slots] == step.stays
         if not is_here.all():
@@ -179,7 +189,7 @@ class DecodeRows:
             slots, tokens = slots[is_taken], tokens[is_taken]
         unread = self.num_unread[slots] - 1
         self.num_unread[slots] = unread
-        deque(map(list.append, lists, tokens.tolist()), maxlen=0)
+        deque(map(array.append, lists, tokens.tolist()), maxlen=0)
         is_stop = (self._end_ids[slots] == tokens[:, None]).any(axis=1)
         is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
         ended = []

@@ -28,7 +28,7 @@ A request starts from the longest prefix the cache still has, one that was preem
 while a request ahead of it reads the same tokens, and takes them over: a prompt that many share is read once. Pieces
 end where the cache wants a snapshot.
 
-The cache's books (`CacheBooks`) are changed here and by `prepare_forward`, nowhere else.
+The cache's ledger (`CacheLedger`) is changed here and by `prepare_forward`, nowhere else.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from collections import Counter
 from math import inf
 
 from dsv4.cache.errors import RequestNeverFits, require_integrity
+from dsv4.cache.ledger import CacheLedger
 from dsv4.cache.prefix.cache import Match
 from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS
 from dsv4.engine.request import Request, expire
-from dsv4.engine.schedule.plan import CacheBooks, Piece, StepPlan
+from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.schedule.plan_builder import (
     PlanBuilder,
     blocks_held,
@@ -69,7 +70,8 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: CacheBooks, *, num_blocks: int, max_batched_tokens: int, aging_steps: int = 1024, num_rows: int = 0
+        self, cache: CacheLedger, *, num_blocks: int, max_batched_tokens: int, aging_steps: int = 1024,
+        num_rows: int = 0,
     ) -> None:  # fmt: skip
         for name, value in (("max_batched_tokens", max_batched_tokens), ("aging_steps", aging_steps)):
             if value < 1:

@@ -124,29 +124,27 @@ class StepBuilder:
 
     def _fill(self, target: StepBuffer, parts: Sequence[Numbers]) -> list[Tensor]:
         """The parts in the buffer of a captured call, with padding behind each but the first, which has its own."""
-        sizes = [parts[0].size, *[target.num_draws] * (len(parts) - 1)]
+        buffer, spans = self._laid_out(parts, [parts[0].size, *[target.num_draws] * (len(parts) - 1)])
+        buffer.numpy()[spans[2]][parts[2].size :] = PADDED_SLOT
+        target.numbers.copy_(buffer, non_blocking=True)
+        return [target.numbers[span] for span in spans]
+
+    def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
+        """The parts on the device, flat, in one copy."""
+        buffer, spans = self._laid_out(parts, [part.size for part in parts])
+        values = to_device(buffer, self._cache.device)
+        if self._draft_table is not None and buffer.numpy().min(initial=0) < LAST_DRAWN:
+            values = fill_drafts(values, self._draft_table)
+        return [values[span] for span in spans]
+
+    def _laid_out(self, parts: Sequence[Numbers], sizes: Sequence[int]) -> tuple[Tensor, list[slice]]:
+        """One host buffer with the parts, zeros behind each up to its size, and where they are."""
         starts = part_starts(sizes)
         buffer = host_buffer((starts[-1],), torch.int64, self._cache.device).zero_()
         numbers: Numbers = buffer.numpy()
         for part, start in zip(parts, starts, strict=False):
             numbers[start : start + part.size] = part.reshape(-1)
-        first_slot, num_drawn = starts[2], parts[1].size
-        numbers[first_slot + num_drawn : first_slot + target.num_draws] = PADDED_SLOT
-        target.numbers.copy_(buffer, non_blocking=True)
-        return [target.numbers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-    def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
-        """The parts on the device, flat, in one copy."""
-        starts = part_starts(part.size for part in parts)
-        buffer = host_buffer((starts[-1],), torch.int64, self._cache.device)
-        numbers: Numbers = buffer.zero_().numpy()
-        spans = [slice(start, start + part.size) for start, part in zip(starts, parts, strict=False)]
-        for part, span in zip(parts, spans, strict=True):
-            numbers[span] = part.reshape(-1)
-        values = to_device(buffer, self._cache.device)
-        if self._draft_table is not None and numbers.min(initial=0) < LAST_DRAWN:
-            values = fill_drafts(values, self._draft_table)
-        return [values[span] for span in spans]
+        return buffer, [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _drafts_of(piece: Piece, most: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dsv4.cache.transfer import host_buffer
 from dsv4.engine.request import Request
-from dsv4.engine.schedule.plan import Piece
+from dsv4.engine.schedule.plan import StepPlan
 from dsv4.engine.step.constraint import (
     WORD_BITS,
     ConstraintError,
@@ -24,13 +25,14 @@ from dsv4.engine.step.constraint import (
 )
 
 _NOTHING = "the constraint allows no token"
+_FIRST_WORDS = 16
 
 
 @dataclass(frozen=True)
 class Masks:
     """Which tokens the rows of a step may draw; on the host, rows that may draw all of them left out.
 
-    rows   int64 [M]: of those that draw
+    rows   int64 [M]: indices among the rows that draw
     words  int32 [M, vocab / 32]: a bit for each token that is allowed
     stuck  by row that draws, why it cannot draw at all
     """
@@ -40,25 +42,27 @@ class Masks:
     stuck: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A piece with a rule: its place among the masks, and its first row that draws."""
+class _Bound(NamedTuple):
+    """A request with a rule: its place among the masks, its first row that draws, and the drafts that are verified."""
 
-    piece: Piece
+    request: Request
     place: int
     row: int
+    drafts: tuple[int, ...]
 
 
-def make_masks(pieces: Iterable[Piece], vocab_size: int, device: torch.device, first_row: int = 0) -> Masks:
-    """What rules allow the rows of these pieces that draw, the first of them being `first_row`. All that their requests
-    have drawn so far must be known."""
-    bound: list[_Bound] = []
-    num_masks = 0
-    row = first_row
-    for piece in pieces:
+def make_masks(plan: StepPlan, vocab_size: int, device: torch.device) -> Masks:
+    """What rules allow the rows of a plan that draw. All that their requests have drawn so far must be known."""
+    bound = [
+        _Bound(request, place, row, ())
+        for place, (row, request) in enumerate(plan.rows.with_rules())  # those that have ended have none
+    ]
+    num_masks, row = len(bound), len(plan.rows)
+    for piece in plan.others:
         if piece.draws:
-            if piece.request.has_rules and not piece.request.is_done:
-                bound.append(_Bound(piece, num_masks, row))
+            request = piece.request
+            if request.has_rules and not request.is_done:
+                bound.append(_Bound(request, num_masks, row, request.drafts[: piece.num_drafts]))
                 num_masks += 1 + piece.num_drafts
             row += 1 + piece.num_drafts
     if not bound:
@@ -66,18 +70,17 @@ def make_masks(pieces: Iterable[Piece], vocab_size: int, device: torch.device, f
     made = host_buffer((num_masks, num_words(vocab_size)), torch.int32, device)
     words: Words = made.numpy()
     failed = _fill_first_rows(bound, words, vocab_size)
+    stuck = {one.row: constraint_failure(failed[one.place]) for one in bound if one.place in failed} if failed else {}
     is_used = np.zeros(num_masks, dtype=np.bool_)
-    rows = np.empty(num_masks, dtype=np.int64)
-    stuck: dict[int, str] = {}
+    rows = np.zeros(num_masks, dtype=np.int64)
+    firsts = [one.place for one in bound]
+    rows[firsts], is_used[firsts] = [one.row for one in bound], True
+    is_used[list(failed)] = False
     for one in bound:
-        num_drafts = one.piece.num_drafts
-        rows[one.place : one.place + num_drafts + 1] = np.arange(one.row, one.row + num_drafts + 1)
-        is_used[one.place] = one.place not in failed
-        if one.place in failed:
-            stuck[one.row] = constraint_failure(failed[one.place])
-        elif num_drafts:
-            own = slice(one.place, one.place + num_drafts + 1)
-            found = _fill_draft_rows(one.piece, words[own], is_used[own], vocab_size)
+        if one.drafts and one.place not in failed:
+            own = slice(one.place, one.place + len(one.drafts) + 1)
+            rows[own] = np.arange(one.row, one.row + len(one.drafts) + 1)
+            found = _fill_draft_rows(one.request, one.drafts, words[own], is_used[own], vocab_size)
             stuck |= {one.row + draft: reason for draft, reason in found.items()}
     if not is_used.all():  # rows behind a draft that cannot come
         kept = np.flatnonzero(is_used)
@@ -86,35 +89,35 @@ def make_masks(pieces: Iterable[Piece], vocab_size: int, device: torch.device, f
 
 
 def _fill_first_rows(bound: Sequence[_Bound], words: Words, vocab_size: int) -> dict[int, Exception]:
-    """The row of each piece's newest token. By place, why there is nothing to draw."""
-    ruled = [one for one in bound if one.piece.request.constraint is not None]
+    """The row of each request's newest token. By place, why there is nothing to draw."""
+    ruled = [one for one in bound if one.request.constraint is not None]
     places = [one.place for one in ruled]
-    rules = [one.piece.request.constraint for one in ruled]
+    rules = [one.request.constraint for one in ruled]
     is_whole = places == list(range(len(words)))
     target = words if is_whole else np.empty((len(ruled), words.shape[1]), dtype=np.int32)
     failed = {places[i]: error for i, error in fill_allowed(rules, target, vocab_size).items()}  # type: ignore[arg-type]
     if not is_whole:
         words[places] = target
-    for one in bound:
-        if one.piece.request.constraint is None:
-            words[one.place] = -1
-        if one.place not in failed:
-            _forbid(words[one.place], one.piece.request, ())
+    for request, place, _, _ in bound:
+        if request.constraint is None:
+            words[place] = -1
+        if request.params.min_tokens or request.params.bad_words_ids:
+            _forbid(words[place], request, ())
     firsts = [one.place for one in bound]
-    found = words if is_whole else words[firsts]
-    found[:, -1] &= _last_word(vocab_size)
-    if not is_whole:
-        words[firsts] = found
-    for i in np.flatnonzero(~found.any(axis=1)).tolist():
-        failed.setdefault(firsts[i], ConstraintError(_NOTHING))
+    words[firsts, -1] &= _last_word(vocab_size)
+    may_be_empty = ~words[firsts, :_FIRST_WORDS].any(axis=1)  # nearly every row allows some of the first tokens
+    for i in np.flatnonzero(may_be_empty).tolist():
+        if not words[firsts[i]].any():
+            failed.setdefault(firsts[i], ConstraintError(_NOTHING))
     return failed
 
 
-def _fill_draft_rows(piece: Piece, words: Words, is_used: NDArray[np.bool_], vocab_size: int) -> dict[int, str]:
+def _fill_draft_rows(
+    request: Request, drafts: tuple[int, ...], words: Words, is_used: NDArray[np.bool_], vocab_size: int
+) -> dict[int, str]:  # fmt: skip
     """What a request may draw behind one, two, ... of its drafts; by row, why it can draw nothing. Rows behind a draft
     that it may not draw, or that ends it, stay free: no draw of theirs counts."""
-    request, drafts, rule = piece.request, piece.request.drafts[: piece.num_drafts], piece.request.constraint
-    row, num_tried = 0, 0
+    rule, row, num_tried = request.constraint, 0, 0
     stuck: dict[int, str] = {}
     try:
         for row, draft in enumerate(drafts, start=1):
@@ -127,7 +130,8 @@ def _fill_draft_rows(piece: Piece, words: Words, is_used: NDArray[np.bool_], voc
                 rule.accept(draft)
                 words[row] = checked_words(rule, vocab_size)
             words[row, -1] &= _last_word(vocab_size)
-            _forbid(words[row], request, drafts[:row])
+            if request.params.min_tokens or request.params.bad_words_ids:
+                _forbid(words[row], request, drafts[:row])
             if not words[row].any():
                 raise ConstraintError(_NOTHING)
             is_used[row] = True
@@ -143,8 +147,6 @@ def _fill_draft_rows(piece: Piece, words: Words, is_used: NDArray[np.bool_], voc
 
 def _forbid(words: Words, request: Request, drafts: tuple[int, ...]) -> None:
     """Take away what the request's own parameters forbid behind these drafts."""
-    if not request.params.min_tokens and not request.params.bad_words_ids:
-        return
     octets = words.view(np.uint8)
     for token_id in request.forbidden_ids(drafts):
         octets[token_id // 8] &= 0xFF ^ 1 << token_id % 8

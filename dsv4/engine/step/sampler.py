@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +14,10 @@ from dsv4.request import TokenLogprobs
 
 NUM_TOP = (20, 100)  # likeliest tokens listed beside a log-probability: kernels are compiled for these, no others
 SCORED_ROWS = (256, 64)  # prompt rows whose logits are made at once: no other numbers, so that no more is compiled
+
+
+# from an iterable of the fields, without a Python call: a step makes one for each of its rows
+_new_logprobs: Callable[[Iterable[Any]], TokenLogprobs] = partial(tuple.__new__, TokenLogprobs)
 
 
 class Drawn(NamedTuple):
@@ -73,8 +78,10 @@ def listed_logprobs(
     if most is None:
         return [None] * len(counts)
     chosen, top_ids, top = logprobs
-    rows = zip(token_ids, counts, chosen.tolist(), top_ids[:, :most].tolist(), top[:, :most].tolist(), strict=True)
+    listed = map(zip, top_ids[:, :most].tolist(), top[:, :most].tolist())
+    made = list(map(_new_logprobs, zip(token_ids, chosen.tolist(), map(tuple, listed), strict=True)))
+    if all(count == most for count in counts):
+        return [*made]
     return [
-        None if count is None else TokenLogprobs(token_id, own, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token_id, count, own, ids, values in rows
+        None if count is None else one._replace(top=one.top[:count]) for one, count in zip(made, counts, strict=True)
     ]

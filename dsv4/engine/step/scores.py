@@ -43,7 +43,7 @@ class Scores:
         end = min(end, request.prompt_len - 1)
         positions = range(request.num_scored, end)
         if positions:
-            self._asked.append((request, request.token_ids[positions.start + 1 : end + 1]))
+            self._asked.append((request, request.token_ids[positions.start + 1 : end + 1].tolist()))
             self._num_top = max(self._num_top, num_top_for([request.params.prompt_logprobs or None]) or 0)
         request.num_scored = max(request.num_scored, end)
         return range(positions.start + offset, end + offset)

@@ -53,20 +53,6 @@ class StepTokens:
         return found
 
 
-def joined(many: Sequence[StepTokens]) -> StepTokens:
-    """What several steps gave, one after the other."""
-    full = [one for one in many if one]
-    if len(full) < 2:
-        return full[0] if full else StepTokens()
-    logprobs: dict[int, TokenLogprobs] = {}
-    requests: tuple[Request, ...] = ()
-    for one in full:
-        logprobs |= {len(requests) + place: found for place, found in one.logprobs.items()}
-        requests += one.requests
-    token_ids = np.concatenate([one.token_ids for one in full])
-    return StepTokens(requests, token_ids, logprobs, tuple(request for one in full for request in one.ended))
-
-
 class Results:
     """What was collected and not yet returned."""
 
@@ -80,8 +66,8 @@ class Results:
         self.ended: list[Request] = []
 
     def __bool__(self) -> bool:
-        """Whether there are tokens."""
-        return self._num_tokens > 0
+        """Whether there are tokens, or ends."""
+        return self._num_tokens > 0 or bool(self.ended)
 
     def add(
         self, requests: tuple[Request, ...], token_ids: NDArray[np.integer],

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.fields import SamplingFields
 from dsv4.http.apis.request_builder import Job
 from dsv4.request import FinishReason
@@ -25,7 +25,7 @@ class AnswerReader:
         self.num_reasoning = 0
         self.finish: FinishWord | None = None
 
-    def take(self, event: TokenEvent | EndEvent) -> list[Event]:
+    def take(self, event: TokenEvent) -> list[Event]:
         """What becomes certain with this token; often nothing inside a tag."""
         parser = self._parser
         if event.token_id is not None:

@@ -23,7 +23,7 @@ async def server_info(engine: Controls, asked: Strict) -> dict[str, Any]:
         "vllm_config": {
             "model_config": {"model": config.name, "max_model_len": engine.max_context_tokens},
             "parallel_config": {"world_size": found["world_size"]},
-            "weight_transfer_config": {"backend": "nccl"},
+            "weight_transfer_config": None,  # vLLM's joins by a pickle, and nothing is unpickled here
         },
         "model_path": config.name, "served_model_name": config.name, "context_length": engine.max_context_tokens,
         "tp_size": found["world_size"], "version": __version__, "weight_version": found["weight_version"],

@@ -3,6 +3,7 @@ the engine is refused here."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -268,7 +269,7 @@ class RequestBuilder:
         seed = request.seed if request.seed is not None else new_seed()
         outputs: list[TextOutput] = []
         for prompt, limit in zip(prompts, limits, strict=True):
-            token_ids = refusing(check_prompt, prompt, self.vocab_size, self.max_context_tokens)
+            token_ids = array("i", refusing(check_prompt, prompt, self.vocab_size, self.max_context_tokens))
             first = later_seed(seed, len(outputs))
             asked = refusing(SamplingParams, n=count, max_tokens=limit, seed=first, **options)
             refusing(check_params, asked, self.vocab_size)

@@ -39,7 +39,7 @@ class FunctionRule:
 @dataclass(frozen=True, kw_only=True)
 class AnswerRules:
     """thinking: the answer begins inside an open think block. content: the rule of the content, None for any
-    text. calls: whether tools are called. functions: those that may be. one_call: at most one call."""
+    text. calls: whether tools are called. functions: the tools that may be called. one_call: at most one call."""
 
     thinking: bool
     content: ContentRule | None = None

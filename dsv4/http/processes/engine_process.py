@@ -20,8 +20,8 @@ def run(orders: Orders, settings: EngineSettings) -> None:
     """Load the model and serve until the supervisor stops it. Raises `RankFailed` if a rank failed."""
     from rich.console import Console
 
-    from dsv4.http.heartbeat import Heartbeat
-    from dsv4.http.logs import log_config
+    from dsv4.http.processes.heartbeat import Heartbeat
+    from dsv4.http.telemetry.logs import log_config
     from dsv4.tools.receipts.files import RecordFile
 
     logging.config.dictConfig(log_config(settings.log_format, "INFO"))

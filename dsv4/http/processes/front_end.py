@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from pathlib import Path
 
@@ -15,18 +16,23 @@ if __name__ == "__main__":  # before anything slow
 def run(orders: Orders, settings: FrontEndSettings) -> int:
     """Serve until the supervisor stops it; returns the exit status."""
     from dsv4.http.engine_connection import EngineConnection
-    from dsv4.http.heartbeat import PulseReader
     from dsv4.http.lifecycle import make_uvicorn
+    from dsv4.http.processes.heartbeat import PulseReader, PulseWriter
     from dsv4.http.server import create_app
     from dsv4.text.tokenizer import Tokenizer
 
     room = settings.room
     tokenizer = Tokenizer.from_pretrained(Path(settings.tokenizer))
-    engine = EngineConnection(
-        lambda: room.socket, pulse=PulseReader(room.pulse), reconnects=settings.reconnects
-    )  # fmt: skip
+    engine = EngineConnection(lambda: room.socket, pulse=PulseReader(room.pulse))
     app = create_app(engine, tokenizer, settings.server, folder=room.path)
-    server = make_uvicorn(app, settings.server, on_start=orders.ready)
+
+    def on_start() -> None:
+        gc.collect()
+        gc.freeze()  # modules and tokenizer stay: no collection need look through them again
+        orders.ready()
+
+    beat = PulseWriter(Path(settings.pulse)).beat
+    server = make_uvicorn(app, settings.server, on_start=on_start, on_tick=beat)
     orders.obey(lambda order: server.stop())
     server.run(sockets=[socket.socket(fileno=settings.listener)])
     return 0 if server.started else 1

@@ -53,7 +53,7 @@ def load_model(model: ModelSettings, console: Console) -> LLM:
 
 
 class Room(msgspec.Struct):
-    """The private folder of one server: the engine's socket, its pulse, the front ends' metrics."""
+    """The private folder of one server: the engine's socket, the processes' signs of life, the front ends' metrics."""
 
     folder: str
 
@@ -82,10 +82,10 @@ class EngineSettings(msgspec.Struct, kw_only=True):
 
 
 class FrontEndSettings(msgspec.Struct, kw_only=True):
-    """listener: descriptor of the socket that clients connect to. reconnects: the engine may be started again."""
+    """pulse: the file of its signs of life. listener: descriptor of the socket that clients connect to."""
 
     server: ServerConfig
     tokenizer: str
     room: Room
-    reconnects: bool
+    pulse: str
     listener: int = -1

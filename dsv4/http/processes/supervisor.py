@@ -1,8 +1,9 @@
 """`Supervisor`: starts the engine and the front ends of a server, starts again those that die, ends them all. No torch.
 
 It owns the listening socket and the private folder (mode 0700) with the engine's socket. A front end that dies loses
-its own requests and is started again. An engine that dies, or hangs, ends the server with status 1, or is started again
-where that was asked for; front ends tell clients meanwhile. Children end with the supervisor, however it ends.
+its own requests and is started again. An engine that dies ends the server with status 1, or is started again where that
+was asked for; front ends tell clients meanwhile. A process that hangs is killed, and then it has died. Children end
+with the supervisor, however it ends.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dataclasses import replace
 from types import FrameType
 
 from dsv4.http.address import address_url
-from dsv4.http.heartbeat import PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.processes.announce import announce_end, announce_ready
 from dsv4.http.processes.child import FORCE, STOP, Child
 from dsv4.http.processes.folder import private_folder
+from dsv4.http.processes.heartbeat import PulseReader, PulseWatch, make_pulse_file
 from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
 from dsv4.http.settings import ServerConfig
 
 _ENGINE, _FRONT_END = "dsv4.http.processes.engine_process", "dsv4.http.processes.front_end"
 _TICK_SECONDS = 0.25
-_SILENT_SECONDS = 10.0  # clients get an error after 1.5 s; an engine silent for this long has hung
+_SILENT_SECONDS = 10.0  # a process without a sign of life for this long hangs; the engine's clients hear after 1.5 s
 _FLUSH_SECONDS = 5.0  # for a front end's last words, beyond the drain
 _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _END_SECONDS = 5.0  # for the cache's files and the processes' ends
@@ -57,16 +58,17 @@ class Supervisor:
         self._step_seconds = step_seconds
         self._events: queue.SimpleQueue[tuple[str, Child | int]] = queue.SimpleQueue()
         self._engine: Child | None = None
-        self._front_ends: list[Child] = []
+        self._front_ends: dict[Child, PulseWatch] = {}
+        self._num_started = 0  # front ends, all in all
         self._num_early_ends = 0
-        self._is_announced = False
+        self._is_announced = self._is_killing = False
         self._status: int | None = None  # set once the server is ending
         self._deadline = float("inf")  # after it, children that are left are killed
 
     def run(self) -> int:
-        """The exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 after the engine died; the engine's own if it could not
-        start."""
-        with private_folder() as folder, _signals(lambda number: self._events.put(("signal", number))):
+        """The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after the engine died, or a process that still had
+        something to finish; the engine's own if it could not start."""
+        with private_folder() as folder, _signal_handler(lambda number: self._events.put(("signal", number))):
             self._room = Room(str(folder))
             make_pulse_file(self._room.pulse)
             pulse = PulseReader(self._room.pulse)
@@ -94,11 +96,15 @@ class Supervisor:
 
     def _start_front_end(self) -> None:
         share = -(-self._server.max_connections // self._num_front_ends)
+        pulse = self._room.path / f"pulse-{self._num_started}"
+        self._num_started += 1
+        make_pulse_file(pulse)
         settings = FrontEndSettings(
             server=replace(self._server, max_connections=share), tokenizer=self._model.folder, room=self._room,
-            reconnects=self._restarts, listener=self._listener.fileno(),
+            pulse=str(pulse), listener=self._listener.fileno(),
         )  # fmt: skip
-        self._front_ends.append(self._start(_FRONT_END, settings, settings.listener))
+        child = self._start(_FRONT_END, settings, settings.listener)
+        self._front_ends[child] = PulseWatch(PulseReader(pulse), _SILENT_SECONDS, _TICK_SECONDS)
 
     def _start(self, module: str, settings: EngineSettings | FrontEndSettings, listener: int) -> Child:
         return Child(
@@ -132,7 +138,9 @@ class Supervisor:
                 self._deadline = float("inf")
                 self._kill_the_rest()
             if self._engine is not None and self._engine.is_ready:
-                self._check(pulse, watch)
+                self._check_engine(self._engine, pulse, watch)
+            if self._status is None:
+                self._check_front_ends()
 
     def _on_signal(self, number: int) -> None:
         if self._status is None:
@@ -159,6 +167,7 @@ class Supervisor:
             self._deadline = time.monotonic() + _STEP_SECONDS
 
     def _kill_the_rest(self) -> None:
+        self._is_killing = True
         for child in (*self._front_ends, *([] if self._engine is None else [self._engine])):
             child.kill()
 
@@ -174,7 +183,7 @@ class Supervisor:
             _LOG.info("serving %s, running on %s (Ctrl-C stops it)", self._server.name, place)
 
     def _on_front_end_end(self, child: Child) -> None:
-        self._front_ends.remove(child)
+        del self._front_ends[child]
         child.close()
         if self._status is None:
             self._num_early_ends += not child.is_ready
@@ -185,14 +194,20 @@ class Supervisor:
                 _LOG.error("front ends end before they can serve: the server ends")
                 self._status = 1
                 self._stop_front_ends(STOP, 0.0)
-        elif not self._front_ends:
+            return
+        if child.is_ready and child.process.returncode != 0 and not self._is_killing:
+            _LOG.error("a front end has died (%s) and the requests it was finishing with it", child.ending)
+            self._status = 1
+        if not self._front_ends:
             self._stop_engine()
 
     def _on_engine_end(self, child: Child) -> None:
         self._engine = None
         child.close()
         if self._status is not None:
-            if self._front_ends:  # it should have outlived them
+            if self._front_ends and not self._is_killing:
+                _LOG.error("the engine has died (%s) and the requests that were being finished with it", child.ending)
+                self._status = 1
                 self._stop_front_ends(FORCE, 0.0)
             return
         if not child.is_ready and not self._is_announced:  # it has said why
@@ -208,9 +223,8 @@ class Supervisor:
             self._status = 1
             self._stop_front_ends(STOP, 0.0)
 
-    def _check(self, pulse: PulseReader, watch: PulseWatch) -> None:
-        """Kill an engine that hangs: what follows is what follows its death."""
-        assert self._engine is not None
+    def _check_engine(self, engine: Child, pulse: PulseReader, watch: PulseWatch) -> None:
+        """Kill it if it hangs. Its end is then handled as any other."""
         step_seconds = pulse.read().step_seconds
         if watch.look():
             _LOG.error("the engine has given no sign of life for %g s and is killed", _SILENT_SECONDS)
@@ -218,15 +232,22 @@ class Supervisor:
             _LOG.error("the engine's step has been running for %.0f s (--step-seconds); it is killed", step_seconds)
         else:
             return
-        self._engine.kill()
+        engine.kill()
+
+    def _check_front_ends(self) -> None:
+        """Likewise, those whose event loop does not run."""
+        for child, watch in self._front_ends.items():
+            if child.is_ready and watch.look():
+                _LOG.error("a front end has given no sign of life for %g s and is killed", _SILENT_SECONDS)
+                child.kill()
 
 
 @contextmanager
-def _signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """`tell(number)` for SIGINT and SIGTERM, instead of what they did before."""
+def _signal_handler(handle: Callable[[int], None]) -> Iterator[None]:
+    """`handle(number)` is called for SIGINT and SIGTERM, instead of what was called before."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        tell(number)
+        handle(number)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

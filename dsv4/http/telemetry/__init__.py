@@ -1,1 +1,1 @@
-"""Each request once it is over: a line of the log, and a trace for OpenTelemetry."""
+"""What a server tells of itself: metrics, the live view, the log; of each request a line and a trace."""

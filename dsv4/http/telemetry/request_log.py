@@ -6,7 +6,7 @@ import logging
 import time
 
 from dsv4.http.apis.request_builder import Job
-from dsv4.http.metrics import RequestTimer
+from dsv4.http.telemetry.metrics import RequestTimer
 
 _LOG = logging.getLogger("dsv4.serve")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dsv4 import __version__
 from dsv4.http.apis.request_builder import Job
-from dsv4.http.metrics import RequestTimer
+from dsv4.http.telemetry.metrics import RequestTimer
 from dsv4.loader.shipped import how_to_install
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.formats.e8m0 import E2M1_MAX, E4M3_MAX
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, mxfp4_quantize, nvfp4_quantize
+from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
 from dsv4.formats.fp8 import fp8_block_quantize
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight
 from dsv4.loader.names import LogicalTensor, Role
 from dsv4.loader.write.config_file import ExpertFormat

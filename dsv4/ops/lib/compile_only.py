@@ -2,7 +2,7 @@
 
 A launcher called with "meta" tensors runs as it is. Triton's own JIT derives types, alignment and options from its
 arguments and compiles what a real launch would run, so nothing is written twice. Whoever calls decides the target: the
-current GPU, or the one a driver stands for (testing/compiled/compile_check.py).
+current GPU, or the one a driver stands for (tools/compiled/compile_check.py).
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 FAULT, NOTE = "fault", "note"
 UNSEEN = (
@@ -165,15 +166,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no word for infinity or NaN: they become null."""
-        return {"is_sound": self.is_sound, "verdict": self.verdict, **_finite(asdict(self))}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        report = msgspec.json.decode(msgspec.json.encode(self))
+        return {"is_sound": self.is_sound, "verdict": self.verdict, **report}
 
 
 def digests_of(units: Iterable[UnitRecord]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dsv4.formats.tensors import dequantize
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role
-from dsv4.loader.resolve import LoadPlan, Source
+from dsv4.loader.resolve import LoadPlan
 from dsv4.loader.weights import read_weight
 from dsv4.model.block import BlockOutput, block, enter
 from dsv4.model.context import ModelContext
@@ -35,48 +36,43 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, Backend, backend_for
 from dsv4.tools.audit.files import REST, group_sources
 from dsv4.tools.audit.report import Finding, LayerRun, TextRun, fault
-from dsv4.tools.evaluate import negative_log_likelihood, shared_share
+from dsv4.tools.evaluate import index_recall, negative_log_likelihood, shared_share
 
 MOST_ERROR = 0.5  # of one layer by itself: beyond it, official numerics compute something else
 MOST_KERNEL_ERROR = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chain:
-    """One way to run the model on one text. `weight_dtype` None keeps weights and cached rows as published."""
+    """One way to run the model on one text. `weight_dtype` None keeps weights and cached rows as published. `streams`
+    are what its last layer gave [T, n, D], at first the embedding [T, D]."""
 
     context: ModelContext
     cache: KVCacheManager
     batch: TokenBatch
     weight_dtype: torch.dtype | None
+    streams: Tensor
 
     @classmethod
     def start(
-        cls, config: ModelConfig, token_ids: Sequence[int], device: torch.device, *, exact: torch.dtype | None,
+        cls, config: ModelConfig, token_ids: Sequence[int], embedding: Tensor, exact: torch.dtype | None,
         backend: Backend = TORCH,
     ) -> Chain:  # fmt: skip
-        num_tokens = len(token_ids)
+        num_tokens, device = len(token_ids), embedding.device
         limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
         cache = KVCacheManager(config, build_schedule(config), limits, device=device, plain_dtype=exact)
         batch = cache.make_batch([cache.admit(num_tokens)], [list(token_ids)])
-        return cls(ModelContext.build(config, backend, exact or torch.bfloat16, device), cache, batch, exact)
+        return cls(ModelContext.build(config, backend, exact or torch.bfloat16, device), cache, batch, exact, embedding)
 
-    def run(self, params: BlockParams, layer: LayerSpec, streams: Tensor) -> BlockOutput:
-        """One layer as a prefill from position 0, on given streams [T, n, D] or an embedding [T, D]."""
-        start = enter(streams.to(self.context.dtype), params, self.context)
-        return block(start, params, layer, self.handle(layer), self.batch, self.context, None)[0]
+    def run(self, params: BlockParams, layer: LayerSpec, given: Tensor | None = None) -> BlockOutput:
+        """One layer as a prefill from position 0, on its own streams or on given ones."""
+        start = enter((self.streams if given is None else given).to(self.context.dtype), params, self.context)
+        output = block(start, params, layer, self.handle(layer), self.batch, self.context, None)[0]
+        self.streams = output.streams
+        return output
 
     def handle(self, layer: LayerSpec) -> LayerCacheHandle:
         return self.cache.handle(layer.layer_idx)
-
-
-@dataclass
-class Streams:
-    """What the last layer of each chain gave: [T, n, D]."""
-
-    exact: Tensor
-    rounded: Tensor
-    official: Tensor
 
 
 class TextAudit:
@@ -91,14 +87,11 @@ class TextAudit:
         self.token_ids = list(token_ids)
         self.device = torch.device(device)
         kernels = backend_for(self.device, "official")
-        self.exact = self._chain(torch.float32)
-        self.rounded = self._chain(torch.bfloat16)
-        self.official = self._chain(None)
-        self.alone = self._chain(None)  # official numerics on the exact chain's input
-        self.kernels = self._chain(None, kernels) if kernels.has_kernels else None
-
-    def _chain(self, exact: torch.dtype | None, backend: Backend = TORCH) -> Chain:
-        return Chain.start(self.config, self.token_ids, self.device, exact=exact, backend=backend)
+        ids = torch.tensor(self.token_ids, device=self.device)
+        chain = partial(Chain.start, config, self.token_ids, self._load(REST, None).ends().embed[ids])
+        self.exact, self.rounded, self.official = chain(torch.float32), chain(torch.bfloat16), chain(None)
+        self.alone = chain(None)  # official numerics on the exact chain's input
+        self.kernels = chain(None, kernels) if kernels.has_kernels else None
 
     @property
     def nbytes(self) -> int:
@@ -108,62 +101,51 @@ class TextAudit:
 
     def run(self, advance: Callable[[int], None]) -> tuple[TextRun, list[Finding]]:
         """Layer by layer; `advance` gets the bytes of each layer that is done."""
-        ids = torch.tensor(self.token_ids, device=self.device)
-        embedding = self._load(self.units[REST], None).ends().embed[ids]
-        streams = Streams(embedding, embedding, embedding)
         layers: list[LayerRun] = []
         findings: list[Finding] = []
         for layer in build_schedule(self.config):
             name = f"layers.{layer.layer_idx}"
-            layers.append(self._layer(name, layer, streams))
+            layers.append(self._layer(name, layer))
             findings += _judge(name, layers[-1])
             advance(sum(source.nbytes for source in self.units[name]))
             if not math.isfinite(layers[-1].stream_error):
                 break
-        exact, official = (
-            self._perplexity(chain, given)
-            for chain, given in ((self.exact, streams.exact), (self.official, streams.official))
-        )
+        exact, official = self._perplexity(self.exact), self._perplexity(self.official)
         if not exact < self.config.vocab_size:
             text = f"perplexity {exact:.3g} of the text is no better than chance ({self.config.vocab_size} tokens)"
             findings.append(fault("no language", "the whole model", text))
         return TextRun(len(self.token_ids), exact, official, tuple(layers)), findings
 
-    def _load(self, sources: Sequence[Source], dtype: torch.dtype | None) -> ParameterStore:
+    def _load(self, unit: str, dtype: torch.dtype | None) -> ParameterStore:
         store = ParameterStore(self.config, self.device)
-        for source in sources:
+        for source in self.units[unit]:
             weight = read_weight(self.checkpoint, source, self.config)
             if dtype is not None and source.tensor.role is not Role.TABLE:
                 weight = dequantize(weight, dtype)
             store.put(source.tensor, weight)
         return store
 
-    def _layer(self, name: str, layer: LayerSpec, streams: Streams) -> LayerRun:
-        sources = self.units[name]
-        given = streams.exact
-        params = self._load(sources, torch.float32).block(layer)
-        exact = self.exact.run(params, layer, given)
-        del params
-        params = self._load(sources, torch.bfloat16).block(layer)
-        streams.rounded = self.rounded.run(params, layer, streams.rounded).streams
-        del params
-        params = self._load(sources, None).block(layer)
-        official = self.official.run(params, layer, streams.official)
+    def _layer(self, name: str, layer: LayerSpec) -> LayerRun:
+        given = self.exact.streams
+        exact = self.exact.run(self._load(name, torch.float32).block(layer), layer)
+        self.rounded.run(self._load(name, torch.bfloat16).block(layer), layer)
+        params = self._load(name, None).block(layer)
+        official = self.official.run(params, layer)
         alone = self.alone.run(params, layer, given)
         kernel_error = None if self.kernels is None else self._kernel_error(params, layer, given, alone)
-        streams.exact, streams.official = exact.streams, official.streams
         largest = float(exact.streams.abs().max())
+        recall = index_recall(exact.entries, official.entries, layer, self.config.index_topk)
         return LayerRun(
             layer_idx=layer.layer_idx,
             attention=layer.attention.value,
             attn_error=_error(alone.attn_out, exact.attn_out),
             ffn_error=_error(alone.ffn_out, exact.ffn_out),
             stream_error=_error(official.streams, exact.streams),
-            noise=_error(streams.rounded, exact.streams),
+            noise=_error(self.rounded.streams, exact.streams),
             largest=largest,
             crest=largest / max(float(exact.streams.float().square().mean().sqrt()), 1e-30),
             router=float(shared_share(exact.experts, official.experts).mean()),
-            index_recall=self._recall(layer, exact, official),
+            index_recall=float(recall.mean()) if len(recall) else None,
             kv_error=_kv_error(self.exact.handle(layer), self.official.handle(layer)),
             kernel_error=kernel_error,
         )
@@ -171,25 +153,14 @@ class TextAudit:
     def _kernel_error(self, params: BlockParams, layer: LayerSpec, given: Tensor, oracle: BlockOutput) -> float:
         """Kernels against oracles on the same input: the larger error of the two sublayers."""
         assert self.kernels is not None
-        ends = self._load(self.units[REST], None).ends()
+        ends = self._load(REST, None).ends()
         prepared = prepare_params(replace(ends, layers=[params]), self.kernels.context.backend).layers[0]
         found = self.kernels.run(prepared, layer, given)
         return max(_error(found.attn_out, oracle.attn_out), _error(found.ffn_out, oracle.ffn_out))
 
-    def _recall(self, layer: LayerSpec, exact: BlockOutput, official: BlockOutput) -> float | None:
-        """Over tokens that see more entries than they may pick; None where there is none."""
-        if exact.entries is None or official.entries is None:
-            return None
-        seen = (torch.arange(len(exact.entries), device=self.device) + 1) // layer.ratio
-        rows = (seen > self.config.index_topk).nonzero().squeeze(-1)
-        if not len(rows):
-            return None
-        shares = [shared_share(exact.entries[part], official.entries[part]) for part in rows.split(64)]
-        return float(torch.cat(shares).mean())
-
-    def _perplexity(self, chain: Chain, streams: Tensor) -> float:
-        ends = self._load(self.units[REST], chain.weight_dtype).ends()
-        logits = Transformer(self.config, ends, chain.context.dtype).logits(streams.to(chain.context.dtype))
+    def _perplexity(self, chain: Chain) -> float:
+        ends = self._load(REST, chain.weight_dtype).ends()
+        logits = Transformer(self.config, ends, chain.context.dtype).logits(chain.streams.to(chain.context.dtype))
         mean = negative_log_likelihood(logits, self.token_ids) / (len(self.token_ids) - 1)
         return math.exp(min(mean, 700.0)) if math.isfinite(mean) else math.nan
 
@@ -205,16 +176,11 @@ def _kv_error(exact: LayerCacheHandle, official: LayerCacheHandle) -> float:
     """What storing the exact chain's rows (window, entries, index keys) in the official format does to them: the
     largest relative error of the three."""
     errors = []
-    pairs = (
-        (exact.window, official.window),
-        (exact.entries, official.entries),
-        (exact.index_keys, official.index_keys),
-    )
-    for plain, packed in pairs:
-        if plain is None or packed is None:
-            continue
-        values = plain.rows.data
-        errors.append(_error(decode_rows(encode_rows(values.to(torch.bfloat16), packed.rows.format)), values))
+    for name in ("window", "entries", "index_keys"):
+        plain, packed = getattr(exact, name), getattr(official, name)
+        if plain is not None:
+            values = plain.rows.data
+            errors.append(_error(decode_rows(encode_rows(values.to(torch.bfloat16), packed.rows.format)), values))
     return max(errors)
 
 

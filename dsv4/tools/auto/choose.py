@@ -12,16 +12,15 @@ from pathlib import Path
 from dsv4.cache.schema import blocks_for_tokens
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.draft.options import Drafts, draft_limits, why_off
-from dsv4.engine.offload.placement import ModelBytes, OffloadError, exchange_bytes, place_experts
+from dsv4.engine.offload.placement import OffloadError, exchange_bytes, place_experts
 from dsv4.errors import Dsv4Error
 from dsv4.loader.files import find_tensors
-from dsv4.tools.auto.budget import Budget, WeightBytes
 from dsv4.tools.auto.machine import Machine
 from dsv4.tools.auto.nearest import nearest
 from dsv4.tools.auto.place import Place, choose_place
 from dsv4.tools.auto.settings import GIVEN, Choice, DoesNotFit, Settings, Wishes, size
 from dsv4.tools.memory_check import ITEM_BYTES
-from dsv4.tools.plan.plan import largest
+from dsv4.tools.plan.budget import Budget, WeightBytes, largest
 
 # tokens/s of a prompt by the tokens of a chunk: Flash's layers, MXFP4, on an H200 (the last records of kind
 # `prefill` in benchmarks/results/nvidia-h200-model.jsonl)
@@ -242,9 +241,9 @@ class _Chooser:
             return self._done(limits, wanted, GIVEN)
         config, ranks, budget = self.config, self.place.gpus, self.budget
         others = budget.cache_bytes(limits) + exchange_bytes(config, limits, ranks)
-        sizes = ModelBytes(budget.weights.resident, budget.own_routed, budget.weights.num_moe_blocks, others)
+        share = replace(config, n_routed_experts=budget.num_own)
         try:
-            placement = place_experts(replace(config, n_routed_experts=budget.num_own), limits, sizes, self._usable)
+            placement = place_experts(share, limits, budget.own_weights, others, self._usable)
         except OffloadError:
             raise self._no_room(limits) from None
         if placement is None:
@@ -263,10 +262,8 @@ class _Chooser:
             return Choice(name, value, GIVEN if getattr(wishes, name) else self.why.get(name, ""), f"--{name}")
 
         num_experts = offload if isinstance(offload, int) else None
-        planned = {
-            "weights": budget.weight_bytes(num_experts), "cache": budget.cache_bytes(limits),
-            "reserve": budget.reserve_bytes(limits), "total": budget.total(limits, num_experts),
-        }  # fmt: skip
+        parts = budget.parts(limits, num_experts)
+        planned = {name: getattr(parts, name) for name in ("weights", "cache", "reserve", "total")}
         schema = budget.schema(limits)
         blocks = f"{schema.num_blocks * BLOCK_TOKENS:,} tokens, {schema.num_snapshots:,} snapshots"
         held = f"weights {size(planned['weights'])}, cache {size(planned['cache'])}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dsv4.config import BLOCK_TOKENS, ModelConfig
 from dsv4.tools.auto.machine import Machine
 from dsv4.tools.auto.settings import Wishes
-from dsv4.tools.plan.plan import largest
+from dsv4.tools.plan.budget import largest
 
 MOST_NAMED = 3
 LEAST_CHUNK = 256

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from dsv4.config import ConfigError, ModelConfig
 from dsv4.dist.shares import check_ranks
-from dsv4.tools.auto.budget import WeightBytes
 from dsv4.tools.auto.machine import Accelerator, Machine
 from dsv4.tools.auto.settings import GIB, GIVEN, Choice, Wishes, size
+from dsv4.tools.plan.budget import WeightBytes
 
 SMALL_MODEL_BYTES = 8 * GIB  # stays on one GPU: an exchange costs more than a second GPU brings
 BUSY_SHARE = 0.05  # of a GPU's memory: what others may hold without a word

@@ -22,13 +22,13 @@ from dsv4.cache.schema import build_cache_schema
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, ConfigError, EngineConfig, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.dist.exchange import Exchange
-from dsv4.engine.offload.load import choose_placement, load_offloaded
-from dsv4.engine.offload.placement import STAGED_EXPERT_LAYERS, Placement
+from dsv4.engine.offload.load import choose_placement, load_offloaded, usable_bytes
+from dsv4.engine.offload.placement import ModelBytes, Placement, place_experts
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts
-from dsv4.engine.offload.trees import map_tensors, tensors_of
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.rows import RowKind
 from dsv4.formats.tensors import Weight
+from dsv4.formats.trees import map_tensors, tensors_of
 from dsv4.loader.assemble import ParameterStore
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role, expected_tensors
@@ -41,8 +41,6 @@ from dsv4.model.parameters import ExpertParams, ModelParams
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
-from dsv4.tools.plan.hardware import GIB
-from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.sizes import count_weights
 from dsv4.tools.plan.targets import PRESETS, resolve_target
 
@@ -131,6 +129,7 @@ def build_offloaded(
         return _load_offloaded(find_checkpoint(target), where, placement, context)
     preset = target.lower()
     config = cut_config(PRESETS[preset](), layers)
+    placement = placement or _place(config, experts, where, context)
     recipe = Recipe(config, experts)
     store = _StoreWithoutExperts(config, where)
     templates: dict[str, Weight] = {}
@@ -145,13 +144,12 @@ def build_offloaded(
     first = replace(blocks.layers[0], ffn=replace(blocks.layers[0].ffn, experts=one))
     like = prepare_params(replace(blocks, layers=[first, *blocks.layers[1:]]), backend)
     single = map_tensors(like.layers[0].ffn.experts.matrices, lambda part: part[0], ())
-    if placement is None:
-        placement = _planned_placement(config, experts, where, context)
     pool = ExpertPool(placement, config.n_routed_experts, config.num_experts_per_tok, backend, device=where)
     generator = torch.Generator(device=where).manual_seed(0)
     moved = []
     for block in like.layers:
-        experts_of_layer = pool.add_layer(single)
+        experts_of_layer = LayerExperts(pool, len(pool.layers), single)
+        pool.adopt(experts_of_layer)
         _fill_experts(experts_of_layer, single, generator)
         moved.append(with_experts(block, experts_of_layer))
     name = f"{preset}-{config.num_hidden_layers} (offloaded experts)"
@@ -164,10 +162,8 @@ def _load_offloaded(folder: Path, device: torch.device, placement: Placement | N
     engine = _one_request(min(context, config.max_position_embeddings))
     backend = backend_for(device, "official")
     if placement is None:
-        cache_bytes = build_cache_schema(config, build_schedule(config), engine, plain_itemsize=None).total_bytes
-        placement = choose_placement("auto", checkpoint, config, engine, cache_bytes, device=device)
-    if placement is None:
-        placement = Placement(config.n_routed_experts, 0)
+        placement = choose_placement("auto", checkpoint, config, engine, _cache_bytes(config, engine), device=device)
+    placement = placement or Placement(config.n_routed_experts, 0)
     params, pool = load_offloaded(checkpoint, config, placement, backend, device=device)
     resolved = resolve_target(str(folder))
     name = f"{resolved.name} (offloaded experts)"
@@ -178,24 +174,17 @@ def _one_request(context: int) -> EngineConfig:
     return EngineConfig(max_context_tokens=context, max_concurrent_requests=1, max_chunk_tokens=2048)
 
 
-def _planned_placement(config: ModelConfig, experts: ExpertFormat, device: torch.device, context: int) -> Placement:
-    """As planned for the device's memory, or fewer slots if less of it is free than the plan expects."""
-    engine = _one_request(context)
-    is_cuda = device.type == "cuda"
-    gpu = str(torch.cuda.get_device_properties(device).total_memory / GIB) if is_cuda else "h200"
-    planned = plan(config, engine, experts=experts, gpu=gpu, offload_experts=True, with_draft=False)
-    if planned.forecast is None:
-        raise ConfigError(f"{device} cannot hold the weights that are not offloaded")
-    num_slots, num_fixed = planned.forecast.num_slots, planned.forecast.num_fixed
-    if is_cuda:
-        torch.cuda.empty_cache()
-        expert_bytes = planned.weights.routed_expert_bytes // config.n_routed_experts  # of all layers
-        staging = STAGED_EXPERT_LAYERS * planned.weights.routed_expert_bytes // config.num_hidden_layers
-        budget = planned.budget
-        free = torch.cuda.mem_get_info(device)[0] - staging - budget.cache - budget.workspace - budget.graphs - GIB
-        fewer = max(0, num_slots - free // expert_bytes)
-        num_slots, num_fixed = num_slots - fewer, max(0, num_fixed - fewer)
-    return Placement(num_fixed, num_slots - num_fixed)
+def _cache_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    return build_cache_schema(config, build_schedule(config), engine, plain_itemsize=None).total_bytes
+
+
+def _place(config: ModelConfig, experts: ExpertFormat, device: torch.device, context: int) -> Placement:
+    """As `LLM` would, before anything is on the device."""
+    engine, weights = _one_request(context), count_weights(config, experts, with_draft=False)
+    routed = weights.routed_expert_bytes
+    layers, cache = config.num_hidden_layers, _cache_bytes(config, engine)
+    sizes = ModelBytes(weights.total_bytes - routed, routed, layers)
+    return place_experts(config, engine, sizes, cache, usable_bytes(device)) or Placement(config.n_routed_experts, 0)
 
 
 class _StoreWithoutExperts(ParameterStore):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig
 from dsv4.engine.draft.options import Drafts
@@ -168,9 +167,3 @@ def _difference(expected: list[list[int]], found: list[list[int]], setting: str)
         f"with {setting}, request {request} wrote token {found[request][token]} at place {token}; without drafts it "
         f"wrote {expected[request][token]}"
     )
-
-
-def acceptance(record: dict[str, Any]) -> list[float]:
-    """Of the drafts verified at each place, the share that came true with all before them."""
-    pairs = zip(record.get("accepted_by_place", ()), record.get("verified_by_place", ()), strict=True)
-    return [accepted / verified for accepted, verified in pairs if verified]

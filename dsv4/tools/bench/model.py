@@ -24,19 +24,18 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ConfigError, EngineConfig
 from dsv4.config.layers import AttentionKind, LayerSpec
 from dsv4.engine.draft.options import Drafts
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.graphs import RunnerError, capture_graph
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.stats import EngineStats
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
+from dsv4.loader.shipped import find_checkpoint
 from dsv4.model.block import block, enter
 from dsv4.model.transformer import Transformer
 from dsv4.tools.bench.context import BenchModel, Context, make_context
-from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import Lengths, Load
+from dsv4.tools.bench.engine_target import serve_requests
 from dsv4.tools.bench.profile import launches_of
-from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.plan.plan import READ_BYTES_PER_SECOND, plan
+from dsv4.tools.plan.targets import PRESETS
 
 SECTIONS = ("decode", "layers", "stream", "prefill", "serving", "memory")
 
@@ -212,9 +211,9 @@ def measure_layers(model: BenchModel, made: Context, repeats: int, bandwidth: fl
 
 def layer_call(transformer: Transformer, made: Context, layer: LayerSpec) -> Callable[[], Any]:
     """From one block's attention input to the next one's, as inside the model."""
-    params, context = transformer.params.layers[layer.layer_idx], transformer.context
+    params, context = transformer.weights.layers[layer.layer_idx], transformer.context
     cache = made.cache.handle(layer.layer_idx)
-    embedding = transformer.params.embed[made.batch.token_ids].to(context.dtype)
+    embedding = transformer.weights.embed[made.batch.token_ids].to(context.dtype)
     start = enter(embedding, params, context)
     return lambda: block(start, params, layer, cache, made.batch, context, params)[0]
 
@@ -269,50 +268,12 @@ def measure_prefill(model: BenchModel, num_tokens: int, repeats: int) -> Record:
     }  # fmt: skip
 
 
-def measure_serving(
-    model: BenchModel, concurrency: int, prompt_tokens: int, output_tokens: int, drafts: Drafts = "off"
-) -> Record:
+def measure_serving(model: BenchModel, concurrency: int, settings: Settings) -> Record:
     """Requests through the engine, all at once: time to the first token, between tokens, tokens a second."""
-    context = prompt_tokens + output_tokens
+    context = settings.prompt_tokens + settings.output_tokens
     limits = EngineConfig(max_context_tokens=context, max_concurrent_requests=concurrency)
-    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool, drafts=drafts)
-    return serve_requests(llm, concurrency, prompt_tokens, output_tokens)
-
-
-def serve_requests(llm: LLM, concurrency: int, prompt_tokens: int, output_tokens: int) -> Record:
-    """`measure_serving` with a model that is there already."""
-    load = Load.of("fixed", prompt_tokens, output_tokens, requests=concurrency, streams=concurrency, temperature=1.0)
-    target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
-    if llm.cache.device.type == "cuda":
-        target.run(replace(load, output=Lengths(min(output_tokens, 4)), seed=1))  # compiles, captures
-    before = llm.engine.stats()
-    report, _ = measure_load(target, load)
-    first, between = report.first_token_ms, report.between_tokens_ms or {"p50": 0.0, "p99": 0.0}
-    return {
-        "kind": "serving", "concurrency": concurrency, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
-        "first_token_ms": first["p50"], "first_token_ms_max": first["max"],
-        "between_tokens_ms": between["p50"], "between_tokens_ms_p99": between["p99"],
-        "tokens_per_second": report.tokens_per_second, "host_share": report.host_share,
-    } | ({} if llm.pool is None else _moved(before, llm.engine.stats())) | _drafted(llm.engine.stats())  # fmt: skip
-
-
-def _drafted(stats: EngineStats) -> Record:
-    """What drafts did so far, where there were any."""
-    if stats.drafts is None:
-        return {}
-    return {
-        "tokens_per_step": round(stats.drafts.tokens_per_step, 3),
-        "accepted_by_place": [round(share, 3) for share in stats.drafts.acceptance],
-    }
-
-
-def _moved(before: EngineStats, after: EngineStats) -> Record:
-    """What offloaded experts did between two moments."""
-    return {
-        "expert_hits": after.num_expert_hits - before.num_expert_hits,
-        "expert_misses": after.num_expert_misses - before.num_expert_misses,
-        "expert_bytes": after.num_expert_bytes - before.num_expert_bytes,
-    }
+    llm = LLM.from_params(model.config, model.params, engine=limits, pool=model.pool, drafts=settings.drafts)
+    return serve_requests(llm, concurrency, settings.prompt_tokens, settings.output_tokens)
 
 
 def measure_memory(model: BenchModel, batch_size: int, context: int) -> Record:
@@ -341,45 +302,65 @@ def _everything(model: BenchModel) -> list[Any]:
     return [replace(model.params, layers=resident), [layer.stack for layer in model.pool.layers]]
 
 
+def jobs(model: BenchModel, settings: Settings) -> Iterator[tuple[str, Callable[[], Record | list[Record]]]]:
+    """Every measurement of the sections asked for, by what is measured; the larger ones of a section last."""
+    sections = set(settings.sections)
+    if unknown := sorted(sections - set(SECTIONS)):
+        raise ConfigError(f"sections are {', '.join(SECTIONS)}, found {', '.join(unknown)}")
+    bandwidth = settings.bandwidth or read_bandwidth(describe_machine(model.device)["device"])
+
+    def steps(batch: int, context: int) -> list[Record]:
+        made = make_context(model, batch, context)  # filled once for both
+        found = [measure_decode(model, made, settings.repeats)] if "decode" in sections else []
+        return found + (measure_layers(model, made, settings.repeats, bandwidth) if "layers" in sections else [])
+
+    grid = [(batch, context) for context in settings.contexts for batch in settings.batches]
+    for batch, context in sorted(grid, key=lambda pair: pair[0] * pair[1]) if {"decode", "layers"} & sections else ():
+        yield f"decode, batch {batch}, context {context}", partial(steps, batch, context)
+    for context in settings.contexts if "stream" in sections else ():
+        yield f"stream, context {context}", partial(measure_stream, model, context, settings.repeats)
+    for count in settings.prefill_tokens if "prefill" in sections else ():
+        yield f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4))
+    for count in settings.concurrencies if "serving" in sections else ():
+        yield f"serving, {count} requests", partial(measure_serving, model, count, settings)
+    if "memory" in sections:
+        yield "memory", partial(measure_memory, model, max(settings.batches), min(settings.contexts))
+
+
 def run_bench(model: BenchModel, settings: Settings, note: Callable[[str], None] = lambda what: None) -> Report:
     """Every section asked for. One that fails leaves a record of kind `error` instead, and the others go on."""
-    unknown = sorted(set(settings.sections) - set(SECTIONS))
-    if unknown:
-        raise ConfigError(f"sections are {', '.join(SECTIONS)}, found {', '.join(unknown)}")
-    origin = describe_machine(model.device)
-    bandwidth = settings.bandwidth or read_bandwidth(origin["device"])
     records: list[Record] = []
-
-    def add(what: str, measure: Callable[[], Record | list[Record]]) -> None:
+    for what, measure in jobs(model, settings):
         note(what)
         try:
             found = measure()
             records.extend(found if isinstance(found, list) else [found])
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:  # out of memory, a kernel that fails
+        except RuntimeError as error:  # out of memory, a kernel that fails
             records.append({"kind": "error", "what": what, "error": str(error).splitlines()[0][:300]})
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+    return Report(model.name, describe_machine(model.device), tuple(records))
 
-    def measure_steps(batch: int, context: int) -> list[Record]:
-        made = make_context(model, batch, context)  # filled once for both
-        found = [measure_decode(model, made, settings.repeats)] if "decode" in settings.sections else []
-        if "layers" in settings.sections:
-            found += measure_layers(model, made, settings.repeats, bandwidth)
-        return found
 
-    if {"decode", "layers"} & set(settings.sections):
-        for batch, context in [(batch, context) for context in settings.contexts for batch in settings.batches]:
-            add(f"decode, batch {batch}, context {context}", partial(measure_steps, batch, context))
-    for context in settings.contexts if "stream" in settings.sections else ():
-        add(f"stream, context {context}", partial(measure_stream, model, context, settings.repeats))
-    for count in settings.prefill_tokens if "prefill" in settings.sections else ():
-        add(f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4)))
-    for count in settings.concurrencies if "serving" in settings.sections else ():
-        sizes = settings.prompt_tokens, settings.output_tokens, settings.drafts
-        add(f"serving, {count} requests", partial(measure_serving, model, count, *sizes))
-    if "memory" in settings.sections:
-        add("memory", lambda: measure_memory(model, max(settings.batches), max(settings.contexts)))
-    return Report(model.name, origin, tuple(records))
+def bench_ranks(
+    target: str | None, gpus: int, device: str, settings: Settings, note: Callable[[str], None] = lambda what: None
+) -> Report:
+    """The section `serving` of a checkpoint on `gpus` ranks: single calls and layers are one rank's."""
+    if target is not None and target.lower() in PRESETS:
+        raise ConfigError(f"--gpus needs a checkpoint (`dsv4 synth` writes one), found the preset {target!r}")
+    if settings.sections not in (SECTIONS, ("serving",)):
+        raise ConfigError(f"--gpus measures the section serving, found {', '.join(settings.sections)}")
+    folder = find_checkpoint(target)
+    most = settings.prompt_tokens + settings.output_tokens
+    limits = EngineConfig(max_context_tokens=most, max_concurrent_requests=max(settings.concurrencies))
+    note(f"serving on {gpus} ranks")
+    llm = LLM(folder, device=device, engine=limits, gpus=gpus)
+    try:
+        sizes = settings.prompt_tokens, settings.output_tokens
+        records = [serve_requests(llm, count, *sizes) | {"gpus": gpus} for count in settings.concurrencies]
+    finally:
+        llm.close()
+    return Report(folder.name, describe_machine(torch.device(device)), tuple(records))
 
 
 def read_bandwidth(device_name: str) -> float | None:

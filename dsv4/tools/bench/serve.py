@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from dsv4.tools.bench.load import Load, Observed, Timeline
+from dsv4.tools.bench.workload import Load, Observed, Timeline
 
 
 class Target(Protocol):

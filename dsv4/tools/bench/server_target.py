@@ -8,18 +8,18 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from dsv4.config import ConfigError
 from dsv4.errors import Dsv4Error
 from dsv4.tools.bench import client_process
-from dsv4.tools.bench.load import INTRUDER_OUTPUT, Load, Observed, Timeline
+from dsv4.tools.bench.workload import INTRUDER_OUTPUT, Load, Observed, Timeline
 
 MAX_PROCESSES = 8  # more than enough for 60,000 tokens/s
 _PATHS = {
@@ -76,12 +76,7 @@ class UrlTarget:
         if load.intruder is not None:
             long = {"place": -1, "size": words(load.intruder), "output": INTRUDER_OUTPUT, "due": load.intruder_seconds}
             works.append(self._work(load, [long], None))
-        clients = [_ClientProcess(work) for work in works]
-        try:
-            return _gather(clients, on_done)
-        finally:
-            for client in clients:
-                client.end()
+        return _observed(*_run_clients(works, on_done))
 
     def _work(self, load: Load, requests: list[dict[str, Any]], streams: int | None) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -151,77 +146,64 @@ class UrlTarget:
             connection.close()
 
 
-class _ClientProcess:
-    """One process and the thread that reads what it says."""
-
-    def __init__(self, work: dict[str, Any]) -> None:
-        command = [sys.executable, "-I", str(Path(client_process.__file__))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-        self.num_done = 0
-        self.result: tuple[list[Any], float] | None = None
-        pickle.dump(work, self._in)
-        self._in.flush()
-
-    def wait_until_ready(self) -> None:
-        if self._out.readline() != b"ready\n":
-            raise ServerFailed("a client process did not start")
-
-    def begin(self, moment: float) -> None:
-        self._in.write(b"%r\n" % moment)
-        self._in.flush()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        for line in self._out:
-            if line == b"result\n":
-                self.result = pickle.load(self._out)
-                return
-            self.num_done = int(line.split()[1])
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._in, self._out):
-            stream.close()
+def _run_clients(
+    works: list[dict[str, Any]], on_done: Callable[[int], None]
+) -> tuple[list[tuple[list[Any], float]], float]:
+    """What each client process returns, its answers and CPU seconds, and how long all of them took."""
+    command = [sys.executable, "-I", str(Path(client_process.__file__))]
+    clients = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in works]
+    num_done, shown = [0] * len(works), 0
+    with ThreadPoolExecutor(len(works)) as threads:
+        try:
+            for client, work in zip(clients, works, strict=True):
+                pickle.dump(work, _in(client))
+                _in(client).flush()
+            if any(_out(client).readline() != b"ready\n" for client in clients):
+                raise ServerFailed("a client process did not start")
+            began = time.monotonic() + _START_SECONDS
+            for client in clients:
+                _in(client).write(b"%r\n" % began)
+                _in(client).flush()
+            reading = [threads.submit(_read, client, num_done, place) for place, client in enumerate(clients)]
+            is_over = False
+            while not is_over:
+                is_over = not wait(reading, timeout=0.05).not_done
+                on_done(sum(num_done) - shown)
+                shown = sum(num_done)
+            return [one.result() for one in reading], time.monotonic() - began
+        finally:
+            for client in clients:
+                client.kill()
+                client.communicate()
 
 
-def _gather(clients: list[_ClientProcess], on_done: Callable[[int], None]) -> Observed:
-    for client in clients:
-        client.wait_until_ready()
-    began = time.monotonic() + _START_SECONDS
-    for client in clients:
-        client.begin(began)
-    shown = 0
-    while not all(client.is_over for client in clients):
-        time.sleep(0.05)
-        done = sum(client.num_done for client in clients)
-        on_done(done - shown)
-        shown = done
-    wall = time.monotonic() - began
-    found: dict[int, Timeline] = {}
-    seconds = []
-    for client in clients:
-        if client.result is None:
-            raise ServerFailed("a client process ended before its requests did")
-        answers, cpu = client.result
-        seconds.append(cpu)
-        for place, started, times, usage, error in answers:
-            found[place] = Timeline(
-                started, array("d", times), error, usage.get("completion"), usage.get("prompt")
-            )  # fmt: skip
-    intruder = found.pop(-1, None)
-    on_done(len(found) + (intruder is not None) - shown)
-    busiest = {
-        "processes": len(clients),
-        "cpu_seconds": round(sum(seconds), 3),
-        "busiest": round(max(seconds) / wall, 3),
+def _read(client: subprocess.Popen[bytes], num_done: list[int], place: int) -> tuple[list[Any], float]:
+    for line in _out(client):
+        if line == b"result\n":
+            found: tuple[list[Any], float] = pickle.load(_out(client))
+            num_done[place] = len(found[0])
+            return found
+        num_done[place] = int(line.split()[1])
+    raise ServerFailed("a client process ended before its requests did")
+
+
+def _in(client: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert client.stdin is not None
+    return client.stdin
+
+
+def _out(client: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert client.stdout is not None
+    return client.stdout
+
+
+def _observed(results: list[tuple[list[Any], float]], seconds: float) -> Observed:
+    found = {
+        place: Timeline(started, array("d", times), error, usage.get("completion"), usage.get("prompt"))
+        for answers, _ in results
+        for place, started, times, usage, error in answers
     }
-    return Observed([one for _, one in sorted(found.items())], intruder, clients=busiest)
+    intruder, used = found.pop(-1, None), [cpu for _, cpu in results]
+    busiest = round(max(used) / seconds, 3)
+    clients = {"processes": len(results), "cpu_seconds": round(sum(used), 3), "busiest": busiest}
+    return Observed([one for _, one in sorted(found.items())], intruder, clients=clients)

@@ -1,33 +1,19 @@
-"""How much memory a model takes and what fits on which GPU, before anything is loaded. No torch, no GPU, no weights.
-
-Exact: the weights (tensor by tensor, `tools/sizes.py`) and the cache (`cache/schema.py`, the very arithmetic the cache
-allocates by). Reserves, by formulas fitted to measurements: workspace, exchange between GPUs, CUDA graphs and context:
-`workspace_bytes`, `exchange_bytes`, `graph_bytes` and `CONTEXT_BYTES` (engine/offload/placement.py, where slots of
-offloaded experts are counted too).
+"""What fits on which GPU, before anything is loaded: searches over `Budget`. No torch, no GPU, no weights.
 
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dsv4.cache.schema import CacheSchema, blocks_for_tokens, build_cache_schema
+from dsv4.cache.schema import CacheSchema, blocks_for_tokens
 from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
-from dsv4.config.layers import build_schedule
 from dsv4.dist.shares import check_ranks, rank_limits
-from dsv4.engine.offload.placement import (
-    CONTEXT_BYTES,
-    ModelBytes,
-    divide_slots,
-    exchange_bytes,
-    graph_bytes,
-    workspace_bytes,
-)
+from dsv4.engine.offload.placement import divide_slots
 from dsv4.loader.write.config_file import ExpertFormat
-from dsv4.tools.plan.capacity import GPU_COUNTS, Capacity, capacities
+from dsv4.tools.plan.budget import Budget, MemoryBudget, WeightBytes, largest
 from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
@@ -39,27 +25,7 @@ HOST_BYTES_PER_SECOND = 50e9  # pinned host memory to the device: PCIe 5.0 x16 l
 READ_BYTES_PER_SECOND = {"h200": 4.63e12}  # measured, docs/kernels/README.md
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 MAX_GPUS_TRIED = 64
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """What one GPU must hold for one workload, in bytes; `host` is what all experts take in the machine's memory."""
-
-    weights: int
-    cache: int
-    workspace: int
-    graphs: int
-    context: int
-    host: int
-    exchange: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.workspace + self.exchange + self.graphs + self.context
-
-    @property
-    def without_cache(self) -> int:
-        return self.total - self.cache
+GPU_COUNTS = (2, 4, 8)  # of the capacities
 
 
 @dataclass(frozen=True)
@@ -92,6 +58,20 @@ class GpuFit:
     min_gpus: int | None
     max_requests: tuple[tuple[int, int], ...]
     max_context_tokens: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Tokens of KV cache over all GPUs, without what a request takes besides; 0 where the weights leave no room.
+
+    dsv4 runs data-parallel attention beside expert parallelism: every GPU has all weights but the experts of others,
+    and the cache of its own requests. Tensor parallelism divides all weights; but a layer has one K=V row a token for
+    all heads, so every GPU of the group keeps the rows of all requests.
+    """
+
+    gpus: int
+    tokens: int
+    tensor_parallel_tokens: int
 
 
 @dataclass(frozen=True)
@@ -170,79 +150,47 @@ def plan(
 
     `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
     """
-    check_ranks(gpus, config.n_routed_experts)
+    rank_limits(engine, check_ranks(gpus, config.n_routed_experts))
     if engine.max_draft_tokens and not (with_draft and config.num_draft_layers):
         raise ConfigError(f"max_draft_tokens {engine.max_draft_tokens} needs draft blocks, and they are not loaded")
     kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
-    planner = _Planner(config, engine, count_weights(config, experts, with_draft=with_draft), offload_experts)
+    sizes = count_weights(config, experts, with_draft=with_draft)
+    weights = WeightBytes.counted(sizes, config, with_draft=with_draft)
+    planner = _Planner(config, engine, weights, offload_experts)
     fits = tuple(planner.fit(kind, gpus) for kind in kinds)
     requested = next((fit for fit in fits if fit.gpu.name == "h200"), fits[0])
     budget = planner.budget(engine, gpus)
+    is_forecast = offload_experts and requested.fits and gpus == 1
     return Plan(
-        name=name,
-        config=config,
-        engine=engine,
-        experts=experts,
-        gpus=gpus,
-        offload_experts=offload_experts,
-        weights=planner.weights,
-        schema=planner.schema(engine),
-        budget=budget,
-        fits=fits,
+        name=name, config=config, engine=engine, experts=experts, gpus=gpus, offload_experts=offload_experts,
+        weights=sizes, schema=planner.of(1).schema(engine), budget=budget, fits=fits,
         summary=planner.advise(requested, budget),
-        forecast=planner.forecast(requested, host_speed) if offload_experts and requested.fits and gpus == 1 else None,
+        forecast=planner.forecast(requested, sizes, host_speed) if is_forecast else None,
         capacities=() if gpu is None else planner.capacities(requested.gpu),
-    )
+    )  # fmt: skip
 
 
 class _Planner:
     """One model in one format; answers what workloads cost and which fit."""
 
-    def __init__(self, config: ModelConfig, engine: EngineConfig, weights: WeightSizes, offload_experts: bool) -> None:
+    def __init__(self, config: ModelConfig, engine: EngineConfig, weights: WeightBytes, offload_experts: bool) -> None:
         self.config = config
         self.engine = engine
         self.weights = weights
         self.offload_experts = offload_experts
-        self.schedule = build_schedule(config, with_mtp=engine.max_draft_tokens > 0)
-        # sums over thousands of tensors, wanted for every candidate of a search
-        self.total_bytes = weights.total_bytes
-        self.routed_bytes = weights.routed_expert_bytes
-        self.num_moe_blocks = sum(1 for tensor in weights.tensors if tensor.name.endswith(".experts.0.w1.weight"))
-        self._cache_bytes: dict[EngineConfig, int] = {}
+        self._budgets: dict[int, Budget] = {}
 
-    def schema(self, engine: EngineConfig) -> CacheSchema:
-        return build_cache_schema(self.config, self.schedule, engine, plain_itemsize=None)
-
-    def cache_bytes(self, engine: EngineConfig) -> int:
-        """The searches come back to the same workloads, so they are remembered."""
-        if engine not in self._cache_bytes:
-            self._cache_bytes[engine] = self.schema(engine).total_bytes
-        return self._cache_bytes[engine]
-
-    @property
-    def least_slots(self) -> int:
-        """Bytes of the fewest experts that must be on a device: those one token chooses, of every block."""
-        config = self.config
-        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
-        return config.num_experts_per_tok * sizes.slot(config.n_routed_experts)
+    def of(self, gpus: int) -> Budget:
+        return self._budgets.setdefault(gpus, Budget(self.config, self.weights, gpus))
 
     def budget(self, engine: EngineConfig, gpus: int, offload_experts: bool | None = None) -> MemoryBudget:
-        """One GPU's share of the workload `engine`."""
-        offload = self.offload_experts if offload_experts is None else offload_experts
-        share = rank_limits(engine, gpus)
-        routed, num_experts = self.routed_bytes, self.config.n_routed_experts
-        on_gpu = routed // num_experts * -(-num_experts // gpus)
-        if offload:
-            on_gpu = min(on_gpu, ModelBytes(0, on_gpu, self.num_moe_blocks, 0).staging + self.least_slots)
-        return MemoryBudget(
-            weights=self.total_bytes - routed + on_gpu,
-            cache=self.cache_bytes(share),
-            workspace=workspace_bytes(self.config, share),
-            graphs=graph_bytes(self.config, share),
-            context=CONTEXT_BYTES,
-            host=routed if offload else 0,
-            exchange=exchange_bytes(self.config, share, gpus),
-        )
+        """One GPU's share of the workload `engine`. Of offloaded experts it holds at least those that one token
+        chooses."""
+        everything = self.of(gpus).parts(engine)
+        if not (self.offload_experts if offload_experts is None else offload_experts):
+            return everything
+        least = self.of(gpus).weight_bytes(self.config.num_experts_per_tok)
+        return replace(everything, weights=min(everything.weights, least), host=self.weights.routed)
 
     def fit(self, gpu: Gpu, gpus: int) -> GpuFit:
         engine = self.engine
@@ -269,7 +217,9 @@ class _Planner:
             )
             return self.budget(engine, gpus).total <= gpu.usable_bytes
 
-        one = self.schema(replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None))
+        one = self.of(1).schema(
+            replace(self.engine, max_context_tokens=context, max_concurrent_requests=1, num_blocks=None)
+        )
         per_request = one.total_bytes - one.padding_bytes - one.snapshot_cache_bytes
         return gpus * largest(fits, gpu.usable_bytes // per_request)
 
@@ -285,16 +235,16 @@ class _Planner:
         return min(largest(fits, blocks_for_tokens(limit)) * BLOCK_TOKENS, limit)
 
     def capacities(self, gpu: Gpu) -> tuple[Capacity, ...]:
-        """Tokens of cache on several GPUs of this kind, with all experts on them."""
-
-        def needed(gpus: int) -> tuple[int, int]:
-            budget = self.budget(self.engine, gpus, offload_experts=False)
-            return budget.weights, budget.without_cache - budget.weights
-
+        """Tokens of cache on several GPUs of this kind, with all experts on them. A tensor-parallel GPU is taken to
+        need as much besides weights."""
+        per_token, found = self.of(1).schema(self.engine).bytes_per_token, []
         counts = [gpus for gpus in GPU_COUNTS if gpus <= self.config.n_routed_experts]
-        per_token = self.schema(self.engine).bytes_per_token
-        # a model of windows alone keeps nothing of old tokens
-        return capacities(gpu, counts, per_token, self.total_bytes, needed) if per_token else ()
+        for gpus in counts if per_token else ():  # a model of windows alone keeps nothing of old tokens
+            budget = self.budget(self.engine, gpus, offload_experts=False)
+            room = gpu.usable_bytes - budget.reserve
+            tokens = max(0, int((room - budget.weights) / per_token))
+            found.append(Capacity(gpus, gpus * tokens, max(0, int((room - self.weights.total // gpus) / per_token))))
+        return tuple(found)
 
     def min_gpus(self, gpu: Gpu) -> int | None:
         """Fewest GPUs of this kind that hold the workload; None if `MAX_GPUS_TRIED` do not."""
@@ -303,21 +253,20 @@ class _Planner:
                 return gpus
         return None
 
-    def forecast(self, fit: GpuFit, host_speed: float) -> OffloadForecast:
+    def forecast(self, fit: GpuFit, sizes: WeightSizes, host_speed: float) -> OffloadForecast:
         """What the spare memory of one GPU makes of offloaded experts."""
         if not host_speed > 0:
             raise ConfigError(f"host_speed must be a positive number of bytes a second, found {host_speed!r}")
         config, num_experts = self.config, self.config.n_routed_experts
-        expert_bytes = self.routed_bytes // (num_experts * self.num_moe_blocks)
-        sizes = ModelBytes(0, self.routed_bytes, self.num_moe_blocks, 0)
-        num_slots = sizes.slots_in(fit.spare_bytes + self.least_slots, num_experts)
+        one_of_each = self.weights.slot(num_experts)
+        expert_bytes = one_of_each // self.weights.num_moe_blocks
+        least = config.num_experts_per_tok * one_of_each
+        num_slots = self.weights.slots_in(fit.spare_bytes + least, num_experts)
         num_fixed = divide_slots(num_slots, config, self.engine).num_fixed
         uses = config.num_hidden_layers * config.num_experts_per_tok
         moved = round(uses * (1 - num_slots / num_experts) * expert_bytes)
         resident = sum(
-            t.num_bytes
-            for t in self.weights.tensors
-            if not t.is_draft and t.part not in ("routed experts", "embedding")
+            t.num_bytes for t in sizes.tensors if not t.is_draft and t.part not in ("routed experts", "embedding")
         )
         read_speed = READ_BYTES_PER_SECOND.get(fit.gpu.name)
         seconds = moved / host_speed + config.num_hidden_layers * (LAUNCH_SECONDS + BOUNDARY_SECONDS)
@@ -327,7 +276,7 @@ class _Planner:
             num_slots=num_slots,
             num_fixed=num_fixed,
             bytes_per_token=moved,
-            host_bytes=(num_experts - num_fixed) * expert_bytes * self.num_moe_blocks,
+            host_bytes=(num_experts - num_fixed) * one_of_each,
             host_speed=host_speed,
             read_speed=read_speed,
             tokens_per_second=1 / seconds,
@@ -345,30 +294,17 @@ class _Planner:
         if fit.fits:
             return f"Fits on {where} with {_gib(fit.spare_bytes)} to spare; the KV cache limits: {capacity}."
         more = [] if fit.min_gpus is None else [f"--gpus {fit.min_gpus}"]
-        if budget.without_cache > fit.gpu.usable_bytes:
+        without_cache = budget.weights + budget.reserve
+        if without_cache > fit.gpu.usable_bytes:
             offloaded = self.budget(engine, fit.gpus, offload_experts=True)
             if fit.gpus == 1 and not self.offload_experts and offloaded.total <= fit.gpu.usable_bytes:
                 more.append(f"--offload-experts ({_gib(offloaded.host)} of host memory)")
-            problem = (
-                f"weights and reserves limit: {_gib(budget.without_cache)} a GPU, {_gib(fit.gpu.usable_bytes)} usable"
-            )
+            problem = f"weights and reserves limit: {_gib(without_cache)} a GPU, {_gib(fit.gpu.usable_bytes)} usable"
         else:
-            free = fit.gpu.usable_bytes - budget.without_cache
+            free = fit.gpu.usable_bytes - without_cache
             problem = f"the KV cache limits: {_gib(budget.cache)} a GPU, {_gib(free)} free; {capacity}"
         advice = f"what helps: {' or '.join(more)}" if more else "a larger GPU or smaller experts would help"
         return f"Does not fit on {where}: {problem}; {advice}."
-
-
-def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest n in 0 .. upper with fits(n), where fits is true up to some point; 0 needs no test."""
-    low, high = 0, upper
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _gib(num_bytes: int) -> str:

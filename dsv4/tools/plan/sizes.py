@@ -21,7 +21,8 @@ from math import prod
 from typing import get_args
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.loader.layout import MXFP4_GROUP, NVFP4_GROUP, weight_tensors
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.loader.layout import weight_tensors
 from dsv4.loader.names import LogicalTensor, Role, expected_tensors
 from dsv4.loader.write.config_file import ExpertFormat
 

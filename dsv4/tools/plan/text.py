@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -10,16 +10,16 @@ from dsv4.tools.plan.hardware import GIB
 from dsv4.tools.plan.plan import OffloadForecast, Plan
 
 
-def render(plan: Plan) -> RenderableType:
+def print_plan(plan: Plan, console: Console) -> None:
     """Weights, cache, one GPU's budget, what fits where, and the summary line."""
     lines = [Text(plan.summary, style="bold")]
     if plan.forecast is not None:
-        lines.append(Text(forecast_line(plan.forecast, plan.config.n_routed_experts)))
+        lines.append(Text(_forecast_line(plan.forecast, plan.config.n_routed_experts)))
     tables = [_weights(plan), _cache(plan), _budget(plan), _fits(plan)]
-    return Group(*tables, *([_capacities(plan)] if plan.capacities else []), *lines)
+    console.print(Group(*tables, *([_capacities(plan)] if plan.capacities else []), *lines))
 
 
-def forecast_line(forecast: OffloadForecast, num_experts: int) -> str:
+def _forecast_line(forecast: OffloadForecast, num_experts: int) -> str:
     """One line: where the experts are, what moves, how fast that is."""
     where = (
         f"Offloaded experts: {forecast.num_slots} of {num_experts} a layer on the device "
@@ -31,10 +31,6 @@ def forecast_line(forecast: OffloadForecast, num_experts: int) -> str:
     )
     unknown = "" if forecast.read_speed is not None else " at most (the GPU's own read speed is not known)"
     return f"{where}; {speed}{unknown}."
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    console.print(render(plan))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsv4.config import ModelConfig
-from dsv4.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.rows import MXFP4_GROUP, NVFP4_GROUP
 from dsv4.formats.tensors import QuantFormat
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError

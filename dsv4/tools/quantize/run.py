@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.formats.fp8 import fp8_block_quantize
-from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
+from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.quantise import Quantiser
 from dsv4.loader.resolve import LoadPlan, Source, plan_load
 from dsv4.loader.weights import read_weight
 from dsv4.loader.write.shards import (
@@ -42,14 +42,6 @@ from dsv4.tools.quantize.plan import (
     modelopt_config,
     output_config,
     stored_parts,
-)
-from dsv4.tools.quantize.search import (
-    MXFP4_STEPS,
-    NVFP4_STEPS,
-    cast_to_nvfp4,
-    nvfp4_global_scale,
-    quantize_mxfp4,
-    quantize_nvfp4,
 )
 
 STATE_FILE = "quantize-state.json"
@@ -77,9 +69,7 @@ def quantize_checkpoint(source: Path, target: Path, formats: Target, options: Qu
     with Checkpoint.open(source) as checkpoint:
         plan = plan_load(checkpoint, config)
         check_target(formats, plan, config)
-        shards = list(
-            split_shards(_Quantizer(checkpoint, config, plan, formats, options).weights(), options.shard_bytes)
-        )
+        shards = list(split_shards(_Output(checkpoint, config, plan, formats, options).weights(), options.shard_bytes))
         # sums on another device may round another way: its bytes are not continued
         state = {"formats": asdict(formats), "shard_bytes": options.shard_bytes, "search": options.search,
                  "device": torch.device(options.device).type, "source": checkpoint.file_state()}  # fmt: skip
@@ -88,20 +78,14 @@ def quantize_checkpoint(source: Path, target: Path, formats: Target, options: Qu
     _finish(target, source, index_text(shards), config, formats, plan)
 
 
-class _Quantizer:
+class _Output:
     """Makes each weight's output from its source; one matrix (of an expert: two) is in memory at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, plan: LoadPlan, target: Target, options: QuantizeOptions
     ) -> None:
-        self.checkpoint = checkpoint
-        self.config = config
-        self.plan = plan
-        self.target = target
-        self.device = torch.device(options.device)
-        self.mxfp4_steps = MXFP4_STEPS if options.search else (0,)
-        self.nvfp4_steps = NVFP4_STEPS if options.search else (0,)
-        self.sources = {source.tensor.name: source for source in plan.sources}
+        self.checkpoint, self.config, self.plan, self.target = checkpoint, config, plan, target
+        self.quantiser = Quantiser(checkpoint, config, plan.sources, search=options.search, device=options.device)
 
     def weights(self) -> Iterator[StoredWeight]:
         """Everything the output holds, in the source's file order."""
@@ -121,7 +105,7 @@ class _Quantizer:
             weight = read_weight(self.checkpoint, source, self.config)
         wanted = self.target.format_of(source)
         if source.format.quant is not wanted:
-            weight = self._quantize(source, weight, wanted)
+            weight = self.quantiser.quantise(source, weight, wanted)
         if not isinstance(weight, QuantTensor):
             return [weight.cpu()]
         unused = [] if weight.global_scale is None else [torch.tensor(_INPUT_SCALE)]
@@ -130,35 +114,6 @@ class _Quantizer:
     def _stored(self, source: Source) -> Tensor:
         data = self.checkpoint.read(source.data)
         return data if source.rows is None else data[source.tensor.expert_idx, source.rows[0] : source.rows[1]]
-
-    def _quantize(self, source: Source, weight: Weight, wanted: QuantFormat | None) -> Weight:
-        if wanted is None:
-            return dequantize(weight, torch.bfloat16)
-        values = dequantize(weight.to(self.device), torch.float32)
-        if not bool(values.isfinite().all()):
-            raise CheckpointError(f"{source.data} holds NaN or infinity: nothing to round; see `dsv4 audit`")
-        if wanted is QuantFormat.FP8_BLOCK:
-            block = self.config.weight_block_size
-            return QuantTensor(*fp8_block_quantize(values, block), wanted, block=block)
-        if wanted is QuantFormat.MXFP4:
-            return quantize_mxfp4(values, self.mxfp4_steps)
-        return self._to_nvfp4(source, weight, values)
-
-    def _to_nvfp4(self, source: Source, weight: Weight, values: Tensor) -> QuantTensor:
-        """w1 and w3 of an expert share the scale of the whole matrix: engines multiply them as one."""
-        family = [weight, *(read_weight(self.checkpoint, twin, self.config) for twin in self._twins(source))]
-        codes = [one for one in family if isinstance(one, QuantTensor) and one.format is QuantFormat.MXFP4]
-        if len(codes) == len(family) and isinstance(weight, QuantTensor):
-            exact = cast_to_nvfp4(weight, max(int(one.scale.max()) for one in codes))
-            if exact is not None:
-                return exact
-        largest = torch.stack([dequantize(one, torch.float32).abs().max() for one in family]).max()
-        return quantize_nvfp4(values, nvfp4_global_scale(largest).to(self.device), self.nvfp4_steps)
-
-    def _twins(self, source: Source) -> list[Source]:
-        name = source.tensor.name
-        pair = {".w1.": ".w3.", ".w3.": ".w1."}
-        return [self.sources[name.replace(own, other)] for own, other in pair.items() if own in name]
 
 
 def _claim(target: Path, source: Path, state: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""`RecordFile`: a file that lines are appended to, whole or not at all, and that makes room for itself; reading one.
+"""`RecordFile`: an append-only file of whole lines, rotated at a size limit; and reading one.
 
 One process writes to a file (it holds a lock). A line is written in one go, and taken back if it did not fit; what a
 killed process may leave is half a line at the end, which the next writer ends and readers skip. A file that would grow
@@ -11,8 +11,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from dsv4.config import ConfigError
 from dsv4.tools.receipts.lines import Gap, Header, Receipt, RecordError, parse_line

@@ -5,27 +5,28 @@ header, ran there. A `request` is one answer: what was asked of the engine and w
 write, a `gap` says how many requests are missing.
 
 Each part of a request has a digest beside it. Without content (`hashes_only`) only the digests remain. With it they
-tell a part that was changed after it was written.
+show a part that was changed after it was written.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace as with_fields
 
 from dsv4.errors import Dsv4Error
 from dsv4.request import Completion, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 
 FORMAT = 1
-# of the parameters, those that hold words or tokens of whoever asked
+# parameters that hold words or tokens of the user
 _CONTENT_PARAMS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids", "cache_salt")
 _HELD = ("prompt", "params", "seed", "grammar", "output", "logprobs")  # parts that stand in a line with their digest
 ENDS = ("stop", "length")
@@ -35,22 +36,29 @@ class RecordError(Dsv4Error, ValueError):
     """A line, or a file, that is not part of a record."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
     """What ran the requests that follow it.
 
     identity  the fields of `dsv4.engine.fingerprint.Identity`
     parts     digests of every byte of each layer, of config and tokenizer (`checkpoint_parts`)
     model     the checkpoint's folder; None for parameters that came from none
     settings  numerics, dtype, device, max_context_tokens, max_concurrent_requests, max_chunk_tokens
+    check     digest of all other fields, in a line
     """
 
-    identity: Mapping[str, str]
-    parts: Mapping[str, str]
+    identity: dict[str, str]
+    parts: dict[str, str]
     model: str | None
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     time: str = ""
     hashes_only: bool = False
+    format: int = FORMAT
+    check: str = ""
+
+    def digest(self) -> str:
+        fields = msgspec.to_builtins(self)
+        del fields["check"]
+        return _digest(_canonical(fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,29 +116,34 @@ class Answer:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
-    """A request's line, read. Where it has hashes only, `prompt`, `params` and `output` are None.
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="request"):
+    """A request's line. Where it has hashes only, `prompt` and `output` are None and `params` is incomplete.
 
-    choice      its place among the answers of one HTTP request
-    logprobs    bits of the chosen tokens' log-probabilities (fp32), where they were recorded
-    changed     parts that do not have the digest they had when they were written
+    choice    its place among the answers of one HTTP request
+    params    fields of `SamplingParams`, as they stand in the line
+    logprobs  the chosen tokens' log-probabilities, fp32, where they were recorded
+    line      its number in its file; never written
     """
 
-    digests: Mapping[str, str]
-    finish: str
-    num_output: int
-    request_id: str
+    request_id: str = msgspec.field(name="id")
     route: str
     choice: int
     time: str
+    finish: str
+    num_output: int
+    params: dict[str, Any]
+    digests: dict[str, str]
     prompt: tuple[int, ...] | None = None
-    params: SamplingParams | None = None
     output: tuple[int, ...] | None = None
     grammar: str | None = None
-    logprobs: tuple[int, ...] | None = None
-    changed: tuple[str, ...] = ()
-    line: int = field(default=0, compare=False)
+    logprobs: bytes | None = None
+    line: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None:
+            self.sampling()  # raises where a value cannot be
+        if self.logprobs is not None and len(self.logprobs) != 4 * self.num_output:
+            raise ValueError("it has another number of log-probabilities than of tokens")
 
     @property
     def is_whole(self) -> bool:
@@ -140,18 +153,43 @@ class Receipt:
     def has_content(self) -> bool:
         return self.prompt is not None
 
+    def sampling(self) -> SamplingParams:
+        """The parameters that `params` stands for."""
+        bias = self.params.get("logit_bias")  # JSON has no integers as keys
+        bias = None if bias is None else {int(token_id): one for token_id, one in bias.items()}
+        return SamplingParams(**{**self.params, "logit_bias": bias})
+
+    @property
+    def logprob_bits(self) -> tuple[int, ...] | None:
+        return None if self.logprobs is None else struct.unpack(f"<{len(self.logprobs) // 4}I", self.logprobs)
+
     @property
     def asked(self) -> tuple[str | None, ...]:
         """The digests that name the request: two receipts of one request have the same."""
         return tuple(self.digests.get(part) for part in ("prompt", "params", "seed", "grammar"))
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Parts that do not have the digest they had when they were written."""
+        if self.prompt is None or self.output is None:
+            return ()
+        held = Answer(
+            prompt=self.prompt, params=self.sampling(), output=self.output, finish=self.finish, grammar=self.grammar
+        ).digests()
+        held["params"] = _params_digest(self.params)  # as they stand there: another version may know more of them
+        if self.logprobs is not None:
+            held["logprobs"] = _digest(self.logprobs)
+        parts = dict.fromkeys((*held, *(name for name in self.digests if name in _HELD)))
+        return tuple(name for name in parts if self.digests.get(name) != held.get(name))
 
-@dataclass(frozen=True)
-class Gap:
+
+class Gap(msgspec.Struct, frozen=True, tag_field="kind", tag="gap"):
     """The number of requests that were answered and not recorded."""
 
     num_lost: int
 
+
+_LINES = msgspec.json.Decoder(Header | Receipt | Gap)
 
 # ---- writing ----
 
@@ -175,32 +213,29 @@ def now() -> str:
 
 
 def header_line(header: Header) -> bytes:
-    content = {"kind": "header", "format": FORMAT, **asdict(header)}
-    return _line({**content, "check": _digest(_canonical(content))})
+    return msgspec.json.encode(with_fields(header, check=header.digest())) + b"\n"
 
 
 def gap_line(gap: Gap) -> bytes:
-    return _line({"kind": "gap", "num_lost": gap.num_lost})
+    return msgspec.json.encode(gap) + b"\n"
 
 
 def request_line(
     answer: Answer, *, hashes_only: bool, request_id: str = "", route: str = "", choice: int = 0, time: str = ""
 ) -> bytes:  # fmt: skip
-    params = asdict(answer.params)
-    content: dict[str, Any] = {
-        "kind": "request", "id": request_id, "route": route, "choice": choice, "time": time, "finish": answer.finish,
-        "num_output": len(answer.output),
-    }  # fmt: skip
+    receipt = Receipt(
+        request_id=request_id, route=route, choice=choice, time=time, finish=answer.finish,
+        num_output=len(answer.output), params=asdict(answer.params), digests=answer.digests(),
+    )  # fmt: skip
     if hashes_only:
-        content["params"] = {name: value for name, value in params.items() if name not in _CONTENT_PARAMS}
+        shown = {name: value for name, value in receipt.params.items() if name not in _CONTENT_PARAMS}
+        receipt = with_fields(receipt, params=shown)
     else:
-        content |= {"params": params, "prompt": answer.prompt, "output": answer.output}
-        if answer.grammar is not None:
-            content["grammar"] = answer.grammar
-        if answer.logprobs is not None:
-            packed = _packed([one.logprob for one in answer.logprobs])
-            content["logprobs"] = base64.b64encode(packed).decode("ascii")
-    return _line({**content, "digests": answer.digests()})
+        logprobs = None if answer.logprobs is None else _packed([one.logprob for one in answer.logprobs])
+        receipt = with_fields(
+            receipt, prompt=answer.prompt, output=answer.output, grammar=answer.grammar, logprobs=logprobs
+        )
+    return msgspec.json.encode(receipt) + b"\n"
 
 
 # ---- reading ----
@@ -209,27 +244,24 @@ def request_line(
 def parse_line(line: bytes) -> Header | Receipt | Gap:
     """`RecordError` says what is wrong with a line that is damaged or of another kind."""
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        entry = _LINES.decode(line)
+    except (msgspec.ValidationError, AttributeError) as error:
+        raise RecordError(f"it is not a line of a record: {str(error)[:200]}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RecordError("it is truncated or not JSON") from None
-    kind = content.get("kind") if isinstance(content, dict) else None
-    try:
-        if kind == "header":
-            return _parse_header(content)
-        if kind == "request":
-            return _parse_request(content)
-        if kind == "gap":
-            return Gap(int(content["num_lost"]))
-    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error, struct.error) as error:
-        text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise RecordError(f"a {kind} that cannot be read: {text[:200]}") from None
-    raise RecordError("it is not a line of a record")
+    if not isinstance(entry, Header):
+        return entry
+    if entry.format != FORMAT:
+        raise RecordError(f"format {entry.format!r}; this version reads format {FORMAT}")
+    if entry.check != entry.digest():
+        raise RecordError("it was changed after it was written")
+    return with_fields(entry, check="")
 
 
 def with_content(receipt: Receipt, source: Receipt) -> Receipt:
     """A receipt that has hashes only, with the request of another one that was asked the same."""
     assert receipt.asked == source.asked
-    return replace(receipt, prompt=source.prompt, params=source.params, grammar=source.grammar)
+    return with_fields(receipt, prompt=source.prompt, params=source.params, grammar=source.grammar)
 
 
 def float_bits(value: float) -> int:
@@ -238,57 +270,8 @@ def float_bits(value: float) -> int:
     return bits
 
 
-def _parse_header(content: dict[str, Any]) -> Header:
-    check = content.pop("check", None)
-    if content.get("format") != FORMAT:
-        raise RecordError(f"format {content.get('format')!r}; this version reads format {FORMAT}")
-    if check != _digest(_canonical(content)):
-        raise RecordError("it was changed after it was written")
-    return Header(**{one.name: content[one.name] for one in fields(Header)})
-
-
-def _parse_request(content: dict[str, Any]) -> Receipt:
-    receipt = Receipt(
-        digests={str(name): str(digest) for name, digest in content["digests"].items()},
-        finish=str(content["finish"]),
-        num_output=int(content["num_output"]),
-        request_id=str(content["id"]),
-        route=str(content["route"]),
-        choice=int(content["choice"]),
-        time=str(content["time"]),
-    )
-    if "prompt" not in content:
-        return receipt
-    answer = Answer(
-        prompt=tuple(map(int, content["prompt"])), params=_params(content["params"]), finish=receipt.finish,
-        output=tuple(map(int, content["output"])), grammar=content.get("grammar"),
-    )  # fmt: skip
-    held, bits = answer.digests(), None
-    held["params"] = _params_digest(content["params"])  # as they stand there: another version may know more of them
-    if "logprobs" in content:
-        packed = base64.b64decode(content["logprobs"], validate=True)
-        held["logprobs"], bits = _digest(packed), struct.unpack(f"<{len(answer.output)}I", packed)
-    parts = dict.fromkeys((*held, *(name for name in receipt.digests if name in _HELD)))
-    changed = tuple(name for name in parts if receipt.digests.get(name) != held.get(name))
-    return replace(
-        receipt, prompt=answer.prompt, params=answer.params, output=answer.output, grammar=answer.grammar,
-        logprobs=bits, changed=changed,
-    )  # fmt: skip
-
-
-def _params(given: Mapping[str, Any]) -> SamplingParams:
-    values = dict(given)
-    if values.get("logit_bias") is not None:  # JSON has no integers as keys
-        values["logit_bias"] = {int(token_id): bias for token_id, bias in values["logit_bias"].items()}
-    return SamplingParams(**values)
-
-
 def _params_digest(params: Mapping[str, Any]) -> str:
     return _digest(_canonical({**params, "seed": None}))
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

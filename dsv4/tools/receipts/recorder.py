@@ -4,7 +4,7 @@
         for params, completion in zip(asked, llm.generate(prompts, asked)):
             recorder.add(Answer.of(params, completion))
 
-Whoever answers never waits for it, nor fails with it.
+Recording never delays a request, and never fails one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
 from typing import Literal
 
@@ -46,21 +46,6 @@ def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False
     )
 
 
-@dataclass(frozen=True)
-class _Entry:
-    answer: Answer
-    request_id: str
-    route: str
-    choice: int
-    time: str
-
-    def line(self, *, hashes_only: bool) -> bytes:
-        return request_line(
-            self.answer, hashes_only=hashes_only, request_id=self.request_id, route=self.route, choice=self.choice,
-            time=self.time,
-        )  # fmt: skip
-
-
 class Recorder:
     """`add` from any thread; `close` writes what is left. A disk that is full or gone is logged once, and
     tried again with every answer; the record then says how many are missing."""
@@ -69,7 +54,7 @@ class Recorder:
         self._file = file
         self._hashes_only = header.hashes_only
         file.begin(header_line(header))
-        self._queue: queue.Queue[_Entry | bytes | None] = queue.Queue(_MAX_PENDING)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_MAX_PENDING)
         self._lock = threading.Lock()
         self._num_lost = 0  # since the last line that was written
         self._is_failing = False
@@ -82,17 +67,18 @@ class Recorder:
         return "hashes" if self._hashes_only else "whole"
 
     def add(self, answer: Answer, *, request_id: str = "", route: str = "", choice: int = 0) -> None:
-        """Never blocks, never raises. An answer that ended early and has no token is nothing to prove."""
+        """Record an answer, unless it ended early and has no token: then there is nothing to prove."""
         if answer.is_proof:
-            self._put(_Entry(answer, request_id, route, choice, now()))
+            self.add_line(
+                request_line(
+                    answer, hashes_only=self._hashes_only, request_id=request_id, route=route, choice=choice, time=now()
+                )
+            )
 
     def add_line(self, line: bytes) -> None:
-        """An answer as a line that was made elsewhere (`request_line`). Never blocks, never raises."""
-        self._put(line)
-
-    def _put(self, entry: _Entry | bytes) -> None:
+        """Record an answer whose line was made elsewhere (`request_line`). Never blocks, never raises."""
         try:
-            self._queue.put_nowait(entry)
+            self._queue.put_nowait(line)
         except queue.Full:
             self._lose(f"{_MAX_PENDING} answers wait to be written; the disk is too slow")
 
@@ -114,22 +100,18 @@ class Recorder:
     # ---- the thread ----
 
     def _run(self) -> None:
-        while True:
-            entry = self._queue.get()
-            if entry is None:
-                return
-            self._write(entry)
+        while (line := self._queue.get()) is not None:
+            self._write(line)
             if self._queue.empty():
                 self._sync()
             self._queue.task_done()
 
-    def _write(self, entry: _Entry | bytes) -> None:
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            num_lost = self._num_lost
         try:
-            line = entry if isinstance(entry, bytes) else entry.line(hashes_only=self._hashes_only)
-            with self._lock:
-                num_lost = self._num_lost
             self._file.append((gap_line(Gap(num_lost)) if num_lost else b"") + line)
-        except Exception as error:  # whatever it is, the answers go on
+        except Exception as error:  # whatever it is, requests are answered
             self._lose(str(error))
             return
         if num_lost:

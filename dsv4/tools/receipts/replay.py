@@ -15,7 +15,7 @@ from typing import Any
 from dsv4.engine.request import Request
 from dsv4.engine.step.constraint import Constraint
 from dsv4.llm import LLM
-from dsv4.request import RequestError, SamplingParams
+from dsv4.request import RequestError
 from dsv4.text.output import TextOutput
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Answer, Header, Receipt, answer_of, float_bits
@@ -92,7 +92,7 @@ def replay(
     )  # fmt: skip
     on_done(report)
     started = time.perf_counter()
-    for receipt, difference in Replay(llm, constrain).run(contents.requests(limit)):
+    for receipt, difference in run_again(llm, constrain, contents.requests(limit)):
         report.num_requests += 1
         report.num_tokens += receipt.num_output
         report.num_tokens_only += "logprobs" not in receipt.digests and receipt.num_output > 0
@@ -125,55 +125,50 @@ def compare_headers(recorded: Header, now: Header) -> list[Change]:
     ]
 
 
-class Replay:
-    """Runs receipts through an `LLM`, as many at once as it has slots.
+def run_again(
+    llm: LLM, constrain: Constrain, receipts: Iterable[tuple[str, Header, Receipt]]
+) -> Iterator[tuple[Receipt, Difference | None]]:
+    """Each receipt once it is done, with what differs; as many at once as the model has slots. Receipts must have
+    content. `constrain` makes the constraint of a recorded grammar."""
+    waiting = iter(receipts)
+    running: dict[Request, tuple[TextOutput, str, Receipt]] = {}
+    try:
+        while True:
+            while len(running) < 2 * llm.engine.num_slots and (following := next(waiting, None)) is not None:
+                file, header, receipt = following
+                begun = _begin(llm, constrain, file, header, receipt)
+                if isinstance(begun, Difference):
+                    yield receipt, begun
+                else:
+                    running[begun[0]] = (begun[1], file, receipt)
+            if not running:
+                return
+            llm.step()
+            for request in [one for one, (output, _, receipt) in running.items() if _is_enough(output, receipt)]:
+                llm.abort(request)  # one that was recorded in part need not go on
+                output, file, receipt = running.pop(request)
+                yield receipt, compare(file, receipt, output)
+    finally:
+        for request in running:
+            llm.abort(request)
 
-    constrain  makes the constraint of a recorded grammar
-    """
 
-    def __init__(self, llm: LLM, constrain: Constrain) -> None:
-        self._llm = llm
-        self._constrain = constrain
-
-    def run(self, receipts: Iterable[tuple[str, Header, Receipt]]) -> Iterator[tuple[Receipt, Difference | None]]:
-        """Each receipt once it is done, with what differs. Receipts must have content."""
-        waiting, running = iter(receipts), {}  # type: ignore[var-annotated]
-        is_over = False
-        try:
-            while True:
-                while not is_over and len(running) < 2 * self._llm.engine.num_slots:
-                    following = next(waiting, None)
-                    if following is None:
-                        is_over = True
-                        break
-                    file, header, receipt = following
-                    begun = self._begin(file, header, receipt)
-                    if isinstance(begun, Difference):
-                        yield receipt, begun
-                    else:
-                        running[begun[0]] = (begun[1], file, receipt)
-                if not running:
-                    return
-                self._llm.step()
-                for request in [one for one, (output, _, receipt) in running.items() if _is_enough(output, receipt)]:
-                    self._llm.abort(request)  # one that was recorded in part need not go on
-                    output, file, receipt = running.pop(request)
-                    yield receipt, compare(file, receipt, output)
-        finally:
-            for request in running:
-                self._llm.abort(request)
-
-    def _begin(self, file: str, header: Header, receipt: Receipt) -> tuple[Request, TextOutput] | Difference:
-        if receipt.changed:
-            parts = _few(receipt.changed)
-            return _difference(file, receipt, "changed", f"its {parts} was changed after it was recorded; not run")
-        assert receipt.prompt is not None and receipt.params is not None, "a receipt without content cannot be run"
-        params = _as_it_ran(receipt.params, int(header.settings["max_context_tokens"]) - len(receipt.prompt))
-        try:
-            constraint = None if receipt.grammar is None else self._constrain(receipt.grammar)
-            return self._llm.start(receipt.prompt, params, constraint)
-        except (RequestError, ValueError) as error:
-            return _difference(file, receipt, "failed", f"it cannot be run here: {error}")
+def _begin(
+    llm: LLM, constrain: Constrain, file: str, header: Header, receipt: Receipt
+) -> tuple[Request, TextOutput] | Difference:
+    if changed := receipt.changed:
+        text = f"its {_few(changed)} was changed after it was recorded; not run"
+        return _difference(file, receipt, "changed", text)
+    assert receipt.prompt is not None, "a receipt without content cannot be run"
+    # the end that the recorded context gave it, and no deadline: time decides no bit
+    params, room = receipt.sampling(), int(header.settings["max_context_tokens"]) - len(receipt.prompt)
+    max_tokens = min(params.max_tokens, max(room, 0))
+    params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), deadline=None)
+    try:
+        constraint = None if receipt.grammar is None else constrain(receipt.grammar)
+        return llm.start(receipt.prompt, params, constraint)
+    except (RequestError, ValueError) as error:
+        return _difference(file, receipt, "failed", f"it cannot be run here: {error}")
 
 
 def compare(file: str, receipt: Receipt, output: TextOutput) -> Difference | None:
@@ -190,10 +185,11 @@ def compare(file: str, receipt: Receipt, output: TextOutput) -> Difference | Non
     if wrong[0] == "output":
         return _token_difference(file, receipt, now)
     kind = _ANSWER_PARTS[wrong[0]]
-    if wrong[0] == "logprobs" and receipt.logprobs is not None and now.logprobs is not None:
+    then = receipt.logprob_bits
+    if wrong[0] == "logprobs" and then is not None and now.logprobs is not None:
         bits = [float_bits(one.logprob) for one in now.logprobs]
-        place = next(idx for idx, pair in enumerate(zip(receipt.logprobs, bits, strict=True)) if pair[0] != pair[1])
-        text = f"the same tokens; log-probability of token {place} is {_bits(receipt.logprobs[place])} in the record, "
+        place = next(idx for idx, (old, new) in enumerate(zip(then, bits, strict=True)) if old != new)
+        text = f"the same tokens; log-probability of token {place} is {_bits(then[place])} in the record, "
         return _difference(file, receipt, kind, text + f"{_bits(bits[place])} now", place)
     return _difference(file, receipt, kind, f"the same tokens; {kind} differ")
 
@@ -212,12 +208,6 @@ def _token_difference(file: str, receipt: Receipt, now: Answer) -> Difference:
 
 def _difference(file: str, receipt: Receipt, kind: str, text: str, token: int | None = None) -> Difference:
     return Difference(file, receipt.line, receipt.request_id, receipt.choice, kind, text, token)
-
-
-def _as_it_ran(params: SamplingParams, room: int) -> SamplingParams:
-    """With the end that the recorded context gave it, and no deadline: time decides no bit."""
-    max_tokens = min(params.max_tokens, max(room, 0))
-    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), deadline=None)
 
 
 def _is_enough(output: TextOutput, receipt: Receipt) -> bool:

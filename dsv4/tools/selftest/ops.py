@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from dsv4.errors import Dsv4Error
 from dsv4.ops import Backend
 from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
-from dsv4.testing.agreement import Comparison, compare_with_oracle, compare_with_pieces, pieces_of
+from dsv4.testing.agreement import Comparison, Measure, compare_with_oracle, compare_with_pieces, pieces_of
 from dsv4.testing.bench import BenchCase, case_modules, load_cases, load_small_cases
 from dsv4.testing.op_call import OpCall
-from dsv4.tools.selftest.report import Check, Status, of_measures, raised
+from dsv4.tools.selftest.report import Check, Status, tried
 
+Done = Callable[[str, int, int], None]  # what, how many are done, of how many
 META = torch.device("meta")
 PARTS: dict[str, Comparison] = {"oracle": compare_with_oracle, "batch": compare_with_pieces}
 _MAX_TOKENS = 8192
 _PRO_TOKENS = 64  # of the larger model's cases those of a decode step
-_CANNOT_COMPILE = {
-    "CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError", "OutOfResources",
-}  # fmt: skip
 SEED = 20261116
-
-
-class DeviceLost(Dsv4Error, RuntimeError):
-    """A kernel broke the CUDA context: nothing after it can run in this process."""
-
-    def __init__(self, check: Check) -> None:
-        super().__init__(check.detail)
-        self.check = check
 
 
 @dataclass(frozen=True)
@@ -83,57 +72,33 @@ def compile_ahead(cases: list[OpCase], progress: Callable[[int, int], None]) -> 
                     call.of_rows(rows)()
 
 
-def check_ops(cases: list[OpCase], backend: Backend, device: torch.device) -> Iterator[Check]:
-    """Both parts of every case. Raises `DeviceLost` where nothing more can be launched."""
-    for case in cases:
-        yield from _checks(case, backend, device)
+def check_ops(cases: list[OpCase], backend: Backend, device: torch.device, progress: Done) -> Iterator[Check]:
+    """Both parts of every case."""
+    for number, case in enumerate(cases):
+        progress(case.name, number, len(cases))
+        torch.manual_seed(SEED)
+        built: list[OpCall] = []
+        check = tried("oracle", case.name, partial(_build, case, device, built), case.case.op)
+        if built:
+            yield from checks_of(built[0], case.name, backend)
+        else:
+            yield check
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _checks(case: OpCase, backend: Backend, device: torch.device) -> Iterator[Check]:
-    torch.manual_seed(SEED)
-    try:
-        call = case.case.build(device).op_call
-    except Exception as error:
-        yield _of_error("oracle", case.name, case.case.op, error, 0.0)
-        return
+def _build(case: OpCase, device: torch.device, built: list[OpCall]) -> list[Measure]:
+    call = case.case.build(device).op_call
     assert call is not None, case.name
-    yield from checks_of(call, case.name, backend, device)
+    built.append(call)
+    return []
 
 
-def checks_of(call: OpCall, name: str, backend: Backend, device: torch.device) -> Iterator[Check]:
-    """Both parts of one call. Raises `DeviceLost`."""
+def checks_of(call: OpCall, name: str, backend: Backend) -> Iterator[Check]:
+    """Both parts of one call; the second where the first ran and there are several rows."""
     for part, compare in PARTS.items():
-        start = time.perf_counter()
-        try:
-            measures = compare(call, backend)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-        except Exception as error:  # whatever a kernel raises is this check's result, and the others go on
-            check = _of_error(part, name, call.op, error, time.perf_counter() - start)
-            if _is_lost(device, error):
-                raise DeviceLost(check) from error
+        check = tried(part, name, partial(compare, call, backend), call.op)
+        if check.measure is not None or check.status is not Status.OK:
             yield check
+        if check.measure is None:
             return
-        if measures:
-            yield of_measures(part, name, call.op, measures, time.perf_counter() - start)
-
-
-def _is_lost(device: torch.device, error: Exception) -> bool:
-    """Whether the CUDA context is broken: then waiting fails too."""
-    if "CUDA error" in str(error):
-        return True
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _of_error(part: str, name: str, op: str, error: Exception, seconds: float) -> Check:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return Check(part, name, Status.LEFT_OUT, op, "the GPU's memory is too small", None, round(seconds, 3))
-    is_compiler = type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)
-    return raised(part, name, op, error, seconds, Status.CANNOT_RUN if is_compiler else Status.FAILED)

@@ -16,9 +16,9 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.offload.pool import LayerExperts
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.kernel_record import KernelVerdict, model_key, read_verdict, refuse, write_verdict
 from dsv4.engine.step.sampler import SCORED_ROWS
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, Backend
@@ -27,13 +27,12 @@ from dsv4.testing.model_cuts import Cut, CutModel, compile_models, random_cuts
 from dsv4.testing.op_call import OpCall, implementations
 from dsv4.testing.random_shapes import RandomModel
 from dsv4.tools.plan.targets import resolve_target
-from dsv4.tools.selftest.ops import checks_of
+from dsv4.tools.selftest.ops import Done, checks_of
 from dsv4.tools.selftest.report import Check, Status, tried
 
 TOKENS, SHORT_TOKENS, INTERPRETED_TOKENS = 400, 160, 16  # of the prompt
 SIZES, SHORT_SIZES, INTERPRETED_SIZES = (300, 100, 48, 17, 6, 1), (48, 1), (3, 1)  # of calls whose ops are compared
 CUTS = {"tokens": "token by token", "chunks": "in chunks", "batch": "beside another request"}
-Done = Callable[[str, int, int], None]
 
 
 def check_shapes_of(folder: Path, device: torch.device, backend: Backend, progress: Done) -> Iterator[Check]:
@@ -62,7 +61,7 @@ def one_of_each_kind(config: ModelConfig) -> ModelConfig:
 
 def check_ops_of(model: CutModel, sizes: Sequence[int], progress: Done) -> Iterator[Check]:
     """The arguments that calls of this many tokens give every op; of layers alike the first."""
-    backend, device, seen = model.model.context.backend, model.cache.device, set[Any]()
+    backend, seen = model.model.context.backend, set[Any]()
     found: list[Check] = []
     name = ""
 
@@ -78,7 +77,7 @@ def check_ops_of(model: CutModel, sizes: Sequence[int], progress: Done) -> Itera
             key = (op_name, *facts)
             if key not in seen and not is_offloaded:
                 seen.add(key)
-                found.extend(checks_of(OpCall(op_name, given), f"{op_name} {name}", backend, device))
+                found.extend(checks_of(OpCall(op_name, given), f"{op_name} {name}", backend))
             return op(*arguments, **options)
 
         return call
@@ -136,7 +135,7 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
 
 
 def has_compiled_kernels(model: Transformer) -> bool:
-    return model.context.backend.has_kernels and model.params.embed.is_cuda
+    return model.context.backend.has_kernels and model.weights.embed.is_cuda
 
 
 def verdict_of(checks: Sequence[Check], key: dict[str, str]) -> KernelVerdict:

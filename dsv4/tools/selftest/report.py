@@ -8,9 +8,15 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
+
+from dsv4.errors import Dsv4Error
 from dsv4.testing.agreement import Measure
 
 FORMAT = 1  # of the JSON
+_CANNOT_COMPILE = {
+    "CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError", "OutOfResources",
+}  # fmt: skip
 
 
 class Status(StrEnum):
@@ -75,28 +81,55 @@ class SelftestReport:
         return {"format": FORMAT, "passed": self.is_passed, "failed_ops": self.ops_with(Status.FAILED)} | asdict(self)
 
 
+class DeviceLost(Dsv4Error, RuntimeError):
+    """A kernel broke the CUDA context: nothing after it can run in this process."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(check.detail)
+        self.check = check
+
+
 def tried(part: str, name: str, measure: Callable[[], Iterable[Measure]], op: str = "") -> Check:
-    """What `measure` finds; whatever it raises is the result too."""
+    """What `measure` finds, failed where one number is above its limit. Whatever it raises is the result too, and the
+    other checks go on, unless the device is lost (`DeviceLost`)."""
     start = time.perf_counter()
     try:
-        return of_measures(part, name, op, measure(), time.perf_counter() - start)
+        measures = list(measure())
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     except Exception as error:
-        return raised(part, name, op, error, time.perf_counter() - start)
+        check = _of_error(part, name, op, error, time.perf_counter() - start)
+        if _is_lost(error):
+            raise DeviceLost(check) from error
+        return check
+    ordered = sorted(measures, key=_excess, reverse=True)
+    failed = [one for one in ordered if not one.is_ok]
+    detail = "; ".join(f"{one.what} {one.value:.3g} > {one.limit:.3g}" for one in failed[:3])
+    worst = ordered[0] if ordered else None  # the number furthest beyond its limit, or nearest to it
+    seconds = round(time.perf_counter() - start, 3)
+    return Check(part, name, Status.FAILED if failed else Status.OK, op, detail, worst, seconds)
 
 
-def raised(part: str, name: str, op: str, error: Exception, seconds: float, status: Status = Status.FAILED) -> Check:
-    """In place of a measure, the error on one line."""
-    detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+def _of_error(part: str, name: str, op: str, error: Exception, seconds: float) -> Check:
+    """The error on one line. Of one op's kernel: it may be that it cannot run here."""
+    status, detail = Status.FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    if op and isinstance(error, torch.cuda.OutOfMemoryError):
+        status, detail = Status.LEFT_OUT, "the GPU's memory is too small"
+    elif op and (type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)):
+        status = Status.CANNOT_RUN
     return Check(part, name, status, op, detail, None, round(seconds, 3))
 
 
-def of_measures(part: str, name: str, op: str, measures: Iterable[Measure], seconds: float) -> Check:
-    """Failed where one number is above its limit; it tells of the one that is furthest beyond, or nearest."""
-    ordered = sorted(measures, key=_excess, reverse=True)
-    failed = [measure for measure in ordered if not measure.is_ok]
-    detail = "; ".join(f"{measure.what} {measure.value:.3g} > {measure.limit:.3g}" for measure in failed[:3])
-    worst = ordered[0] if ordered else None
-    return Check(part, name, Status.FAILED if failed else Status.OK, op, detail, worst, round(seconds, 3))
+def _is_lost(error: Exception) -> bool:
+    """Whether the CUDA context is broken: then waiting fails too."""
+    if "CUDA error" in str(error):
+        return True
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _excess(measure: Measure) -> float:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from dsv4 import __version__
 from dsv4.config import ModelConfig
-from dsv4.engine.run.kernel_record import KernelVerdict, kernel_key, model_key, write_verdict
+from dsv4.engine.run.kernel_record import kernel_key, model_key, write_verdict
 from dsv4.errors import Dsv4Error
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.ops import TRITON, Backend
 from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
 from dsv4.tools.selftest.model import check_model, check_vectors
-from dsv4.tools.selftest.ops import DeviceLost, check_ops, compile_ahead, op_cases
+from dsv4.tools.selftest.ops import Done, check_ops, compile_ahead, op_cases
 from dsv4.tools.selftest.own import check_shapes_of, verdict_of
-from dsv4.tools.selftest.report import Check, SelftestReport, Status
+from dsv4.tools.selftest.report import Check, DeviceLost, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
 
@@ -45,35 +46,27 @@ class SelftestOptions:
     model: Path | None = None
 
 
-Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
-
-
 def run_selftest(
-    device: torch.device, options: SelftestOptions, progress: Progress = lambda what, done, total: None
+    device: torch.device, options: SelftestOptions, progress: Done = lambda what, done, total: None
 ) -> SelftestReport:
-    """Everything that can run on this device; `progress` hears of each check."""
-    start, backend = time.perf_counter(), options.backend or TRITON
+    """Everything that can run on this device; `progress` hears what is tried."""
+    start, backend, is_gpu = time.perf_counter(), options.backend or TRITON, device.type == "cuda"
     if not HAS_TRITON:
         raise SelftestError("Triton is not installed, so there is no kernel to test; pip install triton")
-    report = SelftestReport(_machine(device), is_interpreted=device.type != "cuda")
+    report = SelftestReport(_machine(device), is_interpreted=not is_gpu)
+    key = partial(kernel_key, device)
     if options.model is not None:
-        return _of_model(report, options.model, options, device, progress, start)
-    cases = op_cases(device, has_real_shapes=not options.is_quick, ops=options.ops)
-    if not cases:
-        raise SelftestError(f"no op is called {', '.join(options.ops)}")
-    compile_ahead(cases, lambda done, total: progress("compiling kernels", done, total))
+        if options.ops or options.is_quick:
+            raise SelftestError("a MODEL is tested whole: leave out --op and --quick")
+        config, tensors = ModelConfig.from_pretrained(options.model), Checkpoint.open(options.model).tensors
+        key = partial(model_key, device, config, tensors.values())
+        checks = check_shapes_of(options.model, device, backend, progress)
+    else:
+        checks = _checks(device, options, backend, progress)
     try:
-        done: set[str] = set()
-        for check in check_ops(cases, backend, device):
-            report.checks.append(check)
-            done.add(check.name)
-            progress(check.name, len(done), len(cases))
-        if not options.ops:
-            for check in _model_checks(device, backend):
-                report.checks.append(check)
-                progress(check.name, len(done), len(cases))
-        if device.type == "cuda" and not options.is_quick and not options.ops:
-            progress("speed", len(done), len(cases))
+        report.checks.extend(checks)
+        if is_gpu and not (options.is_quick or options.ops or options.model):
+            progress("speed", 0, 1)
             timer = Timer(SAMPLES)
             bandwidth = read_bandwidth(timer)
             report.speeds, report.bandwidth = list(speeds(timer, bandwidth)), round(bandwidth / 1e9, 1)
@@ -81,38 +74,22 @@ def run_selftest(
         report.checks.append(lost.check)
         report.checks.append(Check("oracle", "everything after it", Status.FAILED, "", "the device is lost"))
     report.seconds = round(time.perf_counter() - start, 1)
-    if options.is_kept and device.type == "cuda" and not options.ops and options.backend is None:
-        _keep(report, device)
+    if options.is_kept and is_gpu and not options.ops and options.backend is None:
+        write_verdict(verdict_of(report.checks, key()))
     return report
 
 
-def _of_model(
-    report: SelftestReport, folder: Path, options: SelftestOptions, device: torch.device, progress: Progress,
-    start: float,
-) -> SelftestReport:  # fmt: skip
-    if options.ops or options.is_quick:
-        raise SelftestError("a MODEL is tested whole: leave out --op and --quick")
-    config = ModelConfig.from_pretrained(folder)
-    try:
-        report.checks.extend(check_shapes_of(folder, device, options.backend or TRITON, progress))
-    except DeviceLost as lost:
-        report.checks.append(lost.check)
-    report.seconds = round(time.perf_counter() - start, 1)
-    if options.is_kept and device.type == "cuda" and options.backend is None:
-        key = model_key(device, config, Checkpoint.open(folder).tensors.values())
-        write_verdict(verdict_of(report.checks, key))
-    return report
-
-
-def _model_checks(device: torch.device, backend: Backend) -> Iterator[Check]:
-    """On a CPU the miniature runs on the oracles: interpreted kernels would take hours."""
-    yield from check_vectors(device, backend)
-    yield from check_model(device, backend if device.type == "cuda" else None)
-
-
-def _keep(report: SelftestReport, device: torch.device) -> None:
-    blamed = report.ops_with(Status.FAILED) or (["the model"] if report.failures else [])
-    write_verdict(KernelVerdict(kernel_key(device), tuple(blamed), tuple(report.ops_with(Status.CANNOT_RUN))))
+def _checks(device: torch.device, options: SelftestOptions, backend: Backend, progress: Done) -> Iterator[Check]:
+    """Of all shapes. On a CPU the miniature runs on the oracles: interpreted kernels would take hours."""
+    cases = op_cases(device, has_real_shapes=not options.is_quick, ops=options.ops)
+    if not cases:
+        raise SelftestError(f"no op is called {', '.join(options.ops)}")
+    compile_ahead(cases, lambda done, total: progress("compiling kernels", done, total))
+    yield from check_ops(cases, backend, device, progress)
+    if not options.ops:
+        progress("the miniature", len(cases), len(cases))
+        yield from check_vectors(device, backend)
+        yield from check_model(device, backend if device.type == "cuda" else None)
 
 
 def _machine(device: torch.device) -> dict[str, str]:

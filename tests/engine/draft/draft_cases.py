@@ -1,7 +1,5 @@
 """Engines that draft, with drafts a test chooses, beside the same engine without drafts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -11,7 +9,7 @@ import torch
 from dsv4 import LLM, ModelConfig
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner

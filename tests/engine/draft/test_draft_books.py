@@ -1,7 +1,5 @@
 """The host's side of drafts: what the scheduler grants and takes back, who decides how many, what users may ask for."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Requests under rules draft too: what a row may draw is what the rule allows behind the drafts before it, and a rule
 ends up where its request's own tokens lead, whatever was tried."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from draft_cases import MTP, ForcedDrafts, drafting_llm, plain_llm, prompt_of
 
 from dsv4.engine.request import Request
-from dsv4.engine.schedule.plan import Piece
+from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.step import masks
 from dsv4.engine.step.constraint import ConstraintError, has_bit, pack_tokens
 from dsv4.engine.step.masks import make_masks
@@ -172,11 +170,11 @@ def test_a_rule_that_cannot_go_back_fails_its_request_alone():
 
 def masks_of(drafts, params=None, rule=None, output=()):
     sequence = Request.start(PROMPT, params or sampled(), max_context_tokens=512, eos_token_id=EOS, constraint=rule)
-    sequence.token_ids += output
+    sequence.token_ids.extend(output)
     sequence.drafts = tuple(drafts)
     free = Request.start([4], sampled(), max_context_tokens=512, eos_token_id=EOS)
     pieces = [Piece(free, 0, 0, 1, True), Piece(sequence, 1, 17, 1 + len(drafts), True, len(drafts))]
-    made = make_masks(pieces, MTP.vocab_size, torch.device("cpu"))
+    made = make_masks(StepPlan(tuple(pieces)), MTP.vocab_size, torch.device("cpu"))
     words = dict(zip(made.rows.tolist(), made.words.numpy(), strict=True))
     assert set(words) <= set(range(1, 2 + len(drafts)))
     rows = [

@@ -4,8 +4,6 @@ Drafts forced right, wrong, random, right up to any place, and real ones of MTP 
 another in every step; beside prompts, in graphs, preempted, from cached prefixes; greedy, sampled, with penalties.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace
@@ -18,8 +16,8 @@ from draft_cases import CONFIGS, MOST, ForcedDrafts, drafting_llm, plain_llm, pr
 from test_runner import FakeGraph
 
 from dsv4.async_llm import AsyncLLM
-from dsv4.http.metrics import Metrics
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.ops import TORCH
 from dsv4.request import SamplingParams
 
@@ -233,8 +231,7 @@ def noise_of_the_first_row(patch, llm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake",
-    [penalties_forget_the_drafts, drafts_are_counted_twice, a_draft_too_many_stays, noise_of_the_first_row],
+    "mistake", [penalties_forget_the_drafts, drafts_are_counted_twice, a_draft_too_many_stays, noise_of_the_first_row]
 )
 def test_planted_mistakes_show(mistake, monkeypatch):
     llm = drafting_llm("mtp", ForcedDrafts(3, "partly", truth_of(expected())))

@@ -1,20 +1,18 @@
 """Drafts change nothing on a GPU either: kernels, graphs, up to 64 requests at once, prompts and preemption."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from draft_cases import ForcedDrafts, ToldDrafter, run, truth_of
-from engine_cases import SMALL
+from engine_cases import SMALL, finish
 from load_cases import Alternating
 
 from dsv4 import LLM
 from dsv4.config import EngineConfig
 from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
@@ -112,8 +110,7 @@ def test_under_rules(kind):
         ]
         for sequence in sequences:
             llm.engine.submit(sequence)
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         completions = [sequence.completion() for sequence in sequences]
         assert not found or completions == found
         found = completions

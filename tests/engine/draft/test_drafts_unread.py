@@ -1,8 +1,6 @@
 """The host plans the step that verifies drafts before it has read them: they go from the drafter to the next step on
 the device. Tokens and log-probabilities are those without drafts."""
 
-from __future__ import annotations
-
 import pytest
 from draft_cases import MOST, drafting_llm, plain_llm, run, truth_of
 from test_draft_rules import Sums

@@ -8,56 +8,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from engine_cases import SMALL, assert_all_free
+from engine_cases import assert_all_free
 from link_cases import connected, output_of, start_engine
+from weight_cases import LIMITS, PARAMS, PROMPTS, answers, begin, finish, load
 
-from dsv4 import LLM, AsyncLLM, EngineConfig, SamplingParams
-from dsv4.engine import weight_update
+from dsv4 import AsyncLLM
+from dsv4.engine import weight_target
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.loader.header import CheckpointError
-from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import FinishReason, RequestError
-
-CONFIG = replace(SMALL, n_routed_experts=8)
-LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=3, max_chunk_tokens=64)
-PROMPTS = [list(range(3, 43)), [7, 8, 9], [token % 200 for token in range(100, 400)], [5] * 140]
-PARAMS = [
-    SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, logprobs=2, temperature=float(seed % 2))
-    for seed in range(4)
-]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("control")
-    return [write_checkpoint(root / name, CONFIG, experts="mxfp4", seed=seed) for seed, name in enumerate("AB")]
-
-
-def load(folder, **settings):
-    return LLM(folder, engine=settings.pop("engine", LIMITS), **settings)
-
-
-def answers(llm):
-    return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return [answers(load(folder)) for folder in folders]
-
-
-def begin(llm, num_tokens, prompts=PROMPTS, params=PARAMS):
-    """Requests that have drawn at least so many tokens where they run."""
-    outputs = [llm.start(prompt, one)[1] for prompt, one in zip(prompts, params, strict=True)]
-    while max(output.num_output for output in outputs) < num_tokens:
-        llm.step()
-    return outputs
-
-
-def finish(llm, outputs):
-    while not all(output.is_done for output in outputs):
-        llm.step()
-    return [(one.token_ids, one.logprobs) for one in (output.completion() for output in outputs)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"drafts": 2}, {"offload_experts": 3}], ids=str)
@@ -217,7 +176,7 @@ def test_a_failed_update_refuses_everybody_until_a_whole_one(folders, expected, 
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_update, "assign", fails)
+        patch.setattr(weight_target, "assign", fails)
         with pytest.raises(OSError, match="gone"):
             llm.update_weights(folders[1])
     with pytest.raises(WeightsIncomplete):

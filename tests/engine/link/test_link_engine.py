@@ -13,8 +13,15 @@ from engine_cases import assert_all_free
 from link_cases import connected, output_of, read, start_engine
 
 from dsv4.engine.link import loop as loop_module
-from dsv4.engine.link.messages import EngineBusy, EngineLost, EngineStopped, Submit, encode, pack_ids
-from dsv4.engine.link.stream import EndEvent
+from dsv4.engine.link.messages import (
+    LAST_HANDLE,
+    EngineBusy,
+    EngineLost,
+    EngineStopped,
+    Submit,
+    encode,
+    pack_ids,
+)
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams
 
@@ -97,6 +104,26 @@ def test_a_group_is_one_stream(make_llm, started):
     llm, thread = started()
     found = run(thread, lambda client: read(client.submit([output_of(llm, *request) for request in requests])))
     assert found == (expected, [None] * 3)
+
+
+def test_handles_begin_again(make_llm, started):
+    """A group's first request is over, and its handle is another's, when the group is dropped: the other goes on."""
+    llm, thread = started()
+    other = requests_of(2, max_tokens=40)[1]
+    (expected,) = make_llm().generate([other[0]], other[1])
+    short, endless = SamplingParams(max_tokens=1, ignore_eos=True), SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def work(client):
+        group = client.submit([output_of(llm, [5, 6], params) for params in (short, endless)])
+        async with group:
+            while client.num_open > 1:
+                await asyncio.sleep(0.001)
+            client._next_handle = LAST_HANDLE + 1
+            asked = client.submit([output_of(llm, *other)])
+            assert set(client._owners) == {0, 1}
+        return await read(asked)
+
+    assert run(thread, work) == ([list(expected.token_ids)], [None])
 
 
 def test_text_logprobs_and_finish_reason_come_along(make_llm, started):
@@ -231,9 +258,9 @@ def test_a_poisoned_request_fails_alone(make_llm, started, monkeypatch):
     expected = make_llm().generate([5, 6], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
     assert 7 not in expected
     llm, thread = started(max_concurrent_requests=2)
-    embed = llm.model.params.embed.clone()
+    embed = llm.model.weights.embed.clone()
     embed[7] = float("nan")
-    monkeypatch.setattr(llm.model, "params", llm.model.params.__class__(**{**vars(llm.model.params), "embed": embed}))
+    monkeypatch.setattr(llm.model, "params", llm.model.weights.__class__(**{**vars(llm.model.weights), "embed": embed}))
 
     async def work(client):
         prompts = ([5, 6], [5, 7], [5, 6])
@@ -417,6 +444,6 @@ def test_a_prompt_that_is_only_scored_ends_without_a_token(started):
             return [event async for event in stream], stream.outputs
 
     events, outputs = run(thread, work)
-    assert [type(event) for event in events] == [EndEvent, EndEvent]
+    assert [(event.token_id, event.finish_reason) for event in events] == [(None, "length")] * 2
     assert sorted(event.choice for event in events) == [0, 1]
     assert [len(output.prompt_logprobs) for output in outputs] == [3, 3]

@@ -38,6 +38,7 @@ from dsv4.engine.link.messages import (
     end_of,
     error_in,
     error_of,
+    free_handles,
     pack_error,
     pack_ids,
     pack_logprobs,
@@ -227,3 +228,18 @@ def test_damaged_messages_do_not_end_the_engine(make_llm):
     assert thread.stop(10)
     assert thread.error is None
     assert_all_free(llm)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "used", "first"),
+    [
+        (5, 2, {}, 5),
+        (5, 2, {6}, 7),
+        (LAST_HANDLE, 1, {}, LAST_HANDLE),
+        (LAST_HANDLE, 2, {0, 3}, 1),
+        (LAST_HANDLE + 1, 3, {0, 1, 2, 4}, 5),
+        (LAST_HANDLE, 1, {LAST_HANDLE, 0}, 1),
+    ],
+)
+def test_handles_begin_again_and_pass_those_in_use(start, count, used, first):
+    assert free_handles(start, count, used) == first

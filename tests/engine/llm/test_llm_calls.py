@@ -1,8 +1,6 @@
 """What users of `LLM` expect of it: several answers, seeds that are named, conversations, streams of tokens, progress,
 threads."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -58,12 +56,6 @@ def test_several_answers_stand_side_by_side(make_llm):
             return await engine.generate(["a", "b"], params), await engine.generate([])
 
     assert asyncio.run(ask()) == (done, [])
-
-
-@pytest.mark.parametrize("n", [0, -1, 1.0, True])
-def test_a_count_of_answers_is_checked(n):
-    with pytest.raises(RequestError, match="n must be an integer from 1"):
-        SamplingParams(n=n)
 
 
 def test_no_prompts_are_no_answers(make_llm):
@@ -192,15 +184,3 @@ def test_threads_share_the_engine(make_llm):
     assert found == [one if place % 2 else one.text for place, one in enumerate(expected)]
     assert max(sizes) > 1, "nobody waited for another's answer"
     assert_all_free(llm)
-
-
-def test_to_thread(make_llm):
-    llm = make_llm()
-    params = [SamplingParams(max_tokens=20, seed=n, ignore_eos=True) for n in range(5)]
-    expected = [llm.generate("a", one) for one in params]
-
-    async def main():
-        calls = [asyncio.to_thread(llm.generate, "a", one) for one in params]
-        return await asyncio.wait_for(asyncio.gather(*calls), 60)
-
-    assert asyncio.run(main()) == expected

@@ -1,7 +1,5 @@
 """What `LLM` accepts and refuses; after every refusal the cache is as it was and the next call works."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

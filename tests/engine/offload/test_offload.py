@@ -1,18 +1,17 @@
 """Offloaded experts give the bits of resident ones, whatever is where, and the slots keep their books."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.offload.placement import OffloadError, Placement
-from dsv4.engine.offload.pool import ExpertPool, offload
-from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.offload.pool import ExpertPool
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH

@@ -1,7 +1,5 @@
 """A checkpoint with offloaded experts, from its files to its tokens: the same bits as with all of them resident."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,9 +14,9 @@ from dsv4.config import EngineConfig
 from dsv4.engine.offload import load as offload_load
 from dsv4.engine.offload.placement import GIB, OffloadError, Placement, divide_slots
 from dsv4.engine.offload.pool import LayerExperts, _Staging
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import tensors_of
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH
@@ -205,13 +203,8 @@ def test_bad_values(folder, wanted):
         LLM(folder, engine=LIMITS, offload_experts=wanted)
 
 
-@pytest.mark.parametrize("wanted", [None, False])
-def test_off(folder, wanted):
-    assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
-
-
-@pytest.mark.parametrize("wanted", [True, "auto"])
-def test_auto_offloads_nothing_that_fits(folder, wanted):
+@pytest.mark.parametrize("wanted", [None, False, True, "auto"])
+def test_nothing_that_fits_is_offloaded_unasked(folder, wanted):
     assert LLM(folder, engine=LIMITS, offload_experts=wanted).pool is None
 
 
@@ -228,7 +221,7 @@ def test_auto_is_what_the_plan_says(tmp_path, monkeypatch, room):
     folder = write_checkpoint(tmp_path / "model", config)
     others, expert = reserved(config)
     usable = others + int(room * expert)
-    monkeypatch.setattr(offload_load, "_usable_bytes", lambda device: usable)
+    monkeypatch.setattr(offload_load, "usable_bytes", lambda device: usable)
     llm = LLM(folder, engine=LIMITS, offload_experts="auto")
     forecast = plan(config, LIMITS, gpu=str(usable / GIB), offload_experts=True).forecast
     assert (forecast.num_fixed > 0) == (room > 8)
@@ -243,7 +236,7 @@ def test_no_room_for_one_token(tmp_path, monkeypatch):
     usable = others + 2 * expert
     planned = (plan(CONFIG, LIMITS, gpu=str(size / GIB), offload_experts=True) for size in (usable - 1, usable + 1))
     assert [found.fits[0].fits for found in planned] == [False, True]
-    monkeypatch.setattr(offload_load, "_usable_bytes", lambda device: usable - 1)
+    monkeypatch.setattr(offload_load, "usable_bytes", lambda device: usable - 1)
     with pytest.raises(OffloadError, match="one token's 2 experts of every layer, found room for 1: lower the limits"):
         LLM(folder, engine=LIMITS, offload_experts="auto")
 
@@ -335,8 +328,8 @@ def test_a_stack_in_use_is_not_filled(folder):
 
 def test_metrics(folder):
     pytest.importorskip("prometheus_client")
-    from dsv4.http.metrics import Metrics
-    from dsv4.http.shared_metrics import SharedMetrics
+    from dsv4.http.telemetry.metrics import Metrics
+    from dsv4.http.telemetry.shared_metrics import SharedMetrics
 
     llm = LLM(folder, engine=LIMITS, offload_experts=3)
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))

@@ -1,7 +1,5 @@
 """A hit equals a cold run, bit for bit: on device, host and disk, after a kill, under constraints, beside poison."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -9,14 +7,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from bare import bare
-from engine_cases import SMALL, assert_all_free
+from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.config import EngineConfig
-from dsv4.engine.step.constraint import pack_tokens
 from dsv4.llm import LLM
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
@@ -111,8 +107,7 @@ def test_a_preempted_request_comes_back_from_a_snapshot(make_llm, cold):
     while request.num_output < 2:
         llm.engine.step()
     llm.engine.add(PROMPTS[-1], replace(PARAMS, priority=1))
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert request.completion() == cold(STEM)
     assert (request.num_preemptions, request.num_cached_tokens) == (1, 0)
     assert llm.engine.stats().num_recomputed_tokens in (301 - 256, 0), "no more than what follows the snapshot"
@@ -130,35 +125,6 @@ def test_salts_do_not_share_even_in_time(make_llm, cold):
         steps.append((after.num_steps - before.num_steps, after.num_prompt_tokens - before.num_prompt_tokens))
     assert steps[:4] == [steps[0]] * 4
     assert steps[4] == (3, 300 - 256), "the same salt does share"
-
-
-class _Even:
-    """Allows even ids, then what follows from them."""
-
-    def __init__(self):
-        self.seen = []
-
-    def allowed(self):
-        mask = np.zeros(SMALL.vocab_size, dtype=np.bool_)
-        mask[sum(self.seen) % 3 :: 2] = True
-        return pack_tokens(mask)
-
-    def accept(self, token_id):
-        self.seen.append(token_id)
-
-
-def test_constrained_requests(make_llm):
-    def run(llm):
-        request = llm.engine.prepare(STEM, PARAMS, _Even())
-        llm.engine.submit(request)
-        while llm.engine.has_work:
-            llm.engine.step()
-        return request.completion()
-
-    llm, cold_llm = make_llm("official"), make_llm("official", prefix_cache_bytes=0)
-    expected = run(cold_llm)
-    assert [run(llm), run(llm)] == [expected, expected]
-    assert llm.engine.stats().num_prefix_hits == 1
 
 
 def test_a_failed_call_leaves_nothing(make_llm, cold, monkeypatch):

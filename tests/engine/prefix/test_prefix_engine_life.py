@@ -2,8 +2,6 @@
 aborts, evictions, restarts from files. Every answer must be that of a cold run: tokens, log-probabilities, text.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bare import bare
-from engine_cases import SMALL
+from engine_cases import SMALL, finish
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -72,8 +70,7 @@ class World:
             engine = self.cold_llm.engine
             request = self.prepare(engine, prompt, plain, grammar)
             engine.submit(request)
-            while engine.has_work:
-                engine.step()
+            finish(engine)
             self._answers[key] = request.completion()
         return self._answers[key]
 
@@ -242,8 +239,7 @@ def test_several_answers_under_a_grammar_from_every_tier(tmp_path, num_snapshots
         requests = [world().prepare(llm.engine, STEM, params, "list") for params in many]
         for request in requests:
             llm.engine.submit(request)
-        while llm.engine.has_work:
-            llm.engine.step()
+        finish(llm.engine)
         assert [request.completion() for request in requests] == bare(expected), tier
         assert [one.num_cached_tokens for one in requests] == [0 if tier == "none" else 256, 256, 256]
         stats = llm.engine.stats()

@@ -6,8 +6,6 @@
 GPU that is.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -17,13 +15,13 @@ from pathlib import Path
 import torch
 import triton
 from engine_cases import SMALL
+from offload_cases import offload
 from triton.runtime import driver
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.engine.draft.create import make_drafter
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.compile_watch import CompileWatch
@@ -40,7 +38,7 @@ from dsv4.ops import TRITON
 from dsv4.ops.lib import compile_only, guard
 from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.lib.guard import jit, tl
-from dsv4.testing.compiled.compile_check import OfflineDriver
+from tools.compiled.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
 TWO_LAYERS = replace(SMALL, num_hidden_layers=2, compress_ratios=(4, 4), num_nextn_predict_layers=0)

@@ -1,7 +1,5 @@
 """Which sizes of steps are captured, and that memory is reserved for as many layers as warm-up captures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,8 +8,8 @@ from draft_cases import CONFIGS, make_limits, params_of
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
-from dsv4.engine.draft.create import make_drafter
 from dsv4.engine.draft.options import make_choice
+from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import captured_layers, decode_buckets, step_buckets
 from dsv4.engine.run.runner import Runner

@@ -1,7 +1,5 @@
 """What the engine does with the verdict of a self-test: failed kernels are refused, missing ones served by oracles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

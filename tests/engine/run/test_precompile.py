@@ -1,7 +1,5 @@
 """Kernels compiled ahead: stand-ins keep what decides a kernel's key, and a call finds everything compiled."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -13,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import SMALL
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import LayerExperts, offload
-from dsv4.engine.offload.trees import tensors_of
+from dsv4.engine.offload.pool import LayerExperts
 from dsv4.engine.run import runner as runner_module
 from dsv4.engine.run.precompile import ALIGNMENT, on_meta, stand_in
 from dsv4.engine.run.runner import Runner
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, TRITON
@@ -72,23 +71,21 @@ def test_one_layer_of_each_kind_and_the_last(params):
     model, cache = make_model(params)
     made = stand_in(model, cache)
     assert [layer.layer_idx for layer in made.model.schedule] == [0, 1, 2, 4]
-    assert len(made.model.params.layers) == len(made.handles) == 4
+    assert len(made.model.weights.layers) == len(made.handles) == 4
     assert made.handles[2].entries.rows.data.shape == cache.handle(2).entries.rows.data.shape
-    tensors = tensors_of((made.model.params, made.handles, made.block_table))
+    tensors = tensors_of((made.model.weights, made.handles, made.block_table))
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     # the model itself is as it was
-    assert len(model.params.layers) == 5
-    assert model.params.embed.device.type == model.context.window_freqs.device.type == "cpu"
+    assert len(model.weights.layers) == 5
+    assert model.weights.embed.device.type == model.context.window_freqs.device.type == "cpu"
 
 
 @pytest.mark.parametrize("change", ["alignment", "width", "dtype"])
 def test_a_layer_that_differs_is_kept(params, change):
     sink = params.layers[3].attn.sink
-    other = {
-        "alignment": torch.cat([sink[:1], sink])[1:],
-        "width": torch.cat([sink, sink]),
-        "dtype": sink.double(),
-    }[change]
+    other = {"alignment": torch.cat([sink[:1], sink])[1:], "width": torch.cat([sink, sink]), "dtype": sink.double()}[
+        change
+    ]
     last = replace(params.layers[3], attn=replace(params.layers[3].attn, sink=other))
     model, cache = make_model(replace(params, layers=[*params.layers[:3], last, params.layers[4]]))
     assert [layer.layer_idx for layer in stand_in(model, cache).model.schedule] == [0, 1, 2, 3, 4]
@@ -101,11 +98,11 @@ def test_offloaded_experts_become_stacks(params):
     everything = stand_in(model, cache, pool, num_stacked=pool.num_experts)
     like = params.layers[0].ffn.experts.w1
     for made, count in ((slots, 3), (everything, 4)):
-        weight = made.model.params.layers[0].ffn.experts.w1
+        weight = made.model.weights.layers[0].ffn.experts.w1
         assert weight.shape == (count, *like.shape[1:])
         assert {len(part) for part in tensors_of(weight) if part.dim() > 1} == {count}
         assert made.model.context.backend is TORCH
-    assert not isinstance(slots.model.params.layers[0].ffn.experts, LayerExperts)
+    assert not isinstance(slots.model.weights.layers[0].ffn.experts, LayerExperts)
 
 
 # ---- compiling ----

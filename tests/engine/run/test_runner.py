@@ -1,21 +1,18 @@
 """The runner: a padded call over static buffers gives the bits of a direct one; on a GPU it is a graph."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import SMALL
+from engine_cases import SMALL, finish
+from offload_cases import offload
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.placement import Placement
-from dsv4.engine.offload.pool import offload
-from dsv4.engine.offload.trees import tensors_of
 from dsv4.engine.run.bucket_sizes import decode_buckets
 from dsv4.engine.run.compile_watch import CompileWatch
 from dsv4.engine.run.graphs import RunnerError
@@ -23,6 +20,7 @@ from dsv4.engine.run.runner import Runner
 from dsv4.engine.step.constraint import pack_tokens
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
+from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
@@ -92,6 +90,13 @@ def make_runner(model, cache, buckets=(1, 2, 4, 8), **options):
     return runner
 
 
+def make(params, **options):
+    """A cache, and a runner over it with (fake) graphs."""
+    model = Transformer(SMALL, params, torch.bfloat16)
+    cache = make_cache(model)
+    return cache, make_runner(model, cache, **options)
+
+
 def last_rows(pieces, device="cpu"):
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
     return ends.to(device)
@@ -120,9 +125,7 @@ def direct(params, prompts, num_steps, tokens_per_step=1):
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 5])
 def test_padded_calls_have_the_same_bits(params, num_requests):
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache)
+    cache, runner = make(params)
     prompts = PROMPTS[:num_requests]
     assert torch.equal(generate(runner, cache, prompts, 5), direct(params, prompts, 5))
     assert runner.num_replays >= 4
@@ -132,18 +135,14 @@ def test_padded_calls_have_the_same_bits(params, num_requests):
 
 def test_a_bucket_serves_chunks_too(params):
     """Three tokens each of two requests, in the bucket of eight."""
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache)
+    cache, runner = make(params)
     assert torch.equal(generate(runner, cache, PROMPTS[:2], 4, 3), direct(params, PROMPTS[:2], 4, 3))
     assert runner.num_replays == 3
 
 
 def test_old_rows_of_a_larger_call_are_gone(params):
     """A call of one token after one of four, in the same bucket: the other three rows must be padding again."""
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache, buckets=(4,))
+    cache, runner = make(params, buckets=(4,))
     slots = [cache.admit(50) for _ in range(4)]
     runner.forward(cache.make_batch(slots, [[5], [6], [7], [8]]), torch.arange(4))
     before = [view.clone() for view in cache.handle(0).window.rows.data[1:]]
@@ -156,9 +155,7 @@ def test_old_rows_of_a_larger_call_are_gone(params):
 
 def test_forgotten_padding_is_noticed(params, monkeypatch):
     """Planted: the rows of the call before stay in the buffers."""
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache, buckets=(4,))
+    cache, runner = make(params, buckets=(4,))
     slots = [cache.admit(50) for _ in range(2)]
     runner.forward(cache.make_batch(slots, [[5], [6]]), torch.arange(2))
     runner._graphs[4]._num_filled = 0
@@ -184,9 +181,7 @@ def test_warm_up_leaves_the_cache_alone(params):
 
 
 def test_another_block_table_runs_directly(params):
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache)
+    cache, runner = make(params)
     slot = cache.admit(10)
     batch = cache.make_batch([slot], [[4]])
     runner.forward(replace(batch, block_table=batch.block_table.clone()), torch.zeros(1, dtype=torch.int64))
@@ -194,9 +189,7 @@ def test_another_block_table_runs_directly(params):
 
 
 def test_rows_in_any_order(params):
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache)
+    cache, runner = make(params)
     slots = [cache.admit(20) for _ in range(3)]
     batch = cache.make_batch(slots, [[4], [5], [6]])
     in_order = runner.forward(batch, torch.arange(3)).logits.clone()
@@ -206,15 +199,12 @@ def test_rows_in_any_order(params):
 
 def serve(params, requests, overlap=False, **options):
     """Completions of requests that run together, the steps in (fake) graphs if there are buckets."""
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    runner = make_runner(model, cache, **options)
-    engine = Engine(model, cache, runner=runner, overlap=overlap)
+    cache, runner = make(params, **options)
+    engine = Engine(runner.model, cache, runner=runner, overlap=overlap)
     sequences = [engine.prepare(prompt, asked, rule() if rule else None) for prompt, asked, rule in requests]
     for sequence in sequences:
         engine.submit(sequence)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     engine.check_integrity()
     return [sequence.completion() for sequence in sequences], runner
 
@@ -421,15 +411,13 @@ def test_graphs_give_the_bits_of_direct_calls(is_offloaded):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_is_built_where_its_graph_reads_it(params, overlap, monkeypatch):
     """No copy on the device between the host's numbers and the graph's own."""
-    model = Transformer(SMALL, params, torch.bfloat16)
-    cache = make_cache(model)
-    engine = Engine(model, cache, runner=make_runner(model, cache), overlap=overlap)
+    cache, runner = make(params)
+    engine = Engine(runner.model, cache, runner=runner, overlap=overlap)
     copies, copy = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *tensors: copies.append(tensors) or copy(*tensors))
     asked = SamplingParams(max_tokens=6, ignore_eos=True)
     sequences = [engine.add(prompt[:2], asked) for prompt in PROMPTS[:3]]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert copies == []
     assert engine.runner.num_replays >= 6
     assert engine.runner.num_direct == 0

@@ -1,84 +1,40 @@
-"""The books of a cache without its tensors, and requests that answer by themselves."""
-
-from __future__ import annotations
+"""A cache without its tensors, and requests that answer by themselves."""
 
 import numpy as np
 
-from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.errors import NoFreeSlot
-from dsv4.cache.prefix.cache import NO_STOP, Match
-from dsv4.cache.schema import blocks_at_position
+from dsv4.cache.ledger import CacheLedger
+from dsv4.cache.schema import build_cache_schema
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config.layers import build_schedule
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.scheduler import Scheduler
 from dsv4.request import SamplingParams
 
 EOS = 0
+CONFIG = ModelConfig.tiny()
 
 
-class Books:
-    """`KVCacheManager` as far as the scheduler sees it, and `apply` in place of `prepare_forward`."""
+class Books(CacheLedger):
+    """The ledger of a small model's cache."""
 
     def __init__(self, num_slots=4, num_blocks=16):
         self.num_blocks, self.num_slots = num_blocks, num_slots
-        self._allocator = BlockAllocator(num_blocks)
-        self._free_slots = list(range(num_slots))
-        self._positions = {}
-        self._blocks = {}
-
-    @property
-    def num_free_blocks(self):
-        return self._allocator.num_free
-
-    @property
-    def num_free_slots(self):
-        return len(self._free_slots)
-
-    def chain(self, token_ids, salt):
-        return None
-
-    def match(self, chain):
-        return Match()
-
-    def next_stop(self, slot):
-        return NO_STOP
-
-    def launched(self, slot):
-        pass
-
-    def blocks_freed_by(self, slots):
-        return sum(len(self._blocks[slot]) for slot in slots)
-
-    def admit(self, max_tokens, chain=None, match=None):
-        if not self._free_slots:
-            raise NoFreeSlot("none")
-        slot = self._free_slots.pop(0)
-        self._positions[slot], self._blocks[slot] = 0, []
-        return slot
-
-    def release(self, slot, *, keep=True):
-        self._allocator.release(self._blocks.pop(slot))
-        del self._positions[slot]
-        self._free_slots.append(slot)
-
-    def rewind(self, slot, position):
-        keep = blocks_at_position(position)
-        self._allocator.release(self._blocks[slot][keep:])
-        del self._blocks[slot][keep:]
-        self._positions[slot] = position
-
-    def position(self, slot):
-        return self._positions[slot]
+        limits = EngineConfig(
+            max_context_tokens=4096, max_concurrent_requests=num_slots, num_blocks=num_blocks, max_draft_tokens=8,
+            prefix_cache_bytes=0,
+        )  # fmt: skip
+        schema = build_cache_schema(CONFIG, build_schedule(CONFIG), limits, plain_itemsize=None)
+        super().__init__(schema, limits, copies=None)
 
     def advance(self, slot, num_tokens):
         """`OutOfBlocks` if there are not enough."""
-        self._positions[slot] += num_tokens
-        needed = blocks_at_position(self._positions[slot]) - len(self._blocks[slot])
-        self._blocks[slot] += self._allocator.acquire(needed)
+        self.prepare_forward([slot], [self.position(slot)], [num_tokens])
 
     def apply(self, plan):
         for piece in plan.pieces:
-            assert (piece.slot, piece.start) == (piece.request.slot, self._positions[piece.slot])
-            self.advance(piece.slot, piece.length)
+            assert piece.slot == piece.request.slot
+            self.prepare_forward([piece.slot], [piece.start], [piece.length])
+        self.check_integrity()
 
 
 def scheduler_of(books=None, **limits):

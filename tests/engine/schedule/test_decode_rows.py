@@ -1,7 +1,5 @@
 """`DecodeRows`: what a step does to the numbers of its requests, which are those they would keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scheduler_cases import EOS, Books, make_sequence, run_step, scheduler_of
@@ -30,18 +28,18 @@ def launch(scheduler):
 def test_who_has_a_row():
     many = tuple(range(10, 10 + MAX_END_IDS))
     plain, stops = make_sequence(2, 9), make_sequence(2, 9, stop_token_ids=many[1:])
-    others = [
-        make_sequence(2, 9, stop_token_ids=many), make_sequence(2, 9, min_tokens=4),
-        make_sequence(2, 9, bad_words_ids=((4, 5),)),
-    ]  # fmt: skip
-    scored = make_sequence(2, 9, logprobs=3)
-    scheduler = decoding(plain, stops, scored, *others)
-    assert [one.rows is scheduler.rows for one in (plain, stops, scored, *others)] == [True] * 3 + [False] * 3
-    assert scheduler.rows.to_feed().counts == (None, None, 3)
-    for _ in range(4):
+    other = make_sequence(2, 9, stop_token_ids=many)
+    scored, short = make_sequence(2, 9, logprobs=3), make_sequence(2, 3)
+    least, worded = make_sequence(2, 9, min_tokens=3), make_sequence(2, 9, bad_words_ids=((4, 5),))
+    scheduler = decoding(plain, stops, scored, short, least, worded, other)
+    assert all(one.rows is scheduler.rows for one in (plain, stops, scored, short, least, worded))
+    assert other.rows is None
+    step = scheduler.rows.to_feed()
+    assert step.counts == (None, None, 3, None, None, None)
+    assert step.with_rules() == [(4, least), (5, worded)]
+    for _ in range(2):
         run_step(scheduler)
-    assert others[1].rows is scheduler.rows, "once it has its first tokens"
-    assert not any(others[place].rows for place in (0, 2))
+    assert scheduler.rows.to_feed().with_rules() == [(4, worded)], "one has ended, and one has its first tokens"
     assert make_sequence(2, 9, ignore_eos=True, stop_token_ids=many).can_have_row
 
 
@@ -102,7 +100,7 @@ def test_a_request_that_comes_back_to_its_slot_is_another_stay():
     run_step(scheduler)
     assert late.slot == rows.slots[0]
     taken = scheduler.rows.take(rows, np.array([5]))
-    assert (taken.left, late.token_ids, request.token_ids) == ([0], [1, 1, 3], [1, 1, 3])
+    assert (taken.left, [*late.token_ids], [*request.token_ids]) == ([0], [1, 1, 3], [1, 1, 3])
 
 
 def test_a_request_keeps_its_numbers_when_its_row_goes():

@@ -1,7 +1,5 @@
 """`Scheduler` over plain books: order, chunks, admission, preemption, deadlines, and what leaves when. No model."""
 
-from __future__ import annotations
-
 import pytest
 from scheduler_cases import Books, collect, make_sequence, pieces_of, run_step, scheduler_of
 
@@ -267,5 +265,5 @@ def test_the_check_sees_damage():
     broken(lambda scheduler: setattr(scheduler._waiting[0], "error", "failed"))
     broken(lambda scheduler: setattr(scheduler, "num_finished", 1))
     broken(lambda scheduler: scheduler._deadlines.update({make_sequence(1, 1): 3.0}))
-    broken(lambda scheduler: scheduler._cache._allocator.release([0]))
+    broken(lambda scheduler: scheduler._cache._allocator._free.append(0))
     broken(lambda scheduler: scheduler.schedule())

@@ -1,14 +1,12 @@
 """Constraints, failures of one request among others, and what the engine counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from bare import bare
-from engine_cases import SMALL, assert_all_free, encode
+from engine_cases import SMALL, assert_all_free, encode, finish
 
 from dsv4.engine.request import RequestFailed
-from dsv4.engine.step.constraint import ConstraintError, pack_tokens
+from dsv4.engine.step.constraint import pack_tokens
 from dsv4.request import SamplingParams
 
 RUNS_BOTH_WAYS = True
@@ -19,14 +17,11 @@ EOS = SMALL.eos_token_id
 class Spelling:
     """Allows one text, then the end."""
 
-    def __init__(self, text, broken_at=None):
+    def __init__(self, text):
         self.ids = [*encode(text), EOS]
         self.place = 0
-        self.broken_at = broken_at
 
     def allowed(self):
-        if self.place == self.broken_at:
-            raise ConstraintError("the rule is broken")
         mask = np.zeros(SMALL.vocab_size, dtype=np.bool_)
         if self.place < len(self.ids):
             mask[self.ids[self.place]] = True
@@ -40,8 +35,7 @@ class Spelling:
 def run(llm, *requests):
     for request in requests:
         llm.engine.submit(request)
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -61,23 +55,6 @@ def test_logprobs_are_the_models_not_the_constraints(make_llm):
     run(llm, bound)
     rows = llm.logits([5, 6, *bound.output_ids]).double().log_softmax(-1).float()
     assert [one.logprob for one in bound.logprobs] == [rows[1 + i, bound.output_ids[i]].item() for i in range(3)]
-
-
-def test_a_constraint_without_a_token_fails_its_request_alone(make_llm):
-    llm = make_llm()
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    stuck = llm.engine.prepare([5], params, Spelling("ab"))  # after its end there is nothing
-    broken = llm.engine.prepare([5], params, Spelling("abcdef", broken_at=2))
-    free = llm.engine.prepare([5], params)
-    run(llm, stuck, broken, free)
-    assert stuck.is_done
-    with pytest.raises(RequestFailed, match="allows no token"):
-        stuck.completion()
-    with pytest.raises(RequestFailed, match="the rule is broken"):
-        broken.completion()
-    assert broken.output_ids == encode("ab")
-    assert free.completion() == bare(make_llm().generate([5], params)[0])
-    assert_all_free(llm)
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(make_llm, monkeypatch):
@@ -114,34 +91,12 @@ def test_statistics(make_llm):
     assert (during.num_waiting, during.num_running, during.num_prompt_tokens) == (1, 2, 150)
     assert (during.num_blocks_used, during.num_blocks) == (3, llm.cache.schema.num_blocks)
     llm.engine.abort(requests[1])
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     after = llm.engine.stats()
     assert (after.num_finished, after.num_aborted, after.num_failed) == (2, 1, 0)
     assert after.num_prompt_tokens == 155
     assert after.num_output_tokens == sum(request.num_output for request in requests) >= 6
     assert (after.num_blocks_used, after.num_running, after.num_waiting) == (0, 0, 0)
-
-
-def test_aborting_twice_or_late_counts_once(make_llm):
-    llm = make_llm()
-    request = llm.engine.add([5], SamplingParams(max_tokens=2, ignore_eos=True))
-    llm.engine.abort(request)
-    llm.engine.abort(request)
-    done = llm.engine.add([5], SamplingParams(max_tokens=1))
-    while not done.is_done:
-        llm.engine.step()
-    llm.engine.abort(done)
-    assert llm.engine.stats().num_aborted == 1
-    assert not done.is_aborted
-
-
-def test_an_observer_sees_every_layer(make_llm):
-    llm = make_llm()
-    seen = []
-    llm.engine.observers.append(lambda chosen: seen.append(tuple(chosen.shape)))
-    llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert seen == [(llm.config.num_hidden_layers, length, llm.config.num_experts_per_tok) for length in (3, 1)]
 
 
 def test_observers_come_and_go_one_by_one(make_llm, monkeypatch):
@@ -156,6 +111,8 @@ def test_observers_come_and_go_one_by_one(make_llm, monkeypatch):
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     llm.generate([5, 6, 7], params)
     assert (len(once), len(always)) == (1, 3)
+    shapes = [(llm.config.num_hidden_layers, length, llm.config.num_experts_per_tok) for length in (3, 1, 1)]
+    assert [tuple(chosen.shape) for chosen in always] == shapes
     llm.engine.observers.remove(always.append)
     assert llm.engine.observers == []
     monkeypatch.setattr("dsv4.engine.run.in_flight.torch", None)  # stacks what observers are told

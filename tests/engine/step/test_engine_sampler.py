@@ -1,7 +1,5 @@
 """What the engine hands to the sampler: each request's own settings, step, prompt and counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,13 +1,12 @@
 """Masks of a step: words of many rules, filled together or one by one, and what is taken away from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from dsv4.engine.request import Request
-from dsv4.engine.schedule.plan import Piece
+from dsv4.engine.schedule.plan import Piece, StepPlan
+from dsv4.engine.schedule.rows import RowsOfStep
 from dsv4.engine.step.constraint import ConstraintError, fill_allowed, has_bit, num_words, pack_tokens
 from dsv4.engine.step.masks import make_masks
 from dsv4.request import SamplingParams
@@ -60,9 +59,17 @@ def piece(rule=None, draws=True, **params):
     return Piece(request, 0, 0, 2, draws)
 
 
-def shown(pieces, first_row=0):
+def rows_of(requests):
+    """Of requests that decode, as arrays."""
+    none = np.zeros(0, dtype=np.int64)
+    ruled = tuple(place for place, one in enumerate(requests) if one.may_have_rules)
+    return RowsOfStep(tuple(requests), (), none, none, none, ruled=ruled)
+
+
+def shown(pieces, rows=()):
     """By row that draws, its allowed tokens; and why rows are stuck."""
-    masks = make_masks(pieces, VOCAB_SIZE, torch.device("cpu"), first_row)
+    plan = StepPlan(tuple(pieces), rows=rows_of([one.request for one in rows]))
+    masks = make_masks(plan, VOCAB_SIZE, torch.device("cpu"))
     if masks.rows is None:
         return {}, masks.stuck
     rows = zip(masks.rows.tolist(), masks.words.numpy(), strict=True)
@@ -79,11 +86,12 @@ def test_rows_of_rules(kind):
     last = Multiples(7) if kind == "mixed" else Multiples(7, group)
     rules = [Multiples(2, group), Multiples(-1, group), Multiples(0, group), last]
     pieces = [piece(), *map(piece, rules), piece(Multiples(2, group), draws=False), piece()]
-    found, stuck = shown(pieces, first_row=10)
-    assert found == {11: multiples(2), 14: multiples(7)}
-    assert stuck == {12: "broken", 13: "the constraint allows no token"}
+    rows = [piece(), piece(Multiples(0, group)), piece(Multiples(3, group), min_tokens=2), piece(min_tokens=1)]
+    found, stuck = shown(pieces, rows)
+    assert found == {2: multiples(3) - {EOS}, 3: set(range(VOCAB_SIZE)) - {EOS}, 5: multiples(2), 8: multiples(7)}
+    assert stuck == {1: "the constraint allows no token", 6: "broken", 7: "the constraint allows no token"}
     if group is not None:
-        assert group.counts == ([4] if kind == "together" else [])
+        assert group.counts == ([6] if kind == "together" else [])
 
 
 def test_what_a_requests_parameters_take_away():

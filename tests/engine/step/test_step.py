@@ -1,7 +1,5 @@
 """`StepBuilder`: the tensors of a plan, row by row, and padding that changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a step gives, and that a step over many requests that decode runs no more Python than one over few."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engine_cases import finish
 
 from dsv4.engine.run.bucket import Draws, Forwarded
 from dsv4.engine.step.tokens import Results
@@ -103,8 +102,7 @@ def lines_of_a_step(llm, num_requests):
     assert step.token_ids.tolist() == [7] * num_requests
     for request in requests:
         llm.engine.abort(request)
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     return counted["line"]
 
 
@@ -133,6 +131,5 @@ def test_a_step_never_waits_long_for_a_file(make_llm, monkeypatch):
         assert head.slot is dropped.slot is None
         llm.engine.abort(dropped)
         assert llm.engine.has_work
-    while llm.engine.has_work:
-        llm.engine.step()
+    finish(llm.engine)
     assert (head.num_output, dropped.num_output, waits[3:]) == (6, 0, [])

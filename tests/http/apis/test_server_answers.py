@@ -15,7 +15,7 @@ from answer_oracle import ChatOracle, TextOracle
 from item_oracle import MessagesOracle, ResponsesOracle
 from server_cases import NAME, TOKENIZER
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
@@ -119,7 +119,7 @@ def case_of(kind, seed, is_stream):
     if kind == "text" and not is_stream and flag():  # a score alone
         outputs[0] = TextOutput([7, 8, 9], outputs[0].params, eos_token_id=EOS, tokenizer=TOKENIZER)
         outputs[0].prompt_logprobs, outputs[0].finish_reason = outputs[-1].prompt_logprobs, FinishReason.LENGTH
-        queues[0] = [EndEvent(0, FinishReason.LENGTH, 0.0)]
+        queues[0] = [TokenEvent(0, None, "", None, FinishReason.LENGTH, 0.0)]
     events = []
     while any(queues):
         events.append(chance.choice([queue for queue in queues if queue]).pop(0))

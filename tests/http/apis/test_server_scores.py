@@ -13,7 +13,7 @@ import pytest
 from server_cases import NAME, TOKENIZER, make_llm
 
 from dsv4 import __version__
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.completions.answer import TextAssembler
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
@@ -46,7 +46,7 @@ def answer(prompt, tokens, **fields):
         events.append(TokenEvent(0, token_id, text, logprobs, output.finish_reason, 0.0))
     if not tokens:
         output.finish_reason = FinishReason.LENGTH
-        events.append(EndEvent(0, output.finish_reason, 0.0))
+        events.append(TokenEvent(0, None, "", None, output.finish_reason, 0.0))
     for event in events:
         assembler.keep(event)
     return json.loads(assembler.whole())

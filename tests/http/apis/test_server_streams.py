@@ -9,14 +9,14 @@ import tracemalloc
 import pytest
 from server_cases import NAME, TOKENIZER
 
-from dsv4.engine.link.stream import ErrorEvent, RawToken, RequestStream, TokenEvent
+from dsv4.engine.link.stream import RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate
 from dsv4.http.connection import OUTLET
-from dsv4.http.metrics import Metrics, RequestTimer
 from dsv4.http.streaming import STALLED, EventStream, StreamClock
+from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 from dsv4.request import FinishReason, SamplingParams, TokenLogprobs
 from dsv4.text.output import TextOutput
 
@@ -36,10 +36,10 @@ def job_of(**params):
     return Job((output,), 1, shows_logprobs="logprobs" in params)
 
 
-def raw(text, reason=None, logprobs=None):
+def raw(text, reason=None):
     """A token whose text is one character, as it comes from the engine."""
     (token_id,) = TOKENIZER.encode(text)
-    return RawToken(0, token_id, logprobs, reason, time.perf_counter())
+    return 0, token_id, time.perf_counter(), reason
 
 
 def assembler_of(job, path):
@@ -90,7 +90,7 @@ class Client:
 def give(stream, *items):
     """As the connection to the engine does with a message."""
     for item in items:
-        stream.push(item)
+        stream.push(*item)
     stream.notify()
 
 
@@ -208,7 +208,7 @@ def test_a_mistake_in_one_answer_is_not_the_others():
 
         async def act(stream):
             await asyncio.sleep(0)
-            give(stream, RawToken(0, -5, None, None, 0.0))  # no token has such an id
+            give(stream, (0, -5, 0.0))  # no token has such an id
 
         with pytest.raises(ValueError, match="must not be negative"):
             await client.run(act)
@@ -221,7 +221,7 @@ def test_a_mistake_in_one_answer_is_not_the_others():
 
 def test_what_came_before_an_error_is_sent():
     async def act(client, stream):
-        give(stream, raw("a"), ErrorEvent(0, RequestAborted("gone"), 0.0))
+        give(stream, raw("a"), (0, None, 0.0, RequestAborted("gone")))
 
     client = run("/v1/chat/completions", StreamClock(30.0), act)
     assert client.problems == ["request_aborted"]
@@ -240,9 +240,8 @@ def keep(path, num_top, num_tokens):
     assembler = assembler_of(job, path)
     for place in range(num_tokens):
         best = None if num_top is None else TokenLogprobs(7, -0.5, tuple((one, -place / 7) for one in range(num_top)))
-        item = raw("abcde fghij\n"[place % 12], logprobs=best)
-        piece = job.outputs[0].take(item.token_id, best)
-        assembler.keep(TokenEvent(0, item.token_id, piece, best, None, item.seconds))
+        _, token_id, seconds, _ = raw("abcde fghij\n"[place % 12])
+        assembler.keep(TokenEvent(0, token_id, job.outputs[0].take(token_id, best), best, None, seconds))
     return job, assembler
 
 

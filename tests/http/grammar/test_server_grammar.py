@@ -339,18 +339,3 @@ def test_a_function_without_properties_of_its_own_takes_any_arguments(write, com
         seen |= json.loads(call.arguments)
     assert any(isinstance(value, str) for value in seen.values())
     assert any(not isinstance(value, str) for value in seen.values())
-
-
-def test_a_schema_that_would_take_all_memory_is_refused(compiler):
-    """Patterns that must hold together cost exponentially; they are tried in a process of their own."""
-    schema = {"allOf": [{"type": "string", "pattern": f"^(a|b|ab)*{i}$"} for i in range(40)]}
-    with pytest.raises(GrammarError, match="too complex"):
-        compiler.compile(answer_grammar(AnswerRules(thinking=False, content=JsonRule(schema)), symbols_of(TOKENIZER)))
-
-
-def test_a_grammar_seen_before_is_not_checked_again(compiler, monkeypatch):
-    grammar = compiler.compile('start: "seen"')
-    monkeypatch.setattr("dsv4.engine.grammar.compiler.check_grammar", lambda lark: "asked again")
-    assert compiler.compile('start: "seen"') is grammar
-    with pytest.raises(GrammarError, match="asked again"):
-        compiler.compile('start: "unseen"')

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 
 import pytest
 from server_cases import NAME
@@ -39,6 +42,31 @@ def test_more_than_memory_has_is_refused(live, path, fields, param):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert "one request may take 1024: lower max_tokens, logprobs or n, or send several requests" in error["message"]
+
+
+def test_connections_that_come_at_once_wait_to_be_accepted(live):
+    """The kernel keeps them while the loop is busy; without room it would drop some, to be tried again in a second."""
+    is_busy, may_go_on = threading.Event(), threading.Event()
+    live.uvicorn.servers[0].get_loop().call_soon_threadsafe(lambda: (is_busy.set(), may_go_on.wait(20)))
+    assert is_busy.wait(10)
+    clients = [socket.socket() for _ in range(400)]
+    try:
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", int(live.url.rpartition(":")[2])))
+        time.sleep(0.2)
+        connected = []
+        for client in clients:
+            try:
+                connected.append(client.getpeername())
+            except OSError:  # its handshake was dropped
+                continue
+        assert len(connected) == len(clients)
+    finally:
+        for client in clients:
+            client.close()
+        may_go_on.set()
+    assert live.get("/health").status_code == 200
 
 
 BODIES = {

@@ -19,7 +19,7 @@ def children(pid):
     """Process ids of a process's children by the module they run."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # one that starts or ends just now has no command
             words = stat.read_text().rpartition(")")[2].split()
             if int(words[1]) == pid and words[0] != "Z":
                 module = (stat.parent / "cmdline").read_bytes().split(b"\0")[2].decode().rpartition(".")[2]

@@ -43,11 +43,11 @@ def metric(url, name):
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
-def streams_on_both(url, pids, **fields):
+def streams_on_both(url, pids, max_tokens=1000):
     """Long streams, at least one on each of these front ends; by the front end's process id."""
     found = {pid: [] for pid in pids}
     for _ in range(40):
-        stream = Stream(url, max_tokens=1000, **fields).started()
+        stream = Stream(url, max_tokens=max_tokens).started()
         found[holder(url, stream.port, pids)].append(stream)
         if all(found.values()):
             return found
@@ -182,6 +182,38 @@ def test_an_engine_that_dies_ends_the_server(start):
     assert running.wait(15) == 1
     assert not any(map(is_running, everyone))
     assert "the engine has died (killed by SIGKILL) and all requests with it; the server ends" in log.read_text()
+
+
+def test_an_engine_that_dies_in_a_drain_is_no_good_end(start):
+    running, url, log = start("--drain-seconds", "600")
+    stream = Stream(url, max_tokens=3500).started()
+    engine = engine_of(running)
+    running.send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, 10)
+    os.kill(engine, signal.SIGKILL)
+    assert running.wait(15) == 1
+    stream.join(10)
+    assert stream.error == "engine_lost"
+    assert "the engine has died (killed by SIGKILL) and the requests that were being finished" in log.read_text()
+
+
+def test_a_front_end_that_hangs_is_replaced_and_what_runs_is_finished(start):
+    """Then SIGTERM: streams of both front ends come to their end."""
+    running, url, log = start("--front-ends", "2", "--drain-seconds", "600")
+    one, other = front_ends_of(running)
+    os.kill(one, signal.SIGSTOP)
+    wait_for(lambda: one not in front_ends_of(running) and len(front_ends_of(running)) == 2, 30)
+    assert "a front end has given no sign of life for 10 s and is killed" in log.read_text()
+    (new,) = set(front_ends_of(running)) - {other}
+    wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 10)
+    streams = {}
+    while not streams or not all(any(one.is_alive() for one in found) for found in streams.values()):
+        streams = streams_on_both(url, (new, other), max_tokens=500)
+    running.send_signal(signal.SIGTERM)
+    for stream in (one for found in streams.values() for one in found):
+        stream.join(120)
+        assert (stream.is_complete, stream.error) == (True, None)
+    assert running.wait(15) == 0
 
 
 def test_nobody_survives_the_supervisor(start):

@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv4.engine.stats import EngineStats
-from dsv4.http.heartbeat import Heartbeat, Pulse, PulseReader, PulseWatch, make_pulse_file
-from dsv4.http.metrics import Metrics
 from dsv4.http.processes.folder import delete_abandoned, private_folder
-from dsv4.http.shared_metrics import SharedMetrics
+from dsv4.http.processes.heartbeat import Heartbeat, Pulse, PulseReader, PulseWatch, make_pulse_file
+from dsv4.http.telemetry.metrics import Metrics
+from dsv4.http.telemetry.shared_metrics import SharedMetrics
 
 STATS = EngineStats(
     num_waiting=1, num_running=2, num_slots=3, num_blocks_used=4, num_blocks=8, num_steps=5, num_prompt_tokens=6,

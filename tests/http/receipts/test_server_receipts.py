@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace as with_fields
 from receipt_cases import ask_all, mixed_requests, small_checkpoint
 from safetensors.torch import load_file, save_file
 from server_cases import make_llm, start_server
@@ -21,7 +22,7 @@ from dsv4.request import SamplingParams, TokenLogprobs
 from dsv4.tools.receipts.files import RecordFile, read_record
 from dsv4.tools.receipts.lines import Answer, parse_line
 from dsv4.tools.receipts.recorder import Recorder, header_of
-from dsv4.tools.receipts.replay import Replay
+from dsv4.tools.receipts.replay import run_again
 
 NUM_REQUESTS = 16
 LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=8)
@@ -147,8 +148,8 @@ def forge(line):
     receipt = parse_line(json.dumps(line).encode())
     values = struct.unpack(f"<{len(receipt.output)}f", base64.b64decode(line["logprobs"]))
     answer = Answer(
-        prompt=receipt.prompt, params=replace(receipt.params, logprobs=0), output=receipt.output, finish=receipt.finish,
-        logprobs=tuple(TokenLogprobs(0, value, ()) for value in values),
+        prompt=receipt.prompt, params=replace(receipt.sampling(), logprobs=0), output=receipt.output,
+        finish=receipt.finish, logprobs=tuple(TokenLogprobs(0, value, ()) for value in values),
     )  # fmt: skip
     line["digests"] |= {name: one for name, one in answer.digests().items() if name != "params"}
     line["params"]["logprobs"], line["digests"]["params"] = 0, answer.digests()["params"]
@@ -291,14 +292,16 @@ def test_a_client_that_leaves(served_params, tmp_path):
 
     def run(one):
         fresh = make_llm(served_params)
-        (outcome,) = Replay(fresh, lambda grammar: None).run([("f", header, one)])
+        (outcome,) = run_again(fresh, lambda grammar: None, [("f", header, one)])
         assert fresh.engine.stats().num_output_tokens <= receipt.num_output + 1
         assert not fresh.engine.has_work
         assert fresh.cache.num_free_slots == fresh.cache.schema.num_slots
         return outcome[1]
 
     assert run(receipt) is None
-    wrong = replace(receipt, digests={**receipt.digests, "output": "x"}, output=(*receipt.output[:-1], 299))
+    other = (*receipt.output[:-1], 299)
+    fits = Answer(prompt=(), params=SamplingParams(), output=other, finish=receipt.finish).digests()["output"]
+    wrong = with_fields(receipt, digests={**receipt.digests, "output": fits}, output=other)
     assert run(wrong).token == receipt.num_output - 1
 
 

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from receipt_cases import ask_all, mixed_requests, small_checkpoint
+from server_fixtures import SERVE, address_of, kill
 
 from dsv4.tools.receipts.files import read_record
 
 ROOT = Path(__file__).parents[3]
 
 
-def start(folder, log, *options, limit=None):
-    """A `dsv4 serve` and its address, once it answers."""
-    command = [sys.executable, "-m", "dsv4", "serve", "--model", str(folder), "--port", "0", "--context", "512"]
+def start(folder, log, *options):
     with log.open("w") as file:
-        process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=file, preexec_fn=limit)
-    deadline = time.monotonic() + 120
-    while "running on http" not in (text := log.read_text()):
-        assert process.poll() is None, text
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
-    return process, text.partition("running on ")[2].split()[0]
+        command = [*SERVE, "--model", str(folder), "--context", "512", *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+    return process, address_of(process, log)
 
 
 def replay(*options):
@@ -41,13 +34,6 @@ def replay(*options):
     )  # fmt: skip
     assert ended.returncode in (0, 1), ended.stderr
     return json.loads(ended.stdout)
-
-
-def kill(server):
-    """One that has ended stays as it is."""
-    if server.poll() is None:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.slow
@@ -79,31 +65,6 @@ def test_five_hundred_requests(tmp_path):
         assert report["changes"] == []
         assert report["num_requests"] >= num_asked
         assert len(report["damaged"]) <= 1
-
-
-@pytest.mark.slow
-def test_a_disk_without_room(tmp_path):
-    """The server goes on, says so once, and what is in the file runs again. (A process may write files of 6,000 bytes,
-    its log among them; what it does then is what it would do on a full disk.)"""
-    folder, path = small_checkpoint(tmp_path / "model"), tmp_path / "receipts.jsonl"
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (6000, 6000))
-    server, url = start(folder, tmp_path / "log", "--record", str(path), limit=limit)
-    try:
-        body = {"model": "model", "prompt": "x", "max_tokens": 2}
-        for _ in range(3):
-            assert set(ask_all(url, [("/v1/completions", body)] * 5)) == {200}
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    finally:
-        kill(server)
-    log = (tmp_path / "log").read_text()
-    assert log.count("cannot record to") == 1
-    assert "Traceback" not in log
-    assert path.stat().st_size <= 6000
-    report = replay(path)
-    assert report["is_same"]
-    assert report["damaged"] == []
-    assert 0 < report["num_requests"] < 15
 
 
 def _ask_until_it_dies(url, requests):

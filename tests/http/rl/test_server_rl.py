@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import socket
 import threading
 import time
@@ -107,7 +108,12 @@ def test_new_weights_of_a_trainers_group(server, root, dialect):
             sending.result(30)
             assert answer["is_whole"] == (part[-1] is tensors[-1])
             went_on = server.post("/resume")
-            assert went_on.status_code == (200 if answer["is_whole"] else 400), went_on.text
+            assert went_on.status_code == (200 if answer["is_whole"] else 409), went_on.text
+            finished = server.post("/finish_weight_update", {"weight_version": "whole"})
+            if not answer["is_whole"]:
+                assert finished.status_code == 409
+                assert "come in part" in finished.json()["error"]["message"]
+    assert answer_of(server.get("/weight_info")) == {"weight_version": "whole"}
     assert greedy(server) == fresh(root / "b")
 
 
@@ -382,6 +388,31 @@ def test_no_folder_outside_is_read(server, root, path, way):
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("folder_not_allowed", field)
     assert str(root) in error["message"]
+    assert greedy(server) == before
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_no_file_outside_is_read(server, root, file):
+    """A folder inside whose index names a neighbour outside, or whose files are links that lead out."""
+    before = greedy(server)
+    outside = (root / "link").resolve()
+    (stolen := root / f"stolen {file}").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        source = next(outside.glob("*.safetensors")) if name == "model.safetensors" else outside / name
+        (stolen / name).symlink_to(source) if name == file else shutil.copyfile(source, stolen / name)
+    where = root
+    if file.endswith("index.json"):
+        where = stolen  # the root itself: what lies beside it is outside
+        (stolen / "model.safetensors").unlink()
+        names = load_file(next(outside.glob("*.safetensors")))
+        shutil.copytree(outside, root / "beside")
+        weight_map = {name: f"../beside/{next(outside.glob('*.safetensors')).name}" for name in names}
+        (stolen / file).write_text(json.dumps({"weight_map": weight_map}))
+    client, stop = another_front_end(server, rl_roots=(str(where),))
+    refused = client.post("/update_weights", json={"weight_dir": str(stolen)})
+    stop()
+    assert refused.status_code == 403, refused.text
+    assert refused.json()["error"]["code"] == "folder_not_allowed"
     assert greedy(server) == before
 
 

@@ -9,8 +9,7 @@ from loader_cases import SMALL, assert_same_params, header_of, same_bits
 from safetensors import safe_open
 
 from dsv4.config import ModelConfig
-from dsv4.formats.fp4 import nvfp4_dequantize, nvfp4_quantize
-from dsv4.formats.tensors import QuantTensor, dequantize
+from dsv4.formats.tensors import QuantTensor
 from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError
 from dsv4.loader.names import Role, expected_tensors
 from dsv4.loader.write import synth
@@ -105,23 +104,6 @@ def test_w1_and_w3_share_the_nvfp4_scale():
     assert same_bits(experts.w1.global_scale, experts.w3.global_scale)
     assert not same_bits(experts.w1.global_scale, experts.w2.global_scale)
     assert experts.w1.global_scale.shape == (4,)
-
-
-def test_nvfp4_with_a_given_scale():
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    own = nvfp4_quantize(weight)
-    assert all(same_bits(one, other) for one, other in zip(nvfp4_quantize(weight, own[2]), own, strict=True))
-    packed, scale, given = nvfp4_quantize(weight, own[2] / 4)
-    assert same_bits(given, own[2] / 4)
-    reach = given * (6 * 448)
-    assert same_bits(nvfp4_dequantize(packed, scale, given).abs().max(), reach)  # saturates, no NaN
-    assert reach < weight.abs().max()
-
-
-def test_device_and_exact_dtype():
-    params = random_params(SMALL, dequantize_to=torch.float64)
-    assert params.layers[0].attn.wq_a.dtype == torch.float64
-    assert torch.equal(params.layers[0].attn.wq_a, dequantize(random_params(SMALL).layers[0].attn.wq_a, torch.float64))
 
 
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4", "fp8", "bf16"])

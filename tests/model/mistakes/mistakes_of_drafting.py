@@ -1,7 +1,5 @@
 """Mistakes in a drafter: taps, context, what a block sees, heads, recursion, and rows left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -59,10 +57,7 @@ def taps_in_reverse(bed: Bed) -> None:
 
 
 def no_main_norm(bed: Bed) -> None:
-    bed.function(
-        context_vectors,
-        lambda right, hidden, params, context: context.ops.linear(hidden, params.main_proj),
-    )
+    bed.function(context_vectors, lambda right, hidden, params, context: context.ops.linear(hidden, params.main_proj))
 
 
 def context_through_attn_norm(bed: Bed) -> None:
@@ -88,10 +83,7 @@ def context_one_position_late(bed: Bed) -> None:
 
 
 def context_rope_one_off(bed: Bed) -> None:
-    bed.op(
-        "window_rows",
-        lambda right, kv, norm, positions, *rest: right(kv, norm, positions + 1, *rest),
-    )
+    bed.op("window_rows", lambda right, kv, norm, positions, *rest: right(kv, norm, positions + 1, *rest))
 
 
 # ---- the block ----
@@ -185,7 +177,7 @@ def anchor_in_the_last_row(bed: Bed) -> None:
 
 def shared_experts_dropped(bed: Bed) -> None:
     """Of one draft layer: what a loader that matches names by their ends may lose."""
-    shared = bed.llm.model.params.dspark.blocks[1].ffn.shared
+    shared = bed.llm.model.weights.dspark.blocks[1].ffn.shared
     bed.patch.setattr(shared, "w2", torch.zeros_like(as_loaded(shared.w2)))
 
 
@@ -204,20 +196,20 @@ def rows_one_late(bed: Bed) -> None:
 
 
 def the_targets_norm(bed: Bed) -> None:
-    bed.patch.setattr(bed.llm.model.params.dspark.head, "norm", bed.llm.model.params.head.norm)
+    bed.patch.setattr(bed.llm.model.weights.dspark.head, "norm", bed.llm.model.weights.head.norm)
 
 
 def the_targets_collapse(bed: Bed) -> None:
-    bed.patch.setattr(bed.llm.model.params.dspark.head, "hc", bed.llm.model.params.head.hc)
+    bed.patch.setattr(bed.llm.model.weights.dspark.head, "hc", bed.llm.model.weights.head.hc)
 
 
 def no_markov_bias(bed: Bed) -> None:
-    dspark = bed.llm.model.params.dspark
+    dspark = bed.llm.model.weights.dspark
     bed.patch.setattr(dspark, "markov_w2", torch.zeros_like(as_loaded(dspark.markov_w2)))
 
 
 def markov_matrices_swapped(bed: Bed) -> None:
-    dspark = bed.llm.model.params.dspark
+    dspark = bed.llm.model.weights.dspark
     first, second = dspark.markov_w1, as_loaded(dspark.markov_w2)
     bed.patch.setattr(dspark, "markov_w1", second)
     bed.patch.setattr(dspark, "markov_w2", first)
@@ -243,7 +235,7 @@ def _confidence(bed: Bed, change: Callable) -> None:
 
 def confidence_behind_the_norm(bed: Bed) -> None:
     model = bed.llm.model
-    norm = model.params.dspark.head.norm
+    norm = model.weights.dspark.head.norm
     _confidence(
         bed, lambda hidden, embedded, weight: (model.context.ops.rms_norm(hidden, norm, 1e-6), embedded, weight)
     )
@@ -380,11 +372,11 @@ def first_draft_of_the_last_row(bed: Bed) -> None:
 
 
 def mtp_with_the_targets_head(bed: Bed) -> None:
-    bed.patch.setattr(bed.llm.model.params.mtp[0], "head", bed.llm.model.params.head)
+    bed.patch.setattr(bed.llm.model.weights.mtp[0], "head", bed.llm.model.weights.head)
 
 
 def projections_swapped(bed: Bed) -> None:
-    block = bed.llm.model.params.mtp[0]
+    block = bed.llm.model.weights.mtp[0]
     first, second = block.e_proj, block.h_proj
     bed.patch.setattr(block, "e_proj", second)
     bed.patch.setattr(block, "h_proj", first)

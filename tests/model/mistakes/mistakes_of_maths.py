@@ -1,7 +1,5 @@
 """Mistakes in the maths of one token: hyper-connections, experts, router, rope. Each plants itself in a `Bed`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

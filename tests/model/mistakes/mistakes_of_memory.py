@@ -1,7 +1,5 @@
 """Mistakes in what a token sees of the past: compressor, indexer, attention, chunk borders, MTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ What a layer's cache rows are stored in is changed through the handle it is give
 return one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -5,8 +5,6 @@ router, 3 is HCA, 4 is CSA, the last two with score routers. 136 tokens close 34
 and one HCA entry.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace

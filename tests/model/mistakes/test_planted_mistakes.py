@@ -4,8 +4,6 @@ A mistake that no check sees is a hole in the vectors or in the checks, so each 
 Rounding mistakes (`official` numerics) are in test_planted_rounding.py.
 """
 
-from __future__ import annotations
-
 import mistakes_of_maths as maths
 import mistakes_of_memory as memory
 import pytest
@@ -27,54 +25,36 @@ def bed(exact_llm, monkeypatch):
     return Bed(exact_llm, monkeypatch)
 
 
-# (mistake, layers of set A in each of which it must show)
-ONE_TOKEN = [
-    (maths.transposed_comb, (SWA, HCA, CSA)),
-    (maths.one_sinkhorn_iteration, (SWA, HCA, CSA)),
-    (maths.sinkhorn_of_columns_first, (SWA,)),
-    (maths.norm_of_each_stream, (SWA,)),
-    (maths.post_without_the_factor_two, (SWA,)),
-    (maths.shared_expert_without_clamp, (SWA, HCA, CSA)),
-    (maths.routed_experts_without_clamp, (SWA, HCA, CSA)),
-    (maths.uniform_hash_weights, (SWA,)),
-    (maths.bias_in_router_weights, (HCA, CSA)),
-    (maths.bias_ignored_in_the_choice, (HCA,)),
-    (maths.no_route_scale, (SWA, HCA)),
-    (maths.router_weights_not_normalised, (SWA, HCA)),
-    (maths.yarn_on_swa_layers, (SWA,)),
-    (maths.compressed_theta_on_swa_layers, (SWA,)),
-    (maths.main_theta_on_compressed_layers, (HCA, CSA)),
-    (maths.no_yarn_on_compressed_layers, (HCA, CSA)),
-    (maths.mscale_in_cos_and_sin, (HCA, CSA)),
-    (maths.mscale_in_the_softmax, (HCA, CSA)),
-    (maths.rope_on_the_first_dims, (SWA, HCA, CSA)),
-    (maths.rope_on_split_halves, (SWA, HCA, CSA)),
-    (maths.output_not_unrotated, (SWA, HCA, CSA)),
-    (maths.output_rotated_forward, (SWA, HCA, CSA)),
-]
-THE_PAST = [
-    (memory.own_block_carry, (CSA,)),
-    (memory.halves_swapped, (CSA,)),
-    (memory.no_overlap, (CSA,)),
-    (memory.no_ape, (HCA, CSA)),
-    (memory.ape_stacked_twice, (CSA,)),
-    (memory.entry_position_is_its_index, (CSA,)),
-    (memory.csa_entry_position_is_its_last_token, (CSA,)),
-    (memory.block_in_progress_visible, (HCA, CSA)),
-    (memory.own_block_hidden, (HCA, CSA)),
-    (memory.no_causal_limit_in_prefill, (HCA, CSA)),
-    (memory.entries_written_after_attention, (HCA, CSA)),
-    (memory.window_one_short, (SWA, HCA, CSA)),
-    (memory.window_one_long, (SWA, HCA, CSA)),
-    (memory.no_sink, (SWA, HCA, CSA)),
-    (memory.sink_in_the_numerator, (SWA, HCA, CSA)),
-    (memory.indexer_without_relu, (CSA,)),
-    (memory.indexer_queries_without_rope, (CSA,)),
-    (memory.indexer_without_rope, (CSA,)),
-    (memory.indexer_without_head_weights, (CSA,)),
-    (memory.every_visible_entry_read, (CSA,)),
-    (memory.latest_entries_read, (CSA,)),
-]
+# mistakes by the layers of set A in each of which they must show
+IN_A_BLOCK = {
+    (SWA, HCA, CSA): (
+        maths.transposed_comb, maths.one_sinkhorn_iteration, maths.shared_expert_without_clamp,
+        maths.routed_experts_without_clamp, maths.rope_on_the_first_dims, maths.rope_on_split_halves,
+        maths.output_not_unrotated, maths.output_rotated_forward, memory.window_one_short, memory.window_one_long,
+        memory.no_sink, memory.sink_in_the_numerator,
+    ),
+    (SWA,): (
+        maths.sinkhorn_of_columns_first, maths.norm_of_each_stream, maths.post_without_the_factor_two,
+        maths.uniform_hash_weights, maths.yarn_on_swa_layers, maths.compressed_theta_on_swa_layers,
+    ),
+    (HCA, CSA): (
+        maths.bias_in_router_weights, maths.main_theta_on_compressed_layers, maths.no_yarn_on_compressed_layers,
+        maths.mscale_in_cos_and_sin, maths.mscale_in_the_softmax, memory.no_ape, memory.block_in_progress_visible,
+        memory.own_block_hidden, memory.no_causal_limit_in_prefill, memory.entries_written_after_attention,
+    ),
+    (HCA,): (
+        maths.bias_ignored_in_the_choice,
+    ),
+    (SWA, HCA): (
+        maths.no_route_scale, maths.router_weights_not_normalised,
+    ),
+    (CSA,): (
+        memory.own_block_carry, memory.halves_swapped, memory.no_overlap, memory.ape_stacked_twice,
+        memory.entry_position_is_its_index, memory.csa_entry_position_is_its_last_token, memory.indexer_without_relu,
+        memory.indexer_queries_without_rope, memory.indexer_without_rope, memory.indexer_without_head_weights,
+        memory.every_visible_entry_read, memory.latest_entries_read,
+    ),
+}  # fmt: skip
 # (mistake, layers, chunks)
 CHUNK_BORDERS = [
     (memory.window_lost, (SWA, HCA, CSA), INSIDE_A_BLOCK),
@@ -131,7 +111,9 @@ def test_unplanted_logits_are_within_the_limit(exact_llm, set_a):
     assert mtp_deviation(exact_llm, set_a) <= PURE_LOGITS_ABS
 
 
-@pytest.mark.parametrize(("plant", "layers"), ONE_TOKEN + THE_PAST, ids=name_of)
+@pytest.mark.parametrize(
+    ("plant", "layers"), [(plant, layers) for layers, plants in IN_A_BLOCK.items() for plant in plants], ids=name_of
+)
 def test_mistake_shows_in_a_block(bed, set_a, plant, layers):
     plant(bed)
     for layer_idx in layers:

@@ -5,8 +5,6 @@ block on a given input can. Not listed, because no check of ours sees it: one ac
 per 128 channels, which changes E4M3 values only where they fall below its smallest normal number.
 """
 
-from __future__ import annotations
-
 import mistakes_of_rounding as rounding
 import pytest
 from planted import CSA, HCA, SWA, Bed, layer_deviations

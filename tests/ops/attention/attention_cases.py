@@ -1,7 +1,5 @@
 """Inputs, plans and comparisons of the attention kernels' tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

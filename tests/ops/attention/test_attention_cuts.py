@@ -1,23 +1,10 @@
 """Sparse attention kernels, however keys are cut among programs: the same bits, and which cut a call takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import (
-    COLUMNS,
-    HCA,
-    RUNS,
-    SHORT_RUN,
-    SPLIT,
-    WHOLE,
-    assert_follows_oracle,
-    case_of,
-    of_tokens,
-    run,
-)
+from attention_cases import COLUMNS, HCA, RUNS, SHORT_RUN, SPLIT, WHOLE, assert_follows_oracle, case_of, of_tokens, run
 
 from dsv4.ops.attention import PLAN, launch
 from dsv4.ops.attention.kernel_attend import BY_COLUMNS, BY_RUN, BY_TILE, RUN

@@ -1,7 +1,5 @@
 """`attention_inputs`: bit for bit the ops it is made of, and nothing else written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,7 +25,7 @@ from dsv4.ops.indexer import turned_queries
 from dsv4.ops.lib.guard import KernelInputError
 from dsv4.ops.norm import rms_norm, rms_norm_ref
 from dsv4.ops.rows import Turn, append_swa, rope, rope_frequencies, rope_ref, window_rows
-from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, poison, strided, wild
+from dsv4.testing.inputs import around, kernel_device, normal, poison, wild
 from dsv4.testing.numeric import assert_bitwise
 
 FREQS = rope_frequencies(64, 10000.0, None).to(kernel_device())
@@ -129,22 +127,6 @@ def test_the_oracle_is_the_chain_of_oracles(appends):
     assert (ring.positions >= 0).sum() == (3 if appends else 0)
 
 
-def test_a_token_does_not_depend_on_the_batch():
-    batch, ring = batch_of(CHUNKS["chunks"]), window(ENTRY, RING)
-    values = projections(9)
-    whole = inputs_of(*values, ring, INDEX_FP4, batch)
-    names = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
-    for order in ([8, 0, 5, 3, 1, 2, 4, 6, 7], [4]):
-        part = torch.tensor(order, device=kernel_device())
-        some = replace(batch, **{name: getattr(batch, name)[part] for name in names})
-        found = inputs_of(*(value[part] for value in values[:3]), values[3], ring, INDEX_FP4, some)
-        assert_same(found, (whole[0][part], whole[1][(part,)], whole[2][part]))
-    padded = batch_of(CHUNKS["chunks"], padding=7)
-    found = inputs_of(*(padded_rows(value, 7) for value in values[:3]), values[3], ring, INDEX_FP4, padded)
-    nine = torch.arange(9, device=kernel_device())
-    assert_same((found[0][:9], found[1][(nine,)], found[2][:9]), whole)
-
-
 @pytest.mark.parametrize("keys", [INDEX_FP4, INDEX_FP8], ids=["fp4", "fp8"])
 def test_a_query_of_nan_stays_alone(keys):
     batch, ring = batch_of([(1, 40, 3)]), window(ENTRY, RING)
@@ -156,27 +138,6 @@ def test_a_query_of_nan_stays_alone(keys):
     for name in (0, 2):
         assert_bitwise(found[name][[0, 2]], expected[name][[0, 2]])
         assert found[name][1].isnan().all()
-
-
-def test_strides():
-    batch, ring = batch_of([(1, 40, 3)]), window(ENTRY, RING)
-    q, kv, index_q, weight = projections(3)
-    expected = inputs_of(q, kv, index_q, weight, ring, INDEX_FP4, batch)
-    for dim in (0, 1, 2):
-        found = inputs_of(
-            strided(q, dim), strided(kv, 0), strided(index_q, dim), strided(weight, 0), ring, INDEX_FP4, batch
-        )
-        assert_same(found, expected)
-
-
-def test_nothing_to_do():
-    ring, none = window(ENTRY, RING), batch_of([])
-    q, rows, index_q = inputs_of(*projections(0), ring, INDEX_FP4, none, appends=True)
-    assert q.shape == (0, 9, 512)
-    assert rows.data.shape == (0, 576)
-    assert index_q.shape == (0, 9, 128)
-    inputs_of(*projections(3), ring, INDEX_FP4, batch_of([], padding=3), appends=True)
-    assert_same_rows(ring.rows, window(ENTRY, RING).rows)
 
 
 def test_what_cannot_be_done_is_said():

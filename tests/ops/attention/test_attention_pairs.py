@@ -2,8 +2,6 @@
 too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_cases import CSA, HCA, RUNS, WHOLE, always, case_of, of_tokens, run

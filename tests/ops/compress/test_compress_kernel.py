@@ -2,8 +2,6 @@
 unwritten pages included, however a sequence is cut into chunks, batched, padded or planned.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -44,7 +42,7 @@ from dsv4.ops.lib.launch import LaunchConfig
 from dsv4.ops.lib.maths import exp_fp32
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rows import rope
-from dsv4.testing.inputs import kernel_device, strided
+from dsv4.testing.inputs import kernel_device
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 
@@ -69,10 +67,6 @@ def fp32_sum(x, dim):
     for term in x.unbind(dim):
         total = total + term
     return total
-
-
-MANY_OF = {CSA: CSA_MANY, HCA: HCA_MANY}
-FEW_OF = {CSA: CSA_FEW, HCA: HCA_FEW}
 
 
 @pytest.fixture
@@ -235,32 +229,6 @@ def test_drafts_that_are_taken_back():
     assert_same_cache(job, expected)
 
 
-@pytest.mark.parametrize("ratio", [CSA, HCA])
-def test_order_and_padding_do_not_matter(ratio):
-    """Requests in another order with padding between them leave the same bytes."""
-    chunks = [(1, ratio - 2, 3), (3, 0, 5), (0, 2 * ratio - 1, 1)]
-    first = batch_of(chunks)
-    job = compressor(SMALL_ENTRY, ratio, num_tokens=first.num_tokens)
-    _fill_tails(job, first)
-    moved = cloned(job)
-    launch_compress(job, first, FEW_OF[ratio])
-    rows = torch.arange(first.num_tokens).split([num for _, _, num in chunks])
-    padding = torch.zeros(3, dtype=torch.int64)
-    order = torch.cat((padding, rows[2], padding, rows[0], rows[1], padding)).to(kernel_device())
-    is_padding = torch.ones(len(order), dtype=torch.bool)
-    is_padding[[3, *range(7, 15)]] = False
-    second = replace(
-        first,
-        token_ids=first.token_ids[order],
-        positions=first.positions[order],
-        slots=first.slots[order].masked_fill(is_padding.to(kernel_device()), -1),
-        chunk_starts=first.chunk_starts[order],
-        chunk_ends=first.chunk_ends[order],
-    )
-    launch_compress(part(moved, order), second, MANY_OF[ratio])
-    assert_same_cache(moved, job)
-
-
 @pytest.mark.parametrize(("fmt", "plan"), [(INDEX_FP4, CSA_FEW), (INDEX_FP8, CSA_MANY)], ids=["few", "many"])
 def test_the_pair_is_two_single_calls(fmt, plan):
     batch = batch_of([(1, 0, 9), (2, 0, 4)], padding=1)
@@ -283,15 +251,13 @@ def test_the_pair_s_oracle_is_two_calls_of_the_oracle():
         assert_same_cache(mine, single)
 
 
-def test_strided_projections_and_plans():
+def test_another_plan():
     batch = batch_of([(0, 0, 9)])
     job = compressor(SMALL_ENTRY, CSA, num_tokens=9)
     expected = cloned(job)
     launch_compress(expected, batch, CSA_FEW)
-    views = replace(job, kv=strided(job.kv, 0), gate=strided(job.gate, 0))
-    assert not views.kv.is_contiguous()
-    launch_compress(views, batch, CompressPlan(LaunchConfig(rows=4, num_warps=4), tail_rows=4))
-    assert_same_cache(views, expected)
+    launch_compress(job, batch, CompressPlan(LaunchConfig(rows=4, num_warps=4), tail_rows=4))
+    assert_same_cache(job, expected)
 
 
 def test_extreme_scores(chain):
@@ -332,15 +298,6 @@ def test_a_nan_spoils_its_own_entries_only():
     entries = [decode_rows(run.pages.rows[torch.full((4,), block), torch.arange(4)]) for run in (job, clean)]
     assert entries[0][[1, 2]].isnan().all()
     assert_bitwise(entries[0][[0, 3]], entries[1][[0, 3]])
-
-
-def test_nothing_to_do():
-    job = compressor(SMALL_ENTRY, CSA, num_tokens=3)
-    before = cloned(job)
-    compress(job.kv[:0], job.gate[:0], job.spec, job.state, job.pages, batch_of([]))
-    compress(job.kv, job.gate, job.spec, job.state, job.pages, batch_of([], padding=3))
-    compress_pair(job, compressor(INDEX_FP4, CSA, num_tokens=3), batch_of([], padding=3))
-    assert_same_cache(job, before)
 
 
 def test_a_missing_block_is_not_written():

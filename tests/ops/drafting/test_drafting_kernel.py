@@ -1,23 +1,13 @@
 """The small kernels of drafting against their oracles, with hostile inputs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 
-from dsv4.ops.drafting import (
-    ACCEPT_ROWS,
-    accept,
-    accept_ref,
-    confidence,
-    confidence_ref,
-    tap_streams,
-    tap_streams_ref,
-)
+from dsv4.ops.drafting import ACCEPT_ROWS, accept, accept_ref, confidence, confidence_ref, tap_streams, tap_streams_ref
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, strided, transposed, wild
+from dsv4.testing.inputs import around, generator, kernel_device, normal, poison, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 # ---- taps ----
@@ -38,15 +28,6 @@ def test_taps_are_the_oracles_bits(rows, width, dtype):
     assert_bitwise(wide[:, width : 2 * width].contiguous(), expected[:, width : 2 * width].contiguous())
 
 
-@pytest.mark.parametrize("view", [lambda x: strided(x, 0), lambda x: strided(x, 1), transposed])
-def test_taps_of_any_strides(view):
-    plain = wild((6, 4, 128), seed=3)
-    out, expected = (torch.empty(6, 128, dtype=plain.dtype, device=plain.device) for _ in range(2))
-    tap_streams(view(plain), out)
-    tap_streams_ref(plain, expected)
-    assert_bitwise(out, expected)
-
-
 def test_a_tap_rounds_once_and_keeps_a_nan_in_its_row():
     streams = torch.tensor([1.0, 2.0**-8, 2.0**-8, 2.0**-8], device=kernel_device()).to(torch.bfloat16)
     streams = streams.view(1, 4, 1).repeat(3, 1, 8)
@@ -56,7 +37,6 @@ def test_a_tap_rounds_once_and_keeps_a_nan_in_its_row():
     assert out[0].unique().item() == torch.tensor((1 + 3 * 2.0**-8) / 4).to(torch.bfloat16).item()
     assert out[1].isnan().nonzero().flatten().tolist() == [5]
     assert_bitwise(out[2], out[0])
-    tap_streams(streams[:0], out[:0])
 
 
 def test_taps_that_do_not_fit():
@@ -73,7 +53,7 @@ def test_taps_that_do_not_fit():
 def test_confidence_follows_the_oracle(rows, width, rank):
     hidden, embedded = normal((rows, width), seed=rows), normal((rows, rank), seed=1)
     weight = (normal((1, width + rank), torch.float32, seed=2) * width**-0.5).to(torch.bfloat16)
-    found = confidence(strided(hidden, 0), transposed(embedded), weight)
+    found = confidence(hidden, embedded, weight)
     assert ((found > 0) & (found < 1)).all()
 
     def oracle(dtype):
@@ -82,7 +62,6 @@ def test_confidence_follows_the_oracle(rows, width, rank):
     # one value a row, a sum of up to 7,680 products in another order: measured 3.1e-7 of it on an H200
     assert_close_to_oracle(found.unsqueeze(-1), lambda dtype: oracle(dtype).unsqueeze(-1), step=2.0**-22)
     assert_bitwise(confidence(hidden[rows - 1 :], embedded[rows - 1 :], weight), found[rows - 1 :], "alone")
-    assert confidence(hidden[:0], embedded[:0], weight).shape == (0,)
 
 
 def test_confidence_of_far_scores_and_of_nan():
@@ -134,14 +113,13 @@ def test_every_case_of_few_drafts(most):
     assert_accepts(drafts, torch.tensor([case[1] for case in cases]), drawn, torch.arange(len(cases)))
 
 
-@pytest.mark.parametrize("num_requests", [0, *around(ACCEPT_ROWS)])
+@pytest.mark.parametrize("num_requests", around(ACCEPT_ROWS))
 def test_rows_around_the_tile(num_requests):
     source = generator(num_requests)
     drafts, drawn = (torch.randint(0, 2, (num_requests, n), generator=source) for n in (5, 6))
     num_drafts = torch.randint(-1, 6, (num_requests,), generator=source)
     positions = torch.randint(0, 1 << 20, (num_requests,), generator=source)
     assert_accepts(drafts, num_drafts, drawn, positions)
-    assert_accepts(strided(drafts.to(kernel_device()), 0), num_drafts, transposed(drawn), positions)
 
 
 def test_a_poisoned_draw_ends_the_run_and_is_handed_on():

@@ -1,7 +1,5 @@
 """Forms of kernels for architectures that lack something, run in the interpreter: the same codes, the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which assembler Triton uses, as the environment and the architecture choose it."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsv4.ops.lib.assembler import assembler_of, ptxas_version

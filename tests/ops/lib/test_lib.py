@@ -1,7 +1,5 @@
 """Number formats and launch checks inside kernels, against dsv4.formats and torch, bit for bit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 state. And the order of orderable bits is the values'.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.ops.lib.guard import jit, tl

@@ -2,13 +2,12 @@
 interpreter too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
+from weight_cases import fp8_weight
 
-from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
-from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
+from dsv4.formats.fp8 import fp8_quantize
+from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation
 from dsv4.ops.lib.arch import architecture
 from dsv4.ops.linear import LinearBundle, launch_linears, launch_wide, linear, linears
 from dsv4.ops.linear.plan import MANY_ROWS, WIDE, WideConfig
@@ -25,12 +24,6 @@ BUNDLES = {
     "bf16": ((), (8200, 8), 1024),
     "one step": ((8,), (8,), 128),
 }
-
-
-def fp8_weight(num_rows, width, fp32_scale=False, seed=0):
-    weight = normal((num_rows, width), FP32, seed)
-    weight[: num_rows // 2] *= 17.0  # scales that differ
-    return QuantTensor(*fp8_block_quantize(weight, (128, 128), fp32_scale), QuantFormat.FP8_BLOCK)
 
 
 def bundle_of(name, fp32_scale=False):

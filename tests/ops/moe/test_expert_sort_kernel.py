@@ -1,7 +1,5 @@
 """`expert_sort`: the oracle against a naive version, the kernel against the oracle, integer for integer."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

@@ -1,14 +1,13 @@
 """The MoE kernels: weights decoded bit for bit, sublayers against the oracle, rows independent of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from weight_cases import fp8, mxfp4, nvfp4
 
-from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize, pack_nibbles
-from dsv4.formats.fp8 import fp8_block_quantize, fp8_fake_quantize
+from dsv4.formats.fp4 import pack_nibbles
+from dsv4.formats.fp8 import fp8_fake_quantize
 from dsv4.formats.layouts import shuffle
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import arrival_counters
@@ -44,19 +43,6 @@ NARROW = MoeConfig(Form.NARROW, 8, 8, ONE, ONE)
 WIDE = MoeConfig(Form.WIDE, 32, 32, ONE, ONE)
 # two sub-tiles of rows, the shared expert's hidden rounded by its writer
 ROUNDED = MoeConfig(Form.NARROW, 16, 32, ONE, ONE, rounds_shared=True)
-
-
-def nvfp4(weight):
-    data, scale, given = zip(*(nvfp4_quantize(matrix) for matrix in weight), strict=True)
-    return QuantTensor(torch.stack(data), torch.stack(scale), QuantFormat.NVFP4, torch.stack(given))
-
-
-def mxfp4(weight):
-    return QuantTensor(*mxfp4_quantize(weight), QuantFormat.MXFP4)
-
-
-def fp8(weight):
-    return QuantTensor(*fp8_block_quantize(weight, (128, 128)), QuantFormat.FP8_BLOCK)
 
 
 def experts_of(make, num_experts=EXPERTS, dim=DIM, width=WIDTH, seed=0):
@@ -178,7 +164,7 @@ def test_operand_order_has_both_pairs_of_one_mma_then_those_of_the_next():
     assert columns_in_order(2) == [col for pair in pairs for col in (pair, pair + 1)]
 
 
-@pytest.mark.parametrize("make", [nvfp4, mxfp4])
+@pytest.mark.parametrize("make", [nvfp4, mxfp4], ids=["nvfp4", "mxfp4"])
 def test_every_column_meets_its_weight(make):
     """Row n of the weight is 2^(n % 3) at column n alone, in the wide form."""
     values = 2.0 ** (torch.arange(256) % 3)
@@ -349,12 +335,6 @@ def test_strided_inputs_and_int32_experts():
     assert_bitwise(found, expected)
 
 
-def test_no_tokens():
-    x, experts, weights = inputs(3)
-    assert moe(x[:0], experts[:0], weights[:0], *READY["nvfp4"], limit=LIMIT).shape == (0, DIM)
-    assert launch_moe(x[:0], experts[:0], weights[:0], *READY["nvfp4"], LIMIT, WIDE).shape == (0, DIM)
-
-
 def test_the_limit_is_used():
     given = inputs(2, seed=9)
     x, experts, weights = given
@@ -397,7 +377,7 @@ def test_rejects():
 # ---- one linear ----
 
 
-@pytest.mark.parametrize("make", [nvfp4, mxfp4])
+@pytest.mark.parametrize("make", [nvfp4, mxfp4], ids=["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(("rows", "out_dtype"), [(1, None), (17, torch.float32)])
 def test_linear(make, rows, out_dtype):
     weight = make(normal((1, 96, 256), torch.float32, seed=1).cpu())[0].to(kernel_device())
@@ -456,7 +436,7 @@ def test_real_sizes(name, dim, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [nvfp4, mxfp4])
+@pytest.mark.parametrize("make", [nvfp4, mxfp4], ids=["nvfp4", "mxfp4"])
 def test_linear_of_many_rows(make):
     weight = shuffle(make(normal((1, 4096, 2048), torch.float32, seed=1))[0])
     x = normal((600, 2048), seed=2)

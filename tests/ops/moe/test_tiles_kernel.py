@@ -2,8 +2,6 @@
 bits, which are those of kernel_wide.py (`test_real_sizes` in test_moe_kernel.py compares them with few tokens too).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

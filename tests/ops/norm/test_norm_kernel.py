@@ -2,15 +2,13 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.ops.lib.guard import KernelInputError
-from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_quant_ref, rms_norm_ref
-from dsv4.testing.inputs import around, kernel_device, normal, padded_rows, strided, transposed, wild
+from dsv4.ops.norm import rms_norm, rms_norm_quant, rms_norm_ref
+from dsv4.testing.inputs import around, kernel_device, normal, strided, wild
 from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 
 EPS = 1e-6
@@ -43,16 +41,6 @@ def test_leading_dimensions_are_rows():
     assert rms_norm(x[:0], None, EPS).shape == (0, 3, 4, 64)
 
 
-@pytest.mark.parametrize("view", [lambda x: strided(x, 0), lambda x: strided(x, 1), transposed])
-def test_strides(view):
-    plain = wild((9, 512), seed=4)
-    x = view(plain)
-    assert not x.is_contiguous()
-    out = rms_norm(x, None, EPS)
-    assert out.is_contiguous()
-    assert_follows_oracle(out, plain, None)
-
-
 def test_a_strided_weight_and_heads():
     plain, weight = wild((4, 6, 128), seed=5), normal((128,), seed=6)
     assert_follows_oracle(rms_norm(strided(plain, 1), strided(weight, 0), EPS), plain, weight)
@@ -72,20 +60,6 @@ def test_an_infinity_gives_nan_there_and_zero_elsewhere_as_the_oracle():
     x = normal((3, 512), seed=8)
     x[1, 5] = float("inf")
     assert_bitwise(rms_norm(x, None, EPS)[1], rms_norm_ref(x, None, EPS)[1])
-
-
-@pytest.mark.parametrize("width", [512, 7168])
-def test_a_row_does_not_depend_on_the_batch(width):
-    x, weight = wild((11, width), seed=9), normal((width,), seed=10)
-    whole, whole_quant = rms_norm_quant(x, weight, EPS, True)
-    order = torch.randperm(11).to(x.device)
-    assert_bitwise(rms_norm(x[order], weight, EPS), whole[order])
-    assert_bitwise(rms_norm(padded_rows(x, 6), weight, EPS)[:11], whole)
-    for row in (0, 7, 10):
-        single, quant = rms_norm_quant(x[row : row + 1], weight, EPS, True)
-        assert_bitwise(single[0], whole[row])
-        assert_bitwise(quant.codes[0], whole_quant.codes[row])
-        assert_bitwise(quant.scale[0], whole_quant.scale[row])
 
 
 @pytest.mark.parametrize("width", [256, 512, 1536, 4096, 7168])
@@ -109,14 +83,6 @@ def test_codes_alone_are_the_same_codes():
     assert_bitwise(alone.codes, both.codes)
     assert_bitwise(alone.scale, both.scale)
     assert alone.scale.shape == (3, 2, 8)
-
-
-def test_quantised_shapes_and_dtypes_are_the_oracle_s():
-    x = wild((3, 256), seed=14)
-    for mine, theirs in zip(rms_norm_quant(x, None, EPS, True), rms_norm_quant_ref(x, None, EPS, True), strict=True):
-        mine, theirs = ([v] if isinstance(v, torch.Tensor) else [v.codes, v.scale] for v in (mine, theirs))
-        for ours, oracle in zip(mine, theirs, strict=True):
-            assert (ours.shape, ours.dtype) == (oracle.shape, oracle.dtype)
 
 
 def test_a_nan_reaches_the_codes_of_its_row():

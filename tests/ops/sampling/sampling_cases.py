@@ -1,7 +1,5 @@
 """Rows and slots for the tests of sampling: settings as dicts, what a row leaves out is off."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Sampling: filters and penalties against a naive row-by-row version, the noise, and independence of the batch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

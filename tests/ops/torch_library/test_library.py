@@ -1,17 +1,15 @@
 """`torch.ops.dsv4.*`: every kernel is there, `opcheck` accepts it, results are the launcher's, and it compiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from cache_cases import CSA, EPS, HCA, INDEX_FP4, NUM_BLOCKS, SMALL_ENTRY, batch_of, compressor, window
+from weight_cases import quantised
 
 import dsv4.ops.torch_library as library
 from dsv4.cache.handle import PagedView, WindowView
-from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
-from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
+from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.layouts import shuffle
 from dsv4.formats.row_store import RowStore, encode_rows
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation, QuantFormat, QuantTensor
@@ -90,20 +88,7 @@ def compress_pair_arguments():
 
 def weight_of(form, shape, seed=0):
     """A weight [N, K] or a stack of them."""
-    weight = normal(shape, FP32, seed).cpu() * 0.2
-    if form == "bf16":
-        return weight.to(BF16).to(kernel_device())
-    if form == "fp8":
-        quant = QuantTensor(*fp8_block_quantize(weight, (128, 128)), QuantFormat.FP8_BLOCK)
-    elif form == "mxfp4":
-        quant = QuantTensor(*mxfp4_quantize(weight), QuantFormat.MXFP4)
-    elif len(shape) == 2:
-        quant = QuantTensor(*nvfp4_quantize(weight)[:2], QuantFormat.NVFP4, nvfp4_quantize(weight)[2])
-    else:
-        parts = zip(*(nvfp4_quantize(matrix) for matrix in weight), strict=True)
-        data, scale, given = (torch.stack(part) for part in parts)
-        quant = QuantTensor(data, scale, QuantFormat.NVFP4, given)
-    return quant.to(kernel_device())
+    return quantised(form, normal(shape, FP32, seed).cpu() * 0.2).to(kernel_device())
 
 
 def codes_of(x):
@@ -415,18 +400,3 @@ def test_an_attention_and_an_moe_layer_compile_whole():
     arguments = attention[0], *experts[:3]
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     assert_all_bitwise(compiled(*arguments), layer(*arguments))
-
-
-def test_compiles_whole():
-    """Two ops and torch code between them, without a graph break."""
-    gate, token_ids, table = normal((16, 128)), integers(9, (4,)), integers(16, (9, 3))
-
-    def layer(x):
-        normed = torch.ops.dsv4.rms_norm(x, None, EPS)
-        experts, weights = torch.ops.dsv4.route(normed + 1, gate, None, table, token_ids, 3, 1.5)
-        return experts, weights * 2
-
-    x = normal((4, 128))
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for left, right in zip(compiled(x), layer(x), strict=True):
-        assert_bitwise(left, right)

@@ -12,10 +12,10 @@ import pytest
 from dsv4.cache.schema import blocks_for_tokens
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.tools.auto.budget import MOST_BLOCKS, Budget, WeightBytes
 from dsv4.tools.auto.choose import CHUNK_SPEEDS, MOST_REQUESTS, choose
 from dsv4.tools.auto.machine import Accelerator, Machine
 from dsv4.tools.auto.settings import DoesNotFit, Wishes, table
+from dsv4.tools.plan.budget import MOST_BLOCKS, Budget, WeightBytes
 from dsv4.tools.plan.plan import plan
 from dsv4.tools.plan.sizes import count_weights
 
@@ -27,10 +27,7 @@ RECORDS = Path(__file__).parents[3] / "benchmarks/results/nvidia-h200-model.json
 
 
 def weights(config, with_draft=True):
-    sizes = count_weights(config, "mxfp4", with_draft=with_draft)
-    routed = sizes.routed_expert_bytes
-    num_blocks = config.num_hidden_layers + (config.num_draft_layers if with_draft else 0)
-    return WeightBytes(sizes.total_bytes - routed, routed, num_blocks, with_draft)
+    return WeightBytes.counted(count_weights(config, with_draft=with_draft), config, with_draft=with_draft)
 
 
 def machine(*gpus, host=400):
@@ -60,8 +57,7 @@ def test_flash_on_several_gpus(count):
     # the parts are those of `dsv4 plan`, for the cache that was chosen
     planned = plan(FLASH, limits, gpus=count).budget
     assert found.planned == {
-        "weights": planned.weights, "cache": planned.cache, "total": planned.total,
-        "reserve": planned.workspace + planned.graphs + planned.context + planned.exchange,
+        "weights": planned.weights, "cache": planned.cache, "total": planned.total, "reserve": planned.reserve,
     }  # fmt: skip
     # a snapshot for each interval of a long prompt
     schema = budget.schema(limits)

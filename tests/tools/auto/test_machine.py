@@ -14,7 +14,7 @@ from rich.console import Console
 from dsv4.cli.main import main
 from dsv4.cli.serve import command as command_module
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.engine.walk import storages_of
+from dsv4.formats.trees import storages_of
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.llm import LLM
 from dsv4.loader.files import find_tensors
@@ -22,10 +22,10 @@ from dsv4.loader.write.synth import write_checkpoint
 from dsv4.tools import model_loading
 from dsv4.tools.auto import machine as machine_module
 from dsv4.tools.auto import nvml
-from dsv4.tools.auto.budget import WeightBytes
 from dsv4.tools.auto.choose import choose
 from dsv4.tools.auto.machine import Accelerator, Machine, read_machine
 from dsv4.tools.auto.settings import Wishes
+from dsv4.tools.plan.budget import WeightBytes
 
 GIB = 2**30
 # two GPUs, the first of them used; `FAILS` is the status of the start
@@ -129,7 +129,7 @@ def test_what_is_loaded_is_what_was_planned(folder):
     assert found.planned["total"] <= 0.92 * gpu.total_bytes < found.planned["total"] + 2**20
     llm = LLM(folder, engine=found.limits, drafts=found.drafts)
     cache = sum(pool.nbytes for pool in llm.cache._pools()) + llm.cache.schema.table_bytes
-    held = sum(one.nbytes() for one in storages_of(llm.model.params))
+    held = sum(one.nbytes() for one in storages_of(llm.model.weights))
     assert abs(cache - found.planned["cache"]) <= 0.01 * found.planned["cache"]
     assert abs(held - found.planned["weights"]) <= 0.01 * found.planned["weights"]
 

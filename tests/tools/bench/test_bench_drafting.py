@@ -12,7 +12,8 @@ from dsv4.cli.bench import bench_app
 from dsv4.config import ConfigError
 from dsv4.loader.shipped import DSPARK_TWIN, shipped_checkpoint
 from dsv4.tools.bench import drafting as bench_drafting
-from dsv4.tools.bench.drafting import DraftLoad, DraftsDiffer, acceptance, measure_drafts
+from dsv4.tools.bench.drafting import DraftLoad, DraftsDiffer, measure_drafts
+from dsv4.tools.bench.report import acceptance
 
 LOAD = DraftLoad(counts=(2, "off"), temperatures=(0.0, 1.0), prompts=3, prompt_tokens=4, output_tokens=4, concurrency=2)
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import random
 import statistics
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -23,9 +23,9 @@ from dsv4.loader.write.synth import random_params
 from dsv4.tools.bench import client_process
 from dsv4.tools.bench.client_process import Answer, Connection, Events, prompt_text
 from dsv4.tools.bench.engine_target import EngineTarget
-from dsv4.tools.bench.load import KINDS, SHAPES, Lengths, Load, Observed, Timeline
 from dsv4.tools.bench.serve import beside, measure_load, spread
 from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.bench.workload import KINDS, SHAPES, Load, Observed, Timeline
 
 CONFIG = ModelConfig.tiny(num_hidden_layers=1, compress_ratios=(0, 0), vocab_size=1000)
 
@@ -55,9 +55,6 @@ def test_shapes():
     assert max(prompts) <= 1024
     assert statistics.median(prompts) == pytest.approx(SHAPES["sharegpt"].prompt.median, rel=0.1)
     assert statistics.mean(outputs) > 1.2 * statistics.median(outputs)  # a long tail
-
-
-def test_the_context_holds_the_longest_request():
     load = Load.of("fixed", 100, 10, 0.5, requests=50)
     assert load.max_context == max(map(sum, load.sizes()))
     assert Load.of("fixed", intruder=5000).max_context > 5000
@@ -279,60 +276,46 @@ def test_other_ends_of_an_answer():
 # ---- any server ----
 
 
-class FakeServer:
+class FakeServer(ThreadingHTTPServer):
     """Three tokens to every request, in chunks; `plan(number)` may say otherwise: "refuse", "cut" or "close"."""
 
     def __init__(self, plan=lambda number: ""):
-        self.asked, self.keys, self.num_connections = [], [], 0
-        self._plan, self._ready = plan, threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-        self._ready.wait(10)
+        super().__init__(("127.0.0.1", 0), FakeAnswers)
+        self.asked, self.keys, self.num_connections, self.plan = [], [], 0, plan
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    async def _serve(self):
-        server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        self._ready.set()
-        async with server:
-            await self._stopped.wait()
 
-    def stop(self):
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(10)
+class FakeAnswers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-    async def _talk(self, reader, writer):
-        self.num_connections += 1
-        try:
-            while await self._answer(reader, writer):
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    def setup(self):
+        super().setup()
+        self.server.num_connections += 1
 
-    async def _answer(self, reader, writer):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-        body = json.loads(await reader.readexactly(int(fields.get("content-length", 0))) or "{}")
+    def log_message(self, *arguments):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
         if not body.get("stream"):
             num_words = len(body["messages"][0]["content"].split()) if "messages" in body else 0
             usage = {"prompt_tokens": 5 + 2 * num_words}  # two tokens a word, and five around them
             answer = json.dumps({"data": [{"id": "theirs"}], "usage": usage}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
-            return True
-        self.asked.append(body)
-        self.keys.append(fields.get("authorization"))
-        how = self._plan(len(self.asked))
-        if how == "refuse":
-            writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy")
-            return True
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
+            return
+        self.server.asked.append(body)
+        self.server.keys.append(self.headers.get("authorization"))
+        how = self.server.plan(len(self.server.asked))
         parts = [event(ROLE), *[event(CHAT)] * 3, event(LAST), event(USAGE), b"data: [DONE]\n\n"]
-        if how == "cut":
-            writer.write(HEAD + chunked(*parts[:2])[:-5])
-            return False
-        writer.write(HEAD + chunked(*parts))
-        return how != "close"
+        answers = {
+            "refuse": b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy",
+            "cut": HEAD + chunked(*parts[:2])[:-5],
+        }
+        self.wfile.write(answers.get(how, HEAD + chunked(*parts)))
+        self.close_connection = how in ("cut", "close")
+
+    do_GET = do_POST
 
 
 @pytest.fixture
@@ -345,7 +328,8 @@ def serve():
 
     yield start
     for server in running:
-        server.stop()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
@@ -356,7 +340,7 @@ def test_any_server(serve, kind):
     assert [len(one.tokens) for one in seen.timelines] == [3] * 7
     assert (report.failed, report.output_tokens, report.prompt_tokens, sum(done)) == (0, 21, 77, 7)
     assert report.clients["processes"] == 2
-    assert set(server.keys) == {"bearer secret"}
+    assert set(server.keys) == {"Bearer secret"}
     assert {(body["model"], body["max_tokens"], body["ignore_eos"]) for body in server.asked} == {("theirs", 3, True)}
     by_place = {body["seed"]: body for body in server.asked}
     assert sorted(by_place) == list(range(7))
@@ -364,12 +348,6 @@ def test_any_server(serve, kind):
         assert by_place[3]["messages"][0]["content"] == prompt_text(0, 3, 10)
     else:
         assert [by_place[place]["prompt"] for place in range(7)] == load.prompts()
-
-
-def test_one_stream_is_one_client(serve):
-    """However many processes there may be: each would have a request under way."""
-    report, _ = measure_load(UrlTarget(serve().url, "m", processes=3), Load(requests=6, streams=1))
-    assert report.clients["processes"] == 1
 
 
 def test_connections_are_kept_and_replaced(serve):
@@ -383,9 +361,13 @@ def test_connections_are_kept_and_replaced(serve):
 
 def test_failures_are_counted_by_what_they_say(serve):
     server = serve(lambda number: {2: "refuse", 3: "cut"}.get(number, ""))
-    report, _ = measure_load(UrlTarget(server.url, "m", processes=1), Load(requests=6, streams=1))
+    report, _ = measure_load(UrlTarget(server.url, "m", processes=3), Load(requests=6, streams=1))
+    assert report.clients["processes"] == 1, "each would have a request under way"
     assert report.errors == {"status 503: busy": 1, "cut off": 1}
     assert (report.failed, report.output_tokens) == (2, 12)
+    refusing = serve(lambda number: "refuse")
+    ran = CliRunner().invoke(app, ["bench", "serve", refusing.url, "--requests", "2", "--streams", "2"])
+    assert (ran.exit_code, "2 x status 503: busy" in ran.output) == (1, True)
 
 
 def test_open_loop_and_intruder(serve):
@@ -443,23 +425,10 @@ def test_the_miniature_server():
 # ---- the command ----
 
 
-def test_the_command(serve, tmp_path):
+def test_the_command(serve):
     server = serve()
-    arguments = [
-        "bench",
-        "serve",
-        server.url,
-        "--requests",
-        "3",
-        "--streams",
-        "2",
-        "--output",
-        "3",
-        "--api",
-        "chat",
-        "--extra",
-        '{"top_k": 5}',
-    ]
+    arguments = f"bench serve {server.url} --requests 3 --streams 2 --output 3 --api chat".split()
+    arguments += ["--extra", '{"top_k": 5}']
     shown = CliRunner().invoke(app, [*arguments, "--intruder", "50", "--intruder-seconds", "0"])
     assert shown.exit_code == 0, shown.output
     for words in ("first token", "tokens/s out", "beside the intruder", "the intruder's first token came after"):
@@ -467,13 +436,6 @@ def test_the_command(serve, tmp_path):
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert (found["kind"], found["failed"], found["load"]["requests"]) == ("serve", 0, 3)
     assert {body["top_k"] for body in server.asked} == {5}
-
-
-def test_failures_end_with_status_1(serve):
-    server = serve(lambda number: "refuse")
-    ran = CliRunner().invoke(app, ["bench", "serve", server.url, "--requests", "2", "--streams", "2"])
-    assert ran.exit_code == 1
-    assert "2 x status 503: busy" in ran.output
 
 
 def test_a_picture_of_the_waits(serve, tmp_path, monkeypatch):
@@ -507,10 +469,3 @@ def test_mistakes_on_the_command_line(arguments, message):
     ran = CliRunner().invoke(app, ["bench", "serve", *arguments])
     assert isinstance(ran.exception, ConfigError)
     assert message in str(ran.exception)
-
-
-def test_lengths_of_a_log_normal_stay_within_their_limits():
-    lengths = Lengths(50, sigma=2.0, least=10, most=60)
-    drawn = [lengths.draw(random.Random(seed)) for seed in range(300)]
-    assert min(drawn) >= 10
-    assert max(drawn) <= 60

@@ -71,8 +71,8 @@ def test_shipped_drafters_change_nothing_and_are_right_more_often_than_not(plain
 def test_the_dspark_twin_is_the_same_model():
     base, twin = (LLM(name, engine=LIMITS) for name in ("flash-mini", DSPARK_TWIN))
     assert replace(twin.config, dspark=None, compress_ratios=base.config.compress_ratios) == base.config
-    assert twin.model.params.mtp == []
-    assert twin.config.num_draft_layers == len(twin.model.params.dspark.blocks) == 2
+    assert twin.model.weights.mtp == []
+    assert twin.config.num_draft_layers == len(twin.model.weights.dspark.blocks) == 2
     held, others = ({info.file for info in llm.checkpoint.tensors.values()} for llm in (base, twin))
     assert {file.resolve() for file in held} < {file.resolve() for file in others}
 
@@ -91,7 +91,7 @@ def test_the_default_model_is_flash_mini():
 def test_its_cache_holds_the_planned_bytes():
     """The MTP block is loaded, but no draft is asked for: its rings are neither planned nor held."""
     llm = LLM(engine=LIMITS)
-    assert llm.model.params.mtp
+    assert llm.model.weights.mtp
     assert llm.cache.memory_bytes() == plan(llm.config, LIMITS).schema.total_bytes
 
 
@@ -148,7 +148,7 @@ def test_greedy_text_of_another_model_is_refused():
     """The rule is not so wide that a model whose routed experts weigh a third less passes for flash-mini."""
     llm = LLM(engine=LIMITS)
     lighter = LLM.from_params(
-        replace(llm.config, routed_scaling_factor=1.0), llm.model.params, numerics=llm.numerics,
+        replace(llm.config, routed_scaling_factor=1.0), llm.model.weights, numerics=llm.numerics,
         dtype=llm.model.context.dtype, engine=LIMITS, tokenizer=llm.tokenizer,
     )  # fmt: skip
     with pytest.raises(AssertionError, match="lacks"):
@@ -202,7 +202,7 @@ def test_an_engine_that_keeps_only_the_newest_hca_entry_loses_the_refrain(exact)
 
     prompts = needle.shipped_refrains(2, 768, COPIES, min_distance=320)
     mistaken = LLM.from_params(
-        exact.config, exact.model.params, numerics="exact", dtype=exact.model.context.dtype, engine=exact.cache.limits,
+        exact.config, exact.model.weights, numerics="exact", dtype=exact.model.context.dtype, engine=exact.cache.limits,
         tokenizer=exact.tokenizer, backend=exact.model.context.backend.with_ops(sparse_attention=newest_only),
     )  # fmt: skip
     assert needle.accuracy(needle.hide_entries(exact, (AttentionKind.CSA,)), prompts) == 1.0

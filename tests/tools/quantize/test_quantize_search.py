@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dsv4.formats.fp4 import mxfp4_quantize, nvfp4_quantize
+from dsv4.formats.fp4_search import cast_to_nvfp4, nvfp4_global_scale, quantize_mxfp4, quantize_nvfp4
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.tools.quantize import search
-from dsv4.tools.quantize.search import cast_to_nvfp4, nvfp4_global_scale, quantize_mxfp4, quantize_nvfp4
 
 
 def hostile(seed=0):

@@ -6,9 +6,9 @@ import logging
 import os
 import stat
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from dsv4.config import ConfigError
 from dsv4.request import SamplingParams

@@ -58,50 +58,51 @@ def test_sound_kernels_are_green():
 # ---- planted mistakes ----
 
 
-def test_rows_in_another_order_are_red():
-    def rolled(x, weight, eps):
-        return TRITON.ops.rms_norm(x, weight, eps).roll(1, 0)
-
-    report = run("rms_norm", "accept", rms_norm=rolled)
-    assert ("oracle", "rms_norm") in failed(report)
-    assert report.ops_with(Status.FAILED) == ["rms_norm"]
+def rolled(x, weight, eps):
+    """Rows in another order."""
+    return TRITON.ops.rms_norm(x, weight, eps).roll(1, 0)
 
 
-def test_one_wrong_scale_is_red():
-    def doubled(x, weight, eps, keep_plain):
-        plain, codes = TRITON.ops.rms_norm_quant(x, weight, eps, keep_plain)
-        scale = codes.scale.clone()
-        scale[-1, -1] += 1  # of one group of 128
-        return plain, QuantActivation(codes.codes, scale)
-
-    assert ("oracle", "rms_norm_quant") in failed(run("rms_norm_quant", rms_norm_quant=doubled))
+def doubled(x, weight, eps, keep_plain):
+    """One wrong scale, of one group of 128."""
+    plain, codes = TRITON.ops.rms_norm_quant(x, weight, eps, keep_plain)
+    scale = codes.scale.clone()
+    scale[-1, -1] += 1
+    return plain, QuantActivation(codes.codes, scale)
 
 
-def test_a_last_bit_that_depends_on_the_batch_is_red():
-    """Nearer to the oracle than the oracle's own rounding: only rows alone can show it."""
-
-    def nudged(x, weight, eps):
-        out = TRITON.ops.rms_norm(x, weight, eps)
-        if x.shape[0] > 2:
-            out.view(torch.int16)[0, 0] += 1
-        return out
-
-    assert failed(run("rms_norm", rms_norm=nudged)) == {("batch", "rms_norm")}
+def nudged(x, weight, eps):
+    """A last bit that depends on the batch. It is nearer to the oracle than the oracle's own rounding: only rows alone
+    can show it."""
+    out = TRITON.ops.rms_norm(x, weight, eps)
+    if x.shape[0] > 2:
+        out.view(torch.int16)[0, 0] += 1
+    return out
 
 
-def test_a_row_written_to_another_slot_is_red():
-    def astray(rows, window, batch):
-        return TRITON.ops.append_swa(rows, window, replace(batch, slots=batch.slots.roll(1)))
-
-    assert ("oracle", "append_swa") in failed(run("append_swa", append_swa=astray))
+def astray(rows, window, batch):
+    """A row written to another slot."""
+    return TRITON.ops.append_swa(rows, window, replace(batch, slots=batch.slots.roll(1)))
 
 
-def test_a_result_that_is_no_number_is_red():
-    def poisoned(hidden, embedded, weight):
-        out = TRITON.ops.confidence(hidden, embedded, weight)
-        return out.masked_fill(torch.arange(len(out), device=out.device) == 1, float("nan"))
+def poisoned(hidden, embedded, weight):
+    """A result that is no number."""
+    out = TRITON.ops.confidence(hidden, embedded, weight)
+    return out.masked_fill(torch.arange(len(out), device=out.device) == 1, float("nan"))
 
-    assert ("oracle", "confidence") in failed(run("confidence", confidence=poisoned))
+
+@pytest.mark.parametrize(
+    ("op", "mistake", "part"),
+    [
+        ("rms_norm", rolled, "oracle"), ("rms_norm_quant", doubled, "oracle"), ("append_swa", astray, "oracle"),
+        ("confidence", poisoned, "oracle"), ("rms_norm", nudged, "batch"),
+    ],
+)  # fmt: skip
+def test_a_planted_mistake_is_red(op, mistake, part):
+    report = run(op, "accept", **{op: mistake})
+    assert (part, op) in failed(report)
+    assert part == "oracle" or failed(report) == {(part, op)}
+    assert report.ops_with(Status.FAILED) == [op]
 
 
 def test_a_kernel_that_raises_is_red_and_the_others_go_on():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
@@ -53,7 +53,7 @@ class ChatAssembler:
         """Nothing: the role comes with a choice's first token, so that the first chunk is the first token."""
         return ""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """What becomes certain with this token; often nothing inside a tag."""
         state = self._states[event.choice]
         if self._keeps_logprobs and event.logprobs is not None:
@@ -82,7 +82,7 @@ class ChatAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """Another event of an answer that is sent whole."""
         self._states[event.choice].reader.take(event)
 

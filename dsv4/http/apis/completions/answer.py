@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import new_id, usage_of
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.logprobs import finite
@@ -73,7 +73,7 @@ class TextAssembler:
     def opening(self) -> str:
         return ""
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """A chunk where text became certain or the choice ended; with the first, what is said about the prompt."""
         state, text = self._states[event.choice], event.text
         if event.token_id is not None:
@@ -110,7 +110,7 @@ class TextAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """Another event of an answer that is sent whole."""
         self._states[event.choice].num_tokens += event.token_id is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.messages.request import MessagesRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
@@ -37,7 +37,7 @@ class MessagesAssembler:
     def opening(self) -> str:
         return named_event({"type": "message_start", "message": self._answer()})
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """What becomes certain with this token; often nothing inside a tag."""
         events = "".join([self._read(one) for one in self._reader.take(event)])
         return events if self._reader.finish is None else events + self._close()
@@ -51,7 +51,7 @@ class MessagesAssembler:
     def failure(self, error: ApiError) -> str:
         return named_event(error.body)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """Another event of an answer that is sent whole."""
         self.take(event)
 

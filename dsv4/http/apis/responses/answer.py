@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest, model_name
@@ -49,7 +49,7 @@ class ResponsesAssembler:
         created = self._of_answer("response.created", "in_progress")
         return created + self._of_answer("response.in_progress", "in_progress")
 
-    def take(self, event: TokenEvent | EndEvent) -> str:
+    def take(self, event: TokenEvent) -> str:
         """What becomes certain with this token; often nothing inside a tag."""
         if event.logprobs is not None and self._job.shows_logprobs:
             self._num_scored += 1
@@ -68,7 +68,7 @@ class ResponsesAssembler:
         self._open = None
         return self._of_answer("response.failed", "failed", {"code": "server_error", "message": error.message})
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
+    def keep(self, event: TokenEvent) -> None:
         """Another event of an answer that is sent whole."""
         self.take(event)
 

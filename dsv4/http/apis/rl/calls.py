@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsv4.engine.link.messages import ControlFailed
 from dsv4.errors import CheckpointError, WeightsIncomplete
@@ -14,9 +16,12 @@ from dsv4.http.apis.fields import Strict
 from dsv4.http.engine_connection import EngineConnection
 from dsv4.http.errors import ApiError
 from dsv4.http.settings import ServerConfig
+from dsv4.loader.files import INDEX_FILE, weight_files
 from dsv4.request import RequestError
 
 PauseMode = Literal["abort", "wait", "keep"]
+Seconds = Annotated[int, Field(ge=1, le=3600)]
+_BESIDE = (INDEX_FILE, "config.json", "tokenizer.json")  # what is read besides weights
 
 
 class Nothing(Strict):
@@ -80,12 +85,51 @@ class Controls:
             await self.control("resume")
         return found
 
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """Pause and sleep; waking goes on with what was not paused before."""
+        info = await self.info()
+        if not info["is_sleeping"]:
+            await self.control("pause", mode=mode)
+        await self.control("sleep", level=level, resumes=not info["is_paused"])
+
     def folder(self, path: str, field: str) -> str:
-        """The folder, if weights may be read from there."""
+        """The folder, if weights may be read from there: it, and every file that it names."""
         folder = Path(path).resolve()
         roots = [Path(root).resolve() for root in self.config.rl_roots]
-        if not any(folder.is_relative_to(root) for root in roots):
-            allowed = ", ".join(map(str, roots)) or "none"
-            message = f"{field}: {path!r} is in no folder that weights may be read from (--rl-root): {allowed}"
-            raise ApiError(403, message, code="folder_not_allowed", param=field)
+        self._check_inside(folder, path, field, roots)
+        if folder.is_dir():
+            try:
+                files = weight_files(folder)
+            except CheckpointError as error:
+                raise ApiError(400, str(error), code="invalid_value", param=field) from None
+            for file in (*files, *(folder / name for name in _BESIDE)):
+                self._check_inside(file.resolve(), str(file), field, roots)
         return str(folder)
+
+    def _check_inside(self, place: Path, name: str, field: str, roots: list[Path]) -> None:
+        if not any(place.is_relative_to(root) for root in roots):
+            allowed = ", ".join(map(str, roots)) or "none"
+            message = f"{field}: {name!r} is in no folder that weights may be read from (--rl-root): {allowed}"
+            raise ApiError(403, message, code="folder_not_allowed", param=field)
+
+
+def asking(*names: str) -> Callable[[Controls, Strict], Awaitable[dict[str, Any]]]:
+    """An answer of what the engine says of itself."""
+
+    async def answer(engine: Controls, asked: Strict) -> dict[str, Any]:
+        info = await engine.info()
+        return {name: info[name] for name in names}
+
+    return answer
+
+
+def telling(
+    verb: str, reply: dict[str, Any], **arguments: Any
+) -> Callable[[Controls, Strict], Awaitable[dict[str, Any]]]:
+    """One command without anything of the request, and a fixed answer."""
+
+    async def answer(engine: Controls, asked: Strict) -> dict[str, Any]:
+        await engine.control(verb, **arguments)
+        return reply
+
+    return answer

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from dsv4.engine.link.stream import EndEvent, TokenEvent
+from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import new_id
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
@@ -118,27 +118,16 @@ def _replayed(output: TextOutput) -> dict[str, Rows]:
     return {name: rows for name, rows in found.items() if rows is not None}
 
 
-class InferenceAssembler:
-    """Tokens with their log-probabilities, by id; no text."""
+class _TokenAssembler:
+    """What the assemblers of both dialects have in common: all is in the job's outputs."""
 
     ping = PING
 
-    def __init__(self, job: Job, asked: InferenceRequest, served: ModelInfo) -> None:
-        self._job = job
-        self._names = served.names(by_id=True)
-        self._id = asked.request_id or new_id("gen-")
-        self._num_top = asked.sampling_params.get("prompt_logprobs")
+    def __init__(self, job: Job, request_id: str | None) -> None:
+        self._job, self._id = job, request_id or new_id("gen-")
 
     def opening(self) -> str:
         return ""
-
-    def take(self, event: TokenEvent | EndEvent) -> str:
-        ids = [] if event.token_id is None else [event.token_id]
-        scores = [event.logprobs] if event.logprobs is not None and self._job.shows_logprobs else None
-        choice = self._choice(
-            event.choice, ids, scores, None if event.finish_reason is None else str(event.finish_reason)
-        )
-        return plain_event(f'{{"request_id":{quote(self._id)},"choices":[{choice}]}}')
 
     def closing(self) -> str:
         return DONE
@@ -146,8 +135,25 @@ class InferenceAssembler:
     def failure(self, error: ApiError) -> str:
         return error_event(error)
 
-    def keep(self, event: TokenEvent | EndEvent) -> None:
-        """All is in the job's outputs."""
+    def keep(self, event: TokenEvent) -> None:
+        """Nothing."""
+
+
+class InferenceAssembler(_TokenAssembler):
+    """Tokens with their log-probabilities, by id; no text."""
+
+    def __init__(self, job: Job, asked: InferenceRequest, served: ModelInfo) -> None:
+        super().__init__(job, asked.request_id)
+        self._names = served.names(by_id=True)
+        self._num_top = asked.sampling_params.get("prompt_logprobs")
+
+    def take(self, event: TokenEvent) -> str:
+        ids = [] if event.token_id is None else [event.token_id]
+        scores = [event.logprobs] if event.logprobs is not None and self._job.shows_logprobs else None
+        choice = self._choice(
+            event.choice, ids, scores, None if event.finish_reason is None else str(event.finish_reason)
+        )
+        return plain_event(f'{{"request_id":{quote(self._id)},"choices":[{choice}]}}')
 
     def whole(self) -> str:
         outputs = self._job.outputs
@@ -274,29 +280,15 @@ def generate_job(jobs: RequestBuilder, asked: GenerateRequest) -> Job:
     return jobs.completion(_completion({**given, **around, "rid": asked.rid}, "sampling_params"), _replay(asked))
 
 
-class GenerateAssembler:
+class GenerateAssembler(_TokenAssembler):
     """Whole answers alone: `stream` is refused."""
 
-    ping = PING
-
     def __init__(self, job: Job, asked: GenerateRequest, served: ModelInfo) -> None:
-        self._job, self._asked, self._served = job, asked, served
-        self._id = asked.rid or new_id("gen-")
+        super().__init__(job, asked.rid)
+        self._asked, self._served = asked, served
 
-    def opening(self) -> str:
+    def take(self, event: TokenEvent) -> str:
         return ""
-
-    def take(self, event: TokenEvent | EndEvent) -> str:
-        return ""
-
-    def closing(self) -> str:
-        return DONE
-
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
-
-    def keep(self, event: TokenEvent | EndEvent) -> None:
-        """All is in the job's outputs."""
 
     def whole(self) -> str:
         answers = list(map(self._answer, self._job.outputs))

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
-from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
+from dsv4.http.apis.rl.calls import Call, Controls, PauseMode, Seconds, asking, telling
 from dsv4.http.apis.rl.vllm import Shape, TensorName
 from dsv4.http.errors import ApiError
 
@@ -67,6 +67,7 @@ class Group(Strict):
     world_size: int = Field(ge=2)
     group_name: Name = "weight_update_group"
     backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Seconds | None = None
 
 
 class Anything(Strict):
@@ -74,11 +75,22 @@ class Anything(Strict):
 
 
 class Memory(Strict):
+    """Without tags: all. Graphs go when any memory goes, and come once all of it is there again."""
+
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+    @property
+    def memory(self) -> list[str] | None:
+        return None if self.tags is None else [tag for tag in self.tags if tag != "cuda_graph"]
 
 
 def _done(message: str, **more: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **more}
+
+
+_FLUSH = telling("reset_prefix_cache", _done("the prefix cache is empty"))
+# slime goes on before the cache is awake
+_GO_ON = telling("resume", {"status": "ok", "message": "the engine goes on"}, later=True)
 
 
 async def pause(engine: Controls, asked: PauseGeneration) -> dict[str, Any]:
@@ -87,21 +99,11 @@ async def pause(engine: Controls, asked: PauseGeneration) -> dict[str, Any]:
     return {"status": "ok", "message": "the engine is paused"}
 
 
-async def go_on(engine: Controls, asked: Continue) -> dict[str, Any]:
-    await engine.control("resume")
-    return {"status": "ok", "message": "the engine goes on"}
-
-
 async def abort(engine: Controls, asked: AbortRequest) -> dict[str, Any]:
     if not asked.abort_all and not asked.rid:
         raise ApiError(400, "rid: required, unless abort_all is true", code="invalid_value", param="rid")
     num_ended = await engine.control("abort", names=None if asked.abort_all else [asked.rid])
     return _done(f"{num_ended} requests were ended")
-
-
-async def flush(engine: Controls, asked: Strict) -> dict[str, Any]:
-    await engine.control("reset_prefix_cache")
-    return _done("the prefix cache is empty")
 
 
 async def from_disk(engine: Controls, asked: FromDisk) -> dict[str, Any]:
@@ -136,15 +138,15 @@ async def init_group(engine: Controls, asked: Group) -> dict[str, Any]:
 
 
 async def release(engine: Controls, asked: Memory) -> dict[str, Any]:
-    return await engine.control("sleep", level=1)
+    if asked.memory != []:
+        await engine.control("sleep", level=1, tags=asked.memory)
+    return _done("the memory was given back")
 
 
 async def take(engine: Controls, asked: Memory) -> dict[str, Any]:
-    return await engine.control("wake", tags=asked.tags)
-
-
-async def version(engine: Controls, asked: Strict) -> dict[str, Any]:
-    return await vllm.weight_info(engine, asked)
+    if asked.memory != []:
+        await engine.control("wake", tags=asked.memory)
+    return _done("the memory is there again")
 
 
 async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
@@ -155,10 +157,10 @@ async def health(engine: Controls, asked: Strict) -> dict[str, Any]:
 
 CALLS = (
     Call("/health_generate", "Whether the engine answers", health, methods=_GET),
-    Call("/get_weight_version", "Which weights run", version, methods=_GET),
-    Call("/flush_cache", "Forget every prefix, in every tier", flush, methods=("GET", "POST")),
+    Call("/get_weight_version", "Which weights run", asking("weight_version"), methods=_GET),
+    Call("/flush_cache", "Forget every prefix, in every tier", _FLUSH, methods=("GET", "POST")),
     Call("/pause_generation", "Stop between two steps", pause, PauseGeneration),
-    Call("/continue_generation", "Go on", go_on, Continue),
+    Call("/continue_generation", "Go on", _GO_ON, Continue),
     Call("/abort_request", "End requests; what they have written is their answer", abort, AbortRequest),
     Call("/update_weights_from_disk", "New weights, of a folder", from_disk, FromDisk),
     Call("/init_weights_update_group", "Join the trainer's group", init_group, Group),

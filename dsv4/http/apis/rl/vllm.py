@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dsv4.http.apis.fields import Name, Strict
-from dsv4.http.apis.rl.calls import Call, Controls, PauseMode
+from dsv4.http.apis.rl.calls import Call, Controls, PauseMode, Seconds, asking, telling
 from dsv4.http.errors import ApiError
 
 _GET = ("GET",)
@@ -51,6 +51,7 @@ class GroupInfo(Strict):
     world_size: int = Field(ge=2)
     backend: Literal["nccl", "gloo"] = "nccl"
     packed: bool = True
+    timeout: Seconds | None = None
 
 
 class InitTransfer(Strict):
@@ -113,11 +114,6 @@ async def pause(engine: Controls, asked: Pause) -> dict[str, Any]:
     return {"status": "paused"}
 
 
-async def resume(engine: Controls, asked: Strict) -> dict[str, Any]:
-    await engine.control("resume")
-    return {"status": "resumed"}
-
-
 async def abort(engine: Controls, asked: Abort) -> dict[str, Any]:
     return {"aborted": await engine.control("abort", names=asked.request_ids)}
 
@@ -128,29 +124,29 @@ async def reset_cache(engine: Controls, asked: ResetCache) -> dict[str, Any]:
 
 
 async def sleep(engine: Controls, asked: Sleep) -> dict[str, Any]:
-    if asked.level == 0:
-        return await pause(engine, Pause(mode=asked.mode, clear_cache=False))
-    return await engine.control("sleep", level=asked.level)
+    await engine.sleep(asked.level, asked.mode)
+    return {"status": "sleeping" if asked.level else "paused"}
 
 
 async def wake_up(engine: Controls, asked: WakeUp) -> dict[str, Any]:
-    return await engine.control("wake", tags=asked.tags)
+    memory = None if asked.tags is None else [tag for tag in asked.tags if tag != "scheduling"]
+    if memory != []:
+        await engine.control("wake", tags=memory)
+    if "scheduling" in (asked.tags or ()):
+        await engine.control("resume")
+    return {"status": "awake"}
 
 
 async def init_transfer(engine: Controls, asked: InitTransfer) -> dict[str, Any]:
     info = asked.init_info
     if info.packed:
         message = (
-            "init_info.packed: vLLM's packed transfer sends a pickle, and this server unpickles nothing; set it to "
-            "false and send tensor by tensor (docs/rl.md), or use weight_dir"
+            "init_info.packed: vLLM's transfer joins by a pickle, and this server unpickles nothing; set it to false "
+            "and send tensor by tensor through a group of torch's (docs/rl.md), or use weight_dir"
         )
         raise ApiError(400, message, code="unsupported_parameter", param="init_info.packed")
     await engine.control("init_group", **info.model_dump(exclude={"packed"}))
     return {"message": "the engine has joined the group"}
-
-
-async def start_update(engine: Controls, asked: StartUpdate) -> dict[str, Any]:
-    return {"message": "send the tensors"}
 
 
 async def update(engine: Controls, asked: UpdateWeights) -> dict[str, Any]:
@@ -170,44 +166,29 @@ async def receive(
     return {"is_whole": found is not None, "weight_version": found or (await engine.info())["weight_version"]}
 
 
-async def name_version(engine: Controls, asked: FinishUpdate | NewVersion) -> dict[str, Any]:
-    version = asked.weight_version or getattr(asked, "new_version", None)
-    if version is not None:
-        await engine.control("set_weight_version", version=version)
-    return await weight_info(engine, asked)
+async def finish_update(engine: Controls, asked: FinishUpdate) -> dict[str, Any]:
+    return {"weight_version": await engine.control("finish_update", version=asked.weight_version)}
 
 
-async def weight_info(engine: Controls, asked: Strict) -> dict[str, Any]:
-    found = await engine.info()
-    return {"weight_version": found["weight_version"]}
-
-
-async def is_paused(engine: Controls, asked: Strict) -> dict[str, Any]:
-    return {"is_paused": (await engine.info())["is_paused"]}
-
-
-async def is_sleeping(engine: Controls, asked: Strict) -> dict[str, Any]:
-    return {"is_sleeping": (await engine.info()).get("is_sleeping", False)}
-
-
-async def world_size(engine: Controls, asked: Strict) -> dict[str, Any]:
-    return {"world_size": (await engine.info())["world_size"]}
+async def name_version(engine: Controls, asked: NewVersion) -> dict[str, Any]:
+    version = asked.weight_version or asked.new_version
+    return {"weight_version": await engine.control("set_weight_version", version=version)}
 
 
 CALLS = (
     Call("/pause", "Stop between two steps", pause, Pause),
-    Call("/resume", "Go on", resume),
+    Call("/resume", "Go on", telling("resume", {"status": "resumed"})),
     Call("/abort_requests", "End requests; what they have written is their answer", abort, Abort),
     Call("/reset_prefix_cache", "Forget every prefix, in every tier", reset_cache, ResetCache),
     Call("/sleep", "Give device memory back", sleep, Sleep),
     Call("/wake_up", "Take it again", wake_up, WakeUp),
     Call("/init_weight_transfer_engine", "Join the trainer's group", init_transfer, InitTransfer),
-    Call("/start_weight_update", "Tensors will follow", start_update, StartUpdate),
+    Call("/start_weight_update", "Tensors will follow", telling("info", {"message": "send the tensors"}), StartUpdate),
     Call("/update_weights", "New weights, of a folder or of the trainer's group", update, UpdateWeights),
-    Call("/finish_weight_update", "All tensors were sent", name_version, FinishUpdate),
+    Call("/finish_weight_update", "All tensors were sent", finish_update, FinishUpdate),
     Call("/update_weight_version", "Name the weights", name_version, NewVersion),
-    Call("/weight_info", "Which weights run", weight_info, methods=_GET),
-    Call("/is_paused", "Whether the engine is paused", is_paused, methods=_GET),
-    Call("/is_sleeping", "Whether the engine sleeps", is_sleeping, methods=_GET),
-    Call("/get_world_size", "Ranks of the engine", world_size, methods=_GET),
+    Call("/weight_info", "Which weights run", asking("weight_version"), methods=_GET),
+    Call("/is_paused", "Whether the engine is paused", asking("is_paused"), methods=_GET),
+    Call("/is_sleeping", "Whether the engine sleeps", asking("is_sleeping"), methods=_GET),
+    Call("/get_world_size", "Ranks of the engine", asking("world_size"), methods=_GET),
 )

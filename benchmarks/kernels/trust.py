@@ -1,0 +1,193 @@
+"""Everything that says whether a GPU and its compilers can be trusted, at once: one command, below eight minutes.
+
+    python -m benchmarks trust --out FOLDER [--ptxas FILE] [--kernels FILE ...]
+    python -m benchmarks trust --out FOLDER --device cpu       the same on the interpreter and the oracles, small
+
+| part | what it runs |
+|---|---|
+| broken | three kernels broken on purpose, at Flash's shapes and at 384 columns: each must be red and named |
+| bits | 50 random whole models, in one go and in pieces |
+| selftest | `dsv4 selftest`, with Triton's own ptxas |
+| digests | the bits of every benchmark case |
+| other-selftest, other-digests | the same with the ptxas of --ptxas; digests are then compared |
+| tests | the tests marked gpu |
+
+Parts run beside each other, since none is timed. `--kernels`: files of `dsv4 kernels pack`, so that little is left to
+compile. What a part prints is in FOLDER; what did not end in time says so. Exit status 1 if something is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ODD_SIZES = {"hidden_size": 384, "num_attention_heads": 6, "n_routed_experts": 5, "index_n_heads": 3}
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    command: Sequence[str]  # arguments of Python
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def parts_of(options: argparse.Namespace) -> list[Part]:
+    """In the order in which they begin."""
+    folder, is_gpu = options.out.resolve(), options.device == "cuda"
+    device = ("--device", options.device)
+    small = () if is_gpu else ("--quick",)
+    # `bits` begins nothing after its seconds, and a family of models takes about a minute
+    many = ("--models", "50", "--seconds", str(options.seconds - 160))
+    models = many if is_gpu else ("--models", "1", "--tokens", "30")
+    parts = [
+        Part("bits", ("-m", "benchmarks", "bits", *device, *models, "--out", f"{folder}/bits.jsonl")),
+        Part("selftest", ("-m", "dsv4", "selftest", "--json", "--no-keep", *small)),
+        Part("digests", ("-m", "benchmarks", "ops", "--digests", *device, "--out", f"{folder}/digests.jsonl")),
+        Part("broken", ("-m", "benchmarks", "trust", "--broken", *device, "--out", str(folder))),
+    ]
+    if is_gpu:
+        no_bits = "not test_random_models_in_pieces"  # the part above
+        parts.append(Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "-k", no_bits, "-p", "no:cacheprovider")))
+    if options.ptxas is not None:
+        # a cache of its own: Triton's key has the version of ptxas, and two processes would wait for one another
+        other = {"TRITON_PTXAS_PATH": str(options.ptxas), "TRITON_CACHE_DIR": f"{folder}/other-cache"}
+        digests = ("-m", "benchmarks", "ops", "--digests", *device, "--out", f"{folder}/other-digests.jsonl")
+        parts.append(Part("other-selftest", ("-m", "dsv4", "selftest", "--json", "--no-keep"), other))
+        parts.append(Part("other-digests", digests, other))
+    return [part for part in parts if not options.only or part.name in options.only]
+
+
+def run_part(part: Part, folder: Path, ends: float) -> dict[str, Any]:
+    """What it prints goes into the folder; cut off at `ends`, by the clock of `time.monotonic`."""
+    began = time.monotonic()
+    with (folder / f"{part.name}.txt").open("w") as printed, (folder / f"{part.name}.err").open("w") as errors:
+        try:
+            code = subprocess.run(
+                [sys.executable, *part.command], cwd=ROOT, env=os.environ | part.environment, stdout=printed,
+                stderr=errors, timeout=max(ends - began, 1.0),
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = None
+    result = {"part": part.name, "status": code, "seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def compared(folder: Path) -> dict[str, Any] | None:
+    """Digests under both assemblers."""
+    from benchmarks import records
+
+    files = [folder / "digests.jsonl", folder / "other-digests.jsonl"]
+    if not all(file.exists() for file in files):
+        return None
+    found = records.compare(*map(records.read_records, files))
+    changed = [item.key for item in found if item.has_other_bits]
+    return {"part": "assemblers", "status": int(bool(changed)), "summary": records.summary(found), "changed": changed}
+
+
+# ---- kernels broken on purpose ----
+
+
+def broken(device_name: str) -> list[dict[str, Any]]:
+    """At two shapes, three mistakes each: an error of a scale, an order that follows the number of rows, a tail."""
+    from dsv4.tools.selftest import choose_device
+
+    device = choose_device()  # before what follows imports Triton
+    import torch
+
+    from dsv4.config import ModelConfig
+    from dsv4.loader.write.synth import write_checkpoint
+    from dsv4.ops import TORCH, TRITON
+    from dsv4.tools.selftest.report import Status
+    from dsv4.tools.selftest.run import SelftestOptions, run_selftest
+
+    sound = TRITON if device_name == "cuda" else TORCH
+    results = []
+    for name in ("flash", "384"):
+        # without a GPU the cases are small, and a model runs on the oracles
+        backend = TRITON if name == "flash" else sound
+        wrong = mistakes(backend.ops, few_rows_op="linear" if name == "flash" else "hc_enter")
+        with tempfile.TemporaryDirectory() as folder:
+            model = None if name == "flash" else Path(folder) / "model"
+            if model is not None:
+                write_checkpoint(model, ModelConfig.tiny(**ODD_SIZES), experts="nvfp4")
+            only = () if model is not None else tuple(wrong)
+            options = SelftestOptions(
+                device.type == "cpu" and model is None, only, backend.with_ops(**wrong), is_kept=False, model=model
+            )
+            with torch.no_grad():
+                report = run_selftest(device, options)
+        named = report.ops_with(Status.FAILED)
+        results.append(
+            {"shapes": name, "broken": sorted(wrong), "named": named, "checks": len(report.checks),
+             "is_right": named == sorted(wrong)}
+        )  # fmt: skip
+    return results
+
+
+def mistakes(ops: Any, few_rows_op: str) -> dict[str, Any]:
+    import torch
+
+    from dsv4.formats.tensors import QuantActivation
+
+    def rms_norm_quant(x: Any, weight: Any, eps: float, keep_plain: bool) -> Any:
+        plain, codes = ops.rms_norm_quant(x, weight, eps, keep_plain)
+        scale = codes.scale.clone()
+        scale[-1, -1] += 1
+        return plain, QuantActivation(codes.codes, scale)
+
+    def linear(x: Any, *arguments: Any, **options: Any) -> Any:
+        made = ops.linear(x, *arguments, **options)
+        return made * (1 + 2**-6) if len(made) <= 2 else made
+
+    def hc_enter(source: Any, *arguments: Any, **options: Any) -> Any:
+        from dataclasses import replace
+
+        made = ops.hc_enter(source, *arguments, **options)
+        return replace(made, comb=made.comb + 2**-12) if len(source) <= 2 else made
+
+    def sparse_attention(q: Any, *arguments: Any, **options: Any) -> Any:
+        made = ops.sparse_attention(q, *arguments, **options)
+        return torch.cat([made[:-1], torch.zeros_like(made[-1:])])
+
+    few_rows = {"linear": linear, "hc_enter": hc_enter}[few_rows_op]
+    return {"rms_norm_quant": rms_norm_quant, few_rows_op: few_rows, "sparse_attention": sparse_attention}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="a folder for everything printed, and summary.json")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--ptxas", type=Path, help="another assembler, to be compared with Triton's own")
+    parser.add_argument("--kernels", type=Path, action="append", default=[], help="compiled elsewhere; repeatable")
+    parser.add_argument("--seconds", type=int, default=460, help="what has not ended then is cut off")
+    parser.add_argument("--only", action="append", default=[], help="only this part; repeatable")
+    parser.add_argument("--broken", action="store_true", help="that part alone, in this process")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.broken:
+        results = broken(options.device)
+        print(json.dumps(results, indent=1))
+        return int(not all(one["is_right"] for one in results))
+    ends = time.monotonic() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    for file in options.kernels:
+        subprocess.run([sys.executable, "-m", "dsv4", "kernels", "unpack", str(file.resolve())], cwd=ROOT, check=True)
+    with ThreadPoolExecutor(5 if options.device == "cuda" else 1) as lanes:
+        results = list(lanes.map(lambda part: run_part(part, options.out, ends), parts_of(options)))
+    assemblers = compared(options.out)
+    results += [] if assemblers is None else [assemblers]
+    (options.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results[-1] if assemblers else {"parts": len(results)}))
+    return int(any(one["status"] != 0 for one in results))
