@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.power import Load, Meter, open_meter
 from benchmarks.records import RESULTS, Record, origin_of, write_records
+from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.tools.bench.context import BenchModel, build_model
 from dsv4.tools.plan.targets import PRESETS
 
@@ -50,6 +52,8 @@ class Session:
         self.device = torch.device(options.device)
         self.records: list[Record] = []
         self.origin = origin_of(self.device, options.commit)
+        self.meter: Meter | None = open_meter() if self.is_cuda else None
+        self.facts: Record = {}  # of all records that follow
         self._began, self._line = time.monotonic(), line
         self.out: Path | None = options.out
         if self.is_cuda and self.out is None:
@@ -64,7 +68,8 @@ class Session:
 
     def add(self, found: Record | Iterable[Record]) -> None:
         """Written one by one: a crash keeps what was measured."""
-        for record in [found] if isinstance(found, dict) else found:
+        for one in [found] if isinstance(found, dict) else found:
+            record = one | self.facts
             self.records.append(record)
             if self.out is not None:
                 write_records(self.out, [record], self.origin)
@@ -78,19 +83,24 @@ class Session:
             return
         began = self.elapsed
         try:
-            self.add(measure(*arguments, **options) or [])
+            if self.meter is None:
+                self.add(measure(*arguments, **options) or [])
+            else:
+                with Load(self.meter) as load:
+                    found = measure(*arguments, **options) or []
+                records = [found] if isinstance(found, dict) else found
+                self.add([record | {"load_of_gpu": load.summary()} for record in records])
             print(f"[{self.elapsed:6.1f}] {what}: {self.elapsed - began:.1f} s", flush=True)
         except Exception as error:
             lines = traceback.format_exc().strip().splitlines()[-12:]
             self.add({"kind": "error", "what": what, "error": f"{type(error).__name__}: {error}"[:500], "lines": lines})
         free_memory()
 
-    def four_layers(self) -> BenchModel:
-        """SWA, CSA, HCA and CSA of the preset with NVFP4 experts and random weights."""
-        model = build_model(
-            self.options.preset, schedule=SCHEDULE, hash_layers=1, experts="nvfp4", device=self.options.device
-        )
-        print(f"[{self.elapsed:6.1f}] four layers are built", flush=True)
+    def four_layers(self, experts: ExpertFormat = "nvfp4", num_layers: int | None = None) -> BenchModel:
+        """SWA, CSA, HCA and CSA of the preset with random weights; or its first `num_layers`."""
+        cut = {"schedule": SCHEDULE, "hash_layers": 1} if num_layers is None else {"layers": num_layers}
+        model = build_model(self.options.preset, **cut, experts=experts, device=self.options.device)
+        print(f"[{self.elapsed:6.1f}] {model.config.num_hidden_layers} layers are built", flush=True)
         free_memory()
         return model
 

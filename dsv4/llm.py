@@ -31,7 +31,7 @@ from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint, weights_digest
 from dsv4.engine.link.stream import TokenEvent
-from dsv4.engine.offload.load import OffloadExperts, check_offload, choose_placement, load_offloaded
+from dsv4.engine.offload.load import OffloadExperts, check_offload
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.ranks.start import take_place
@@ -61,9 +61,8 @@ from dsv4.llm_start import cache_schedule, compile_ahead, make_runner, warm_up
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
-from dsv4.loader.weights import load_params
 from dsv4.model.parameters import ModelParams
-from dsv4.model.prepare import prepare_params
+from dsv4.model.prepare import backend_for_weights, prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, backend_for
 from dsv4.ops.shapes import check_shapes
@@ -133,12 +132,13 @@ class LLM(Inside, Controls):
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
         tokenizer = Tokenizer.from_pretrained(folder) if (folder / "tokenizer.json").exists() else None
         checkpoint = Checkpoint.open(folder)
-        chosen_backend, pool = backend or allowed_backend(
+        chosen_backend = backend or allowed_backend(
             backend_for(chosen_device, numerics), chosen_device, config, checkpoint.tensors.values(),
             is_ignored=ignore_selftest,
-        ), None  # fmt: skip
+        )  # fmt: skip
         if chosen_backend.has_kernels:
             check_shapes(config)
+        world: World | None = None
         if num_ranks > 1:
             settings = {
                 "path": str(folder), "device": chosen_device.type, "numerics": numerics, "gpus": num_ranks,
@@ -147,47 +147,28 @@ class LLM(Inside, Controls):
                 "num_threads": torch.get_num_threads(), "ignore_selftest": ignore_selftest, "drafts": drafts,
             }  # fmt: skip
             world = join_world(num_ranks, chosen_device, settings, is_checked=check_exchange)
-            with failing_together(world):
+        with failing_together(world):
+            if world is not None:
                 identity = identify(
                     weights_digest(checkpoint, config), numerics=numerics, dtype=compute_dtype,
-                    backend=chosen_backend.name,
-                    device=chosen_device,
+                    backend=chosen_backend.name, device=chosen_device,
                 )  # fmt: skip
                 check_alike(world, identity)
-                share = Share(checkpoint, config, world, chosen_device, exact_dtype)
                 limits = rank_folder(limits, world.rank)
-                cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
-                placement = share.placement(offload_experts, wanted, limits, cache_bytes)
-                helps = "fewer" if placement else "offload"
-                with naming_what_does_not_fit("weights", limits, helps), start.phase("read"):
-                    params, pool = share.load(placement, chosen_backend, progress)
-                self._set_up(
-                    config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
-                    drafts, start=start,
+            share = Share(checkpoint, config, world, chosen_device, exact_dtype)
+            cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
+            placement = share.placement(offload_experts, wanted, limits, cache_bytes)
+            if world is None and placement is None:
+                compile_ahead(
+                    start, checkpoint, config, limits, chosen_backend, drafts, compute_dtype, exact_dtype, chosen_device
                 )  # fmt: skip
-            return
-        placement = choose_placement(
-            offload_experts, checkpoint, config, limits, planned_cache_bytes(config, limits, exact_dtype),
-            device=chosen_device, dequantize_to=exact_dtype,
-        )  # fmt: skip
-        if placement is None:
-            compile_ahead(
-                start, checkpoint, config, limits, chosen_backend, drafts, compute_dtype, exact_dtype, chosen_device
+            helps = "fewer" if placement else "offload"
+            with naming_what_does_not_fit("weights", limits, helps), start.phase("read"):
+                params, pool = share.load(placement, chosen_backend, progress)
+            self._set_up(
+                config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
+                drafts, start=start,
             )  # fmt: skip
-        with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"), start.phase("read"):
-            if placement is None:
-                params = load_params(
-                    checkpoint, config, device=chosen_device, dequantize_to=exact_dtype, progress=progress
-                )
-            else:
-                params, pool = load_offloaded(
-                    checkpoint, config, placement, chosen_backend, device=chosen_device, dequantize_to=exact_dtype,
-                    progress=progress,
-                )  # fmt: skip
-        self._set_up(
-            config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, drafts=drafts,
-            start=start,
-        )  # fmt: skip
 
     @classmethod
     def from_params(
@@ -240,9 +221,9 @@ class LLM(Inside, Controls):
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
         with start.phase("prepare"):
             params = prepare_params(params, backend)
+        backend = backend_for_weights(backend, params, has_drafts=limits.max_draft_tokens > 0)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
-        chosen = backend if pool is None else pool.backend
-        self.model = Transformer(config, params, dtype, backend=chosen, exchange=exchange)
+        self.model = Transformer(config, params, dtype, backend=pool.backend if pool else backend, exchange=exchange)
         schedule = cache_schedule(config, params, limits)
         with start.phase("cache"), naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule))
@@ -430,9 +411,7 @@ class LLM(Inside, Controls):
             raise RequestError("this checkpoint has no tokenizer.json, so there is no text to stream; use generate()")
         return (event.text for event in self.stream_tokens(prompt, params) if event.text)
 
-    def stream_tokens(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent]:  # fmt: skip
+    def stream_tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """As `stream`, each token with its id, its log-probabilities where they were asked for, and the text that
         became certain; the last has a `finish_reason`. One that only scores its prompt gives an event without token."""
         request, plain = self._prepare(self.encode(prompt), as_params(params, 1)[0])

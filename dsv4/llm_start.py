@@ -25,7 +25,7 @@ from dsv4.llm_input import naming_what_does_not_fit
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import meta_params
 from dsv4.model.parameters import ModelParams
-from dsv4.model.prepare import prepare_params
+from dsv4.model.prepare import backend_for_weights, prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend
 from dsv4.ops.lib.compile_only import can_compile_in_parallel
@@ -82,6 +82,7 @@ def stand_in_runner(
 ) -> Runner:  # fmt: skip
     """That of the same model and cache on "meta"."""
     params = prepare_params(meta_params(checkpoint, config, dequantize_to=exact_dtype), backend)
+    backend = backend_for_weights(backend, params, has_drafts=limits.max_draft_tokens > 0)
     model = Transformer(config, params, dtype, backend=backend)
     cache = KVCacheManager(
         config, cache_schedule(config, params, limits), replace(limits, cache_dir=None, cache_host_bytes=0),

@@ -16,12 +16,12 @@ LIMITS = {"module lines": 400, "function lines": 80, "public arguments": 10, "ke
 
 EXCEPTIONS = {
     "module lines": {
-        "llm.py": 474,  # every public method of `LLM`, and their docstrings
+        "llm.py": 460,  # every public method of `LLM`, and their docstrings
         "engine/offload/pool.py": 497,  # slots, copies and the three ops that use them share one state
         "engine/schedule/scheduler.py": 475,  # the plan and preemption change the same ledger
         "ops/moe/many/kernel_tiles.py": 457,  # one kernel, its warp roles and its epilogue
         "engine/link/loop.py": 424,  # one thread's loop: every message it reads and every answer it writes
-        "engine/engine.py": 444,  # launch and collect share the steps in flight
+        "engine/engine.py": 438,  # launch and collect share the steps in flight
     },
     "function lines": {
         "ops/attention/kernel_attend.py:_attend_kernel": 122,  # a device function for a part costs registers

@@ -70,6 +70,7 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
 
 def compile_models(folder: Path, number: int) -> None:
     import torch
+    from benchmarks.bits import num_tokens
 
     from dsv4.ops import TRITON
     from dsv4.testing import model_cuts
@@ -82,7 +83,7 @@ def compile_models(folder: Path, number: int) -> None:
     for first in range(0, number, FAMILY):
         family = range(first, min(first + FAMILY, number))
         device = torch.device("cpu")
-        models = [model_cuts.CutModel.random(random_model(one), 400, TRITON, device) for one in family]
+        models = [model_cuts.CutModel.random(random_model(one), num_tokens(one), TRITON, device) for one in family]
         model_cuts.compile_models(models, lambda done, total: print(f"\r{done} of {total}", end="", flush=True))
         print(f": models {family[0]} to {family[-1]}", flush=True)
 

@@ -1,11 +1,13 @@
-"""The whole model on one GPU: four-layer Flash, and all of Flash with offloaded experts.
+"""The whole model on one GPU: four-layer Flash, as many layers as fit, and all of Flash with offloaded experts.
 
     python -m benchmarks model --out benchmarks/results/nvidia-h200-model.jsonl [--section NAME ...]
+    python -m benchmarks model --experts mxfp4,nvfp4 --section prefill --prefill 2048,8192,32768,131072
+    python -m benchmarks model --layers 34 --contexts 2048 --section decode --section serving --concurrency 1,16,64,256
 
 | section | what | records (`kind`) |
 |---|---|---|
-| decode | Flash layers SWA, CSA, HCA, CSA with NVFP4 experts: a step, each layer, by batch, context | decode, layer |
-| prefill | the same model, prompts in one call | prefill |
+| decode | layers SWA, CSA, HCA, CSA, or the first --layers: a step, its layers, by batch, context | decode, layer |
+| prefill | the same model, prompts in calls of at most --chunk tokens | prefill |
 | serving | the same model through the engine: latency and throughput | serving |
 | memory | bytes held against the plan | memory |
 | offload | 43 layers, experts that do not fit in host memory | stream, offload |
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +28,7 @@ import torch
 
 from benchmarks.runner import FLASH_COUNTS, SCHEDULE, Record, Session, free_memory, numbers, used_bytes
 from dsv4.config import EngineConfig
+from dsv4.config.layers import build_schedule
 from dsv4.tools.bench import model as bench
 from dsv4.tools.bench.context import BenchModel, build_offloaded, cut_config
 from dsv4.tools.plan.plan import plan
@@ -35,9 +39,12 @@ SECTIONS = (*OF_FOUR, "offload")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
+    parser.add_argument("--experts", type=lambda text: text.split(","), default=["nvfp4"], help="nvfp4, mxfp4, or both")
+    parser.add_argument("--layers", type=int, help="the first of the preset, in place of the four; an H200 holds 34")
+    parser.add_argument("--batches", type=numbers, default=[1, 6, 16, 64, 256])
     parser.add_argument("--contexts", type=numbers, default=[2048, 65536, 1048576])
     parser.add_argument("--prefill", type=numbers, default=[2048, 8192, 16384])
+    parser.add_argument("--chunk", type=int, default=16384, help="tokens of a call of prefill, at most")
     parser.add_argument("--concurrency", type=numbers, default=[1, 16, 64])
 
 
@@ -46,13 +53,18 @@ def run(session: Session) -> None:
     wanted = [section for section in OF_FOUR if session.wants(section)]
     settings = bench.Settings(
         tuple(options.batches), tuple(options.contexts), tuple(options.prefill), tuple(options.concurrency),
-        prompt_tokens=128, output_tokens=32, repeats=options.repeats,
+        prompt_tokens=128, output_tokens=32, repeats=options.repeats, chunk=options.chunk,
         sections=(*wanted, *(["layers"] if "decode" in wanted else [])),
     )  # fmt: skip
-    if wanted:
-        for what, measure in bench.jobs(session.four_layers(), settings):
+    for experts in options.experts if wanted else ():
+        model = session.four_layers(experts, options.layers)
+        kinds = Counter(layer.attention.value for layer in build_schedule(model.config, with_mtp=False))
+        session.facts = {"experts": experts, "layers_of": dict(kinds)}
+        for what, measure in bench.jobs(model, settings):
             session.attempt(what, measure)
+        del model
         free_memory()
+    session.facts = {}
     if session.wants("offload"):
         session.attempt("offload", measure_offload, session)
 
@@ -110,15 +122,23 @@ def host_speed(model: BenchModel) -> float:
 
 
 def conclusions(records: list[Record]) -> Iterator[str]:
-    """43 layers from the measured ones, the rest of the step (embedding, head) as in the four-layer step."""
+    """43 layers from the measured ones, the rest of the step (embedding, head) as in the measured step; and where the
+    measured layers are the first of a model, a step beside their sum."""
     for step in records:
         if step["kind"] != "decode":
             continue
         here = {
             r["attention"]: r["ms"]
             for r in records
-            if r["kind"] == "layer" and (r["batch"], r["context"]) == (step["batch"], step["context"])
+            if r["kind"] == "layer" and all(r[name] == step[name] for name in ("batch", "context", "experts"))
         }
+        if step["layers"] != len(SCHEDULE):
+            alone = sum(count * here[kind] for kind, count in step["layers_of"].items())
+            yield (
+                f"{step['layers']} layers, batch {step['batch']}, ctx {step['context']}: a step {step['ms']:.2f} ms, "
+                f"its layers alone {alone:.2f} ms"
+            )
+            continue
         if set(here) == set(FLASH_COUNTS):
             rest = max(0.0, step["ms"] - sum(here[kind] for kind in SCHEDULE))
             total = rest + sum(count * here[kind] for kind, count in FLASH_COUNTS.items())

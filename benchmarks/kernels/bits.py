@@ -1,11 +1,13 @@
 """Whole random models: logits of a prompt in one go, token by token, in chunks, and beside another request; equal bits?
 
-    python -m benchmarks bits --seconds 60      as many models as fit, at most --models
+    python -m benchmarks bits --seconds 60      as many models as fit
+    python -m benchmarks bits --models 50       exactly so many; what --seconds leave out makes the run red
 
 Models of three layers with widths that are no powers of two and odd numbers of heads, groups, index heads, experts and
-choices (dsv4/testing/random_shapes.py). A record has the rows that differ in each comparison, and where some do, the
-first op with a row that differs. Kernels of eight models are compiled at once, on all cores; they take most of the
-time. Compiled elsewhere (`tools/compile_ahead.py models`), they are found in Triton's cache.
+choices (dsv4/testing/random_shapes.py). Every fourth has a long prompt, whose one go takes the forms of 512 and more
+tokens. A record has the rows that differ in each comparison, and where some do, the first op with a row that differs.
+Kernels of eight models are compiled at once, on all cores; they take most of the time. Compiled elsewhere
+(`tools/compile_ahead.py models`), they are found in Triton's cache.
 
 `--device cpu` compares the oracles; add `--tokens 40 --models 1`.
 """
@@ -20,16 +22,25 @@ from dsv4.ops import backend_for
 from dsv4.testing.model_cuts import CutModel, compile_models, random_cuts
 from dsv4.testing.random_shapes import FAMILY, random_model
 
+TOKENS, LONG_TOKENS = 400, 1100
+MOST_MODELS = 56
+
+
+def num_tokens(number: int, tokens: int = TOKENS, long_tokens: int = LONG_TOKENS) -> int:
+    """Of a model's prompt: two of a family have a long one, one for each of its choices of experts."""
+    return long_tokens if number % 4 == 3 else tokens
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", type=int, default=56, help="at most so many")
+    parser.add_argument("--models", type=int, help="all of these must fit; by default as many as do")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
-    parser.add_argument("--tokens", type=int, default=400, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the prompt")
+    parser.add_argument("--long-tokens", type=int, default=LONG_TOKENS, help="of every fourth model's")
 
 
 def run(session: Session) -> None:
     options, longest = session.options, 0.0
-    numbers = range(options.first, options.first + options.models)
+    numbers = range(options.first, options.first + (options.models or MOST_MODELS))
     for number in numbers[::FAMILY]:
         began = session.elapsed
         if number > options.first and began + longest > options.seconds:
@@ -38,12 +49,22 @@ def run(session: Session) -> None:
         session.attempt(f"models {family[0]} to {family[-1]}", compare_family, session, family)
         longest = max(longest, session.elapsed - began)
         free_memory()
+    done = sum(record["kind"] == "bits" for record in session.records)
+    if options.models is not None and done < options.models:
+        error = f"{done} of {options.models} models were compared"
+        session.add({"kind": "error", "what": "models that were asked for", "error": error})
 
 
 def compare_family(session: Session, family: range) -> None:
     backend = backend_for(session.device, "official")
     models = [
-        CutModel.random(random_model(number), session.options.tokens, backend, session.device) for number in family
+        CutModel.random(
+            random_model(number),
+            num_tokens(number, session.options.tokens, session.options.long_tokens),
+            backend,
+            session.device,
+        )
+        for number in family
     ]
     if session.is_cuda:
         began = time.monotonic()

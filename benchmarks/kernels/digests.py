@@ -35,7 +35,7 @@ def digest_of_case(case: BenchCase, device: torch.device, *, is_oracle: bool = F
     seeded(case)
     work = case.build(device)
     if work.op_call is None:
-        return digest(work.call())
+        return digest(work.defined(work.call()))
     call = work.op_call.fresh()
     result, written = call.run(call.oracle if is_oracle else call.kernel(TRITON))
     return digest(defined_result(call, result), written)

@@ -1,4 +1,4 @@
-"""Everything that says whether a GPU and its compilers can be trusted, at once: one command, below eight minutes.
+"""Everything that says whether a GPU and its compilers can be trusted, in one command.
 
     python -m benchmarks trust --out FOLDER [--ptxas FILE] [--kernels FILE ...]
     python -m benchmarks trust --out FOLDER --device cpu       the same on the interpreter and the oracles, small
@@ -6,14 +6,17 @@
 | part | what it runs |
 |---|---|
 | broken | three kernels broken on purpose, at Flash's shapes and at 384 columns: each must be red and named |
-| bits | 50 random whole models, in one go and in pieces |
+| bits | 50 random whole models, in one go and in pieces; red if fewer were compared |
 | selftest | `dsv4 selftest`, with Triton's own ptxas |
 | digests | the bits of every benchmark case |
-| other-selftest, other-digests | the same with the ptxas of --ptxas; digests are then compared |
-| tests | the tests marked gpu |
+| op-tests, tests | the tests of every op with compiled kernels, and the tests marked gpu: `make gpu-test` |
 
-Parts run beside each other, since none is timed. `--kernels`: files of `dsv4 kernels pack`, so that little is left to
-compile. What a part prints is in FOLDER; what did not end in time says so. Exit status 1 if something is red.
+With --ptxas: other-selftest is the self-test under that assembler. In place of digests, times and other-times measure
+bits and times of every case under each of the two, and both are compared.
+
+Parts run beside each other, but those that measure times: these come last, one by one, with as many seconds again for
+each. `--kernels`: files of `dsv4 kernels pack`, so that little is left to compile. What a part prints is in FOLDER.
+Exit status 1 if something is red or did not end in time. A time that differs is no fault.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Part:
     name: str
     command: Sequence[str]  # arguments of Python
     environment: dict[str, str] = field(default_factory=dict)
+    is_timed: bool = False  # then nothing runs beside it
 
 
 def parts_of(options: argparse.Namespace) -> list[Part]:
@@ -53,18 +57,24 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     parts = [
         Part("bits", ("-m", "benchmarks", "bits", *device, *models, "--out", f"{folder}/bits.jsonl")),
         Part("selftest", ("-m", "dsv4", "selftest", "--json", "--no-keep", *small)),
-        Part("digests", ("-m", "benchmarks", "ops", "--digests", *device, "--out", f"{folder}/digests.jsonl")),
         Part("broken", ("-m", "benchmarks", "trust", "--broken", *device, "--out", str(folder))),
     ]
     if is_gpu:
         no_bits = "not test_random_models_in_pieces"  # the part above
-        parts.append(Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "-k", no_bits, "-p", "no:cacheprovider")))
-    if options.ptxas is not None:
+        tests = "-m", "pytest", "-q", "-p", "no:cacheprovider"
+        parts.append(Part("op-tests", (*tests, "tests/ops", "tests/testing")))
+        parts.append(Part("tests", (*tests, "-m", "gpu", "-k", no_bits)))
+    measured = "-m", "benchmarks", "ops", "--samples", "20", "--out"
+    if options.ptxas is None:
+        parts.append(Part("digests", (*measured, f"{folder}/digests.jsonl", "--digests", *device)))
+    else:
         # a cache of its own: Triton's key has the version of ptxas, and two processes would wait for one another
         other = {"TRITON_PTXAS_PATH": str(options.ptxas), "TRITON_CACHE_DIR": f"{folder}/other-cache"}
-        digests = ("-m", "benchmarks", "ops", "--digests", *device, "--out", f"{folder}/other-digests.jsonl")
-        parts.append(Part("other-selftest", ("-m", "dsv4", "selftest", "--json", "--no-keep"), other))
-        parts.append(Part("other-digests", digests, other))
+        parts += [
+            Part("other-selftest", ("-m", "dsv4", "selftest", "--json", "--no-keep"), other),
+            Part("times", (*measured, f"{folder}/times.jsonl"), is_timed=True),
+            Part("other-times", (*measured, f"{folder}/other-times.jsonl"), other, is_timed=True),
+        ]
     return [part for part in parts if not options.only or part.name in options.only]
 
 
@@ -85,15 +95,19 @@ def run_part(part: Part, folder: Path, ends: float) -> dict[str, Any]:
 
 
 def compared(folder: Path) -> dict[str, Any] | None:
-    """Digests under both assemblers."""
+    """Bits and times under both assemblers. Other bits are red; of times the worst are shown."""
     from benchmarks import records
 
-    files = [folder / "digests.jsonl", folder / "other-digests.jsonl"]
+    files = [folder / "times.jsonl", folder / "other-times.jsonl"]
     if not all(file.exists() for file in files):
         return None
     found = records.compare(*map(records.read_records, files))
     changed = [item.key for item in found if item.has_other_bits]
-    return {"part": "assemblers", "status": int(bool(changed)), "summary": records.summary(found), "changed": changed}
+    slower = [f"{item.key} x {item.ratio:.3f}" for item in found if item.is_regression]  # worst first
+    return {
+        "part": "assemblers", "status": int(bool(changed)), "summary": records.summary(found), "changed": changed,
+        "slower": slower[:20],
+    }  # fmt: skip
 
 
 # ---- kernels broken on purpose ----
@@ -109,6 +123,7 @@ def broken(device_name: str) -> list[dict[str, Any]]:
     from dsv4.config import ModelConfig
     from dsv4.loader.write.synth import write_checkpoint
     from dsv4.ops import TORCH, TRITON
+    from dsv4.testing import mistakes
     from dsv4.tools.selftest.report import Status
     from dsv4.tools.selftest.run import SelftestOptions, run_selftest
 
@@ -117,7 +132,13 @@ def broken(device_name: str) -> list[dict[str, Any]]:
     for name in ("flash", "384"):
         # without a GPU the cases are small, and a model runs on the oracles
         backend = TRITON if name == "flash" else sound
-        wrong = mistakes(backend.ops, few_rows_op="linear" if name == "flash" else "hc_enter")
+        wrong = {
+            "rms_norm_quant": mistakes.wrong_scale(backend.ops), "sparse_attention": mistakes.masked_tail(backend.ops),
+        }  # fmt: skip
+        if name == "flash":
+            wrong["linear"] = mistakes.linear_follows_rows(backend.ops)
+        else:
+            wrong["hc_enter"] = mistakes.follows_rows(backend.ops)
         with tempfile.TemporaryDirectory() as folder:
             model = None if name == "flash" else Path(folder) / "model"
             if model is not None:
@@ -136,35 +157,6 @@ def broken(device_name: str) -> list[dict[str, Any]]:
     return results
 
 
-def mistakes(ops: Any, few_rows_op: str) -> dict[str, Any]:
-    import torch
-
-    from dsv4.formats.tensors import QuantActivation
-
-    def rms_norm_quant(x: Any, weight: Any, eps: float, keep_plain: bool) -> Any:
-        plain, codes = ops.rms_norm_quant(x, weight, eps, keep_plain)
-        scale = codes.scale.clone()
-        scale[-1, -1] += 1
-        return plain, QuantActivation(codes.codes, scale)
-
-    def linear(x: Any, *arguments: Any, **options: Any) -> Any:
-        made = ops.linear(x, *arguments, **options)
-        return made * (1 + 2**-6) if len(made) <= 2 else made
-
-    def hc_enter(source: Any, *arguments: Any, **options: Any) -> Any:
-        from dataclasses import replace
-
-        made = ops.hc_enter(source, *arguments, **options)
-        return replace(made, comb=made.comb + 2**-12) if len(source) <= 2 else made
-
-    def sparse_attention(q: Any, *arguments: Any, **options: Any) -> Any:
-        made = ops.sparse_attention(q, *arguments, **options)
-        return torch.cat([made[:-1], torch.zeros_like(made[-1:])])
-
-    few_rows = {"linear": linear, "hc_enter": hc_enter}[few_rows_op]
-    return {"rms_norm_quant": rms_norm_quant, few_rows_op: few_rows, "sparse_attention": sparse_attention}
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for everything printed, and summary.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -180,12 +172,15 @@ def main(options: argparse.Namespace) -> int:
         results = broken(options.device)
         print(json.dumps(results, indent=1))
         return int(not all(one["is_right"] for one in results))
-    ends = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     for file in options.kernels:
         subprocess.run([sys.executable, "-m", "dsv4", "kernels", "unpack", str(file.resolve())], cwd=ROOT, check=True)
     with ThreadPoolExecutor(5 if options.device == "cuda" else 1) as lanes:
-        results = list(lanes.map(lambda part: run_part(part, options.out, ends), parts_of(options)))
+        parts, ends = parts_of(options), time.monotonic() + options.seconds
+        beside = [part for part in parts if not part.is_timed]
+        results = list(lanes.map(lambda part: run_part(part, options.out, ends), beside))
+    alone = [part for part in parts if part.is_timed]
+    results += [run_part(part, options.out, time.monotonic() + options.seconds) for part in alone]
     assemblers = compared(options.out)
     results += [] if assemblers is None else [assemblers]
     (options.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -43,6 +43,7 @@ class Progress:
     count         only grows, and is the same on every rank at the same place
     num_turns     of the loop of its engine, and of waiting for others; 0 before there is an engine
     is_computing  whether the rank is in a step, which takes as long as it takes
+    is_busy       whether it obeys a command that does
     """
 
     count: int = 0
@@ -50,6 +51,7 @@ class Progress:
     bytes_total: int = 0
     num_turns: int = 0
     is_computing: bool = False
+    is_busy: bool = False
 
     def tick(self, weight: int = 1) -> None:
         """`weight`: of a place that a rank must not be taken to share with others for having counted as far."""
@@ -58,6 +60,14 @@ class Progress:
     def turn(self) -> None:
         """A sign of life of the thread that runs the engine."""
         self.num_turns += 1
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
 
     def load(self, done: int, total: int) -> None:
         self.bytes_done, self.bytes_total = done, total
@@ -185,7 +195,7 @@ class Leader:
                 before, peer.progress = peer.progress, Progress(*values)
                 if peer.progress.count != before.count:
                     peer.moved_at = peer.heard_at
-                if peer.progress.num_turns != before.num_turns or peer.progress.is_computing:
+                if peer.progress.num_turns != before.num_turns or peer.progress.is_computing or peer.progress.is_busy:
                     peer.turned_at = peer.heard_at
             elif kind is Kind.FAILED:
                 is_peer_lost, text = values

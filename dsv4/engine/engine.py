@@ -10,8 +10,7 @@ computes is a function of its own request. How requests wait, share and lose the
 An engine that drafts feeds a decoding request its newest token and some drafts, draws from every row, and keeps the
 draws up to the first that differs from its draft: those of an engine that does not draft. A step with drafts, or behind
 which drafts are asked for, is collected before the next is planned: only its draws say where requests stand. The drafts
-themselves are not waited for: the drafter runs while the host plans, and the next step takes them from the device's
-memory.
+themselves are not waited for: the drafter runs while the host plans, and the next step reads them on the device.
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
@@ -87,7 +86,7 @@ class Engine:
         self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
         # requests of the step collected last, and what the drafter says behind it, where the host has not read that
         self._unread: tuple[list[Request], HostCopy] | None = None
-        self._results = Results()  # collected and not returned
+        self.results = Results()  # collected and not returned
         self._builder = StepBuilder(cache, self.runner.draft_table)
         self._clock = clock
         self.gate = Gate()
@@ -100,12 +99,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         can_run = not self.gate.is_still and self.scheduler.has_work
-        return can_run or bool(self._flights) or self.has_results or self.sizes.is_called
-
-    @property
-    def has_results(self) -> bool:
-        """Whether `take_results` has something to give."""
-        return bool(self._results)
+        return can_run or bool(self._flights) or bool(self.results) or self.sizes.is_called
 
     @property
     def has_idle_work(self) -> bool:
@@ -223,13 +217,13 @@ class Engine:
 
     def take_results(self) -> StepTokens:
         """What was collected and not yet returned."""
-        return self._results.take()
+        return self.results.take()
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds. One that has finished, or was never queued, is left as it is."""
         request.is_aborted |= self.gate.leave(request)
         self.scheduler.abort(request)
-        self._results.forget()
+        self.results.forget()
 
     def finish(self, request: Request, reason: FinishReason = FinishReason.STOP) -> None:
         """The caller found the request's end (a stop string): it leaves as one that ended well. Later tokens go."""
@@ -237,7 +231,7 @@ class Engine:
             request.finish_reason = reason
             self.gate.leave(request)
             self.scheduler.settle(request)
-            self._results.forget()
+            self.results.forget()
 
     def check_integrity(self) -> None:
         """Recompute the truth of the scheduler's, the cache's and the experts' books. Between two steps."""
@@ -255,7 +249,6 @@ class Engine:
             size = self.sizes.agree(None if plan is None else self._size(plan))
             if size is None:
                 return None
-            self.runner.capture_next(is_idle=False)  # all that was launched has been drawn
             flight = InFlightStep.launch(
                 self.runner, self._builder, plan or StepPlan(), size, tells_experts=bool(self.observers)
             )
@@ -276,7 +269,7 @@ class Engine:
         if self._drafts is not None:
             self._drafts.trim_drafts(self.scheduler.running)
         plan = self.scheduler.schedule(self._clock())
-        self._results.ended += plan.failed
+        self.results.ended += plan.failed
         if plan:
             return plan
         self.scheduler.commit(plan)
@@ -352,10 +345,10 @@ class Engine:
         taken = self.scheduler.rows.take(step, token_ids)
         listed = listed_logprobs(token_ids.tolist(), step.counts or (), found[1:])
         self._num_output_tokens += len(taken.requests)
-        self._results.add(taken.requests, taken.token_ids, [listed[row] for row in taken.rows] if listed else ())
+        self.results.add(taken.requests, taken.token_ids, [listed[row] for row in taken.rows] if listed else ())
         for request in taken.ended:
             self.scheduler.settle(request)
-        self._results.ended += taken.ended
+        self.results.ended += taken.ended
         for row in (*taken.left, *taken.invalid):
             request, token_id = step.requests[row], int(token_ids[row])
             was_done = request.is_done
@@ -390,7 +383,7 @@ class Engine:
         if request.is_done:
             self.scheduler.settle(request)
             if not was_done:
-                self._results.ended.append(request)
+                self.results.ended.append(request)
 
     def _keep(self, piece: Piece, num_true: int, num_taken: int) -> None:
         """Account for a piece: its accepted drafts, and the draws that the request took before it ended."""
@@ -417,7 +410,7 @@ class Engine:
             return True
         request.append(outcome.token_id, outcome.logprobs)
         self._num_output_tokens += 1
-        self._results.append(request, outcome.token_id, outcome.logprobs)
+        self.results.append(request, outcome.token_id, outcome.logprobs)
         if request.finish_reason is None:
             self._tell_rule(request, outcome.token_id)
         return True
@@ -435,15 +428,11 @@ class Engine:
 
     def _drop(self, flight: InFlightStep) -> None:
         """The step failed: its requests are aborted."""
-
-        def abort() -> None:
-            for piece in flight.plan.pieces:
-                self.scheduler.abort(piece.request)
-
-        self._end_all(flight.plan, abort)
+        requests = [piece.request for piece in flight.plan.pieces]
+        self._end_all(flight.plan, lambda: deque(map(self.scheduler.abort, requests), maxlen=0))
 
     def _end_all(self, plan: StepPlan, drop: Callable[[], object]) -> None:
         """`drop` the requests of a plan, and say that they ended."""
         running = [piece.request for piece in plan.pieces if not piece.request.is_done]
         drop()
-        self._results.ended += [request for request in running if request.is_done]
+        self.results.ended += [request for request in running if request.is_done]

@@ -125,7 +125,9 @@ class WeightTarget:
         """Whether the kernels have it in their own order."""
         name = source.tensor.name
         if "experts." in name:
-            return self._backend.layout.experts is not None
+            ffn = self._block(name).ffn
+            held = (ffn.shared if "shared_experts." in name else ffn.experts).matrices
+            return isinstance(getattr(held, "stack", held)[0], ShuffledTensor)  # offloaded, or whole
         return name.endswith(".wo_a.weight") and isinstance(self._block(name).attn.wo_a, ShuffledTensor)
 
     def _block(self, name: str) -> BlockParams:
@@ -212,7 +214,7 @@ class _LiveExperts:
         live = self._blocks[self._layer_idx].ffn.experts
         stacks = (_stack([getattr(one, name) for _, one in self._waiting]) for name in ("w1", "w2", "w3"))
         device = next(iter(self._blocks)).attn_norm.device
-        fresh = prepare_experts(ExpertParams(*(stack.to(device) for stack in stacks)), self._layout)
+        fresh = prepare_experts(ExpertParams(*(stack.to(device) for stack in stacks)), self._layout.routed)
         for place, (expert_idx, _) in enumerate(self._waiting):
             assign(_one(live, expert_idx), _one(fresh, place), f"layer {self._layer_idx}, expert {expert_idx}")
         self._waiting.clear()

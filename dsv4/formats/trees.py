@@ -101,6 +101,8 @@ class ReadOnly:
         object.__setattr__(self, "_tree", tree)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{self!r} shows no {name}")
         return _shown(getattr(self._tree, name))
 
     def __getitem__(self, place: Any) -> Any:
@@ -110,7 +112,7 @@ class ReadOnly:
         return len(self._tree)
 
     def __repr__(self) -> str:
-        return f"<copies of {type(self._tree).__name__}>"
+        return "<copies of weights>"
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} cannot be set: weights change by update_weights() alone")

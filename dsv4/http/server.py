@@ -1,6 +1,6 @@
 """The HTTP server of one process: `create_app` over a connection to an engine. No torch.
 
-OpenAI's and Anthropic's interfaces at /v1 (`apis.py`), a page at /, /health, /ready, /metrics, /live (the engine at
+OpenAI's and Anthropic's interfaces at /v1 (`apis/`), a page at /, /health, /ready, /metrics, /live (the engine at
 this moment) and /openapi.json.
 """
 
@@ -128,7 +128,8 @@ class Server:
         """Any interface that generates."""
         start = time.perf_counter()
         body = await self._body(request)
-        asked, job = self._prepare_quickly(api, body) or await self._beside(self._prepare, api, body)
+        prepared = self._prepare_quickly(api, body)
+        asked, job = await self._beside(self._prepare, api, body) if prepared is None else prepared
         assembler = api.assembler(job, asked, self.served)
         timer = RequestTimer(self.metrics, len(job.outputs), start)
         given = getattr(asked, "request_id", None) or getattr(asked, "rid", None)

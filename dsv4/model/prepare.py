@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import AnyWeight, QuantTensor, Weight, WideWeight
 from dsv4.model.parameters import AttentionParams, BlockParams, ExpertParams, ModelParams, OnInput, OnLatent
-from dsv4.ops.backend import Backend, WeightLayout
+from dsv4.ops.backend import Backend, PrepareExperts, WeightLayout
+from dsv4.ops.lib.waiting import waits_for_device
 from dsv4.ops.linear import LinearBundle, is_kernel_weight
+from dsv4.ops.moe import are_prepared
 
 KEPT_BYTES = 512 << 20  # of all operands of a model: 64 million weights
 _PRODUCTS = frozenset(
@@ -72,8 +75,28 @@ def prepare_block(block: BlockParams, layout: WeightLayout) -> BlockParams:
         attn = _bundle(attn, layout.bundle)
     if layout.grouped is not None and not isinstance(attn.wo_a, ShuffledTensor):
         attn = replace(attn, wo_a=layout.grouped(attn.wo_a, attn.wq_b.shape[0] // attn.wo_a.shape[1]))
-    ffn = replace(ffn, experts=prepare_experts(ffn.experts, layout), shared=prepare_experts(ffn.shared, layout))
+    ffn = replace(
+        ffn, experts=prepare_experts(ffn.experts, layout.routed), shared=prepare_experts(ffn.shared, layout.shared)
+    )
     return replace(block, attn=attn, ffn=ffn)
+
+
+def backend_for_weights(backend: Backend, params: ModelParams, *, has_drafts: bool) -> Backend:
+    """The backend as prepared weights allow it. Where the kernels do not take a block's experts (bf16, FP8), oracles
+    run inside their ops: these ops wait for the device then, so that no call is captured.
+    """
+    blocks = [*params.layers, *(params.draft_blocks if has_drafts else ())]
+    if not backend.has_kernels or all(map(_has_kernel_experts, blocks)):
+        return backend
+    # a partial of each, since the mark belongs to these weights alone
+    return backend.with_ops(
+        moe=waits_for_device(partial(backend.ops.moe)), moe_parts=waits_for_device(partial(backend.ops.moe_parts))
+    )
+
+
+def _has_kernel_experts(block: BlockParams) -> bool:
+    routed = block.ffn.experts.matrices
+    return are_prepared(getattr(routed, "stack", routed), block.ffn.shared.matrices)  # offloaded, or whole
 
 
 def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBundle]) -> AttentionParams:
@@ -97,13 +120,13 @@ def _bundle(attn: AttentionParams, build: Callable[[Sequence[Weight]], LinearBun
     )  # fmt: skip
 
 
-def prepare_experts(experts: ExpertParams, layout: WeightLayout) -> ExpertParams:
+def prepare_experts(experts: ExpertParams, prepare: PrepareExperts | None) -> ExpertParams:
     """One expert, or stacks of them."""
     matrices = experts.matrices
     if (
-        layout.experts is None
+        prepare is None
         or not isinstance(matrices, tuple)
         or not all(isinstance(weight, QuantTensor) for weight in matrices)
     ):
         return experts  # prepared, offloaded, or plain
-    return ExpertParams(*cast(tuple[Weight, Weight, Weight], layout.experts(matrices)))
+    return ExpertParams(*cast(tuple[Weight, Weight, Weight], prepare(matrices)))

@@ -21,8 +21,9 @@ from dsv4.ops import attention, compress, drafting, hyper, indexer, linear, moe,
 from dsv4.ops.contracts import OpSet
 from dsv4.ops.lib.waiting import is_waiting
 from dsv4.ops.linear import LinearBundle, prepare_grouped
-from dsv4.ops.moe import prepare_experts
+from dsv4.ops.moe import prepare_routed, prepare_shared
 
+PrepareExperts = Callable[[Sequence[QuantTensor]], Sequence[QuantTensor | ShuffledTensor]]
 FAMILIES = (attention, compress, drafting, hyper, indexer, linear, moe, norm, router, rows, sampling)
 
 
@@ -32,13 +33,15 @@ class WeightLayout:
 
     bundle   weights that share an input -> one launch
     grouped  the grouped output projection, and its number of groups
-    experts  w1, w2, w3 of one expert or of a stack, quantised
+    routed   w1, w2, w3 of one routed expert or of a stack, quantised; as they are where no kernel takes them
+    shared   the same of the shared expert
     keeps_operands  whether weights keep their fp64 operands (formats/exact_sums.py), where memory allows
     """
 
     bundle: Callable[[Sequence[Weight]], LinearBundle] | None = None
     grouped: Callable[[Weight, int], Weight | ShuffledTensor] | None = None
-    experts: Callable[[tuple[QuantTensor, QuantTensor, QuantTensor]], tuple[ShuffledTensor, ...]] | None = None
+    routed: PrepareExperts | None = None
+    shared: PrepareExperts | None = None
     keeps_operands: bool = False
 
 
@@ -100,7 +103,9 @@ TORCH = Backend(
 TRITON = Backend(
     name="triton",
     ops=_ops(""),
-    layout=WeightLayout(bundle=LinearBundle.build, grouped=prepare_grouped, experts=prepare_experts),
+    layout=WeightLayout(
+        bundle=LinearBundle.build, grouped=prepare_grouped, routed=prepare_routed, shared=prepare_shared
+    ),
     graph_devices=frozenset({"cuda"}),
     has_kernels=True,
 )

@@ -77,14 +77,19 @@ def compare_with_pieces(call: OpCall, backend: Backend) -> list[Measure]:
 
 
 def differing_rows(call: OpCall, backend: Backend, cuts: Sequence[slice]) -> list[str]:
-    """A line for each cut whose rows, computed alone, are not the bits that they are among all; for ops that write
-    nothing in place."""
-    assert not call.written, call.op
-    kernel = call.kernel(backend)
-    whole, lines = kernel(**call.arguments), []
+    """A line for each cut whose rows, computed alone, are not the bits that they are among all. What is written in
+    place is compared once the other rows have been computed as well."""
+    kernel, lines = call.kernel(backend), list[str]()
+    result, written = call.fresh().run(kernel)
     for cut in cuts:
-        alone = kernel(**call.of_rows(cut).arguments)
-        for what, found, expected in _pairs("result", alone, rows_of(whole, cut)):
+        state = call.fresh()
+        pairs = list(_pairs("result", state.of_rows(cut).run(kernel)[0], rows_of(result, cut)))
+        for rest in (slice(0, cut.start), slice(cut.stop, call.num_rows)) if written else ():
+            if rest.start < rest.stop:
+                state.of_rows(rest).run(kernel)
+        for name, expected in written.items():
+            pairs += _pairs(name, state.arguments[name], expected)
+        for what, found, expected in pairs:
             measure = _bits(what, found, expected)
             if not measure.is_ok:
                 rows = f"rows {cut.start} to {cut.stop - 1} of {call.num_rows}"

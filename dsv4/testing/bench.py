@@ -34,7 +34,8 @@ class Work:
 
     Inputs that fit the cache and are used by every row (a weight vector) count once. The call returns every tensor it
     wrote, those written in place too, and gives the same bits when it is repeated: the graph test compares them.
-    `op`: the same as data, where it is an op as the model calls it; `call` itself, if that is one.
+    `op`: the same as data, where it is an op as the model calls it; `call` itself, if that is one. `defined`: of what
+    the call returns, without what it leaves unwritten.
     """
 
     call: Callable[[], Any]
@@ -43,6 +44,7 @@ class Work:
     flops: int = 0
     flops_format: str = "bf16"
     op: OpCall | None = None
+    defined: Callable[[Any], Any] = lambda result: result
 
     @property
     def op_call(self) -> OpCall | None:

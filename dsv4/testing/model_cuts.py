@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 
 # one for each form of an op, and for each alignment of a batch's rows: what calls of any number of tokens launch
-SIZES = (1, 6, 12, 17, 48, 65, 257, 400)
+SIZES = (1, 6, 12, 17, 48, 65, 257, 400, 512, 1100)
 _LENGTHS = (1, 1, 2, 7, 15, 16, 17, 31, 33, 64, 65, 100, 130, 225, 300)
 
 
@@ -167,7 +167,8 @@ def compile_models(models: Sequence[CutModel], progress: Callable[[int, int], No
     with launches_only_compile(), compiled_in_parallel(progress):
         for one in models:
             resident = stand_in(one.model, one.cache)
-            for size in sorted(SIZES, reverse=True):  # the kernels of many rows take longest
+            sizes = [size for size in SIZES if size <= len(one.token_ids)]
+            for size in sorted(sizes, reverse=True):  # the kernels of many rows take longest
                 resident.launch(size, min(size, one.head_rows))
 
 

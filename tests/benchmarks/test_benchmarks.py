@@ -67,6 +67,49 @@ def test_a_session_keeps_its_records(tmp_path, capsys):
     assert late.records == [{"kind": "skipped", "what": "never"}]
 
 
+class FakeMeter:
+    """Clocks that fall while power rises."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def read(self):
+        self.reads += 1
+        return {"sm_mhz": 1980.0 - 10 * self.reads, "watts": 600.0 + self.reads}
+
+
+def test_records_have_the_clocks_and_the_power_of_their_measurement(tmp_path):
+    session = session_of(tmp_path)
+    session.meter, session.facts = FakeMeter(), {"experts": "mxfp4"}
+
+    def measure():
+        while session.meter.reads < 3:
+            time.sleep(0.001)
+        return [{"kind": "one"}, {"kind": "two"}]
+
+    session.attempt("it", measure)
+    one, two = session.records
+    assert one["load_of_gpu"] == two["load_of_gpu"]
+    assert one["experts"] == "mxfp4"
+    clock, power = one["load_of_gpu"]["sm_mhz"], one["load_of_gpu"]["watts"]
+    assert clock["max"] == 1970.0
+    assert clock["min"] <= clock["median"] - 10 <= 1950.0
+    assert power["min"] == 601.0 < power["median"] < power["max"]
+
+
+def test_a_model_of_some_layers_in_both_formats(tmp_path, capsys):
+    out = tmp_path / "model.jsonl"
+    options = ["--preset", "tiny", "--device", "cpu", "--repeats", "1", "--experts", "mxfp4,nvfp4", "--layers", "3"]
+    options += ["--section", "prefill", "--section", "decode", "--prefill", "40", "--chunk", "24", "--contexts", "64"]
+    assert entry.main(["model", *options, "--batches", "1", "--out", str(out)]) == 0
+    records = [json.loads(text) for text in out.read_text().splitlines()]
+    assert {(record["kind"], record["experts"]) for record in records} == {
+        (kind, experts) for kind in ("decode", "layer", "prefill") for experts in ("mxfp4", "nvfp4")
+    }
+    assert {(r["tokens"], r["chunk"], r["layers"]) for r in records if r["kind"] == "prefill"} == {(40, 24, 3)}
+    assert "3 layers, batch 1, ctx 64: a step " in capsys.readouterr().out
+
+
 def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
     out = tmp_path / "bits.jsonl"
     options = ["bits", "--device", "cpu", "--tokens", "12", "--models", "1", "--out", str(out)]
@@ -79,6 +122,14 @@ def test_bits_of_a_random_model(tmp_path, capsys, monkeypatch):
     assert good["differing_rows"] == {"tokens": 0, "chunks": 0, "batch": 0}
     assert (bad["wrong"], bad["first"][:13]) == (1, "batch: an op,")
     assert "batch: an op," in capsys.readouterr().out
+
+
+def test_fewer_models_than_were_asked_for_are_red(capsys):
+    options = ["bits", "--device", "cpu", "--seconds", "-1"]
+    assert entry.main([*options, "--models", "9"]) == 1
+    assert "0 of 9 models were compared" in capsys.readouterr().out
+    assert entry.main(options) == 0
+    assert capsys.readouterr().out.endswith("0 models, 0 with rows that differ\n")
 
 
 def test_a_server_over_a_free_model(tmp_path, capsys):

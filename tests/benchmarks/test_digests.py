@@ -5,8 +5,9 @@ import torch
 
 from benchmarks import __main__ as entry
 from benchmarks.kernels import digests
-from benchmarks.kernels.digests import digest
+from benchmarks.kernels.digests import digest, digest_of_case
 from dsv4.ops import TRITON
+from dsv4.testing.cases import indexer
 from dsv4.testing.inputs import kernel_device
 
 
@@ -59,6 +60,16 @@ def test_a_changed_bit_is_shown_with_its_case(tmp_path, capsys, monkeypatch):
     changed = [line.split()[0] for line in lines if line.endswith("BITS CHANGED")]
     assert {name.split("/")[0] for name in changed} == {"rms_norm"}
     assert lines[-1] == f"0 cases timed, 0 slower; 3 with digests, {len(changed)} with other bits"
+
+
+def test_what_a_call_leaves_unwritten_is_not_digested(monkeypatch):
+    """Scores of entries that a token does not see, and of tokens that see no more than are picked."""
+    case = indexer._case(2, 5, 300, "fp4", False, heads=4, top_k=74)  # of five tokens the last sees 75 entries
+    empty, found = torch.empty, set()
+    for value in (1, 2):
+        monkeypatch.setattr(torch, "empty", lambda *a, value=value, **options: empty(*a, **options).fill_(value))
+        found.add(digest_of_case(case, kernel_device()))
+    assert len(found) == 1
 
 
 @pytest.mark.skipif(kernel_device().type != "cpu", reason="the oracles' digests are of the CPU")

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import __main__ as entry
 from benchmarks.kernels import trust
 from benchmarks.records import write_records
+from dsv4.testing.inputs import kernel_device
 
 
 def options(folder, **changes):
@@ -20,12 +21,30 @@ def names(folder, **changes):
 
 
 def test_parts(tmp_path):
-    assert names(tmp_path, device="cpu") == ["bits", "selftest", "digests", "broken"]
-    assert names(tmp_path) == ["bits", "selftest", "digests", "broken", "tests"]
-    assert names(tmp_path, ptxas=Path("other")) == [*names(tmp_path), "other-selftest", "other-digests"]
+    always = ["bits", "selftest", "broken"]
+    assert names(tmp_path, device="cpu") == [*always, "digests"]
+    assert names(tmp_path) == [*always, "op-tests", "tests", "digests"]
+    other = [*always, "op-tests", "tests", "other-selftest", "times", "other-times"]
+    assert names(tmp_path, ptxas=Path("other")) == other
     assert names(tmp_path, only=["digests"]) == ["digests"]
-    *_, other = trust.parts_of(options(tmp_path, ptxas=Path("other")))
-    assert other.environment["TRITON_PTXAS_PATH"] == "other"
+    parts = {part.name: part for part in trust.parts_of(options(tmp_path, ptxas=Path("other")))}
+    assert parts["other-times"].environment["TRITON_PTXAS_PATH"] == "other"
+    assert [name for name, part in parts.items() if part.is_timed] == ["times", "other-times"]
+    assert parts["bits"].command[-6:-2] == ("--models", "50", "--seconds", "300")
+
+
+def test_nothing_runs_beside_what_is_timed(tmp_path, monkeypatch):
+    parts = [trust.Part("a", (), is_timed=True), trust.Part("b", ()), trust.Part("c", (), is_timed=True)]
+    order = []
+
+    def run_part(part, folder, ends):
+        order.append(part.name)
+        return {"part": part.name, "status": 0}
+
+    monkeypatch.setattr(trust, "parts_of", lambda options: parts)
+    monkeypatch.setattr(trust, "run_part", run_part)
+    assert entry.main(["trust", "--out", str(tmp_path)]) == 0
+    assert order == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -38,13 +57,25 @@ def test_how_a_part_ends_is_recorded(tmp_path, program, seconds, status):
     assert (tmp_path / "one.txt").read_text() == ("1\n" if status == 0 else "")
 
 
-def test_bits_under_two_assemblers_are_compared(tmp_path):
-    for name, digest in (("digests", "a"), ("other-digests", "b")):
-        records = [{"op": "norm", "case": "x", "digest": digest}, {"op": "norm", "case": "y", "digest": "c"}]
+def test_bits_and_times_under_two_assemblers_are_compared(tmp_path):
+    for name, digest, median in (("times", "a", 10.0), ("other-times", "b", 20.0)):
+        records = [
+            {"op": "norm", "case": case, "digest": one, "median_us": us, "p10_us": us, "p90_us": us}
+            for case, one, us in (("x", digest, 10.0), ("y", "c", median))
+        ]
         assert trust.compared(tmp_path) is None
         write_records(tmp_path / f"{name}.jsonl", records, {"gpu": "H200"})
     found = trust.compared(tmp_path)
-    assert (found["status"], found["changed"]) == (1, ["norm/x"])
+    assert (found["status"], found["changed"], found["slower"]) == (1, ["norm/x"], ["norm/y x 2.000"])
+
+
+@pytest.mark.skipif(kernel_device().type != "cpu", reason="a part of its own on a GPU")
+def test_kernels_broken_on_purpose_are_red_and_named():
+    found = trust.broken("cpu")
+    assert [one["shapes"] for one in found] == ["flash", "384"]
+    for one in found:
+        assert one["is_right"], one
+        assert len(one["named"]) == 3
 
 
 def test_a_red_part_is_the_command_s_status(tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def no_loading(monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("dsv4.llm.load_params", load)
+    monkeypatch.setattr("dsv4.engine.ranks.load.load_params", load)
 
 
 def refused(ran, *words):
@@ -174,7 +174,7 @@ def test_memory_that_runs_out_all_the_same(dsv4, checkpoint, monkeypatch):
     def load(*arguments, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 10 bytes")
 
-    monkeypatch.setattr("dsv4.llm.load_params", load)
+    monkeypatch.setattr("dsv4.engine.ranks.load.load_params", load)
     refused(dsv4("generate", "x", "--model", checkpoint), "no room for the model", "lower --requests")
 
 

@@ -9,7 +9,7 @@ from engine_cases import SMALL, assert_all_free, finish
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.run.runner import Runner
-from dsv4.engine.step.size import OwnSizes
+from dsv4.engine.step.size import Sizes
 from dsv4.http.telemetry.metrics import Metrics
 from dsv4.http.telemetry.shared_metrics import SharedMetrics
 from dsv4.request import SamplingParams
@@ -86,7 +86,7 @@ def test_preempted_at_any_moment(make_llm, alone, num_steps):
     assert stats.num_output_tokens == 7 + 5, "no token is drawn twice"
 
 
-class PaddedSizes(OwnSizes):
+class PaddedSizes(Sizes):
     """Each step has more rows than it needs, as where another rank needs more."""
 
     def __init__(self, padded):
@@ -108,7 +108,7 @@ def test_poisoned_padding(make_llm, alone, monkeypatch, limits):
     llm = make_llm("official", **limits)
     embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
+    monkeypatch.setattr(llm.model, "weights", replace(llm.model.weights, embed=embed))
     sizes = []
 
     def bucket(num_tokens):
@@ -126,7 +126,7 @@ def test_padding_with_a_real_slot_would_show(make_llm, alone, monkeypatch):
     llm = make_llm("official")
     embed = llm.model.weights.embed.clone()
     embed[0] = float("nan")
-    monkeypatch.setattr(llm.model, "params", replace(llm.model.weights, embed=embed))
+    monkeypatch.setattr(llm.model, "weights", replace(llm.model.weights, embed=embed))
     monkeypatch.setattr("dsv4.cache.batch.PADDED_SLOT", 0)
     llm.engine = padding_engine(llm, lambda num: num + 2)
     request = llm.engine.add(PROMPTS[0], PARAMS[0])

@@ -4,14 +4,17 @@ import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantTensor
-from dsv4.loader.checkpoint import Checkpoint, TensorInfo
+from dsv4.loader.checkpoint import INDEX_FILE, Checkpoint, CheckpointError, TensorInfo
 from dsv4.loader.header import ITEM_BYTES
 from dsv4.loader.layout import StoredTensor
 from dsv4.loader.names import expected_tensors
+from dsv4.loader.resolve import plan_load
 from dsv4.loader.write.random_weights import Recipe
 from dsv4.loader.write.synth import stored_tensors
 
@@ -55,6 +58,23 @@ def checkpoint_of(header):
     places = {name: entry["data_offsets"] for name, entry in entries.items()}
     tensors = {name: TensorInfo(name, part.dtype, part.shape, file, *places[name]) for name, part in header.items()}
     return Checkpoint(Path("folder"), tensors)
+
+
+def error_of(header, config=SMALL):
+    """Why such headers do not fit."""
+    with pytest.raises(CheckpointError) as caught:
+        plan_load(checkpoint_of(header), config)
+    return str(caught.value)
+
+
+def gathered(folder):
+    """All tensors of a checkpoint, whose files are then gone."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / INDEX_FILE).unlink(missing_ok=True)
+    return tensors
 
 
 def stored(name, dtype, *shape):

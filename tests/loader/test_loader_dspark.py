@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from loader_cases import SMALL, assert_same_params, checkpoint_of, format_name, header_of, stored, total_bytes
+from loader_cases import SMALL, assert_same_params, checkpoint_of, error_of, format_name, header_of, stored, total_bytes
 
 from dsv4.config import ModelConfig
-from dsv4.loader.checkpoint import Checkpoint, CheckpointError
+from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.resolve import plan_load
 from dsv4.loader.summary import checkpoint_summary
 from dsv4.loader.weights import load_params
@@ -17,12 +17,6 @@ PUBLISHED = {  # tensors and bytes of the whole, of all mtp.*, and of one ordina
     "flash_0731": (72_317, 166_878_536_440, 4_705, 10_862_838_300, 1_565, 3_559_944_536),
     "pro_0813": (149_782, 892_727_580_904, 7_009, 41_979_375_900, 2_333, 13_853_319_192),
 }
-
-
-def error_of(header, config=DSPARK):
-    with pytest.raises(CheckpointError) as caught:
-        plan_load(checkpoint_of(header), config)
-    return str(caught.value)
 
 
 def count_and_bytes(header, prefix=""):
@@ -95,9 +89,9 @@ def test_every_draft_tensor_is_required_and_none_is_taken_for_another():
     }
     for name in names:
         missing = {other: part for other, part in header.items() if other != name}
-        assert f"missing (1): {name}" in error_of(missing)
+        assert f"missing (1): {name}" in error_of(missing, DSPARK)
         wrong = f"{name}x"
-        message = error_of(missing | {wrong: replace(header[name], name=wrong)})
+        message = error_of(missing | {wrong: replace(header[name], name=wrong)}, DSPARK)
         assert f"missing (1): {name}" in message
         assert wrong in message.partition("unexpected")[2]
 
@@ -117,7 +111,7 @@ def test_every_draft_tensor_is_required_and_none_is_taken_for_another():
     ],
 )
 def test_extra_draft_tensors(name):
-    assert f"unexpected (1): {name}" in error_of(header_of(DSPARK) | {name: stored(name, "BF16", 64)})
+    assert f"unexpected (1): {name}" in error_of(header_of(DSPARK) | {name: stored(name, "BF16", 64)}, DSPARK)
 
 
 def test_names_decide_which_drafter_there_is():
@@ -134,7 +128,7 @@ def test_names_decide_which_drafter_there_is():
     # a head that lost its projection is still a head
     header = header_of(DSPARK)
     del header["mtp.0.main_proj.weight"], header["mtp.0.main_proj.scale"]
-    assert "missing (1): mtp.0.main_proj.weight" in error_of(header)
+    assert "missing (1): mtp.0.main_proj.weight" in error_of(header, DSPARK)
 
 
 def test_a_head_may_be_left_out_as_a_whole():

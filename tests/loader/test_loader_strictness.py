@@ -4,19 +4,12 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from loader_cases import SMALL, checkpoint_of, header_of, stored
+from loader_cases import SMALL, checkpoint_of, error_of, header_of, stored
 
 from dsv4.config import ModelConfig
-from dsv4.loader.checkpoint import CheckpointError
 from dsv4.loader.resolve import plan_load
 
 EXPERT = "layers.1.ffn.experts.2.w1"
-
-
-def error_of(header, config=SMALL):
-    with pytest.raises(CheckpointError) as caught:
-        plan_load(checkpoint_of(header), config)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4", "fp8", "bf16"])

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from loader_cases import SET_A, SMALL, assert_same_params, flatten, format_name, same_bits, total_bytes
+from loader_cases import SET_A, SMALL, assert_same_params, flatten, format_name, gathered, same_bits, total_bytes
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,11 +37,7 @@ def raw_bytes(checkpoint, name):
 
 def edit_single_file(folder, change):
     """Gather a checkpoint into one file after `change(tensors)`; returns the folder."""
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-        file.unlink()
-    (folder / INDEX_FILE).unlink(missing_ok=True)
+    tensors = gathered(folder)
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder

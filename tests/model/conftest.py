@@ -23,3 +23,8 @@ def exact_llm() -> LLM:
 @pytest.fixture(scope="session")
 def official_llm() -> LLM:
     return LLM(SET_A / "model", numerics="official")
+
+
+@pytest.fixture(scope="session")
+def dspark_llm() -> LLM:
+    return LLM(SET_A.parent / "draftA" / "model", numerics="exact")

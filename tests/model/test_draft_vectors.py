@@ -5,16 +5,10 @@ from pathlib import Path
 import pytest
 from draft_vectors import DraftSet
 
-from dsv4 import LLM
 from dsv4.testing.vectors import pure_deviation
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 DRAFT_A, MTP_A = DraftSet.open(VECTORS / "draftA"), DraftSet.open(VECTORS / "mtpA.json")
-
-
-@pytest.fixture(scope="module")
-def dspark_llm():
-    return LLM(VECTORS / "draftA" / "model", numerics="exact")
 
 
 @pytest.mark.parametrize("case_id", DRAFT_A.cases)

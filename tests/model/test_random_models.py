@@ -9,11 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.bits import num_tokens
 
 from benchmarks import __main__ as benchmarks
 from dsv4.ops import TORCH, TRITON
+from dsv4.ops.moe import NARROW_ROWS, Form, pick_moe_config
+from dsv4.ops.moe.many.launch_tiles import TIMED
+from dsv4.testing import mistakes
 from dsv4.testing.inputs import kernel_device
-from dsv4.testing.model_cuts import Cut, CutModel, compile_models, random_cuts
+from dsv4.testing.model_cuts import SIZES, Cut, CutModel, compile_models, random_cuts
 from dsv4.testing.random_shapes import random_model
 
 DEVICE = kernel_device()
@@ -45,12 +49,6 @@ def test_a_small_random_model_in_pieces(small_model, name):
     assert small_model.differing_rows(cut) == []
 
 
-def few_tokens_differ(streams, *arguments, **options):
-    """Up to 16 tokens are summed in another order."""
-    made = BACKEND.ops.hc_enter(streams, *arguments, **options)
-    return replace(made, comb=made.comb + 2**-12) if len(made.comb) <= 16 else made
-
-
 def tail_is_masked(x, *arguments, **options):
     """The last row of a tile that is not full reads the row before it."""
     made = BACKEND.ops.hc_head_norm(x, *arguments, **options)
@@ -60,9 +58,19 @@ def tail_is_masked(x, *arguments, **options):
 @pytest.mark.parametrize(
     ("op", "mistake", "cut", "named"),
     [
-        ("hc_enter", few_tokens_differ, Cut([1, 17, 1]), "hc_enter, call 0, output 5 (19, 4, 4): token 0 of 19"),
+        (
+            "hc_enter",
+            mistakes.follows_rows(BACKEND.ops, 16),
+            Cut([1, 17, 1]),
+            "hc_enter, call 0, output 5 (19, 4, 4): token 0 of 19",
+        ),
         ("hc_head_norm", tail_is_masked, Cut([9, 10]), "hc_head_norm, call "),
-        ("hc_enter", few_tokens_differ, Cut([10, 9], [7, 2]), "hc_enter, call 0, output 5 (19, 4, 4): token 10 of 19"),
+        (
+            "hc_enter",
+            mistakes.follows_rows(BACKEND.ops, 16),
+            Cut([10, 9], [7, 2]),
+            "hc_enter, call 0, output 5 (19, 4, 4): token 10 of 19",
+        ),
     ],
 )
 def test_a_mistake_is_seen_and_named(small_model, monkeypatch, op, mistake, cut, named):
@@ -70,6 +78,21 @@ def test_a_mistake_is_seen_and_named(small_model, monkeypatch, op, mistake, cut,
     monkeypatch.setattr(small_model.model, "context", replace(context, backend=BACKEND.with_ops(**{op: mistake})))
     assert small_model.differing_rows(cut)
     assert small_model.first_difference(cut).startswith(named)
+
+
+def test_long_prompts_reach_every_form_of_experts_in_both_formats():
+    """A whole prompt of some model takes each; so do 512 tokens that come before others."""
+    found = set()
+    for number in range(50):
+        config, experts = random_model(number)
+        widths = config.moe_intermediate_size, config.hidden_size
+        for size in {size for size in (*SIZES, num_tokens(number)) if size <= num_tokens(number)}:
+            form = pick_moe_config(
+                size, config.num_experts_per_tok, config.n_routed_experts, min(widths), has_tiles=widths in TIMED
+            ).form
+            found.add((form, experts))
+    assert found == {(form, experts) for form in Form for experts in ("mxfp4", "nvfp4")}
+    assert {num_tokens(number) > NARROW_ROWS for number in range(50)} == {False, True}
 
 
 def test_random_cuts_are_whole():

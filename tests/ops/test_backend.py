@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import dsv4
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine.run.runner import Runner
 from dsv4.formats.layouts import ShuffledTensor
 from dsv4.formats.tensors import WideWeight
 from dsv4.llm import LLM
@@ -113,6 +115,27 @@ def test_an_exchanged_op_keeps_graphs_and_warm_up(monkeypatch):
     assert seen == [(True, True, other_moe), (False, True, other_moe), (False, False, other_moe)]
 
 
+@pytest.mark.parametrize("experts", ["fp8", "bf16"])
+def test_experts_without_kernels_run_on_oracles_and_are_not_captured(experts, monkeypatch):
+    """Loaded as they are, with oracles' bits; a warm-up would capture an op that waits for the device."""
+    seen = []
+    monkeypatch.setattr("dsv4.llm.Runner", partial(recorded_runner, seen))
+    capturing = replace(TRITON, graph_devices=frozenset({"cpu"}))
+    llm = LLM.from_params(CONFIG, random_params(CONFIG, experts=experts, with_mtp=False), backend=capturing)
+    backend = llm.model.context.backend
+    assert seen == [False]
+    assert backend.waiting_ops == ("moe", "moe_parts")
+    ffn = llm.model.params.layers[1].ffn
+    x = torch.randn(3, CONFIG.hidden_size, dtype=torch.bfloat16)
+    given = x, torch.tensor([[0, 3]] * 3), torch.rand(3, 2), ffn.experts.matrices, ffn.shared.matrices
+    assert_bitwise(backend.ops.moe(*given, limit=10.0), ORACLES["moe"](*given, limit=10.0))
+
+
+def recorded_runner(seen, *arguments, use_graphs, **options):
+    seen.append(use_graphs)
+    return Runner(*arguments, use_graphs=use_graphs, **options)
+
+
 def identity_tests(source):
     """Lines that compare an op, an op set or a backend with something other than a constant."""
 
@@ -130,9 +153,17 @@ def identity_tests(source):
     ]
 
 
+def modules_of(folder):
+    found = list(folder.rglob("*.py"))
+    assert found, f"{folder} has no modules: it was moved"
+    return found
+
+
 def test_nobody_compares_ops():
     assert identity_tests("if ops.moe is moe:\n    pass\nx = backend.ops == TORCH\ny = ops is None") == [1, 3]
     folder = Path(dsv4.__file__).parent
-    files = [file for part in ("model", "engine", "loader", "tools", "serve") for file in (folder / part).rglob("*.py")]
+    files = [
+        file for part in ("model", "engine", "loader", "tools", "http", "cli") for file in modules_of(folder / part)
+    ]
     found = [f"{file.name}:{line}" for file in [*files, folder / "llm.py"] for line in identity_tests(file.read_text())]
     assert found == []

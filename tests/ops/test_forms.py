@@ -1,11 +1,12 @@
 """An op has one form for few rows and others for many. At shapes nobody chose: a row is the same bits in all of them.
 
 In the interpreter every op with several forms, up to the numbers of rows that it can afford; on a GPU, where the order
-of sums is the compiler's, all numbers at which a form changes. Forms of attention, of the compressors and of the
-indexer are compared in whole models (tests/model/test_random_models.py).
+of sums is the compiler's, all numbers at which a form changes. What an op writes in place is compared too.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,12 +53,11 @@ def test_hyper_connections_at_every_width(width):
 # ---- mistakes that the comparison must see ----
 
 
-def in_another_order(x, weight, eps, keep_plain):
-    """Of more than four rows the squares are summed from the other end, as a kernel with another layout might."""
-    if len(x) <= 4:
-        return TRITON.ops.rms_norm_quant(x, weight, eps, keep_plain)
-    plain, _ = TRITON.ops.rms_norm_quant(x * 1.0078125, weight, eps, keep_plain)
-    return plain, TRITON.ops.rms_norm_quant(plain, weight, eps, False)[1]
+def in_another_order(x, weight, out_dtype=None):
+    """Of more than 16 rows K is summed from its other end."""
+    if len(x) > 16:
+        x, weight = x.flip(1).contiguous(), weight.flip(1).contiguous()
+    return TRITON.ops.linear(x, weight, out_dtype)
 
 
 def split_by_rows(x, weight, out_dtype=None):
@@ -79,12 +79,20 @@ def masked_tail(logits, token_ids, num_top):
     return tuple(torch.cat([one[:-1], other[-1:]]) for one, other in zip(found, again, strict=True))
 
 
+def other_states(attention, index, batch):
+    """Alone, a token leaves other scores for the entry that is open."""
+    if len(attention.kv) == 1:
+        attention = replace(attention, gate=attention.gate + 1)
+    return TRITON.ops.compress_pair(attention, index, batch)
+
+
 @pytest.mark.parametrize(
     ("name", "op", "mistake"),
     [
-        ("rms_norm_quant", "rms_norm_quant", in_another_order),
+        ("linear of bf16", "linear", in_another_order),
         ("linear of bf16", "linear", split_by_rows),
         ("sampled_logprobs", "sampled_logprobs", masked_tail),
+        ("compress_pair", "compress_pair", other_states),
     ],
 )
 def test_a_mistake_is_seen(name, op, mistake):

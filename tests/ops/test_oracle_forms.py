@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from weight_cases import quantised
+from quantised_weights import quantised
 
 from dsv4.formats.tensors import WideWeight
 from dsv4.ops.hyper import sinkhorn_ref

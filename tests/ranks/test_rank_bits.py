@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -158,9 +159,11 @@ def test_each_rank_offloads_its_own_experts(overlap):
     ranks = ThreadedRanks(config, params, 2, limits, placement=Placement(1, 3), overlap=overlap)
     try:
         assert ranks.run(requests) == expected
-        stats = ranks.engine.stats()
         assert ranks.own.pool.stats.num_staged_layers > 0
-        assert stats.num_expert_hits > stats.num_expert_misses > 0
+        until = time.monotonic() + 5
+        while not (stats := ranks.engine.stats()).num_expert_hits > stats.num_expert_misses > 0:
+            assert time.monotonic() < until, "what a rank did for others it says once a second"
+            time.sleep(0.05)
     finally:
         ranks.close()
 

@@ -456,3 +456,16 @@ def test_a_rank_that_cannot_load(folder, monkeypatch):
     monkeypatch.setattr(world, "_start", wrong)
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) ended with code 1 before it was ready"):
         LLM(folder, engine=LIMITS, gpus=2)
+
+
+@pytest.mark.processes
+def test_the_benchmark_of_the_engine(tmp_path):
+    """What a GPU runs, tried through gloo: the same tokens on two ranks, with drafts too."""
+    options = ("--section", "engine", "--device", "cpu", "--preset", "tiny")
+    command = [sys.executable, "-m", "benchmarks", "ranks", *options]
+    done = subprocess.run([*command, "--out", str(tmp_path / "found.jsonl")], capture_output=True, text=True)
+    records = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert [(one["kind"], one.get("ranks"), one.get("same")) for one in records] == [
+        ("rank_engine", ranks, True) for ranks in (1, 2, 2)
+    ]

@@ -2,6 +2,7 @@
 tokens and compared by `sum_orders`. Needs no GPU, and no memory for a cache: stand-ins are launched.
 
     python -m tools.compiled.form_orders ['{"hidden_size": 384, ...}' ...]     changes of `ModelConfig.tiny`
+    python -m tools.compiled.form_orders 0 8 16                               random models, by number
 
 One line for each function whose sums differ from one number of tokens to another, or "equal". Functions that only some
 forms call are not compared: tests/ops/test_kernels_compile.py has those that must agree by name. It runs in a process
@@ -28,12 +29,14 @@ from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON, Backend, OpSet
+from dsv4.testing.random_shapes import random_model
 from tools.compiled.compile_check import offline
 from tools.compiled.sum_orders import orders_of
 
 ARCHITECTURE = 90
 # numbers of tokens on both sides of every change of form (plan.py of each op)
 SIZES = (1, 4, 8, 16, 17, 40, 100, 200, 300, 513, 600)
+FEW_SIZES = (16, 40, 600)  # of a random model: one for each side of the changes at 16 and at 512
 
 
 class Found(NamedTuple):
@@ -145,7 +148,10 @@ def main(changes: list[str]) -> None:
     with only_layouts(), torch.no_grad():
         for change in changes or ["{}"]:
             raw = json.loads(change)
-            print(change, *(lines_of(replace(BASE, **raw)) or ["equal"]), sep="\n  ", flush=True)
+            is_random = isinstance(raw, int)
+            config = random_model(raw).config if is_random else replace(BASE, **raw)
+            found = lines_of(config, FEW_SIZES if is_random else SIZES)
+            print(change, *(found or ["equal"]), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A round of drafting on the device: which drafts of a step came true, the drafter's rows of its tokens, new drafts.
 
-Everything has shapes that the host knows, and nothing is read on the host: a round can be captured (engine/bucket.py).
+Everything has shapes that the host knows, and nothing is read on the host: a round can be captured.
 The draw before it was made from every row of a request that was fed, its newest token and k drafts, each as if the
 drafts before it were its own (`SamplingRows.drafts`). So the first draws up to one that differs from its draft are what
 plain decoding draws, with the same noise; only they are counted.

@@ -70,11 +70,11 @@ class ExpertsOnTheirWay:
     def _prepare(self, weights: ExpertParams) -> tuple[Weight, ...]:
         """As the backend's `moe` takes them: as model/prepare.py does for whole stacks."""
         matrices = weights.w1, weights.w2, weights.w3
-        prepare = self._pool.inner.layout.experts
+        prepare = self._pool.inner.layout.routed
         if prepare is None or not all(isinstance(weight, QuantTensor) for weight in matrices):
             return matrices
-        on_device = tuple(cast(QuantTensor, weight).to(self._pool.device) for weight in matrices)
-        return cast(tuple[Weight, ...], prepare(cast(tuple[QuantTensor, QuantTensor, QuantTensor], on_device)))
+        on_device = [cast(QuantTensor, weight).to(self._pool.device) for weight in matrices]
+        return cast(tuple[Weight, ...], tuple(prepare(on_device)))
 
 
 def load_offloaded(

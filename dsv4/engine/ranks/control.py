@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+from dsv4.dist.control import Progress
 from dsv4.engine.control import EngineControl
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.weight_update import WeightUpdate, open_source
+from dsv4.loader import progress as loader_progress
 from dsv4.loader.checkpoint import Checkpoint
-from dsv4.loader.progress import Progress
 from dsv4.ops.backend import Backend
 
 
@@ -39,7 +40,7 @@ class RanksControl(EngineControl):
         where = str(folder.path.resolve())
         self._engine.tell("check_share", folder=where, search_scales=search_scales, patience=inf)
 
-    def _write(self, update: WeightUpdate, progress: Progress = False) -> None:
+    def _write(self, update: WeightUpdate, progress: loader_progress.Progress = False) -> None:
         """All ranks at once."""
         writing = self._engine.ask_all("write_share")
         super()._write(update, progress)
@@ -54,10 +55,19 @@ class RanksControl(EngineControl):
 class ShareControl(EngineControl):
     """Of a rank besides the first: two commands more. What comes before and after an update is rank 0's to say."""
 
-    def __init__(self, llm: Any, backend: Backend) -> None:
+    def __init__(self, llm: Any, backend: Backend, progress: Progress) -> None:
         super().__init__(llm, backend)
+        self._progress, self.on_turn = progress, progress.turn
         self._verbs |= {"check_share": self.check_share, "write_share": self.write_share}
         self._update: WeightUpdate | None = None
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None, resumes: bool | None = None) -> None:
+        with self._progress.busy():
+            super().sleep(level, tags, resumes)
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        with self._progress.busy():
+            super().wake(tags)
 
     def check_share(self, folder: str, search_scales: bool) -> None:
         """`CheckpointError` if this rank's experts and the rest of the folder cannot be taken."""

@@ -1,4 +1,5 @@
-"""Loading a model on ranks: each reads its own experts, rank 0 shows the progress of all, an error ends all ranks."""
+"""Loading a model on one rank or several: each reads its own experts, rank 0 shows the progress of all, an error ends
+all ranks."""
 
 from __future__ import annotations
 
@@ -43,11 +44,13 @@ def rank_device(device: torch.device, num_ranks: int) -> torch.device:
 
 
 @contextmanager
-def failing_together(world: World) -> Iterator[None]:
+def failing_together(world: World | None) -> Iterator[None]:
     """A rank that cannot load, or cannot go on, says so before it ends; rank 0 ends the others."""
     try:
         yield
     except BaseException as error:
+        if world is None:
+            raise
         if isinstance(world.link, Leader):
             world.link.stop()
         elif not isinstance(error, (RankFailed, SystemExit)):  # rank 0 knows of these
@@ -73,11 +76,11 @@ def check_alike(world: World, identity: Identity) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank loads of a checkpoint, and onto what."""
+    """What one rank loads of a checkpoint, and onto what. Without a `world`: all of it."""
 
     checkpoint: Checkpoint
     config: ModelConfig
-    world: World
+    world: World | None
     device: torch.device
     dequantize_to: torch.dtype | None
 
@@ -87,13 +90,15 @@ class Share:
         """Where the rank's experts live: as many of them on the device as fit on every rank, so that all ranks capture
         the same calls. `asked` are the limits of all ranks, `limits` one rank's."""
         config, world = self.config, self.world
-        if check_offload(wanted, config, world.size) is None:
+        size = 1 if world is None else world.size
+        if check_offload(wanted, config, size) is None:
             return None
-        needed = cache_bytes + exchange_bytes(config, limits, world.size)
         own = choose_placement(
-            wanted, self.checkpoint, config, asked, needed, device=self.device, dequantize_to=self.dequantize_to,
-            num_ranks=world.size,
+            wanted, self.checkpoint, config, asked, cache_bytes + exchange_bytes(config, limits, size),
+            device=self.device, dequantize_to=self.dequantize_to, num_ranks=size,
         )  # fmt: skip
+        if world is None:
+            return own
         num_own = config.n_routed_experts // world.size
         fewest = world.least(num_own if own is None else own.num_slots)
         return divide_slots(fewest, replace(config, n_routed_experts=num_own), asked) if fewest < num_own else None
@@ -103,6 +108,8 @@ class Share:
     ) -> tuple[ModelParams, ExpertPool | None]:  # fmt: skip
         """As `load_params`, with this rank's experts alone."""
         world, config = self.world, self.config
+        if world is None:
+            return self._load(placement, backend, progress)
         if not isinstance(world.link, Leader):
             loaded = self._load(placement, backend, world.progress.load)
             world.link.ready()
@@ -130,9 +137,9 @@ class Share:
     def _load(
         self, placement: Placement | None, backend: Backend, report: Progress
     ) -> tuple[ModelParams, ExpertPool | None]:  # fmt: skip
-        world, config = self.world, self.config
+        config, (size, rank) = self.config, (1, 0) if self.world is None else (self.world.size, self.world.rank)
         if placement is None:
-            own = expert_range(config.n_routed_experts, world.size, world.rank)
+            own = None if size == 1 else expert_range(config.n_routed_experts, size, rank)
             params = load_params(
                 self.checkpoint, config, device=self.device, dequantize_to=self.dequantize_to, experts=own,
                 progress=report,
@@ -140,5 +147,5 @@ class Share:
             return params, None
         return load_offloaded(
             self.checkpoint, config, placement, backend, device=self.device, dequantize_to=self.dequantize_to,
-            progress=report, num_ranks=world.size, rank=world.rank,
+            progress=report, num_ranks=size, rank=rank,
         )  # fmt: skip

@@ -67,7 +67,7 @@ class OwnRank(Rank):
 
     @property
     def has_results(self) -> bool:
-        return self._engine.has_results
+        return bool(self._engine.results)
 
     def submit(self, request: Request, waited: float) -> None:
         self._requests.add(request)

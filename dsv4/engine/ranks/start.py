@@ -32,8 +32,7 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
-        connection, control = world.mesh.requests[0], ShareControl(llm, backend)
-        control.on_turn = world.progress.turn
+        connection, control = world.mesh.requests[0], ShareControl(llm, backend, world.progress)
         serve_rank(
             own, control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
         )  # fmt: skip

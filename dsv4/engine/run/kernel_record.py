@@ -100,13 +100,12 @@ def allowed_backend(
     """
     if not backend.has_kernels or device.type != "cuda" or is_ignored:
         return backend
-    for key in (model_key(device, config, tensors), kernel_key(device)):
-        verdict = read_verdict(key)
-        if verdict is not None:
-            refuse(verdict)
-    if verdict is None:
-        return backend
-    oracles = {op: getattr(TORCH.ops, op) for op in verdict.missing if hasattr(TORCH.ops, op)}
+    keys = model_key(device, config, tensors), kernel_key(device)
+    verdicts = [verdict for verdict in map(read_verdict, keys) if verdict is not None]
+    for verdict in verdicts:
+        refuse(verdict)
+    missing = {op for verdict in verdicts for op in verdict.missing}
+    oracles = {op: getattr(TORCH.ops, op) for op in sorted(missing) if hasattr(TORCH.ops, op)}
     return replace(backend.with_ops(**oracles), graph_devices=frozenset()) if oracles else backend
 
 

@@ -2,12 +2,12 @@
 
 The forward call is one function, `_compute`: token ids that only the device knows are looked up, every layer, then the
 logits of the rows asked for. On a GPU `warm_up` compiles what a step launches at every size and captures it once per
-bucket (engine/bucket.py). A captured call reads its tokens from static buffers, so a batch of n tokens is copied into
+bucket (bucket.py). A captured call reads its tokens from static buffers, so a batch of n tokens is copied into
 the buffers of the smallest bucket that holds it, the rest padded (slot -1). Which kernel runs is decided by the number
 of tokens alone, never by what they are: the graph of a bucket serves a decode step, a few tokens of a prompt and any
 mixture. Larger batches call the same function directly.
 
-Nothing here waits for the device. How a call is captured: engine/graphs.py.
+Nothing here waits for the device. How a call is captured: engine/run/graphs.py.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Runner:
 
         Direct calls are compiled at the sizes where launch tables may change: powers of two up to `max_chunk_tokens`,
         half-way between them, and one row more, since sizes that 16 does not divide may be compiled apart. All cores
-        compile first (engine/precompile.py); the first calls load the kernels, and compile what is still missing.
+        compile first (engine/run/precompile.py); the first calls load the kernels, and compile what is still missing.
         """
         with self._compiles:
             if self.cache.device.type == "cuda":

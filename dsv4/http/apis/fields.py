@@ -127,6 +127,24 @@ class HarmlessFields(Strict):
     return_mm_kwargs: Literal[True] | None = None
 
 
+class PassedOn(Strict):
+    """Fields that other interfaces pass on to a chat, which checks their values."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[IdText, Bias] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: Name | None = None
+    stream: bool | None = None
+
+
 class SamplingFields(HarmlessFields):
     """What both kinds of request share. None means the default."""
 

@@ -31,9 +31,9 @@ def run(orders: Orders, settings: EngineSettings) -> None:
     if llm.cache.device.type == "cuda":
         from dsv4.tools.selftest.own import check_once
 
-        told = check_once(llm, is_ignored=settings.model.ignore_selftest)
-        if told is not None:
-            logging.getLogger("dsv4.engine").info(told)
+        verdict = check_once(llm, is_ignored=settings.model.ignore_selftest)
+        if verdict is not None:
+            logging.getLogger("dsv4.engine").info(verdict)
 
     from dsv4.http.engine_side import engine_loop
     from dsv4.tools.receipts.recorder import Recorder, header_of

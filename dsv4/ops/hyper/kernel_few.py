@@ -37,7 +37,7 @@ from dsv4.ops.hyper.kernel_streams import (
     FROM_SUBLAYER,
     MIX_COLS,
     join_partial,
-    keep_layout,
+    keep_layouts,
     load_before,
     load_fn,
     mix_streams,
@@ -80,37 +80,19 @@ def _pick(values, INDEX: tl.constexpr):
 
 
 @jit
+def _pick_four(values, FIRST: tl.constexpr):
+    return _pick(values, FIRST), _pick(values, FIRST + 1), _pick(values, FIRST + 2), _pick(values, FIRST + 3)
+
+
+@jit
 def _sinkhorn(values, comb_ptr, token, eps, NUM_ITERS: tl.constexpr):
     """One token whose weights are in registers: every lane computes all of it, and each of sixteen stores a value."""
-    (
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33,
-    ) = iterate(
-        _pick(values, 8), _pick(values, 9), _pick(values, 10), _pick(values, 11),
-        _pick(values, 12), _pick(values, 13), _pick(values, 14), _pick(values, 15),
-        _pick(values, 16), _pick(values, 17), _pick(values, 18), _pick(values, 19),
-        _pick(values, 20), _pick(values, 21), _pick(values, 22), _pick(values, 23),
-        eps, NUM_ITERS,
-    )
+    rows = _pick_four(values, 8), _pick_four(values, 12), _pick_four(values, 16), _pick_four(values, 20)
+    rows = iterate(rows, eps, NUM_ITERS)
     mixes = tl.arange(0, _MIX_COLS)
-    comb = c00
-    comb = tl.where(mixes == 9, c01, comb)
-    comb = tl.where(mixes == 10, c02, comb)
-    comb = tl.where(mixes == 11, c03, comb)
-    comb = tl.where(mixes == 12, c10, comb)
-    comb = tl.where(mixes == 13, c11, comb)
-    comb = tl.where(mixes == 14, c12, comb)
-    comb = tl.where(mixes == 15, c13, comb)
-    comb = tl.where(mixes == 16, c20, comb)
-    comb = tl.where(mixes == 17, c21, comb)
-    comb = tl.where(mixes == 18, c22, comb)
-    comb = tl.where(mixes == 19, c23, comb)
-    comb = tl.where(mixes == 20, c30, comb)
-    comb = tl.where(mixes == 21, c31, comb)
-    comb = tl.where(mixes == 22, c32, comb)
-    comb = tl.where(mixes == 23, c33, comb)
+    comb = rows[0][0]
+    for place in tl.static_range(1, 16):
+        comb = tl.where(mixes == 8 + place, rows[place // 4][place % 4], comb)
     tl.store(comb_ptr + token * 16 + mixes - 8, comb, mask=(mixes >= 8) & (mixes < 24))
 
 
@@ -124,7 +106,7 @@ def _partial_dots(
     cols = split * SPLIT + tl.arange(0, SPLIT)  # [SPLIT]
     mixes = tl.arange(0, _MIX_COLS)
     # weights are asked for before the launch that makes the streams has ended
-    fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
+    fn = load_fn(fn_ptr, cols, D, NUM_MIXES)
     pdl_trigger()
     pdl_wait()
     rows = tl.arange(0, _FEW_ROWS).to(tl.int64)  # of narrower ones ptxas delays some loads
@@ -133,15 +115,14 @@ def _partial_dots(
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, False
     )
-    x0, x1, x2, x3 = mix_streams(before, SOURCE)  # [FEW_ROWS, SPLIT] each
+    x = mix_streams(before, SOURCE)  # four of [FEW_ROWS, SPLIT]
     if SOURCE != _FROM_STREAMS:
-        store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
-    x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
-    parts = tl.dot(x0, _joined_parts(fn0))  # [FEW_ROWS, 4 MIX_COLS]
-    parts = tl.dot(x1, _joined_parts(fn1), parts)
-    parts = tl.dot(x2, _joined_parts(fn2), parts)
-    parts = tl.dot(x3, _joined_parts(fn3), parts)
-    partial = join_partial(sum_of_parts(parts), x0, x1, x2, x3, NUM_MIXES)  # [FEW_ROWS, MIX_COLS]
+        store_streams(streams_ptr, x, rows, cols, mask, D)
+    x = keep_layouts(x)
+    parts = tl.dot(x[0], _joined_parts(fn[0]))  # [FEW_ROWS, 4 MIX_COLS]
+    for stream in tl.static_range(1, 4):
+        parts = tl.dot(x[stream], _joined_parts(fn[stream]), parts)
+    partial = join_partial(sum_of_parts(parts), x, NUM_MIXES)  # [FEW_ROWS, MIX_COLS]
     place = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :]
     tl.store(partial_ptr + place, partial, mask=row_mask[:, None] & (mixes <= NUM_MIXES)[None, :])
 
@@ -179,8 +160,8 @@ def hyper_kernel(
             if NUM_MIXES > 4:
                 store_post(result.post, values, token)
                 _sinkhorn(values, result.comb, token, hc_eps, NUM_ITERS)
-            x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
+            x = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
             store_hidden(
-                x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token,
-                cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
+                x, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token, cols, mask,
+                D, BLOCK, GROUP, HAS_NORM, CODES,
             )

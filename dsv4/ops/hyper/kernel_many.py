@@ -15,6 +15,7 @@ from dsv4.ops.hyper.kernel_streams import (
     MIX_COLS,
     join_partial,
     keep_layout,
+    keep_layouts,
     load_before,
     load_fn,
     load_four,
@@ -55,36 +56,16 @@ def _rows_of_parts(x):
 
 
 @jit
-def _store_four(ptr, a, b, c, d, mask):
-    tl.store(ptr, a, mask=mask)
-    tl.store(ptr + 1, b, mask=mask)
-    tl.store(ptr + 2, c, mask=mask)
-    tl.store(ptr + 3, d, mask=mask)
-
-
-@jit
 def _sinkhorn(values_ptr, STRIDE: tl.constexpr, comb_ptr, tokens, mask, eps, NUM_ITERS: tl.constexpr):
     """A thread a token, whose weights [MIX_COLS] lie at values_ptr + token * STRIDE."""
     from_ptr, to_ptr = values_ptr + tokens * STRIDE + 8, comb_ptr + tokens * 16
-    c00, c01, c02, c03 = load_four(from_ptr, mask)
-    c10, c11, c12, c13 = load_four(from_ptr + 4, mask)
-    c20, c21, c22, c23 = load_four(from_ptr + 8, mask)
-    c30, c31, c32, c33 = load_four(from_ptr + 12, mask)
-    (
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33,
-    ) = iterate(
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33, eps, NUM_ITERS,
+    rows = (
+        load_four(from_ptr, mask), load_four(from_ptr + 4, mask), load_four(from_ptr + 8, mask),
+        load_four(from_ptr + 12, mask),
     )
-    _store_four(to_ptr, c00, c01, c02, c03, mask)
-    _store_four(to_ptr + 4, c10, c11, c12, c13, mask)
-    _store_four(to_ptr + 8, c20, c21, c22, c23, mask)
-    _store_four(to_ptr + 12, c30, c31, c32, c33, mask)
+    rows = iterate(rows, eps, NUM_ITERS)
+    for place in tl.static_range(16):
+        tl.store(to_ptr + place, rows[place // 4][place % 4], mask=mask)
 
 
 @jit
@@ -98,7 +79,7 @@ def _partial_dots(
     cols = split * SPLIT + tl.arange(0, SPLIT)  # [SPLIT]
     mixes = tl.arange(0, _MIX_COLS)
     # weights are asked for before the launch that makes the streams has ended
-    fn0, fn1, fn2, fn3 = load_fn(fn_ptr, cols, D, NUM_MIXES)
+    fn = load_fn(fn_ptr, cols, D, NUM_MIXES)
     pdl_trigger()
     pdl_wait()
     rows = tl.arange(0, _SUB_ROWS)  # [SUB_ROWS]
@@ -107,14 +88,12 @@ def _partial_dots(
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, True
     )
-    fn0, fn1, fn2, fn3 = keep_layout(fn0), keep_layout(fn1), keep_layout(fn2), keep_layout(fn3)
-    parts0, parts1, parts2, parts3 = (
-        _rows_of_parts(fn0), _rows_of_parts(fn1), _rows_of_parts(fn2), _rows_of_parts(fn3)
-    )
+    fn = keep_layouts(fn)
+    fn_parts = _rows_of_parts(fn[0]), _rows_of_parts(fn[1]), _rows_of_parts(fn[2]), _rows_of_parts(fn[3])
     for _ in range(TILE // _SUB_ROWS):
-        x0, x1, x2, x3 = mix_streams(before, SOURCE)  # [SUB_ROWS, SPLIT] each
+        x = mix_streams(before, SOURCE)  # four of [SUB_ROWS, SPLIT]
         if SOURCE != _FROM_STREAMS:
-            store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
+            store_streams(streams_ptr, x, rows, cols, mask, D)
         place, is_row = (rows * NUM_SPLITS + split)[:, None] * _MIX_COLS + mixes[None, :], row_mask[:, None]
         # the next rows are asked for before these are multiplied
         rows += _SUB_ROWS
@@ -123,16 +102,14 @@ def _partial_dots(
         before = load_before(
             out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, SOURCE, True
         )
-        x0, x1, x2, x3 = keep_layout(x0), keep_layout(x1), keep_layout(x2), keep_layout(x3)
-        left0, left1 = in_product_order(x0), in_product_order(x1)
-        left2, left3 = in_product_order(x2), in_product_order(x3)
-        parts = tl.dot(left0, parts0)  # [SUB_ROWS, 4 MIX_COLS]
-        parts = tl.dot(left1, parts1, parts)
-        parts = tl.dot(left2, parts2, parts)
-        parts = tl.dot(left3, parts3, parts)
+        x = keep_layouts(x)
+        left = in_product_order(x[0]), in_product_order(x[1]), in_product_order(x[2]), in_product_order(x[3])
+        parts = tl.dot(left[0], fn_parts[0])  # [SUB_ROWS, 4 MIX_COLS]
+        for stream in tl.static_range(1, 4):
+            parts = tl.dot(left[stream], fn_parts[stream], parts)
         dots = sum_of_parts(tl.permute(tl.reshape(parts, [_SUB_ROWS, 4, _MIX_COLS]), (0, 2, 1)))
         # whole lines: L2 would fetch the rest of one that is written in part
-        tl.store(partial_ptr + place, join_partial(dots, x0, x1, x2, x3, NUM_MIXES), mask=is_row)
+        tl.store(partial_ptr + place, join_partial(dots, x, NUM_MIXES), mask=is_row)
 
 
 @jit
@@ -199,13 +176,13 @@ def hyper_many_kernel(
                     # for Sinkhorn, in place of partials that have been read
                     mixes = tl.arange(0, _MIX_COLS)
                     tl.store(partial_ptr + token * (NUM_SPLITS * _MIX_COLS) + mixes, values)
-                x0, x1, x2, x3 = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
+                x = load_rows(source_ptr, token, cols, mask, D, SOURCE == _FROM_EMBEDDING)
                 norm_weight = mask
                 if HAS_NORM:  # held in registers from token to token it would spill
                     norm_weight = tl.load(norm_ptr + cols, mask=mask, other=0.0)
                 store_hidden(
-                    x0, x1, x2, x3, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale,
-                    token, cols, mask, D, BLOCK, GROUP, HAS_NORM, CODES,
+                    x, values, norm_weight, norm_eps, result.hidden, result.codes, result.code_scale, token, cols,
+                    mask, D, BLOCK, GROUP, HAS_NORM, CODES,
                 )
             tl.debug_barrier()
             if NUM_MIXES > 4:

@@ -67,13 +67,14 @@ def _load_weights(ptr, rows, row_mask, last_row, STRIDE: tl.constexpr, IS_MANY: 
 
 
 @jit
-def _new_stream(out, x0, x1, x2, x3, post, c0, c1, c2, c3):
+def _new_stream(before, STREAM: tl.constexpr):
     """post[k] o + sum_j comb[j, k] X[j], rounded; weights [rows], the rest [rows, cols]."""
-    mixed = c0[:, None] * x0.to(tl.float32)
-    mixed = mixed + c1[:, None] * x1.to(tl.float32)
-    mixed = mixed + c2[:, None] * x2.to(tl.float32)
-    mixed = mixed + c3[:, None] * x3.to(tl.float32)
-    return to_bf16(post[:, None] * out.to(tl.float32) + mixed)
+    x, out, post, comb = before
+    mixed = comb[0][STREAM][:, None] * x[0].to(tl.float32)
+    mixed = mixed + comb[1][STREAM][:, None] * x[1].to(tl.float32)
+    mixed = mixed + comb[2][STREAM][:, None] * x[2].to(tl.float32)
+    mixed = mixed + comb[3][STREAM][:, None] * x[3].to(tl.float32)
+    return to_bf16(post[STREAM][:, None] * out.to(tl.float32) + mixed)
 
 
 @jit
@@ -81,7 +82,7 @@ def load_before(
     out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, last_row, D: tl.constexpr, SOURCE: tl.constexpr,
     IS_MANY: tl.constexpr,
 ):
-    """What `mix_streams` makes the four streams [rows, cols] of."""
+    """What `mix_streams` makes the four streams [rows, cols] of: streams, and of a sublayer its output, post, comb."""
     if SOURCE == _FROM_EMBEDDING:
         x0 = tl.load(x_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
         return x0, x0, x0, x0
@@ -97,18 +98,12 @@ def load_before(
             return x0, x1, x2, x3
         else:
             out = tl.load(out_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTION)
-            post0, post1, post2, post3 = _load_weights(post_ptr, rows, row_mask, last_row, 4, IS_MANY)
-            c00, c01, c02, c03 = _load_weights(comb_ptr, rows, row_mask, last_row, 16, IS_MANY)
-            c10, c11, c12, c13 = _load_weights(comb_ptr + 4, rows, row_mask, last_row, 16, IS_MANY)
-            c20, c21, c22, c23 = _load_weights(comb_ptr + 8, rows, row_mask, last_row, 16, IS_MANY)
-            c30, c31, c32, c33 = _load_weights(comb_ptr + 12, rows, row_mask, last_row, 16, IS_MANY)
-            return (
-                x0, x1, x2, x3, out, post0, post1, post2, post3,
-                c00, c01, c02, c03,
-                c10, c11, c12, c13,
-                c20, c21, c22, c23,
-                c30, c31, c32, c33,
-            )
+            post = _load_weights(post_ptr, rows, row_mask, last_row, 4, IS_MANY)
+            comb0 = _load_weights(comb_ptr, rows, row_mask, last_row, 16, IS_MANY)
+            comb1 = _load_weights(comb_ptr + 4, rows, row_mask, last_row, 16, IS_MANY)
+            comb2 = _load_weights(comb_ptr + 8, rows, row_mask, last_row, 16, IS_MANY)
+            comb3 = _load_weights(comb_ptr + 12, rows, row_mask, last_row, 16, IS_MANY)
+            return (x0, x1, x2, x3), out, post, (comb0, comb1, comb2, comb3)
 
 
 @jit
@@ -117,28 +112,15 @@ def mix_streams(before, SOURCE: tl.constexpr):
     if SOURCE != _FROM_SUBLAYER:
         return before
     else:
-        (
-            x0, x1, x2, x3, out, post0, post1, post2, post3,
-            c00, c01, c02, c03,
-            c10, c11, c12, c13,
-            c20, c21, c22, c23,
-            c30, c31, c32, c33,
-        ) = before
-        return (
-            _new_stream(out, x0, x1, x2, x3, post0, c00, c10, c20, c30),
-            _new_stream(out, x0, x1, x2, x3, post1, c01, c11, c21, c31),
-            _new_stream(out, x0, x1, x2, x3, post2, c02, c12, c22, c32),
-            _new_stream(out, x0, x1, x2, x3, post3, c03, c13, c23, c33),
-        )
+        return _new_stream(before, 0), _new_stream(before, 1), _new_stream(before, 2), _new_stream(before, 3)
 
 
 @jit
-def store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D: tl.constexpr):
+def store_streams(streams_ptr, x, rows, cols, mask, D: tl.constexpr):
     offsets = rows[:, None] * (4 * D) + cols[None, :]
-    tl.store(streams_ptr + offsets, x0, mask=mask)
-    tl.store(streams_ptr + offsets + D, x1, mask=mask)
-    tl.store(streams_ptr + offsets + 2 * D, x2, mask=mask)
-    tl.store(streams_ptr + offsets + 3 * D, x3, mask=mask)
+    tl.store(streams_ptr + offsets, x[0], mask=mask)
+    for stream in tl.static_range(1, 4):
+        tl.store(streams_ptr + offsets + stream * D, x[stream], mask=mask)
 
 
 @jit(do_not_specialize=("num_tokens",))
@@ -155,8 +137,7 @@ def hc_post_kernel(
     before = load_before(
         out_ptr, x_ptr, post_ptr, comb_ptr, rows, cols, row_mask, mask, num_tokens - 1, D, _FROM_SUBLAYER, False
     )
-    x0, x1, x2, x3 = mix_streams(before, _FROM_SUBLAYER)
-    store_streams(streams_ptr, x0, x1, x2, x3, rows, cols, mask, D)
+    store_streams(streams_ptr, mix_streams(before, _FROM_SUBLAYER), rows, cols, mask, D)
 
 
 # ---- partial dots ----
@@ -218,6 +199,12 @@ def keep_layout(x):
 
 
 @jit
+def keep_layouts(x):
+    """Of four."""
+    return keep_layout(x[0]), keep_layout(x[1]), keep_layout(x[2]), keep_layout(x[3])
+
+
+@jit
 def _square_sum(x):
     """Of x [R, K]: fours first, then every other four, then the two halves: the order a thread of four neighbours and a
     thread of eight have in common."""
@@ -227,7 +214,7 @@ def _square_sum(x):
 
 
 @jit
-def join_partial(dots, x0, x1, x2, x3, NUM_MIXES: tl.constexpr):
+def join_partial(dots, x, NUM_MIXES: tl.constexpr):
     """Rows of partials [rows, MIX_COLS]: the dots of a split's columns and, behind them, the sum of their squares."""
-    squares = ((_square_sum(x0) + _square_sum(x1)) + _square_sum(x2)) + _square_sum(x3)
+    squares = ((_square_sum(x[0]) + _square_sum(x[1])) + _square_sum(x[2])) + _square_sum(x[3])
     return tl.where((tl.arange(0, _MIX_COLS) == NUM_MIXES)[None, :], squares[:, None], dots)

@@ -81,54 +81,48 @@ def _reciprocal(x):
 
 
 @jit
-def _normalise(a, b, c, d, eps):
+def _normalise(row, eps):
     """Four numbers over their sum plus eps."""
-    inverse = _reciprocal((((a + b) + c) + d) + eps)
-    return a * inverse, b * inverse, c * inverse, d * inverse
+    inverse = _reciprocal((((row[0] + row[1]) + row[2]) + row[3]) + eps)
+    return row[0] * inverse, row[1] * inverse, row[2] * inverse, row[3] * inverse
 
 
 @jit
-def _softmax_row(a, b, c, d, eps):
+def _softmax_row(row, eps):
     """Four exponentials over their sum, plus eps."""
-    inverse = _reciprocal(((a + b) + c) + d)
-    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
+    inverse = _reciprocal(((row[0] + row[1]) + row[2]) + row[3])
+    return row[0] * inverse + eps, row[1] * inverse + eps, row[2] * inverse + eps, row[3] * inverse + eps
 
 
 @jit
-def iterate(
-    c00, c01, c02, c03,
-    c10, c11, c12, c13,
-    c20, c21, c22, c23,
-    c30, c31, c32, c33, eps, NUM_ITERS: tl.constexpr,
-):
-    """Exponentials -> comb. The 4 x 4 matrix is sixteen variables, so that no step leaves a thread."""
+def _column(rows, INDEX: tl.constexpr):
+    return rows[0][INDEX], rows[1][INDEX], rows[2][INDEX], rows[3][INDEX]
+
+
+@jit
+def _normalise_each(rows, eps):
+    return _normalise(rows[0], eps), _normalise(rows[1], eps), _normalise(rows[2], eps), _normalise(rows[3], eps)
+
+
+@jit
+def _transposed(rows):
+    return _column(rows, 0), _column(rows, 1), _column(rows, 2), _column(rows, 3)
+
+
+@jit
+def iterate(rows, eps, NUM_ITERS: tl.constexpr):
+    """Exponentials -> comb. The 4 x 4 matrix is four rows of four variables, so that no step leaves a thread."""
     # comb = comb / ordered_sum(comb, -1).unsqueeze(-1) + eps
-    c00, c01, c02, c03 = _softmax_row(c00, c01, c02, c03, eps)
-    c10, c11, c12, c13 = _softmax_row(c10, c11, c12, c13, eps)
-    c20, c21, c22, c23 = _softmax_row(c20, c21, c22, c23, eps)
-    c30, c31, c32, c33 = _softmax_row(c30, c31, c32, c33, eps)
+    row0, row1 = _softmax_row(rows[0], eps), _softmax_row(rows[1], eps)
+    comb = row0, row1, _softmax_row(rows[2], eps), _softmax_row(rows[3], eps)
     # comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
-    c00, c10, c20, c30 = _normalise(c00, c10, c20, c30, eps)
-    c01, c11, c21, c31 = _normalise(c01, c11, c21, c31, eps)
-    c02, c12, c22, c32 = _normalise(c02, c12, c22, c32, eps)
-    c03, c13, c23, c33 = _normalise(c03, c13, c23, c33, eps)
+    comb = _transposed(_normalise_each(_transposed(comb), eps))
     for _ in range(NUM_ITERS - 1):
         # comb = comb / (ordered_sum(comb, -1).unsqueeze(-1) + eps)
-        c00, c01, c02, c03 = _normalise(c00, c01, c02, c03, eps)
-        c10, c11, c12, c13 = _normalise(c10, c11, c12, c13, eps)
-        c20, c21, c22, c23 = _normalise(c20, c21, c22, c23, eps)
-        c30, c31, c32, c33 = _normalise(c30, c31, c32, c33, eps)
+        comb = _normalise_each(comb, eps)
         # comb = comb / (ordered_sum(comb, -2).unsqueeze(-2) + eps)
-        c00, c10, c20, c30 = _normalise(c00, c10, c20, c30, eps)
-        c01, c11, c21, c31 = _normalise(c01, c11, c21, c31, eps)
-        c02, c12, c22, c32 = _normalise(c02, c12, c22, c32, eps)
-        c03, c13, c23, c33 = _normalise(c03, c13, c23, c33, eps)
-    return (
-        c00, c01, c02, c03,
-        c10, c11, c12, c13,
-        c20, c21, c22, c23,
-        c30, c31, c32, c33,
-    )
+        comb = _transposed(_normalise_each(_transposed(comb), eps))
+    return comb
 
 
 # ---- collapse ----
@@ -153,12 +147,11 @@ def _scalar(values, INDEX: tl.constexpr):
 
 
 @jit
-def _collapse(x0, x1, x2, x3, values):
+def _collapse(x, values):
     """y = sum_j pre[j] X[j], rounded."""
-    y = _scalar(values, 0) * x0.to(tl.float32)
-    y = y + _scalar(values, 1) * x1.to(tl.float32)
-    y = y + _scalar(values, 2) * x2.to(tl.float32)
-    y = y + _scalar(values, 3) * x3.to(tl.float32)
+    y = _scalar(values, 0) * x[0].to(tl.float32)
+    for stream in tl.static_range(1, 4):
+        y = y + _scalar(values, stream) * x[stream].to(tl.float32)
     return to_bf16(y)
 
 
@@ -181,11 +174,11 @@ def _store_codes(
 
 @jit
 def store_hidden(
-    x0, x1, x2, x3, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
+    x, values, norm_weight, norm_eps, hidden_ptr, codes_ptr, code_scale_ptr, token, cols, mask,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_NORM: tl.constexpr, CODES: tl.constexpr,
 ):
     """Collapse a token's streams [1, BLOCK], norm and encode the result, store both."""
-    hidden = _collapse(x0, x1, x2, x3, values)  # [1, BLOCK]
+    hidden = _collapse(x, values)  # [1, BLOCK]
     if HAS_NORM:
         # rms_norm_ref(hidden, norm_weight, norm_eps)
         wide = hidden.to(tl.float32)

@@ -33,12 +33,9 @@ class ScoreConfig:
     group_stages: int = 3
     group_programs: int = 8  # for each multiprocessor, where there is work for them
     max_group: int = MAX_GROUP
-    group_registers: int | None = None  # at most, of a thread
     shares: int = 32
     start_tiles: int = 3  # a program takes as long to begin as for this many tiles
     max_waves: int = 4
-    registers: int | None = None  # at most, of a thread that has one token
-    is_fused: bool = True  # relu times weight and the sum over heads are one rounding (the same bits in both kernels)
 
     def group(self, num_tokens: int) -> int:
         """Tokens of one program, one for each `shares` of the batch: many share more, few leave more programs. 0: one
@@ -67,14 +64,8 @@ class ScoreConfig:
 
     def options(self, is_group: bool) -> dict[str, Any]:
         num_warps, num_stages = (self.group_warps, self.group_stages) if is_group else (self.num_warps, self.stages)
-        options = {
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "STAGES": num_stages,
-            "enable_fp_fusion": self.is_fused,
-        }
-        registers = self.group_registers if is_group else self.registers
-        return options if registers is None else options | {"maxnreg": registers}
+        # relu times weight and the sum over heads are one rounding: the same bits in both kernels
+        return {"num_warps": num_warps, "num_stages": num_stages, "STAGES": num_stages, "enable_fp_fusion": True}
 
 
 SCORE_CONFIG = ScoreConfig()

@@ -9,12 +9,13 @@ same bits; plan.py picks one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dsv4.formats.layouts import ShuffledTensor, shuffle
+from dsv4.formats.layouts import LayoutError, ShuffledTensor, shuffle
 from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.lib.arrivals import NEVER, NUM_COUNTERS, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError, check_launch
@@ -43,6 +44,7 @@ from dsv4.ops.moe.plan import (
 )
 from dsv4.ops.moe.sort import COUNT_FIRST, SORT_OPTIONS, ExpertOrder, begin_sort
 
+ROUTED_FORMATS = QuantFormat.NVFP4, QuantFormat.MXFP4
 FORMATS = {QuantFormat.NVFP4: 0, QuantFormat.MXFP4: 1, QuantFormat.FP8_BLOCK: 2}
 SUM_BLOCK = 2, 1024  # tokens and columns of a program that sums parts
 QUANTISE_GROUPS = 16  # groups of 128 channels of x that a step of the first launch takes
@@ -54,7 +56,7 @@ def moe(
 ) -> Tensor:
     """See `moe_ref`. x in bf16; weights as `prepare_experts` makes them: routed in NVFP4 or MXFP4, shared in FP8.
     `rounded` is read for few tokens, of which otherwise every program rounds what it reads (`takes_rounded`). Weights
-    of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture.
+    of other kinds (bf16, FP8 experts) go to the oracle, which a graph cannot capture (`backend_for_weights`).
     """
     if not are_prepared(routed, shared):
         return moe_ref(x, experts, weights, routed, shared, limit=limit)
@@ -83,9 +85,25 @@ def config_for(x: Tensor, experts: Tensor, routed: Matrices, num_ranks: int = 1)
     return pick_moe_config(x.shape[0], experts.shape[1], num_ranks * num_experts, min(sizes), has_tiles=has_tiles)
 
 
-def prepare_experts(weights: tuple[QuantTensor, QuantTensor, QuantTensor]) -> tuple[ShuffledTensor, ...]:
-    """w1, w2, w3 (stacked or not) as `moe` takes them; once, at load."""
+def prepare_experts(weights: Sequence[QuantTensor]) -> tuple[ShuffledTensor, ...]:
+    """w1, w2, w3 (stacked or not) as the kernels take them."""
     return tuple(shuffle(weight) for weight in weights)
+
+
+def prepare_routed(weights: Sequence[QuantTensor]) -> Sequence[QuantTensor | ShuffledTensor]:
+    """Of routed experts, once at load: as the kernels take them, or as they are where no kernel does (FP8)."""
+    formats = {weight.format for weight in weights}
+    return prepare_experts(weights) if len(formats) == 1 and formats <= set(ROUTED_FORMATS) else weights
+
+
+def prepare_shared(weights: Sequence[QuantTensor]) -> Sequence[QuantTensor | ShuffledTensor]:
+    """Of the shared expert: as they are in FP4, and where block scales are no powers of two."""
+    if any(weight.format is not QuantFormat.FP8_BLOCK for weight in weights):
+        return weights
+    try:
+        return prepare_experts(weights)
+    except LayoutError:
+        return weights
 
 
 class _Call(NamedTuple):
@@ -181,12 +199,10 @@ def launch_moe(
     )
     if config.form is Form.FEW:
         _launch_few(call, rounded)
-    elif config.form is Form.NARROW:
-        _launch_narrow(call)
-    elif config.form is Form.WIDE:
-        _launch_wide(call)
-    else:
+    elif config.form is Form.TILES:
         _launch_tiles(call)
+    else:
+        _launch_sorted(call)
     is_kept = has_shared or peer_buffers is not None
     return out if is_kept else call.parts[: num_tokens * top_k].view(num_tokens, top_k, dim)
 
@@ -221,39 +237,27 @@ def _launch_few(call: _Call, rounded: Tensor | None) -> None:
     )
 
 
-def _launch_narrow(call: _Call) -> None:
+def _launch_sorted(call: _Call) -> None:
+    """NARROW or WIDE."""
     (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
-    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, OPERAND)
+    is_wide = config.form is Form.WIDE
+    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, PRODUCT if is_wide else OPERAND)
     num_tiles, num_shared_tiles = len(order.tile_experts) * call.has_routed, call.num_shared_tiles
     shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
+    gate_up_flags, down_flags = call.gate_up_ranges(), call.down_ranges()
+    if not is_wide:
+        gate_up_flags |= {"UNROLL": config.gate_up.unroll, "ROUNDS_SHARED": config.rounds_shared}
+        down_flags |= {"UNROLL": config.down.unroll, "SHARED_QUANTISE": not config.rounds_shared}
+    gate_up, down = (_wide_gate_up_kernel, _wide_down_kernel) if is_wide else (_gate_up_kernel, _down_kernel)
     num_work = num_tiles * (width // BLOCK) + num_shared_tiles * (width // (128 if config.rounds_shared else BLOCK))
-    _gate_up_kernel[(num_work,)](
+    gate_up[(num_work,)](
         ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
-        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), UNROLL=config.gate_up.unroll,
-        **call.gate_up_ranges(), ROUNDS_SHARED=config.rounds_shared, **config.gate_up.options,
+        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), **gate_up_flags, **config.gate_up.options,
     )
-    _down_kernel[(num_tiles * (dim // PAIR_BLOCK) + num_shared_tiles * (dim // BLOCK),)](
+    num_work = num_tiles * (dim // PAIR_BLOCK) + num_shared_tiles * (dim // (PAIR_BLOCK if is_wide else BLOCK))
+    down[(num_work,)](
         call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
-        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]),
-        UNROLL=config.down.unroll, **call.down_ranges(), SHARED_QUANTISE=not config.rounds_shared,
-        RANKS=call.num_ranks, **config.down.options,
-    )
-
-
-def _launch_wide(call: _Call) -> None:
-    (num_tokens, dim), config, width = call.x.shape, call.config, call.hidden.shape[1]
-    order, ordered, quantised, arrivals = _prepare(call, dim // PAIR_BLOCK, PRODUCT)
-    num_shared_tiles = call.num_shared_tiles
-    num_tiles = len(order.tile_experts) * call.has_routed + num_shared_tiles
-    shape = call.sizes | {"ROWS": config.rows, "SHARED_ROWS": config.shared_rows}
-    _wide_gate_up_kernel[(num_tiles * (width // BLOCK),)](
-        ordered, quantised, call.hidden, call.weights, _pair_order(order), call.gate_up_matrices, call.limit,
-        num_tokens, num_shared_tiles, **shape, **_strides(call.routed[0]), **call.gate_up_ranges(),
-        **config.gate_up.options,
-    )
-    _wide_down_kernel[(num_tiles * (dim // PAIR_BLOCK),)](
-        call.hidden, call.results(call.parts, arrivals), call.experts, _pair_order(order), *call.down_matrices,
-        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]), **call.down_ranges(),
+        num_tokens, num_shared_tiles, **shape, E=call.num_experts, **_strides(call.routed[1]), **down_flags,
         RANKS=call.num_ranks, **config.down.options,
     )
 

@@ -33,11 +33,10 @@ KEYS = RowFormat(RowKind.INDEX_FP4, INDEX_DIM)
 
 
 def build_inputs(
-    model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device
+    heads: int, k: int, row_format: RowFormat, ratio: int, context: int, requests: int, chunk: int, device: torch.device
 ) -> dict[str, object]:
-    """Arguments of `sparse_attention`: `requests` requests with `chunk` new tokens each."""
-    heads, num_tokens, num_blocks = HEADS[model], requests * chunk, context // 128
-    row_format = ROW_FORMATS[model]
+    """Arguments of `sparse_attention`: `requests` requests with `chunk` new tokens each, k picks of CSA entries."""
+    num_tokens, num_blocks = requests * chunk, context // 128
     per_block = 128 // ratio
     pool_blocks = max(1, min(requests * num_blocks, POOL_ROWS // per_block))
     starts = torch.full((num_tokens,), context - chunk, device=device)
@@ -50,7 +49,6 @@ def build_inputs(
     picks = None
     if ratio == CSA:
         # one in every stretch of context / k entries: ascending, no duplicates
-        k = PICKS[model]
         stretch = (context - chunk) // ratio // k
         picks = torch.arange(k, device=device) * stretch + torch.randint(0, stretch, (num_tokens, k), device=device)
     return {
@@ -68,8 +66,8 @@ def build_inputs(
 
 def work(model: str, ratio: int, context: int, requests: int, chunk: int, device: torch.device) -> Work:
     """The fewest bytes: every distinct row once (window rows of a chunk are shared), q in, the output out."""
-    inputs = build_inputs(model, ratio, context, requests, chunk, device)
     heads, num_tokens, row_format = HEADS[model], requests * chunk, ROW_FORMATS[model]
+    inputs = build_inputs(heads, PICKS[model], row_format, ratio, context, requests, chunk, device)
     behind = PICKS[model] if ratio == CSA else context // HCA
     touched = min(num_tokens * behind, requests * context // ratio)  # entries; a prefill's queries share them
     out_bytes = num_tokens * heads * row_format.dim * 2

@@ -35,7 +35,7 @@ INDEX = RowFormat(RowKind.INDEX_FP4, 128)
 CLOSING, OPEN = 5119, 5117  # the last token of a CSA block and of an HCA block; neither
 
 
-def _job(fmt: RowFormat, ratio: int, batch: TokenBatch, device: torch.device) -> Compression:
+def compression(fmt: RowFormat, ratio: int, batch: TokenBatch, device: torch.device) -> Compression:
     slots, width = batch.block_table.shape[0], fmt.dim * (2 if ratio == CSA else 1)
 
     def tail(length: int) -> TailView:
@@ -81,7 +81,7 @@ def _case(
             batch = one_chunk(tokens, device, num_blocks=-(-tokens // 128))
         else:
             batch = decode(tokens, device, CLOSING if kind == "closing" else OPEN)
-        jobs = [_job(fmt, ratio, batch, device) for fmt in formats]
+        jobs = [compression(fmt, ratio, batch, device) for fmt in formats]
         moved = [
             _bytes(fmt, ratio, tokens, is_decode=kind != "prefill", is_closing=kind == "closing") for fmt in formats
         ]

@@ -61,7 +61,12 @@ def make_work(
     def score() -> torch.Tensor:
         return index_scores(q, weights, keys, batch, slice(None), RATIO, top_k, score_config(q.device))[0]
 
-    return Work(score, read, 4 * pairs, flops)
+    def defined(scores: torch.Tensor) -> torch.Tensor:
+        visible = (batch.positions + 1).unsqueeze(1) // RATIO
+        is_written = (torch.arange(scores.shape[1], device=device) < visible) & (visible > top_k)
+        return scores.masked_fill_(~is_written, 0.0)
+
+    return Work(score, read, 4 * pairs, flops, defined=defined)
 
 
 def _case(

@@ -165,8 +165,8 @@ def _expert_sort(num_experts: int, tokens: int, tile_rows: int) -> BenchCase:
 
 
 CASES = [
-    *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096)),
-    *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 8, 64, 1024, 4096)),
+    *(_moe("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)),
+    *(_moe("flash", QuantFormat.MXFP4, tokens) for tokens in (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)),
     *(_moe("pro", QuantFormat.NVFP4, tokens) for tokens in (1, 64, 4096)),
     *(_moe_parts("flash", QuantFormat.NVFP4, tokens, 4) for tokens in (4, 64, 4096)),
     *(_moe_shared("flash", QuantFormat.NVFP4, tokens) for tokens in (1, 16, 1024)),

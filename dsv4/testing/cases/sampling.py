@@ -59,7 +59,7 @@ VARIANTS = {
 }
 
 
-def _sample(name: str, rows: int, variant: str = "", vocabulary: int = VOCABULARY) -> BenchCase:
+def sample_case(name: str, rows: int, variant: str = "", vocabulary: int = VOCABULARY) -> BenchCase:
     chosen, config = SETTINGS[name], VARIANTS[variant]
 
     def build(device: torch.device) -> Work:
@@ -112,13 +112,17 @@ def _resolve(tokens: int) -> BenchCase:
 
 
 CASES = [
-    *(_sample(name, rows) for name in SETTINGS for rows in (1, 16, 64, 256)),
-    *(_sample(name, rows, variant) for variant in list(VARIANTS)[1:] for name, rows in (("top-p", 1), ("near", 256))),
+    *(sample_case(name, rows) for name in SETTINGS for rows in (1, 16, 64, 256)),
+    *(
+        sample_case(name, rows, variant)
+        for variant in list(VARIANTS)[1:]
+        for name, rows in (("top-p", 1), ("near", 256))
+    ),
     *(_logprobs(rows, num_top) for rows in (1, 64) for num_top in (0, 20)),
     *(_resolve(tokens) for tokens in (1, 256)),
 ]
 SMALL = [
-    *(_sample(name, 3, vocabulary=500) for name in ("greedy", "plain", "all")),
+    *(sample_case(name, 3, vocabulary=500) for name in ("greedy", "plain", "all")),
     *(_logprobs(3, num_top, vocabulary=500) for num_top in (0, 20)),
     _resolve(5),
 ]

@@ -12,6 +12,7 @@ from dsv4.tools.auto.machine import Accelerator
 
 LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
 
 
 class NoDriver(Dsv4Error, RuntimeError):
@@ -39,6 +40,33 @@ def read_gpus(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
         )
     finally:
         library.nvmlShutdown()
+
+
+class LoadMeter:
+    """What one GPU does at the moment: clocks in MHz of its multiprocessors and of its memory, and watts."""
+
+    def __init__(self, uuid: str) -> None:
+        """`NoDriver` where the driver cannot say."""
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError:
+            raise NoDriver(f"{LIBRARY} of NVIDIA's driver is not installed") from None
+        _check(self._library, self._library.nvmlInit_v2(), "start")
+        self._handle = ctypes.c_void_p()
+        asked = self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._handle))
+        _check(self._library, asked, f"open {uuid}")
+
+    def read(self) -> dict[str, float]:
+        library, found = self._library, ctypes.c_uint()
+        load: dict[str, float] = {}
+        for name, clock in (("sm_mhz", _SM_CLOCK), ("memory_mhz", _MEMORY_CLOCK)):
+            _check(library, library.nvmlDeviceGetClockInfo(self._handle, clock, ctypes.byref(found)), "read a clock")
+            load[name] = found.value
+        _check(library, library.nvmlDeviceGetPowerUsage(self._handle, ctypes.byref(found)), "read the power")
+        return load | {"watts": found.value / 1000}
+
+    def close(self) -> None:
+        self._library.nvmlShutdown()
 
 
 def visible(text: str | None, uuids: Sequence[str]) -> list[int]:

@@ -49,6 +49,7 @@ class Settings:
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (2048,)
     prefill_tokens: tuple[int, ...] = (512,)
+    chunk: int | None = None  # tokens of a call of prefill, at most
     concurrencies: tuple[int, ...] = (1,)
     prompt_tokens: int = 64
     output_tokens: int = 16
@@ -250,21 +251,29 @@ def _nbytes(weights: Any) -> int:
     return sum(part.numel() * part.element_size() for part in tensors_of(weights))
 
 
-def measure_prefill(model: BenchModel, num_tokens: int, repeats: int) -> Record:
-    """One prompt of `num_tokens` in one call, from an empty cache."""
-    limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=num_tokens)
+def measure_prefill(model: BenchModel, num_tokens: int, repeats: int, chunk: int | None = None) -> Record:
+    """One prompt of `num_tokens` from an empty cache, in calls of at most `chunk` tokens."""
+    chunk = min(chunk or num_tokens, num_tokens)
+    limits = EngineConfig(max_context_tokens=num_tokens, max_concurrent_requests=1, max_chunk_tokens=chunk)
     transformer = model.transformer()
     cache = KVCacheManager(
         model.config, transformer.schedule, limits, device=model.device, plain_dtype=None
     )  # fmt: skip
     runner = Runner(transformer, cache, buckets=(1,), use_graphs=False, experts=model.pool)
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    batch = cache.make_batch([cache.admit(num_tokens)], [tokens.tolist()])
-    rows = torch.full((1,), num_tokens - 1, device=model.device)
-    times = time_calls(lambda: runner.forward(batch, rows), model.device, repeats)
+    slot, calls = cache.admit(num_tokens), []
+    for part in tokens.split(chunk):
+        last = torch.full((1,), len(part) - 1, device=model.device)
+        calls.append((cache.make_batch([slot], [part.tolist()]), last))
+
+    def prefill() -> None:
+        for batch, rows in calls:
+            runner.forward(batch, rows)
+
+    times = time_calls(prefill, model.device, repeats)
     return {
-        "kind": "prefill", "tokens": num_tokens, "layers": model.config.num_hidden_layers, **_spread(times),
-        "tokens_per_second": round(num_tokens / statistics.median(times), 1),
+        "kind": "prefill", "tokens": num_tokens, "chunk": chunk, "layers": model.config.num_hidden_layers,
+        **_spread(times), "tokens_per_second": round(num_tokens / statistics.median(times), 1),
     }  # fmt: skip
 
 
@@ -320,7 +329,8 @@ def jobs(model: BenchModel, settings: Settings) -> Iterator[tuple[str, Callable[
     for context in settings.contexts if "stream" in sections else ():
         yield f"stream, context {context}", partial(measure_stream, model, context, settings.repeats)
     for count in settings.prefill_tokens if "prefill" in sections else ():
-        yield f"prefill, {count} tokens", partial(measure_prefill, model, count, max(3, settings.repeats // 4))
+        repeats = max(3, settings.repeats // 4)
+        yield f"prefill, {count} tokens", partial(measure_prefill, model, count, repeats, settings.chunk)
     for count in settings.concurrencies if "serving" in sections else ():
         yield f"serving, {count} requests", partial(measure_serving, model, count, settings)
     if "memory" in sections:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,14 +129,32 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
     began = time.perf_counter()
     small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS[-1])
     checks = [*check_ops_of(small, SHORT_SIZES, lambda what, done, total: None), *check_cuts(small)]
-    verdict = verdict_of(checks, key)
-    write_verdict(verdict)
-    refuse(verdict)
-    return f"{len(checks)} checks of the kernels at this model's shapes are right ({time.perf_counter() - began:.1f} s)"
+    keep_verdict(checks, key)
+    refuse(verdict_of(checks, key))
+    return summary(checks, time.perf_counter() - began)
+
+
+def summary(checks: Sequence[Check], seconds: float) -> str:
+    """One line: how many are right, and what was not checked."""
+    counts = Counter(check.status for check in checks)
+    said = f"{counts[Status.OK]} checks of the kernels at this model's shapes are right ({seconds:.1f} s)"
+    missing = verdict_of(checks, {}).missing
+    if missing:
+        said += f"; kernels of {', '.join(missing)} cannot run here: their oracles serve from the next start on"
+    if counts[Status.LEFT_OUT]:
+        said += f"; {counts[Status.LEFT_OUT]} were left out for want of memory: the next start checks again"
+    return said
 
 
 def has_compiled_kernels(model: Transformer) -> bool:
     return model.context.backend.has_kernels and model.weights.embed.is_cuda
+
+
+def keep_verdict(checks: Sequence[Check], key: dict[str, str]) -> None:
+    """For the engine. Of one model what was left out is not known to be right: only a red verdict is kept then."""
+    verdict, is_whole = verdict_of(checks, key), not any(check.status is Status.LEFT_OUT for check in checks)
+    if verdict.failed or is_whole or "model" not in key:
+        write_verdict(verdict)
 
 
 def verdict_of(checks: Sequence[Check], key: dict[str, str]) -> KernelVerdict:

@@ -111,9 +111,9 @@ def tried(part: str, name: str, measure: Callable[[], Iterable[Measure]], op: st
 
 
 def _of_error(part: str, name: str, op: str, error: Exception, seconds: float) -> Check:
-    """The error on one line. Of one op's kernel: it may be that it cannot run here."""
+    """The error on one line. Want of memory is nothing that kernels are to blame for; one op's may be unable to run."""
     status, detail = Status.FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    if op and isinstance(error, torch.cuda.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError):
         status, detail = Status.LEFT_OUT, "the GPU's memory is too small"
     elif op and (type(error).__name__ in _CANNOT_COMPILE or "PassManager" in str(error)):
         status = Status.CANNOT_RUN

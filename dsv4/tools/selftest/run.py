@@ -13,7 +13,7 @@ import torch
 
 from dsv4 import __version__
 from dsv4.config import ModelConfig
-from dsv4.engine.run.kernel_record import kernel_key, model_key, write_verdict
+from dsv4.engine.run.kernel_record import kernel_key, model_key
 from dsv4.errors import Dsv4Error
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.ops import TRITON, Backend
@@ -21,7 +21,7 @@ from dsv4.ops.lib.guard import HAS_TRITON
 from dsv4.testing.bench import Timer
 from dsv4.tools.selftest.model import check_model, check_vectors
 from dsv4.tools.selftest.ops import Done, check_ops, compile_ahead, op_cases
-from dsv4.tools.selftest.own import check_shapes_of, verdict_of
+from dsv4.tools.selftest.own import check_shapes_of, keep_verdict
 from dsv4.tools.selftest.report import Check, DeviceLost, SelftestReport, Status
 from dsv4.tools.selftest.speed import SAMPLES, read_bandwidth, speeds
 
@@ -75,7 +75,7 @@ def run_selftest(
         report.checks.append(Check("oracle", "everything after it", Status.FAILED, "", "the device is lost"))
     report.seconds = round(time.perf_counter() - start, 1)
     if options.is_kept and is_gpu and not options.ops and options.backend is None:
-        write_verdict(verdict_of(report.checks, key()))
+        keep_verdict(report.checks, key())
     return report
 
 

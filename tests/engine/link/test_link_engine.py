@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,7 +261,7 @@ def test_a_poisoned_request_fails_alone(make_llm, started, monkeypatch):
     llm, thread = started(max_concurrent_requests=2)
     embed = llm.model.weights.embed.clone()
     embed[7] = float("nan")
-    monkeypatch.setattr(llm.model, "params", llm.model.weights.__class__(**{**vars(llm.model.weights), "embed": embed}))
+    monkeypatch.setattr(llm.model, "weights", replace(llm.model.weights, embed=embed))
 
     async def work(client):
         prompts = ([5, 6], [5, 7], [5, 6])

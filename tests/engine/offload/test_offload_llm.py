@@ -8,12 +8,12 @@ from draft_cases import ForcedDrafts, assert_same_drafts
 from engine_cases import SMALL, assert_all_free
 from test_runner import PiecewiseCapture
 
-from dsv4 import llm as llm_module
 from dsv4.cli.main import main
 from dsv4.config import EngineConfig
 from dsv4.engine.offload import load as offload_load
 from dsv4.engine.offload.placement import GIB, OffloadError, Placement, divide_slots
 from dsv4.engine.offload.pool import LayerExperts, _Staging
+from dsv4.engine.ranks import load as rank_load
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
 from dsv4.formats.trees import tensors_of
@@ -255,7 +255,7 @@ def test_a_full_device_names_the_option(folder, monkeypatch, wanted, advice):
     def fail(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
-    monkeypatch.setattr(llm_module, "load_params" if wanted is None else "load_offloaded", fail)
+    monkeypatch.setattr(rank_load, "load_params" if wanted is None else "load_offloaded", fail)
     with pytest.raises(RequestError, match=f"no room for the weights .*{advice}.*CUDA out of memory. Tried"):
         LLM(folder, engine=LIMITS, offload_experts=wanted)
 

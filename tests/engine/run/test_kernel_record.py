@@ -59,6 +59,18 @@ def test_oracles_serve_where_kernels_cannot_run_and_nothing_is_captured():
     assert not backend.can_capture(CUDA)
 
 
+def test_what_is_missing_at_a_models_shapes_is_added_to_what_is_missing_everywhere():
+    """Of one of the two files alone too."""
+    own = kernel_record.model_key(CUDA, ModelConfig.tiny(), [])
+    keep(missing=("moe",), key=own)
+    backend = allowed(TRITON, CUDA, is_ignored=False)
+    assert backend.ops.moe is TORCH.ops.moe
+    keep(missing=("rope",))
+    backend = allowed(TRITON, CUDA, is_ignored=False)
+    assert (backend.ops.moe, backend.ops.rope) == (TORCH.ops.moe, TORCH.ops.rope)
+    assert not backend.can_capture(CUDA)
+
+
 @pytest.mark.parametrize("changed", [{"driver": "1.3"}, {"kernels": "abd"}, {"gpu": "NVIDIA Test 9001"}])
 def test_another_driver_gpu_or_version_is_asked_anew(monkeypatch, changed):
     keep(failed=("moe",))

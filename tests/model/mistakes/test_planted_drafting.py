@@ -7,7 +7,6 @@ import pytest
 from draft_vectors import DraftSet
 from planted import Bed
 
-from dsv4 import LLM
 from dsv4.model.dspark import DSparkDrafter
 from dsv4.model.mtp_drafter import MtpDrafter
 
@@ -39,11 +38,6 @@ MTP = [
     (drafting.border_repeats_its_token, "p10", 1), (drafting.first_draft_of_the_last_row, "p3", 2),
     (drafting.never_extended_after_the_prompt(MtpDrafter), "p3", 3), (drafting.rejected_rows_kept, "p3", 2),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def dspark_llm():
-    return LLM(VECTORS / "draftA" / "model", numerics="exact")
 
 
 def cases(mistakes):

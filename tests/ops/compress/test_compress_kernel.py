@@ -123,29 +123,20 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fmt", "plan"), [(SMALL_ENTRY, CSA_FEW), (SMALL_ENTRY, CSA_MANY), (INDEX_FP4, CSA_FEW), (INDEX_FP8, CSA_MANY)]
-)
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-def test_csa_against_the_chain(chain, fmt, chunks, plan):
-    batch = batch_of(chunks, padding=2)
-    job = compressor(fmt, CSA, num_tokens=batch.num_tokens)
+HCA_CHUNKS = {"decode": [(2, 255, 1), (0, 126, 1)], "a chunk with a carry": [(2, 120, 20), (0, 0, 5)]}
+CSA_FORMS = ((SMALL_ENTRY, CSA_FEW), (SMALL_ENTRY, CSA_MANY), (INDEX_FP4, CSA_FEW), (INDEX_FP8, CSA_MANY))
+AGAINST_THE_CHAIN = [
+    *((CSA, *form, chunks) for form in CSA_FORMS for chunks in CHUNKS),
+    *((HCA, SMALL_ENTRY, plan, chunks) for plan in (HCA_FEW, HCA_MANY) for chunks in HCA_CHUNKS),
+]
+
+
+@pytest.mark.parametrize(("ratio", "fmt", "plan", "chunks"), AGAINST_THE_CHAIN)
+def test_entries_are_those_of_the_chain(chain, ratio, fmt, plan, chunks):
+    batch = batch_of({**CHUNKS, **HCA_CHUNKS}[chunks], padding=2)
+    job = compressor(fmt, ratio, num_tokens=batch.num_tokens)
     _fill_tails(job, batch)
     job.kv[-2:], job.gate[-2:] = float("nan"), float("nan")
-    expected = chain(job, batch)
-    launch_compress(job, batch, plan)
-    assert_same_cache(job, expected)
-
-
-@pytest.mark.parametrize("plan", [HCA_FEW, HCA_MANY], ids=["few", "many"])
-@pytest.mark.parametrize(
-    "chunks", [[(2, 255, 1), (0, 126, 1)], [(2, 120, 20), (0, 0, 5)]], ids=["decode", "a chunk with a carry"]
-)
-def test_hca_against_the_chain(chain, chunks, plan):
-    batch = batch_of(chunks, padding=1)
-    job = compressor(SMALL_ENTRY, HCA, num_tokens=batch.num_tokens)
-    _fill_tails(job, batch)
-    job.kv[-1:], job.gate[-1:] = float("nan"), float("nan")
     expected = chain(job, batch)
     launch_compress(job, batch, plan)
     assert_same_cache(job, expected)

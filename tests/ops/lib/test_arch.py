@@ -14,6 +14,7 @@ from dsv4.ops.lib.guard import IS_INTERPRETED, jit, tl
 from dsv4.ops.linear import linear, linears
 from dsv4.ops.norm import rms_norm_quant
 from dsv4.testing.cases.attention import CSA, build_inputs
+from dsv4.testing.cases.rows import SMALL_ENTRY
 from dsv4.testing.inputs import elementwise_block, kernel_device, normal, whole_blocks, wild
 from dsv4.testing.numeric import assert_bitwise
 
@@ -113,7 +114,7 @@ def test_attention_takes_fewer_heads_where_shared_memory_or_registers_are_few():
 def attention():
     """Arguments of two queries with 18 heads, and what they give on Hopper."""
     torch.manual_seed(0)
-    inputs = build_inputs("small", CSA, 512, 2, 1, kernel_device())
+    inputs = build_inputs(3, 64, SMALL_ENTRY, CSA, 512, 2, 1, kernel_device())
     inputs |= {"q": inputs["q"].repeat(1, 6, 1), "sink": inputs["sink"].repeat(6)}
     return inputs, launch_attention(PLAN, **inputs)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weight_cases import fp8_weight
+from quantised_weights import fp8_weight
 
 from dsv4.formats.fp8 import fp8_block_quantize, fp8_quantize
 from dsv4.formats.layouts import ShuffledTensor, shuffle

@@ -4,7 +4,7 @@ interpreter too.
 
 import pytest
 import torch
-from weight_cases import fp8_weight
+from quantised_weights import fp8_weight
 
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.formats.tensors import ACTIVATION_GROUP, QuantActivation

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weight_cases import fp8, mxfp4, nvfp4
+from quantised_weights import fp8, mxfp4, nvfp4
 
 from dsv4.formats.fp4 import pack_nibbles
 from dsv4.formats.fp8 import fp8_fake_quantize

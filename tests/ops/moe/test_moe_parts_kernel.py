@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quantised_weights import fp8, nvfp4
 from test_moe_kernel import (
     EXPERTS,
     FEW,
@@ -16,7 +17,6 @@ from test_moe_kernel import (
     experts_of,
     inputs,
 )
-from weight_cases import fp8, nvfp4
 
 from dsv4.ops.lib.arrivals import NEVER, arrival_counters
 from dsv4.ops.lib.guard import KernelInputError

@@ -7,7 +7,6 @@ import torch
 from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, IN_PROMPT, SamplingRows, SamplingState
 from dsv4.testing.inputs import poison
 
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
        "frequency_penalty": 0.0, "seeds": 0}  # fmt: skip
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import CSA, EPS, HCA, INDEX_FP4, NUM_BLOCKS, SMALL_ENTRY, batch_of, compressor, window
-from weight_cases import quantised
+from quantised_weights import quantised
 
 import dsv4.ops.torch_library as library
 from dsv4.cache.handle import PagedView, WindowView

@@ -43,6 +43,11 @@ int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) {
 int nvmlDeviceGetName(void *handle, char *text, unsigned length) { strncpy(text, "NVIDIA H200", length); return 0; }
 int nvmlDeviceGetMemoryInfo(void *handle, memory *found) {
   found->total = 140ull << 30; found->free = ((size_t)handle == 1 ? 20ull : 139ull) << 30; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+  *handle = (void *)(size_t)(uuid[4] - '0'); return uuid[3] == '-' ? 0 : 2; }
+int nvmlDeviceGetClockInfo(void *handle, int type, unsigned *mhz) {
+  *mhz = (type == 1 ? 1700 : 3000) + (size_t)handle; return 0; }
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) { *milliwatts = 612500; return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
 """
 FIRST = Accelerator("NVIDIA H200", 140 * GIB, 20 * GIB, 90, "GPU-1-abc")
@@ -65,6 +70,9 @@ def test_what_the_driver_says(tmp_path, monkeypatch):
     assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == (SECOND,)
     assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": "GPU-2"}) == (SECOND,)
     assert nvml.read_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert nvml.LoadMeter("GPU-2-abc").read() == {"sm_mhz": 1702, "memory_mhz": 3002, "watts": 612.5}
+    with pytest.raises(nvml.NoDriver, match="could not open 2"):
+        nvml.LoadMeter("2")
     compiled(tmp_path, monkeypatch, fails=18)
     with pytest.raises(nvml.NoDriver, match="could not start: Driver/library version mismatch"):
         nvml.read_gpus({})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.ops.lib.guard import HAS_TRITON
+from dsv4.testing.random_shapes import FAMILY
 from tools.compiled.sum_orders import LayoutError, orders_of, tree_of
 
 
@@ -90,3 +91,15 @@ def test_hyper_connections_sum_in_one_order_at_384_columns():
         few, many = found[width]
         assert few["kernel_weights.token_weights"] != many["kernel_weights.token_weights"], width
         assert few["kernel_norm.inverse_rms"] == many["kernel_norm.inverse_rms"], width
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, to compile")
+def test_forms_sum_in_one_order_in_twenty_random_models():
+    """Of families that share no widths. Some minutes of compiling; on a GPU `benchmarks bits` runs them."""
+    numbers = [str(FAMILY * family) for family in range(20)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tools.compiled.form_orders", *numbers]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines() == [line for number in numbers for line in (number, "  equal")]

@@ -13,11 +13,11 @@ from dsv4.config import ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.run import kernel_record
 from dsv4.engine.run.kernel_record import KernelRefused, allowed_backend, model_key
-from dsv4.formats.tensors import QuantActivation
 from dsv4.llm import LLM
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.ops import TORCH, TRITON
+from dsv4.testing import mistakes
 from dsv4.tools.selftest import own
 from dsv4.tools.selftest.report import Status
 from dsv4.tools.selftest.run import SelftestOptions, run_selftest
@@ -34,23 +34,6 @@ def folder(tmp_path_factory):
 
 def run(folder, **exchanged):
     return run_selftest(CPU, SelftestOptions(backend=TORCH.with_ops(**exchanged), model=folder))
-
-
-def wrong_scale(x, weight, eps, keep_plain):
-    plain, codes = TORCH.ops.rms_norm_quant(x, weight, eps, keep_plain)
-    scale = codes.scale.clone()
-    scale[-1, -1] += 1
-    return plain, QuantActivation(codes.codes, scale)
-
-
-def follows_rows(source, *arguments, **options):
-    made = TORCH.ops.hc_enter(source, *arguments, **options)
-    return replace(made, comb=made.comb + 2**-12) if len(source) <= 2 else made
-
-
-def masked_tail(q, *arguments, **options):
-    out = TORCH.ops.sparse_attention(q, *arguments, **options)
-    return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if len(q) % 2 else out
 
 
 def test_layers_of_every_kind_are_kept_once():
@@ -76,13 +59,13 @@ def test_sound_ops_are_green(folder):
 @pytest.mark.parametrize(
     ("op", "mistake", "parts"),
     [
-        ("rms_norm_quant", wrong_scale, {"oracle"}),
-        ("hc_enter", follows_rows, {"batch"}),
-        ("sparse_attention", masked_tail, {"oracle"}),
+        ("rms_norm_quant", mistakes.wrong_scale, {"oracle"}),
+        ("hc_enter", mistakes.follows_rows, {"batch"}),
+        ("sparse_attention", mistakes.masked_tail, {"oracle"}),
     ],
 )
 def test_a_planted_mistake_is_red_and_named(folder, op, mistake, parts):
-    report = run(folder, **{op: mistake})
+    report = run(folder, **{op: mistake(TORCH.ops)})
     assert report.ops_with(Status.FAILED) == [op]
     assert parts <= {check.part for check in report.failures if check.op == op}
     assert any(check.part == "requests" and f"the first op {op}" in check.detail for check in report.failures)
@@ -124,7 +107,7 @@ def test_a_served_model_is_checked_once(served, folder):
 
 
 def test_a_red_model_is_refused_now_and_when_it_is_loaded(served, folder):
-    llm = served(sparse_attention=masked_tail)
+    llm = served(sparse_attention=mistakes.masked_tail(TORCH.ops))
     assert own.check_once(llm, is_ignored=True) is None
     with pytest.raises(KernelRefused, match=r"at this model's shapes: sparse_attention.*--ignore-selftest"):
         own.check_once(llm, is_ignored=False)
@@ -141,3 +124,47 @@ def test_other_shapes_have_another_verdict(served, folder, tmp_path):
     assert key != model_key(CPU, replace(config, num_experts_per_tok=1), tensors.values())
     assert key != model_key(CPU, config, [info for info in tensors.values() if info.dtype != "F32"])
     assert json.loads(json.dumps(key)) == key
+
+
+def without_memory(*arguments, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class CompilationError(Exception):
+    """As Triton's."""
+
+
+def without_compiler(*arguments, **options):
+    raise CompilationError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(without_memory, "left out for want of memory"), (without_compiler, "of sparse_attention cannot")],
+)
+def test_what_was_not_checked_is_said_and_not_called_right(served, folder, monkeypatch, error, said):
+    """For want of memory nothing is kept: the next start checks again. What cannot run is served by its oracle."""
+    compare = own.checks_of
+
+    def checks_of(call, name, backend, device):
+        return compare(call, name, backend.with_ops(sparse_attention=error), device)
+
+    monkeypatch.setattr(own, "checks_of", checks_of)
+    llm = served()
+    line = own.check_once(llm, is_ignored=False)
+    assert said in line
+    num_right = int(line.split()[0])
+    monkeypatch.setattr(own, "checks_of", compare)
+    again = own.check_once(llm, is_ignored=False)
+    if error is without_memory:
+        assert allowed(folder) is TRITON
+        assert int(again.split()[0]) > num_right
+    else:
+        assert again is None
+        assert allowed(folder).ops.sparse_attention is TORCH.ops.sparse_attention
+
+
+def test_cuts_without_memory_are_no_mistake(served, folder, monkeypatch):
+    monkeypatch.setattr(own.CutModel, "rows", without_memory)
+    assert "3 were left out" in own.check_once(served(), is_ignored=False)
+    assert allowed(folder) is TRITON

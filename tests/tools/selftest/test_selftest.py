@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4.cli.main import main
-from dsv4.formats.tensors import QuantActivation
 from dsv4.ops import TORCH, TRITON, OpSet
+from dsv4.testing import mistakes
 from dsv4.testing.bench import case_modules, load_small_cases
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.op_call import ROWS, WRITTEN, implementations
@@ -63,14 +63,6 @@ def rolled(x, weight, eps):
     return TRITON.ops.rms_norm(x, weight, eps).roll(1, 0)
 
 
-def doubled(x, weight, eps, keep_plain):
-    """One wrong scale, of one group of 128."""
-    plain, codes = TRITON.ops.rms_norm_quant(x, weight, eps, keep_plain)
-    scale = codes.scale.clone()
-    scale[-1, -1] += 1
-    return plain, QuantActivation(codes.codes, scale)
-
-
 def nudged(x, weight, eps):
     """A last bit that depends on the batch. It is nearer to the oracle than the oracle's own rounding: only rows alone
     can show it."""
@@ -94,7 +86,8 @@ def poisoned(hidden, embedded, weight):
 @pytest.mark.parametrize(
     ("op", "mistake", "part"),
     [
-        ("rms_norm", rolled, "oracle"), ("rms_norm_quant", doubled, "oracle"), ("append_swa", astray, "oracle"),
+        ("rms_norm", rolled, "oracle"), ("rms_norm_quant", mistakes.wrong_scale(TRITON.ops), "oracle"),
+        ("append_swa", astray, "oracle"),
         ("confidence", poisoned, "oracle"), ("rms_norm", nudged, "batch"),
     ],
 )  # fmt: skip

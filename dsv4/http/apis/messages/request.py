@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: Anthropic's interface, as a translation to a chat. What is answered: `messages_stream.py`.
+"""`POST /v1/messages`: Anthropic's interface, as a translation to a chat. What is answered: `answer.py`.
 
 Blocks of text, thinking, tool use and tool results are taken; the model reads no others. `cache_control` is taken and
 has nothing to do: prefixes need no marks here. Claude Code's line for Anthropic's accounts is left out of the prompt.
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from dsv4.http.apis.fields import MAX_INT, Bias, IdText, Name, StopText, Strict
+from dsv4.http.apis.fields import MAX_INT, Name, PassedOn, StopText, Strict
 
 # ---- blocks ----
 
@@ -139,34 +139,17 @@ class CountRequest(Strict):
     cache_control: dict[str, JsonValue] | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, PassedOn):
     """`POST /v1/messages`"""
 
     max_tokens: int = Field(ge=1, le=MAX_INT)
     stop_sequences: list[StopText] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    # beyond Anthropic's
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[IdText, Bias] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: Name | None = None
     # harmless, with these values
     metadata: ClaudeMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-_SAME_NAMES = (
-    "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "priority", "cache_salt", "request_id",
-)  # fmt: skip
+_SAME_NAMES = ("model", "max_tokens", *PassedOn.model_fields)
 # What Claude Code writes in front of its system prompt for Anthropic's accounts. It differs in every request: a prompt
 # that began with it would have no beginning in common with the one before.
 _BILLING = "x-anthropic-billing-header:"

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: OpenAI's newer interface, as a translation to a chat. What is answered: `responses_stream.py`.
+"""`POST /v1/responses`: OpenAI's newer interface, as a translation to a chat. What is answered: `answer.py`.
 
 Nothing is kept between requests: a conversation is sent whole, as `input` items. Of its items those that the model's
 protocol has are taken: messages, function calls and their outputs, reasoning.
@@ -14,9 +14,8 @@ from dsv4.http.apis.chat.request import TemplateOptions
 from dsv4.http.apis.fields import (
     MAX_INT,
     MAX_LOGPROBS,
-    Bias,
-    IdText,
     Name,
+    PassedOn,
     StopText,
     Strict,
     StructuredOutputs,
@@ -178,15 +177,13 @@ class ResponsesStreamOptions(Strict):
 Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(PassedOn):
     """`POST /v1/responses`"""
 
     model: str | None = Field(default=None, max_length=256)
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
@@ -194,23 +191,12 @@ class ResponsesRequest(Strict):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[Include] | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     # beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: StopText | list[StopText] | None = None
     stop_token_ids: list[TokenId] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[IdText, Bias] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: Name | None = None
     chat_template_kwargs: TemplateOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     # harmless, with these values
@@ -250,9 +236,7 @@ class ResponsesRequest(Strict):
 
 
 _SAME_NAMES = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_k", "min_p", "seed", "stop",
-    "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-    "min_tokens", "priority", "cache_salt", "request_id",
+    "model", "parallel_tool_calls", "stop", "stop_token_ids", "ignore_eos", "min_tokens", *PassedOn.model_fields
 )  # fmt: skip
 
 

@@ -33,9 +33,9 @@ from dsv4.loader.shipped import find_checkpoint
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.bench.context import cut_config
-from dsv4.tools.bench.load import Load
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.bench.server_target import UrlTarget
+from dsv4.tools.bench.workload import Load
 from dsv4.tools.plan.sizes import count_weights
 from dsv4.tools.plan.targets import PRESETS
 
