@@ -20,6 +20,7 @@ CASES = {
     "step": "a decode step through the engine against the GPU's busy time, by batch and kind of request",
     "timeline": "a decode step kernel by kernel, as the profiler saw it",
     "server": "`dsv4 serve` under load beside the engine alone; CPU time by process",
+    "start": "`dsv4 serve FOLDER` alone: its table, memory, phases cold and warm, first token, 256 chats",
     "drafts": "what drafts cost and bring in a step",
     "prefix": "what hits of the prefix cache cost, by tier",
     "rl": "new weights, sleep, routed experts and scores, for trainers; --small on a CPU",

@@ -2,7 +2,8 @@
 
 A name may carry a revision: `ORG/NAME@main`. huggingface_hub does the transfer, into its own cache (HF_HOME) from
 HF_ENDPOINT, with HF_TOKEN where a model is gated. Sizes and SHA-256 of what was fetched are compared with what the hub
-says before any of it is read. A whole file in the cache is not fetched again; without a connection the cache serves.
+says before any of it is read. A whole file in the cache is not fetched again; one whose connection broke is fetched on
+from there, by the same command. Without a connection the cache serves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from dsv4.errors import Dsv4Error
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _CHECKED = "dsv4-checked.json"  # beside the files of a model in the hub's cache: those whose bytes were compared
+INDEX_FILE = "model.safetensors.index.json"
 _SLACK_BYTES = 2**28  # left free on the disk
 _PIECE_BYTES = 2**24
 _GIB = 2**30
@@ -77,6 +79,9 @@ def _fetch(repository: str, revision: str | None, weights: bool, bar: Bar) -> Pa
     if weights and not any(file.name.endswith(".safetensors") for file in files):
         raise HubError(f"{repository} has no .safetensors files: expected the weights in that format")
     folder = _cache_folder(repository)
+    if weights and INDEX_FILE in listed:  # before the shards: it may name one that is not there
+        small = Path(snapshot_download(repository, revision=info.sha, allow_patterns=[INDEX_FILE]))
+        _check_index(repository, small / INDEX_FILE, listed)
     _check_disk(repository, folder, files, str(info.sha))
     snapshot = Path(snapshot_download(repository, revision=info.sha, allow_patterns=[file.name for file in files]))
     if revision is None or revision != info.sha:  # so that the same name is found without a connection
@@ -85,6 +90,19 @@ def _fetch(repository: str, revision: str | None, weights: bool, bar: Bar) -> Pa
         reference.write_text(str(info.sha), encoding="ascii")
     check_files(repository, snapshot, files, folder / _CHECKED, bar)
     return snapshot
+
+
+def _check_index(repository: str, index: Path, listed: Collection[str]) -> None:
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # the reader says what is wrong with it
+    missing = sorted(named - set(listed))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise HubError(
+            f"{repository} is incomplete on the hub: its index names {missing[0]}{more}, and it has no such file"
+        )
 
 
 def check_files(repository: str, snapshot: Path, files: Sequence[HubFile], record: Path, bar: Bar) -> None:
@@ -151,8 +169,15 @@ def _cache_folder(repository: str) -> Path:
 
 def _check_disk(repository: str, folder: Path, files: Sequence[HubFile], commit: str) -> None:
     """Before the first byte: a download that cannot end takes an hour to find out otherwise."""
-    snapshot = folder / "snapshots" / commit
-    needed = sum(file.size for file in files if not (snapshot / file.name).exists())
+    snapshot, blobs = folder / "snapshots" / commit, folder / "blobs"
+    # equal files, and those of another revision, are one blob
+    needed = sum(
+        {
+            file.sha256 or file.name: file.size
+            for file in files
+            if not (snapshot / file.name).exists() and not (blobs / (file.sha256 or "-")).exists()
+        }.values()
+    )
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if needed and needed + _SLACK_BYTES > free:

@@ -23,13 +23,11 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import build_cache_schema
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.config.layers import LayerSpec, build_schedule
+from dsv4.config.layers import LayerSpec
 from dsv4.dist.shares import check_ranks, expert_range, rank_folder, rank_limits
 from dsv4.dist.world import World, join_world
 from dsv4.engine.control import EngineControl
-from dsv4.engine.draft.counts import FixedDrafts
-from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits, make_choice
-from dsv4.engine.draft.round import make_drafter
+from dsv4.engine.draft.options import Drafts, check_drafts, draft_limits
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, identify, run_fingerprint, weights_digest
 from dsv4.engine.link.stream import TokenEvent
@@ -38,12 +36,9 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.ranks.start import take_place
 from dsv4.engine.request import Request
-from dsv4.engine.run.bucket import Drafting
-from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.cpu_threads import set_threads
 from dsv4.engine.run.kernel_record import allowed_backend
-from dsv4.engine.run.runner import Runner
-from dsv4.engine.run.warmup_requests import rehearse_requests
+from dsv4.engine.run.start import Start
 from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
@@ -62,6 +57,7 @@ from dsv4.llm_input import (
 )
 from dsv4.llm_inside import Inside
 from dsv4.llm_outputs import EventOutput, answer_progress, check_last
+from dsv4.llm_start import cache_schedule, compile_ahead, make_runner, warm_up
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
@@ -122,7 +118,7 @@ class LLM(Inside, Controls):
         offload_experts: OffloadExperts = None, drafts: Drafts = "off", gpus: int = 1, check_exchange: bool = False,
         progress: bool = False, ignore_selftest: bool = False,
     ) -> None:  # fmt: skip
-        compute_dtype, chosen_device = check_numerics(numerics, dtype), check_device(device)
+        compute_dtype, chosen_device, start = check_numerics(numerics, dtype), check_device(device), Start(progress)
         folder = find_checkpoint(path)
         config = ModelConfig.from_pretrained(folder)
         exact_dtype = compute_dtype if numerics == "exact" else None
@@ -162,11 +158,16 @@ class LLM(Inside, Controls):
             share = Share(checkpoint, config, world, chosen_device, exact_dtype)
             cache_bytes = planned_cache_bytes(config, limits, exact_dtype)
             placement = share.placement(offload_experts, wanted, limits, cache_bytes)
-            with naming_what_does_not_fit("weights", limits, "fewer" if placement else "offload"):
+            if world is None and placement is None:
+                compile_ahead(
+                    start, checkpoint, config, limits, chosen_backend, drafts, compute_dtype, exact_dtype, chosen_device
+                )  # fmt: skip
+            helps = "fewer" if placement else "offload"
+            with naming_what_does_not_fit("weights", limits, helps), start.phase("read"):
                 params, pool = share.load(placement, chosen_backend, progress)
             self._set_up(
                 config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, checkpoint, world,
-                drafts,
+                drafts, start=start,
             )  # fmt: skip
 
     @classmethod
@@ -200,8 +201,9 @@ class LLM(Inside, Controls):
         self, config: ModelConfig, params: ModelParams, numerics: Numerics, dtype: torch.dtype,
         limits: EngineConfig, tokenizer: Tokenizer | None, backend: Backend, pool: ExpertPool | None,
         checkpoint: Checkpoint | None = None, world: World | None = None, drafts: Drafts = "off",
-        fingerprint: str = "",
+        fingerprint: str = "", start: Start | None = None,
     ) -> None:  # fmt: skip
+        start = start or Start()
         if numerics == "official":
             check_widths(config, params)
         if params.embed.device.type == "cpu":
@@ -217,37 +219,24 @@ class LLM(Inside, Controls):
         self.num_ranks = 1 if world is None else world.size
         self.own_experts = expert_range(config.n_routed_experts, self.num_ranks, 0 if world is None else world.rank)
         self._set_up_control(EngineControl(weakref.proxy(self), backend))
-        params = prepare_params(params, backend)
+        with start.phase("prepare"):
+            params = prepare_params(params, backend)
         backend = backend_for_weights(backend, params, has_drafts=limits.max_draft_tokens > 0)
         exchange = None if world is None else world.exchange(config, limits, params.embed.device, dtype)
         self.model = Transformer(config, params, dtype, backend=pool.backend if pool else backend, exchange=exchange)
-        # the draft blocks' rings only where the engine drafts, as the plan counts them
-        schedule = build_schedule(config, with_mtp=bool(params.draft_blocks) and limits.max_draft_tokens > 0)
-        with naming_what_does_not_fit("cache", limits):
+        schedule = cache_schedule(config, params, limits)
+        with start.phase("cache"), naming_what_does_not_fit("cache", limits):
             self.cache = self._make_cache(limits, schedule, fingerprint or self._fingerprint(limits, schedule))
-        has_kernels = backend.can_capture(params.embed.device)
+        can_capture = backend.can_capture(params.embed.device)
         if backend.has_kernels and params.embed.is_cuda and backend.waiting_ops:
             names = ", ".join(backend.waiting_ops)
             _LOG.warning("no CUDA graphs, and kernels compile at their first use: the host waits in %s", names)
-        uses_graphs = has_kernels and (exchange is None or exchange.can_capture)
-        if isinstance(drafts, int) and not params.draft_blocks:
-            raise RequestError(f"drafts is {drafts}, but this checkpoint has no drafter (no mtp.* tensors)")
-        choice = make_choice(config, drafts if params.draft_blocks else "off")
-        drafting = None if choice is None else self._make_drafting(choice)
-        buckets = step_buckets(limits, 0 if choice is None else choice.max_drafts)
-        runner = Runner(
-            self.model, self.cache, buckets=buckets, use_graphs=uses_graphs, experts=pool, drafting=drafting
-        )
-        if has_kernels:
-            if world is not None:
-                with world.one_first() as is_first:  # the others find the kernels on disk
-                    if is_first:
-                        runner.precompile()
-            with naming_what_does_not_fit("largest forward call", limits, "limits" if pool is None else "fewer"):
-                runner.warm_up()
-                # an engine of its own: nothing of it is counted
-                uncounted = None if choice is None else FixedDrafts(choice.max_drafts)
-                rehearse_requests(Engine(self.model, self.cache, runner=runner, experts=pool, drafts=uncounted))
+        uses_graphs = can_capture and (exchange is None or exchange.can_capture)
+        runner, choice = make_runner(self.model, self.cache, limits, drafts, use_graphs=uses_graphs, experts=pool)
+        if can_capture:
+            warm_up(start, runner, choice, limits, world)
+        self.start_seconds = start.seconds
+        _LOG.info("loaded in %s", start.text)
         self.engine: Serving
         if world is None:
             self.engine = Engine(self.model, self.cache, runner=runner, experts=pool, drafts=choice)
@@ -280,11 +269,6 @@ class LLM(Inside, Controls):
         if self._end_ranks is not None:
             self._end_ranks()
         self.cache.close()
-
-    def _make_drafting(self, choice: FixedDrafts) -> Drafting:
-        drafter = make_drafter(self.model, self.cache)
-        assert drafter is not None
-        return Drafting(drafter, choice.max_drafts, choice.choices)
 
     def _make_cache(
         self, limits: EngineConfig, schedule: Sequence[LayerSpec], fingerprint: str = ""

@@ -67,6 +67,20 @@ def test_the_unit():
     assert "\nRestartPreventExitStatus=2\n" in text, "a wrong option"
 
 
+def test_caches_lie_where_they_may_be_written_and_are_kept():
+    """The unit's user has no home that it may write to, and a container's is gone with it."""
+    unit = (DEPLOY / "dsv4.service").read_text()
+    folder = f"/var/cache/{re.search(r'^CacheDirectory=(.*)$', unit, re.MULTILINE)[1]}"
+    found = instructions()
+    assert ("VOLUME", folder) in found
+    image = " ".join(rest for name, rest in found if name == "ENV").split()
+    of_unit = " ".join(re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)).split()
+    for settings in (image, of_unit):
+        given = dict(pair.split("=", 1) for pair in settings)
+        for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME"):
+            assert Path(given[name]).is_relative_to(folder), name
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_reads_the_unit(tmp_path):
     """With a program that exists here in the place of ours."""

@@ -16,7 +16,7 @@ LIMITS = {"module lines": 400, "function lines": 80, "public arguments": 10, "ke
 
 EXCEPTIONS = {
     "module lines": {
-        "llm.py": 487,  # every public method of `LLM`, and their docstrings
+        "llm.py": 460,  # every public method of `LLM`, and their docstrings
         "engine/offload/pool.py": 497,  # slots, copies and the three ops that use them share one state
         "engine/schedule/scheduler.py": 475,  # the plan and preemption change the same ledger
         "ops/moe/many/kernel_tiles.py": 457,  # one kernel, its warp roles and its epilogue

@@ -22,6 +22,8 @@ class EngineConfig:
     cache_dir                 folder in which prefixes outlive the process. They pass through host memory, which
                               must have room for the longest of them
     cache_disk_bytes          most bytes of files there
+    captures_late             serve before every size of a step has its graph: the others are captured in idle time, and
+                              now and then beside requests; a larger one's graph, or none, serves until then
     verify_hits               share of hits that are read again without the cache in idle time, and compared bit by bit
     """
 
@@ -37,6 +39,7 @@ class EngineConfig:
     cache_dir: str | None = None
     cache_disk_bytes: int = 16 * 2**30
     verify_hits: float = 0.0
+    captures_late: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_context_tokens", "max_concurrent_requests", "max_chunk_tokens"):

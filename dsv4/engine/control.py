@@ -46,6 +46,7 @@ class Controlled(Protocol):
     checkpoint: Checkpoint | None
     weights_digest: str
     num_ranks: int
+    start_seconds: dict[str, float]
     own_experts: range
 
     def identity(self) -> Identity: ...
@@ -281,4 +282,5 @@ class EngineControl:
             "vocab_size": llm.config.vocab_size,
             "num_layers": llm.config.num_hidden_layers,
             "experts_per_token": llm.config.num_experts_per_tok,
+            "start_seconds": llm.start_seconds,
         }

@@ -10,8 +10,7 @@ computes is a function of its own request. How requests wait, share and lose the
 An engine that drafts feeds a decoding request its newest token and some drafts, draws from every row, and keeps the
 draws up to the first that differs from its draft: those of an engine that does not draft. A step with drafts, or behind
 which drafts are asked for, is collected before the next is planned: only its draws say where requests stand. The drafts
-themselves are not waited for: the drafter runs while the host plans, and the next step takes them from the device's
-memory.
+themselves are not waited for: the drafter runs while the host plans, and the next step reads them on the device.
 
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
@@ -105,11 +104,12 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether `idle_step` has something to do: only while there is no other work."""
-        return not self.has_work and not self.gate.is_shut and self._verifier.has_work
+        return not self.has_work and not self.gate.is_shut and (bool(self.runner.missing) or self._verifier.has_work)
 
     def idle_step(self) -> None:
-        """A forward call between requests that compares cached prefixes with cold runs (`EngineConfig.verify_hits`)."""
-        self._verifier.step()
+        """A graph left out at the start, or a forward call that compares cached prefixes with cold runs."""
+        if not self.runner.capture_next(is_idle=True):
+            self._verifier.step()
 
     def start_anew(self, name: str, *, clears: bool = False) -> None:
         """Forget cached prefixes, made by other weights than those called `name`; with `clears`, all cached rows."""

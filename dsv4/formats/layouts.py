@@ -86,7 +86,9 @@ class ShuffledTensor:
 def shuffle(weight: QuantTensor) -> ShuffledTensor:
     """A weight [N, K] or a stack of them into the kernels' order. `LayoutError` where that is not possible exactly."""
     make = _shuffle_fp8 if weight.format is QuantFormat.FP8_BLOCK else _shuffle_fp4
-    if len(weight.shape) == 3:
+    if weight.device.type == "meta":
+        data, scale, out_scale, shift = _shapes_of(weight)
+    elif len(weight.shape) == 3:
         size = max(1, _PIECE_WEIGHTS // max(1, weight.shape[1] * weight.shape[2]))
         made: list[Tensor] = []
         for start in range(0, weight.shape[0], size):
@@ -153,6 +155,24 @@ def _shuffle_fp4(weight: QuantTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     data = _to_words(_tiles(nibbles, TILE_COLS).unflatten(-1, (8, 16)))
     scale = _tiles(codes, per_tile).contiguous().view(torch.int32)
     return data, scale, out_scale, shift
+
+
+def _shapes_of(weight: QuantTensor) -> tuple[Tensor, ...]:
+    """What `shuffle` gives, as shapes alone: a tile of zeros, shuffled, for each tile of the weight."""
+    *stacked, rows, cols = weight.shape
+    is_fp8, like = weight.format is QuantFormat.FP8_BLOCK, weight.scale
+    group = 1 if is_fp8 else TILE_COLS * like.shape[-1] // cols
+    tile = QuantTensor(
+        torch.zeros(TILE_ROWS, TILE_COLS if is_fp8 else TILE_COLS // 2, dtype=weight.data.dtype),
+        torch.ones(1 if is_fp8 else TILE_ROWS, group).to(like.dtype), weight.format,
+        None if weight.global_scale is None else torch.ones(()), weight.block,
+    )  # fmt: skip
+    tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    made = shuffle(tile)
+    return tuple(
+        torch.empty((*stacked, *tiles[: part.dim()], *part.shape[2:]), dtype=part.dtype, device="meta")
+        for part in (made.data, made.scale, made.out_scale, made.shift)
+    )
 
 
 def _tiles(x: Tensor, cols: int) -> Tensor:

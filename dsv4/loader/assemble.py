@@ -43,7 +43,8 @@ class ExpertHome(Protocol):
 
 
 class ParameterStore:
-    """Every `put` copies, so a weight may be a view of a mapped file. A stack is allocated with its first expert.
+    """Every `put` copies, so a weight may be a view of a mapped file; from pinned memory to a GPU it does not wait. A
+    stack is allocated with its first expert.
 
     `home`, where given, takes the routed experts; an expert goes there with its last matrix. `experts`: those that are
     put, all by default; in stacks and at home the first of them is number 0.
@@ -180,7 +181,7 @@ class ParameterStore:
 
 def _copy_weight(weight: Weight, device: torch.device) -> Weight:
     def copied(part: Tensor) -> Tensor:
-        return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+        return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part, non_blocking=True)
 
     copy: Weight = map_tensors(weight, copied)
     return copy
@@ -196,4 +197,4 @@ def _fill(stack: Weight, expert_idx: int, weight: Weight) -> None:
     assert formats[0] is formats[1], f"experts of one stack must share a format, found {formats}"
     for part, one in zip(tensors_of(stack), tensors_of(weight), strict=True):
         assert part.dtype == one.dtype, (part.dtype, one.dtype)
-        part[expert_idx].copy_(one)
+        part[expert_idx].copy_(one, non_blocking=True)

@@ -21,6 +21,13 @@ from dsv4.loader.header import CheckpointError, TensorInfo
 
 __all__ = ["INDEX_FILE", "Checkpoint", "CheckpointError", "TensorInfo"]
 
+# how a tensor of a file is held: E8M0 as the uint8 codes
+STORED_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
+    "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32, "U64": torch.uint64, "I64": torch.int64,
+    "F64": torch.float64,
+}  # fmt: skip
 _MAX_OPEN_SHARDS = 2  # a weight and its scale may lie in neighbouring shards
 _MAX_TOUCHED_BYTES = 2**29  # then shards are mapped anew: what was read and let go stops counting as this process's
 
@@ -59,14 +66,19 @@ class Checkpoint:
         """`names` sorted so that reading them walks through each shard once."""
         return sorted(names, key=self._order.__getitem__)
 
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}")
+        return info
+
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, a view of the mapped file: copy what you keep.
 
         E8M0 comes back as the uint8 codes (the bits, never a numeric conversion), E4M3 as torch.float8_e4m3fn.
         """
-        info = self.tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}")
+        info = self.info(name)
         if self._num_touched > _MAX_TOUCHED_BYTES:
             self.close()
         self._num_touched += info.nbytes

@@ -1,5 +1,5 @@
-"""Progress over bytes: a transient bar on stderr, lines of the log where that is no terminal, a caller's function, or
-nothing."""
+"""Progress over bytes, and over counts: a transient bar on stderr, lines of the log where that is no terminal, a
+caller's function, or nothing."""
 
 from __future__ import annotations
 
@@ -42,6 +42,43 @@ def byte_progress(progress: Progress, total_bytes: int, title: str) -> Iterator[
             progress(done, total_bytes)
 
         yield advance
+
+
+@contextmanager
+def count_progress(progress: Progress) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields `tell(what, done, total)`. A caller's function hears of bytes alone."""
+    if progress is not True:
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    last = time.monotonic()
+
+    def tell_log(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _LINE_SECONDS and done < total:
+            last = now
+            _LOG.info("%s: %d of %d", what, done, total)
+
+    if not console.is_terminal:
+        yield tell_log
+        return
+    bar, tasks = RichProgress(*columns, console=console, transient=True), dict[str, TaskID]()
+
+    def tell(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            bar.start()  # not before: a terminal has one bar at a time, and bytes may have it now
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done, total=total)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()
 
 
 def _lines(total_bytes: int, title: str) -> Callable[[int], None]:

@@ -1,13 +1,15 @@
 """A checkpoint's tensors -> `ModelParams`, streamed in file order. Strict: see `resolve.plan_load`.
 
-Peak memory is the model itself plus one matrix: data is mapped, copied once into its place, and experts go straight
-into preallocated stacks, or one whole expert at a time to a home of their own (`ExpertHome`).
+Peak memory is the model itself plus what is read ahead (read_ahead.py): each weight is copied once into its place, and
+experts go straight into preallocated stacks, or one whole expert at a time to a home of their own (`ExpertHome`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.formats.tensors import QuantFormat, QuantTensor, Weight, dequantize
 from dsv4.loader.assemble import ExpertHome, ParameterStore
-from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.checkpoint import STORED_DTYPES, Checkpoint
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.names import Role
 from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.read_ahead import Span, read_ahead
 from dsv4.loader.resolve import LoadPlan, Source, plan_load
 from dsv4.model.parameters import ModelParams
 
@@ -57,14 +60,37 @@ def load_params(
     sources = own_sources(plan.sources, own)
     if home is not None:
         sources = expert_by_expert(sources)
-    with byte_progress(progress, share_bytes(plan, own), "loading weights") as advance:
-        for source in sources:
-            weight = read_weight(checkpoint, source, config)
-            if dequantize_to is not None and source.tensor.role is not Role.TABLE:
-                weight = dequantize(weight, dequantize_to)
-            store.put(source.tensor, weight)
-            advance(source.nbytes)
-    checkpoint.close()
+    # an expert's matrices together: a home takes all three at once
+    groups = [tuple(group) for _, group in groupby(sources, _owner)]
+    wanted = ((group, tuple(span for one in group for span in _spans(checkpoint, one))) for group in groups)
+    found = read_ahead(wanted, is_pinned=store.device.type == "cuda")
+    with closing(found), byte_progress(progress, share_bytes(plan, own), "loading weights") as advance:
+        for group, tensors in found:
+            parts = iter(tensors)
+            for source in group:
+                weight = _weight(source, [next(parts) for _ in _names(source)], config)
+                if dequantize_to is not None and source.tensor.role is not Role.TABLE:
+                    weight = dequantize(weight, dequantize_to)
+                store.put(source.tensor, weight)
+                advance(source.nbytes)
+    if store.device.type == "cuda":
+        torch.cuda.synchronize(store.device)
+        if hasattr(torch.accelerator.memory, "empty_host_cache"):  # newer than the oldest torch that is admitted
+            torch.accelerator.memory.empty_host_cache()  # the memory that was read into
+    return store.build(plan.num_mtp)
+
+
+def meta_params(
+    checkpoint: Checkpoint, config: ModelConfig, *, dequantize_to: torch.dtype | None = None
+) -> ModelParams:  # fmt: skip
+    """As `load_params` makes them, on "meta": shapes and formats of all weights, without reading any."""
+    plan, store = plan_load(checkpoint, config), ParameterStore(config, "meta")
+    for source in plan.sources:
+        parts = [torch.empty(span.shape, dtype=span.dtype, device="meta") for span in _spans(checkpoint, source)]
+        weight = _weight(source, parts, config, check=False)
+        if dequantize_to is not None and source.tensor.role is not Role.TABLE:
+            weight = torch.empty(weight.shape, dtype=dequantize_to, device="meta")
+        store.put(source.tensor, weight)
     return store.build(plan.num_mtp)
 
 
@@ -101,20 +127,42 @@ def _owner(source: Source) -> str:
 
 def read_weight(checkpoint: Checkpoint, source: Source, config: ModelConfig, *, check: bool = True) -> Weight:
     """One weight in its stored format, as views of the mapped file. `check` False lets a wrong hash table through."""
-    data = checkpoint.read(source.data)
-    tensor = source.tensor
+    data, *others = (checkpoint.read(name) for name in _names(source))
     if source.rows is not None:
-        data = data[tensor.expert_idx, source.rows[0] : source.rows[1]]
-    if check and tensor.role is Role.TABLE:
+        data = data[source.tensor.expert_idx, source.rows[0] : source.rows[1]]
+    return _weight(source, [data, *others], config, check=check)
+
+
+def _names(source: Source) -> list[str]:
+    return [name for name in (source.data, source.scale, source.global_scale) if name is not None]
+
+
+def _spans(checkpoint: Checkpoint, source: Source) -> Iterator[Span]:
+    """Where the stored tensors of a weight lie."""
+    for name in _names(source):
+        info = checkpoint.info(name)
+        start, end, shape = info.start, info.end, info.shape
+        if source.rows is not None and name == source.data:
+            assert source.tensor.expert_idx is not None
+            _, num_rows, width = info.shape
+            row_bytes = info.nbytes // (info.shape[0] * num_rows)
+            first = source.tensor.expert_idx * num_rows
+            start, end = (info.start + row_bytes * (first + row) for row in source.rows)
+            shape = (source.rows[1] - source.rows[0], width)
+        yield Span(name, info.file, start, end, STORED_DTYPES[info.dtype], shape)
+
+
+def _weight(source: Source, parts: Sequence[Tensor], config: ModelConfig, *, check: bool = True) -> Weight:
+    """A weight of its stored tensors: data, and where it has them scale and global scale."""
+    data, *scales = parts
+    if check and source.tensor.role is Role.TABLE:
         _check_table(source.data, data, config.n_routed_experts)
     if source.format.quant is None:
-        return data.float() if tensor.role is Role.CONTROL else data
-    assert source.scale is not None
-    scale = checkpoint.read(source.scale)
+        return data.float() if source.tensor.role is Role.CONTROL else data
     if source.format.quant is QuantFormat.FP8_BLOCK:
-        return QuantTensor(data, scale, QuantFormat.FP8_BLOCK, block=config.weight_block_size)
-    global_scale = None if source.global_scale is None else checkpoint.read(source.global_scale).reshape(())
-    return QuantTensor(data.view(torch.uint8), scale, source.format.quant, global_scale)
+        return QuantTensor(data, scales[0], QuantFormat.FP8_BLOCK, block=config.weight_block_size)
+    global_scale = None if source.global_scale is None else scales[1].reshape(())
+    return QuantTensor(data.view(torch.uint8), scales[0], source.format.quant, global_scale)
 
 
 def _check_table(name: str, table: Tensor, num_experts: int) -> None:

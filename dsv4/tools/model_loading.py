@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float64", "float32", "bfloat16")
 _NUMERICS = ("official", "exact")
+_ADDRESS = re.compile(r"https?:/+[^/]+/([^/]+/[^/]+)(?:/.*)?")  # a path has one slash where two were typed
 _BEGINNING = 24  # bytes that tell a Git LFS pointer
 DEFAULT_CONTEXT = 16384
 MODEL_HELP = (
@@ -100,6 +103,8 @@ def find_model(
     """The folder a model's name means, given as MODEL or as `option` (--model); downloaded, if it is on a hub. If it
     was left out, a note says what runs instead."""
     model = one_model(model, option)
+    if model is not None and (address := _ADDRESS.fullmatch(str(model))):
+        raise RequestError(f"{model} is an address: give the model's name on the hub, {address[1]}")
     if model is not None and str(model).lower() in PRESETS and not model.exists():
         raise RequestError(
             f"{str(model)!r} is a preset: an architecture, without weights. `dsv4 plan {model}` plans its memory, "
@@ -182,7 +187,7 @@ def parse_offload(text: str | None) -> str | int | None:
     if text in (None, "auto", "off"):
         return text
     if not (text.isascii() and text.isdigit()):
-        raise RequestError(f"--offload-experts must be auto or a number of experts a layer, found {text!r}")
+        raise RequestError(f"--offload-experts must be auto, off or a number of experts a layer, found {text!r}")
     return int(text)
 
 
@@ -247,9 +252,12 @@ def load_llm(
         print_note(f"drafts are off: {obstacle}", console)
         drafts = "off"
 
+    begun = perf_counter()
     import torch  # here, so that commands without a model, and mistakes in the options, are answered at once
 
     from dsv4.llm import LLM
+
+    seconds = perf_counter() - begun
 
     if device.startswith("cuda") and torch.cuda.is_available() and gpus == 1:
         free, _ = torch.cuda.mem_get_info(torch.device(device))
@@ -263,6 +271,7 @@ def load_llm(
             dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
             drafts=drafts, gpus=gpus, progress=True, ignore_selftest=ignore_selftest,
         )  # fmt: skip
+    llm.start_seconds = {"libraries": seconds, **llm.start_seconds}
     if threads is not None:
         torch.set_num_threads(threads)
     texts = [str(note.message) for note in notes]

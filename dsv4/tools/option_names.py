@@ -40,7 +40,10 @@ _FIELDS = {
 }  # fmt: skip
 _FIELD = re.compile(rf"(?<![\w.'\"-])({'|'.join(_FIELDS)})(?!\w)")
 _ALREADY = re.compile(r" \(--[\w-]+ on the command line\)")  # for readers of an error in Python
-_BEGINNING = re.compile(r"^(host|port|name|gpus|device|drafts|numerics|experts) (?=must|is|needs)")
+_BEGINNING = re.compile(
+    "^(host|port|name|gpus|device|drafts|numerics|experts|temperature|seed|stop|top_k|top_p|min_p|repetition_penalty|"
+    "max_tokens) (?=must|is|needs)"
+)
 
 
 def error_text(error: BaseException) -> str:
@@ -49,4 +52,5 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         text += ": the disk that the command writes to is full"
     text = _ALREADY.sub("", text)
-    return _BEGINNING.sub(r"--\1 ", _FIELD.sub(lambda found: _FIELDS[found[1]], text))
+    text = _BEGINNING.sub(lambda found: f"--{found[1].replace('_', '-')} ", text)
+    return _FIELD.sub(lambda found: _FIELDS[found[1]], text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tomllib
 
 import httpx
@@ -70,6 +71,18 @@ def test_no_file(dsv4, tmp_path):
     assert "nothing.toml: No such file" in dsv4("serve", "--config", tmp_path / "nothing.toml").err
 
 
+def test_caches_that_cannot_be_are_refused_before_the_table(dsv4, checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    for wrong, words in (
+        (["--cache-host-gib", "1e9"], "--cache-host-gib 1e+09: this machine has "),
+        (["--cache-dir", tmp_path / "file" / "x"], f"--cache-dir {tmp_path / 'file' / 'x'} cannot be created: Not a "),
+        (["--warmup", "later"], "--warmup must be one of fast, full, found 'later'"),
+    ):
+        ran = dsv4("serve", checkpoint, "--port", 0, *wrong)
+        assert ran.code == 2
+        assert ran.err.startswith(f"dsv4: error: {words}"), ran.err
+
+
 def test_profiles_need_a_key(dsv4, checkpoint, tmp_path, monkeypatch):
     monkeypatch.delenv("DSV4_API_KEY", raising=False)
     ran = dsv4("serve", "--model", checkpoint, "--profile-dir", tmp_path)
@@ -85,6 +98,9 @@ def test_a_server_says_what_it_chose_and_takes_profiles(start, tmp_path):
     assert httpx.post(f"{url}/start_profile").status_code == 401
     info = client.get("/server_info").json()
     assert (info["context_length"], info["max_running_requests"]) == (4096, 3)
+    assert {"libraries", "read", "prepare", "cache"} <= set(info["start_seconds"])
+    assert sum(info["start_seconds"].values()) > 0
+    assert re.search(r"INFO loaded in [0-9.]+ s: read [0-9.]+, prepare", log.read_text())
     settings = info["settings"]
     assert settings["requests"] == {"value": "3 at once", "why": "given", "option": "--requests"}
     assert settings["device"]["option"] == "--device, --gpus"

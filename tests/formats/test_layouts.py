@@ -58,6 +58,20 @@ def test_there_and_back(make, shape):
 
 
 @pytest.mark.parametrize("make", [nvfp4, mxfp4, fp8])
+@pytest.mark.parametrize("shape", [(STACK, ROWS, COLS), (64, 128), (1, 72, 160), (130, 32)])
+def test_shapes_alone(make, shape):
+    """On "meta", for kernels that are compiled before there are weights."""
+    real, found = shuffle(make(shape)), shuffle(make(shape).to("meta"))
+    for name in ("data", "scale", "out_scale", "shift"):
+        one, other = getattr(real, name), getattr(found, name)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+        assert all(first == second for length, first, second in strides if length > 1)
+        assert other.device.type == "meta"
+    assert (real.shape, real.format, real.block) == (found.shape, found.format, found.block)
+
+
+@pytest.mark.parametrize("make", [nvfp4, mxfp4, fp8])
 def test_a_stack_is_its_matrices(make, monkeypatch):
     """Laid out a few at a time; each as if alone."""
     stack = make((5, 72, 160))

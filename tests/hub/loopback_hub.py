@@ -25,6 +25,8 @@ class Hub:
         self.gated = False
         self.slow: str | None = None  # this file comes at a crawl
         self.cut: str | None = None  # half of this file comes, then the connection ends
+        self.cut_at: int | None = None  # and only the first time, after so many bytes
+        self.ranges: list[str] = []  # that were asked for
         self.downloads: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -104,7 +106,13 @@ class Hub:
 
             def _file(self, file: str, with_body: bool) -> None:
                 data = hub.served.get(file, hub.files[file])
-                self.send_response(200)
+                wanted, whole = self.headers.get("Range", ""), len(data)
+                self.send_response(206 if wanted else 200)
+                if wanted:
+                    hub.ranges.append(wanted)
+                    first = int(wanted.removeprefix("bytes=").removesuffix("-"))
+                    data = data[first:]
+                    self.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
                 self.send_header("ETag", f'"{hub.digests[file]}"')
                 self.send_header("X-Repo-Commit", COMMIT)
                 self.send_header("Content-Length", str(len(data)))
@@ -115,7 +123,8 @@ class Hub:
                         self.wfile.write(data[:1000])
                         time.sleep(60)
                     if hub.cut == file:
-                        self.wfile.write(data[: len(data) // 2])
+                        self.wfile.write(data[: len(data) // 2 if hub.cut_at is None else hub.cut_at])
+                        hub.cut = file if hub.cut_at is None else None
                         self.close_connection = True
                         return
                     self.wfile.write(data)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loopback_hub import COMMIT, Hub
 
+from dsv4 import hub as hub_module
 from dsv4.cli.main import main
-from dsv4.hub import is_hub_name
+from dsv4.hub import HubFile, is_hub_name
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.thorough  # every command is a process that loads torch
@@ -124,6 +127,17 @@ def test_a_download_that_breaks_off(dsv4, hub):
     assert hub.downloads == [SHARD], "what was whole is kept"
 
 
+def test_a_broken_connection_goes_on_inside_the_file(dsv4, hub):
+    """The library keeps what came in whole pieces of 10 MiB."""
+    piece = 10 << 20
+    hub.files[SHARD] += bytes(2 * piece)  # no checkpoint any more, but whole
+    hub.digests[SHARD] = hashlib.sha256(hub.files[SHARD]).hexdigest()
+    hub.cut, hub.cut_at = SHARD, piece + 5000
+    refused(dsv4("info", "org/small"), "bytes after the last tensor")
+    assert hub.ranges == [f"bytes={piece}-"]
+    assert hub.downloads.count(SHARD) == 2
+
+
 def test_a_damaged_download_is_named_and_deleted(dsv4, hub):
     data = bytearray(hub.files[SHARD])
     data[-1] ^= 1
@@ -147,8 +161,14 @@ def test_what_a_hub_refuses(dsv4, hub):
     refused(dsv4("info", "org/small"), "has no config.json")
 
 
-def test_a_missing_shard_is_named(dsv4, hub):
-    del hub.files[SHARD]
+def test_a_missing_shard_is_named_before_the_others_come(dsv4, hub):
+    hub.files["other.safetensors"] = hub.files.pop(SHARD)
+    hub.digests["other.safetensors"] = hub.digests[SHARD]
+    refused(
+        dsv4("info", "org/small"), f"org/small is incomplete on the hub: its index names {SHARD}, and it has no such"
+    )
+    assert "other.safetensors" not in hub.downloads
+    del hub.files["other.safetensors"]
     refused(dsv4("info", "org/small"), "no .safetensors files")
 
 
@@ -156,6 +176,17 @@ def test_too_small_a_disk(dsv4, hub):
     hub.listed_sizes[SHARD] = 10**15
     refused(dsv4("info", "org/small"), "GiB are to be downloaded", "GiB free", "HF_HOME")
     assert SHARD not in hub.downloads
+
+
+def test_what_is_there_needs_no_room(tmp_path, monkeypatch):
+    """Equal files are one on the disk, and so are those of another revision."""
+    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=2**28 + 100))
+    files = [HubFile(name, 80, digest) for name, digest in (("a", "1"), ("b", "1"), ("c", "2"))]
+    with pytest.raises(hub_module.HubError, match="are to be downloaded"):
+        hub_module._check_disk("org/small", tmp_path, files, COMMIT)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "2").touch()
+    hub_module._check_disk("org/small", tmp_path, files, COMMIT)
 
 
 def test_what_is_a_hub_name(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def share_of(params, experts):
 class _Rank:
     """One rank's model, cache, runner and engine; an `LLM` to those who ask what it is."""
 
-    numerics, checkpoint, num_ranks, weight_version = "official", None, 2, "0"
+    numerics, checkpoint, num_ranks, weight_version, start_seconds = "official", None, 2, "0", {}
 
     def __init__(self, ranks, rank, mesh, progress, link):
         self.mesh = mesh

@@ -25,6 +25,7 @@ from dsv4.text.chat import effort_profile
 from dsv4.tools.auto.choose import choose_for
 from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.auto.settings import Settings, Wishes, table
+from dsv4.tools.memory_check import free_host_bytes
 from dsv4.tools.model_loading import (
     DtypeOption,
     IgnoreSelftestOption,
@@ -33,6 +34,7 @@ from dsv4.tools.model_loading import (
     NumericsOption,
     RevisionOption,
     ThreadsOption,
+    check_choice,
     check_loading,
     check_numerics,
     check_tokenizer,
@@ -88,7 +90,10 @@ def serve_command(
         int | None, typer.Option(help="Maximum prompt tokens in one step (prefill chunk). Default: by measured speed.")
     ] = None,
     memory: Annotated[
-        float, typer.Option(help="Share of the memory to use: of each GPU's, or of what the machine has free.")
+        float,
+        typer.Option(
+            help="Share of the memory to use: of each GPU, or of what is free on a busy GPU or a machine without."
+        ),
     ] = 0.92,
     max_tokens: Annotated[int | None, typer.Option(help="Largest max_tokens that a request may ask for.")] = None,
     max_waiting: Annotated[
@@ -115,9 +120,16 @@ def serve_command(
         str | None,
         typer.Option(
             help="Speculative decoding: draft tokens per step, auto, or off. The output is the same. Default: auto on "
-            "a GPU, where the checkpoint has a drafter."
+            "a GPU with a DSpark head, else off."
         ),
     ] = None,
+    warmup: Annotated[
+        str,
+        typer.Option(
+            help="fast: serve before every size of a decode step has its CUDA graph, the others follow in idle time. "
+            "full: all of them first."
+        ),
+    ] = "fast",
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     generation_config: Annotated[
@@ -191,6 +203,7 @@ def serve_command(
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
     check_numerics(numerics, dtype)
+    check_choice("--warmup", warmup, ("fast", "full"))
     offload = parse_offload(offload_experts)
     draft_count = None if drafts is None else parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
@@ -208,9 +221,10 @@ def serve_command(
     host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
     tiers = EngineConfig(
         cache_dir=None if cache_dir is None else str(cache_dir),
-        cache_host_bytes=_gib("--cache-host-gib", host_gib),
+        cache_host_bytes=_gib("--cache-host-gib", host_gib, free_host_bytes()),
         cache_disk_bytes=_gib("--cache-disk-gib", cache_disk_gib),
         verify_hits=verify_hits,
+        captures_late=warmup == "fast",
     )
     wishes = Wishes(
         device=device, gpus=_num_ranks(gpus), requests=requests, context=context, chunk=chunk, drafts=draft_count,
@@ -252,6 +266,7 @@ def serve_command(
         gpus=found.gpus, threads=threads,
     )  # fmt: skip
     record_settings = _record(record, record_mib, record_files, hashes_only=record_hashes_only)
+    _make_folder("--cache-dir", cache_dir)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     if not settings.is_loopback and api_key is None:
         print_note(f"{host} can be reached from other machines and no --api-key is set", console)
@@ -328,6 +343,17 @@ def _record(path: Path | None, max_mib: int, num_files: int, *, hashes_only: boo
     return RecordSettings(path=str(path), max_bytes=max_mib * MIB, num_files=num_files, hashes_only=hashes_only)
 
 
+def _make_folder(option: str, folder: Path | None) -> None:
+    """Before the weights: what the engine would find out after them."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder} cannot be created: {error.strerror}") from None
+    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} cannot be written to")
+
+
 def _roots(folders: list[Path], *, rl: bool) -> tuple[str, ...]:
     if folders and not rl:
         raise ConfigError("--rl-root needs --rl")
@@ -337,7 +363,9 @@ def _roots(folders: list[Path], *, rl: bool) -> tuple[str, ...]:
     return tuple(str(folder.resolve()) for folder in folders)
 
 
-def _gib(option: str, value: float) -> int:
+def _gib(option: str, value: float, most: int | None = None) -> int:
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{option} must be a number of GiB, at least 0, found {value:g}")
+    if most is not None and value * 2**30 > most:
+        raise ConfigError(f"{option} {value:g}: this machine has {most / 2**30:,.1f} GiB of memory free")
     return int(value * 2**30)

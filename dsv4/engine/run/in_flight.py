@@ -55,6 +55,7 @@ class InFlightStep:
         cls, runner: Runner, builder: StepBuilder, plan: StepPlan, size: StepSize, *, tells_experts: bool = False
     ) -> InFlightStep:  # fmt: skip
         """The forward call of a plan, padded to a size."""
+        runner.capture_next(is_idle=False)  # all that was launched before has been drawn
         num_rows = max(plan.num_tokens, size.num_rows)
         target = None if size.is_direct else runner.step_buffer(num_rows, plan.num_drawing)
         step = builder.build(plan, pad_to=size.num_rows, num_requests=size.num_requests, target=target)

@@ -12,13 +12,11 @@ Nothing here waits for the device. How a call is captured: engine/run/graphs.py.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.engine.draft.round import Drafted, FedDrafts, extend, make_table, propose
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.run.bucket import BucketGraph, Drafting, Draws, Forwarded, padded_from, padding_batch
+from dsv4.engine.run.compile_watch import CompileWatch
 from dsv4.engine.run.graphs import Capture, Replay, Result, RunnerError, capture_graph
 from dsv4.engine.run.precompile import precompile, rehearse, rehearse_drafts
 from dsv4.engine.step.builder import StepBuffer
@@ -39,6 +38,8 @@ from dsv4.ops.lib.compile_only import can_compile_in_parallel
 from dsv4.ops.sampling import SamplingRows
 
 _LOG = logging.getLogger("dsv4.engine")
+
+CALLS_A_CAPTURE = 32  # beside requests: they wait while a graph is captured
 
 Progress = Callable[[str, int, int], None]  # what is done, how many of them, of how many
 
@@ -77,7 +78,9 @@ class Runner:
         if drafting is not None:
             self.draft_table = make_table(cache.schema.num_slots, drafting.max_drafts, cache.device)
         self._graphs: dict[int, BucketGraph] = {}
-        self._compiles = _CompileWatch()
+        self._missed: int | None = None  # the bucket that the last call would have taken, had it a graph
+        self._num_since_capture = 0  # calls
+        self._compiles = CompileWatch()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -98,8 +101,12 @@ class Runner:
         return tuple(self._compiles.names)
 
     @torch.no_grad()
-    def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
-        """Compile every kernel and capture every bucket. Padding only: the cache stays as it is.
+    def warm_up(
+        self, progress: Progress = lambda what, done, total: None, *, is_compiled: bool = False,
+        num_graphs: int | None = None,
+    ) -> None:  # fmt: skip
+        """Compile every kernel and capture every bucket, or the first `num_graphs` that will be needed. Padding only:
+        the cache stays as it is. is_compiled: `precompile` has been done, beside other work.
 
         Direct calls are compiled at the sizes where launch tables may change: powers of two up to `max_chunk_tokens`,
         half-way between them, and one row more, since sizes that 16 does not divide may be compiled apart. All cores
@@ -108,23 +115,51 @@ class Runner:
         with self._compiles:
             if self.cache.device.type == "cuda":
                 sizes = self._direct_sizes()
-                self.precompile(progress)
+                if not is_compiled:
+                    self.precompile(progress)
                 torch.cuda.empty_cache()
                 for done, size in enumerate(reversed(sizes)):  # smaller calls find room in what the largest took
                     self._compile(size)
                     progress("first calls", done + 1, len(sizes))
                 torch.cuda.synchronize()
-            self.capture_graphs(progress)
+            self.capture_graphs(progress, num_graphs)
         self._compiles.names.clear()
         if self.experts is not None:
             self.experts.stats.reset()
 
-    def capture_graphs(self, progress: Progress = lambda what, done, total: None) -> None:
-        """Of every bucket, if there are to be graphs: the largest first, whose memory the smaller ones then share."""
-        wanted = [bucket for bucket in reversed(self.buckets) if self.use_graphs and self._can_capture(bucket)]
+    def capture_graphs(
+        self, progress: Progress = lambda what, done, total: None, num_graphs: int | None = None
+    ) -> None:  # fmt: skip
+        """Of every bucket that has none, or of the next `num_graphs`."""
+        wanted = self.missing[:num_graphs]
         for done, bucket in enumerate(wanted):
             self._graphs[bucket] = self._make_graph(bucket)
             progress("capturing", done + 1, len(wanted))
+
+    @property
+    def missing(self) -> list[int]:
+        """Buckets that are to have a graph and have none, in the order in which they will be needed: the largest, whose
+        memory the others then share and which serves for all of them; then from one request upwards."""
+        if not self.use_graphs:
+            return []
+        wanted = [bucket for bucket in self.buckets if self._can_capture(bucket)]
+        return [bucket for bucket in (*wanted[-1:], *wanted[:-1]) if bucket not in self._graphs]
+
+    @torch.no_grad()
+    def capture_next(self, *, is_idle: bool) -> bool:
+        """Capture one more graph, if one is missing, and say so: where the engine `is_idle` the next; else that which
+        the last call missed, once in `CALLS_A_CAPTURE`. Not between a call and its draw: graphs share memory."""
+        missing = self.missing if is_idle or self._missed is not None else []
+        if not missing or not (is_idle or self._num_since_capture >= CALLS_A_CAPTURE):
+            return False
+        bucket = missing[0] if self._missed not in missing else self._missed
+        assert bucket is not None
+        num_late = len(self._compiles.names)
+        with self._compiles:
+            self._graphs[bucket] = self._make_graph(bucket)
+        del self._compiles.names[num_late:]  # a rehearsal, not a call that stalled
+        self._missed, self._num_since_capture = None, 0
+        return True
 
     def drop_graphs(self) -> None:
         """Let go of them and their memory: the addresses they know are about to change."""
@@ -151,6 +186,7 @@ class Runner:
     def _forward(
         self, batch: TokenBatch, draw_rows: Tensor, bucket: int | None, *, keeps_picks: bool = False
     ) -> Forwarded:  # fmt: skip
+        self._num_since_capture += 1
         with self._compiles:
             if bucket is None:
                 self.num_direct += 1
@@ -249,9 +285,9 @@ class Runner:
         logits = self.model.logits(forwarded.streams.index_select(0, rows))
         return self.model.context.ops.sampled_logprobs(logits, token_ids, num_top)
 
-    def precompile(self, progress: Progress = lambda what, done, total: None) -> None:
+    def precompile(self, progress: Progress = lambda what, done, total: None, *, raises: bool = False) -> None:
         """Compile on all cores, into the disk cache, where other processes find it too. A help, not a condition: what
-        fails here fails again where it matters, or did not matter."""
+        fails here fails again where it matters, or did not matter (unless `raises`)."""
         if not self.model.context.backend.has_kernels or not can_compile_in_parallel():
             return
         try:
@@ -260,6 +296,8 @@ class Runner:
                 max_draws=self.max_draws, drafting=self.drafting,
             )  # fmt: skip
         except Exception as error:
+            if raises:
+                raise
             _LOG.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
     def _compile(self, size: int) -> None:
@@ -298,6 +336,9 @@ class Runner:
         return self._bucket_of(max(batch.num_tokens, draw_rows.shape[0]))
 
     def _bucket_of(self, needed: int) -> int | None:
+        own = next((bucket for bucket in self.buckets if bucket >= needed), None)
+        if own is not None and own not in self._graphs:
+            self._missed = own
         return next((bucket for bucket in self.buckets if bucket >= needed and bucket in self._graphs), None)
 
     def _can_capture(self, bucket: int) -> bool:
@@ -326,43 +367,3 @@ class Runner:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         return capture_graph(call, self._pool, self.experts, self._stream)
-
-
-class _CompileWatch:
-    """Names of the kernels Triton specialises while the watch is on, by whatever thread. Does nothing where there is no
-    Triton."""
-
-    _watching: ClassVar[list[_CompileWatch]] = []
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-    _before: ClassVar[Any] = None
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        try:
-            self._knobs: Any = importlib.import_module("triton").knobs.runtime
-        except ImportError:
-            self._knobs = None
-
-    def __enter__(self) -> None:
-        if self._knobs is None:
-            return
-        with self._lock:
-            if not self._watching:
-                _CompileWatch._before = self._knobs.jit_post_compile_hook
-                self._knobs.jit_post_compile_hook = self._note
-            self._watching.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        if self._knobs is None:
-            return
-        with self._lock:
-            self._watching.remove(self)
-            if not self._watching:
-                self._knobs.jit_post_compile_hook = self._before
-
-    @classmethod
-    def _note(cls, *, key: str, **facts: Any) -> None:
-        for watch in tuple(cls._watching):
-            watch.names.append(str(facts.get("repr", key)).split("[", 1)[0])
-        if cls._before is not None:
-            cls._before(key=key, **facts)

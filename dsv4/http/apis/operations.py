@@ -32,7 +32,7 @@ async def server_info(engine: Controls, asked: Strict) -> dict[str, Any]:
         "settings": {
             one.what: {"value": one.value, "why": one.why, "option": one.option} for one in config.choices
         },
-        "planned_bytes": dict(config.planned_bytes),
+        "planned_bytes": dict(config.planned_bytes), "start_seconds": found["start_seconds"],
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from dsv4.tools.plan.budget import Budget, WeightBytes, largest
 CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178375.6}
 GOOD_SPEED = 0.95  # of the best: more would keep the other requests waiting
 TYPICAL_TOKENS = 8192  # of a request: a chat, or an agent's turn
-MOST_REQUESTS = 512  # of one GPU: a step of more takes longer than 60 ms
+MOST_REQUESTS = 512  # of one GPU: a step of half as many takes 50 ms already (docs/decisions/choices.md)
 # without a GPU, or with experts in host memory
 HOST_REQUESTS, HOST_CONTEXT, LEAST_HOST_CONTEXT, HOST_CHUNK = 8, 16384, 2048, 2048
 
@@ -80,6 +80,8 @@ def _choose_drafts(
         return "off", obstacle
     if not place.has_gpu:
         return "off", "on a CPU they can cost time"
+    if config.dspark is None:  # docs/drafts.md: 2.6 % of a step of 64 requests that drafts nothing; a DSpark head 0.4 %
+        return "off", "an MTP block costs 3 % where many requests run; auto pays with few"
     return "auto", "where measured times say that they pay"
 
 

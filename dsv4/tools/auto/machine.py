@@ -61,6 +61,8 @@ def _gpus() -> tuple[tuple[Accelerator, ...], str]:
         return (), f"torch {version} is built without CUDA"
     if importlib.util.find_spec("triton") is None:
         return (), "Triton is not installed, and the kernels need it"
+    # CUDA would put the fastest first; the driver's library, nvidia-smi and --device cuda:N count by the bus
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
         found = read_gpus(os.environ)
     except NoDriver as error:

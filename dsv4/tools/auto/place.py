@@ -52,22 +52,29 @@ def choose_place(config: ModelConfig, weights: WeightBytes, wishes: Wishes, mach
         wanted = 1
     picked = _pick(machine.gpus, wanted, int(number) if number else None)
     num_ranks = check_ranks(wanted or min(len(picked), config.n_routed_experts), config.n_routed_experts)
+    num_here = _ranks_here(num_ranks)
     shares = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # torch's own: ranks try one GPU
-    if num_ranks > len(picked) and not shares:
-        raise ConfigError(f"--gpus {num_ranks}: this machine shows {len(machine.gpus)}")
-    used = [machine.gpus[idx] for idx in picked[:num_ranks]]
-    ranks_a_gpu = -(-num_ranks // len(used))
-    bytes_of = [min(int(gpu.total_bytes * wishes.memory), gpu.free_bytes) // ranks_a_gpu for gpu in used]
+    if num_here > len(picked) and not shares:
+        needs = f"--gpus {num_ranks}" if num_here == num_ranks else f"--gpus {num_ranks} ({num_here} on this machine)"
+        raise ConfigError(f"{needs}: this machine shows {len(machine.gpus)}")
+    used = [machine.gpus[idx] for idx in picked[:num_here]]
+    ranks_a_gpu = -(-num_here // len(used))
+    bytes_of = [_usable(gpu, wishes.memory) // ranks_a_gpu for gpu in used]
     is_given = number or wishes.gpus
     why = GIVEN if is_given else ALL if len(used) == len(machine.gpus) else "free, and all that it needs"
     device = f"cuda:{picked[0]}" if num_ranks == 1 and picked[0] else "cuda"
     where = "each GPU" if num_ranks > 1 else "the GPU"
     value = f"{device}: {num_ranks} x {used[0].name}, {size(used[0].total_bytes)}"
-    are_first = picked[:num_ranks] == list(range(len(used)))
+    are_first = picked[:num_here] == list(range(len(used)))
     return Place(
         device, num_ranks, min(bytes_of), where, Choice("device", value, why, "--device, --gpus"),
         tuple(_busy(machine.gpus)), None if num_ranks == 1 or are_first else ",".join(gpu.uuid for gpu in used),
     )  # fmt: skip
+
+
+def _ranks_here(num_ranks: int) -> int:
+    """Of the ranks, those of this machine: torchrun says so where it starts them on several."""
+    return min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
 
 
 def _pick(gpus: tuple[Accelerator, ...], wanted: int | None, number: int | None) -> list[int]:
@@ -86,9 +93,18 @@ def _pick(gpus: tuple[Accelerator, ...], wanted: int | None, number: int | None)
     return sorted(by_room[:wanted])
 
 
+def _is_busy(gpu: Accelerator) -> bool:
+    return gpu.total_bytes - gpu.free_bytes > BUSY_SHARE * gpu.total_bytes
+
+
+def _usable(gpu: Accelerator, share: float) -> int:
+    """A share of the whole GPU, or of what is free where others hold much of it: both leave a margin."""
+    return min(int(share * (gpu.free_bytes if _is_busy(gpu) else gpu.total_bytes)), gpu.free_bytes)
+
+
 def _busy(gpus: tuple[Accelerator, ...]) -> Iterator[Choice]:
     for idx, gpu in enumerate(gpus):
-        if gpu.total_bytes - gpu.free_bytes > BUSY_SHARE * gpu.total_bytes:
+        if _is_busy(gpu):
             value = f"GPU {idx}: {size(gpu.free_bytes)} of {size(gpu.total_bytes)} are free"
             yield Choice("busy", value, "other processes hold the rest", "CUDA_VISIBLE_DEVICES")
 

@@ -362,7 +362,8 @@ def test_the_command(folder, capsys):
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
-    ("value", "message"), [("some", "--offload-experts must be auto or a number"), ("-1", "must be auto or")]
+    ("value", "message"),
+    [("some", "--offload-experts must be auto, off or a number"), ("-1", "must be auto, off or")],
 )
 def test_mistakes_of_the_command(folder, capsys, name, value, message):
     prompt = ("--ids", "5") if name == "generate" else ()

@@ -2,12 +2,15 @@
 
     python precompile_process.py NAME        prints one JSON line
 
-`toy`, `keys` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the GPU that is.
+`toy`, `keys`, `headers` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the
+GPU that is.
 """
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import triton
@@ -21,9 +24,14 @@ from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import decode_buckets
+from dsv4.engine.run.compile_watch import CompileWatch
 from dsv4.engine.run.precompile import precompile
-from dsv4.engine.run.runner import Runner, _CompileWatch
-from dsv4.loader.write.synth import random_params
+from dsv4.engine.run.runner import Runner
+from dsv4.llm_start import cache_schedule, stand_in_runner
+from dsv4.llm_start import make_runner as make_loaded_runner
+from dsv4.loader.checkpoint import Checkpoint
+from dsv4.loader.weights import load_params
+from dsv4.loader.write.synth import random_params, write_checkpoint
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TRITON
@@ -52,7 +60,7 @@ def _broken_kernel(x_ptr, out_ptr, N: tl.constexpr):
 def toy():
     """A kernel of two sizes, at one of them twice, and one that does not compile; then each alone."""
     use_offline_driver()
-    watch, seen, launchers, error = _CompileWatch(), [], [], ""
+    watch, seen, launchers, error = CompileWatch(), [], [], ""
     driver.active.launcher_cls = lambda source, metadata: launchers.append((source.name, metadata.name))
     x = torch.empty(64, device="meta")
     with watch, launches_only_compile() as launched:
@@ -79,7 +87,7 @@ def offline():
     params = prepare_params(random_params(TWO_LAYERS), TRITON)
     model = Transformer(TWO_LAYERS, params, torch.bfloat16, backend=TRITON)
     cache = make_cache(model, "cpu")
-    watch, seen = _CompileWatch(), []
+    watch, seen = CompileWatch(), []
     with watch:
         precompile(model, cache, [1], progress=lambda done, total: seen.append((done, total)))
         first = take(watch.names)
@@ -97,7 +105,7 @@ def keys():
     time, at all sizes, with experts on the device and off it."""
     use_offline_driver()
     triton.compiler.compile = lambda source, **options: source
-    watch, found = _CompileWatch(), []
+    watch, found = CompileWatch(), []
     with watch:
         cases = [(None, None), (Placement(1, 2), None), (Placement(2, 2), None)]
         cases += [(placement, kind) for kind in DRAFTERS for placement in (None, Placement(1, 2))]
@@ -108,6 +116,32 @@ def keys():
             ahead = take(watch.names)
             num_launches = sum(launch_without_running(runner, size) for size in sizes)
             found.append({"ahead": ahead, "late": take(watch.names), "num_launches": num_launches})
+    return found
+
+
+def headers():
+    """Kernels that a stand-in made of a checkpoint's headers compiles, and those that the loaded model has besides."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    watch, found = CompileWatch(), []
+    limits = EngineConfig(
+        max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64, max_draft_tokens=2,
+        cache_host_bytes=2**20,
+    )  # fmt: skip
+    cases = [(SMALL, "nvfp4", "off"), (SMALL, "mxfp4", "off"), (SMALL, "nvfp4", 2), (DRAFTERS["dspark"], "mxfp4", 2)]
+    for config, experts, drafts in cases:
+        with tempfile.TemporaryDirectory() as place, watch:
+            checkpoint = Checkpoint.open(write_checkpoint(Path(place) / "model", config, experts=experts))
+            stand_in_runner(checkpoint, config, limits, TRITON, drafts, torch.bfloat16).precompile(raises=True)
+            ahead = take(watch.names)
+            model = Transformer(
+                config, prepare_params(load_params(checkpoint, config), TRITON), torch.bfloat16, backend=TRITON
+            )
+            schedule = cache_schedule(config, model.params, limits)
+            cache = KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=None)
+            runner, _ = make_loaded_runner(model, cache, limits, drafts, use_graphs=False)
+            runner.precompile(raises=True)
+        found.append({"ahead": ahead, "late": take(watch.names)})
     return found
 
 
@@ -186,5 +220,5 @@ def use_offline_driver():
 
 if __name__ == "__main__":
     with torch.no_grad():
-        functions = (toy, keys, offline, resident, offloaded)
+        functions = (toy, keys, headers, offline, resident, offloaded)
         print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))

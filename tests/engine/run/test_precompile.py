@@ -143,6 +143,13 @@ def test_stand_ins_launch_what_the_model_launches():
     assert all(found["ahead"] for found in drafting)  # a block, a head
 
 
+def test_headers_are_enough_to_compile_everything():
+    """While weights are read: the model that is then loaded has nothing left to compile."""
+    for found in run_process("headers"):
+        assert found["late"] == []
+        assert found["ahead"]
+
+
 def test_a_model_is_compiled_once():
     """For sm_90, whatever is there: a second pass finds every kernel of the first. Planted: a weight off its alignment
     is noticed."""

@@ -14,8 +14,9 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.offload.placement import Placement
 from dsv4.engine.run.bucket_sizes import decode_buckets
+from dsv4.engine.run.compile_watch import CompileWatch
 from dsv4.engine.run.graphs import RunnerError
-from dsv4.engine.run.runner import Runner, _CompileWatch
+from dsv4.engine.run.runner import Runner
 from dsv4.engine.step.constraint import pack_tokens
 from dsv4.formats.layouts import ShuffledTensor, unshuffle
 from dsv4.formats.tensors import as_loaded
@@ -324,7 +325,7 @@ def test_a_kernel_compiled_late_is_named(params):
 def test_watches_that_cross_leave_no_hook_behind():
     """As those of two engines in two threads may."""
     runtime = pytest.importorskip("triton").knobs.runtime
-    first, second = _CompileWatch(), _CompileWatch()
+    first, second = CompileWatch(), CompileWatch()
     first.__enter__()
     second.__enter__()
     runtime.jit_post_compile_hook(key="a", repr="_both[](x)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +11,11 @@ import sys
 import pytest
 from rich.console import Console
 
+from dsv4.cli.main import main
+from dsv4.cli.serve import command as command_module
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.formats.trees import storages_of
+from dsv4.http.processes.supervisor import Supervisor
 from dsv4.llm import LLM
 from dsv4.loader.files import find_tensors
 from dsv4.loader.write.synth import write_checkpoint
@@ -100,7 +105,9 @@ def test_this_machine_and_why_it_has_no_gpu(tmp_path, monkeypatch):
     assert read_machine().why_no_gpu == "libnothing-of-the-kind.so.1 of NVIDIA's driver is not installed"
     compiled(tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     assert read_machine().gpus == (FIRST, SECOND)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "cuda:N is the driver's N-th"
     idle = read_machine().as_if_idle()
     assert (idle.gpus[0].free_bytes, idle.host_bytes) == (140 * GIB, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -133,6 +140,42 @@ def test_what_is_loaded_is_what_was_planned(folder):
     held = sum(one.nbytes() for one in storages_of(llm.model.weights))
     assert abs(cache - found.planned["cache"]) <= 0.01 * found.planned["cache"]
     assert abs(held - found.planned["weights"]) <= 0.01 * found.planned["weights"]
+
+
+def test_what_dsv4_serve_says_on_such_machines(tmp_path, monkeypatch, capfd):
+    """The command itself, up to its processes: a busy GPU, one that is missing, none at all."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "DSV4_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Supervisor, "run", lambda self: 0)
+    monkeypatch.setattr(command_module.logging.config, "dictConfig", lambda settings: None)
+
+    def serve(*options):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "flash-mini", "--port", "0", *options])
+        return ended.value.code, capfd.readouterr().err
+
+    monkeypatch.setattr(machine_module, "DRIVER_FILE", tmp_path / "no-driver")
+    code, said = serve("--device", "cuda")
+    assert (code, said) == (
+        2, "dsv4: error: --device cuda: this machine has no NVIDIA GPU; leave --device out to use the CPU\n"
+    )  # fmt: skip
+    code, said = serve()
+    assert code == 0
+    assert re.search(r"^device +cpu .* this machine has no NVIDIA GPU$", said, re.MULTILINE)
+
+    monkeypatch.setattr(machine_module, "DRIVER_FILE", tmp_path)
+    monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(machine_module.importlib.util, "find_spec", lambda name: object())
+    compiled(tmp_path, monkeypatch)
+    code, said = serve()
+    assert code == 0
+    assert re.search(r"^device +cuda:1: 1 x NVIDIA H200, 140.0 GiB +--device, --gpus ", said, re.MULTILINE)
+    assert re.search(r"^busy +GPU 0: 20.0 GiB of 140.0 GiB are free +CUDA_VISIBLE_DEVICES ", said, re.MULTILINE)
+    code, said = serve("--gpus", "3")
+    assert (code, said) == (2, "dsv4: error: --gpus 3: this machine shows 2\n")
+    code, said = serve("--requests", "100000000")
+    assert code == 2
+    assert re.search(r"but the GPU has 128.8 GiB free \(--memory 0.92\). What fits: --requests \d+; or ", said)
 
 
 def test_other_commands_go_where_a_server_would(folder, monkeypatch, capsys):
