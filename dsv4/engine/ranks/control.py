@@ -32,8 +32,10 @@ class RanksControl(EngineControl):
         self._engine.tell("sleep", level=level, tags=tags, resumes=False, patience=inf)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        self._engine.tell("wake", tags=tags, patience=inf)
+        """All ranks at once: a captured step is replayed once, and its exchange waits for the other ranks'."""
+        waking = self._engine.ask_all("wake", tags=tags)
         super().wake(tags)
+        self._engine.answers(waking, inf)
 
     def _check_shares(self, folder: Checkpoint | None, search_scales: bool) -> None:
         assert folder is not None, "tensors were refused before"
