@@ -126,10 +126,10 @@ def serve_command(
     warmup: Annotated[
         str,
         typer.Option(
-            help="fast: serve before every size of a decode step has its CUDA graph, the others follow in idle time. "
-            "full: all of them first."
+            help="full: every size of a decode step has its CUDA graph before the server answers. fast: the server "
+            "answers with two of them, the others follow in idle time."
         ),
-    ] = "fast",
+    ] = "full",
     ignore_selftest: IgnoreSelftestOption = False,
     threads: ThreadsOption = None,
     generation_config: Annotated[
