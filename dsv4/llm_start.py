@@ -45,7 +45,7 @@ def make_runner(
     experts: ExpertPool | None = None,
 ) -> tuple[Runner, FixedDrafts | None]:  # fmt: skip
     """The runner of a model, not warmed up, and who chooses its drafts."""
-    config, params = model.config, model.params
+    config, params = model.config, model.weights
     if isinstance(drafts, int) and not params.draft_blocks:
         raise RequestError(f"drafts is {drafts}, but this checkpoint has no drafter (no mtp.* tensors)")
     choice, drafting = make_choice(config, drafts if params.draft_blocks else "off"), None

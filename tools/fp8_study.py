@@ -139,7 +139,7 @@ def random_rows() -> Iterator[str]:
 
 def exactness() -> Iterator[str]:
     for name, folder in (("set A", ROOT / "tests/vectors/setA/model"), ("miniature", ROOT / "dsv4/demo/flash-mini")):
-        params = LLM(folder, backend=TORCH).model.params
+        params = LLM(folder, backend=TORCH).model.weights
         found = []
         for block in params.layers:
             for weight in block.ffn.experts.matrices:
