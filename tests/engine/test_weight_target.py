@@ -111,7 +111,7 @@ def peak_bytes(call):
 
 
 def test_memory_of_an_update(tmp_path, monkeypatch):
-    """A few experts beside the source; of an iterator, the layer that is not whole yet."""
+    """What writing needs, a few experts at a time; of an iterator also the layer and the ends that are not whole yet."""
     folder = write_checkpoint(tmp_path / "A", MANY, experts="mxfp4", seed=0)
     live, given = target_of(folder, MANY), tensors(folder)
     layer = sum(one.nbytes for name, one in given.items() if name.startswith("layers.1."))
@@ -126,4 +126,4 @@ def test_memory_of_an_update(tmp_path, monkeypatch):
 
     monkeypatch.setattr(weight_target, "_EXPERTS_AT_ONCE", 2)
     assert peak_bytes(WeightUpdate(open_source(given, MANY), live).run) < 0.75 * layer
-    assert layer < peak_bytes(from_pairs) < 1.5 * layer
+    assert layer < peak_bytes(from_pairs) < 1.75 * layer

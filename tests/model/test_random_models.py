@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.bits import num_tokens
+from benchmarks.kernels.bits import num_tokens
 
 from benchmarks import __main__ as benchmarks
 from dsv4.ops import TORCH, TRITON

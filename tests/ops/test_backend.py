@@ -107,7 +107,7 @@ def test_an_exchanged_op_keeps_graphs_and_warm_up(monkeypatch):
         seen.append((use_graphs, model.context.backend.has_kernels, model.context.ops.moe))
         raise Seen
 
-    monkeypatch.setattr("dsv4.llm.Runner", runner)
+    monkeypatch.setattr("dsv4.llm_start.Runner", runner)
     capturing = replace(TRITON, graph_devices=frozenset({"cpu"}))
     for backend in (capturing.with_ops(moe=other_moe), TRITON.with_ops(moe=other_moe), TORCH.with_ops(moe=other_moe)):
         with pytest.raises(Seen):
@@ -119,7 +119,7 @@ def test_an_exchanged_op_keeps_graphs_and_warm_up(monkeypatch):
 def test_experts_without_kernels_run_on_oracles_and_are_not_captured(experts, monkeypatch):
     """Loaded as they are, with oracles' bits; a warm-up would capture an op that waits for the device."""
     seen = []
-    monkeypatch.setattr("dsv4.llm.Runner", partial(recorded_runner, seen))
+    monkeypatch.setattr("dsv4.llm_start.Runner", partial(recorded_runner, seen))
     capturing = replace(TRITON, graph_devices=frozenset({"cpu"}))
     llm = LLM.from_params(CONFIG, random_params(CONFIG, experts=experts, with_mtp=False), backend=capturing)
     backend = llm.model.context.backend
