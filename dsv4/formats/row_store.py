@@ -18,7 +18,8 @@ from dsv4.formats.rows import ENTRY_GROUP, RowFormat, RowKind
 class RowStore:
     """Rows addressed by leading indices: [slot, ring row], [block, entry], or just [token] for rows not yet stored.
 
-    data: uint8 [..., data_bytes], or the plain dtype [..., dim]. scales: uint8 [..., scale_bytes], None for plain rows.
+    data: uint8 [..., data_bytes], or the plain dtype [..., dim]. scales: uint8 [..., scale_bytes], None where the
+    format has none.
     """
 
     data: Tensor

@@ -7,10 +7,9 @@ nothing is written twice, and what is checked is what runs. Every distinct kerne
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
 what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
 
-    python -m tools.compiled.compile_check ARCH [--only CASE,...] [MODULE ...]     prints JSON lines
+    python -m tools.compiled.compile_check 90 --only rms_norm/weighted-1x4096 dsv4.testing.cases.norm
 
-MODULE is by default every module of dsv4/testing/cases. With `--only`, those cases are compiled, and as few others as
-launch every kernel with every number of warps.
+prints JSON lines; `--help` says what may be left out.
 
 It runs in a process of its own, because TRITON_INTERPRET must not be set, and because kernels are assembled once, by
 `_assemble`: Triton makes no binary there, and has another cache. `reports()` starts one.
@@ -24,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -315,11 +315,22 @@ def _launched(case: BenchCase, arch: int) -> set[tuple[str, Any]]:
     return found
 
 
-def main(arch: int, arguments: list[str]) -> None:
-    only = None
-    if arguments[:1] == ["--only"]:
-        only, arguments = arguments[1].split(","), arguments[2:]
-    cases = load_cases(arguments or case_modules())
+def asked_for(arguments: Sequence[str] | None = None) -> Namespace:
+    parser = ArgumentParser(
+        prog="python -m tools.compiled.compile_check",
+        description="Compiles kernels as benchmark cases launch them; prints registers and spills as JSON lines.",
+    )
+    parser.add_argument("arch", metavar="ARCH", type=int, help="90 is Hopper, 100 Blackwell")
+    parser.add_argument("modules", metavar="MODULE", nargs="*", help="default: all modules of dsv4/testing/cases")
+    parser.add_argument(
+        "--only", metavar="CASE,...", type=lambda names: names.split(","),
+        help="these cases, and as few others as launch every kernel with every number of warps",
+    )  # fmt: skip
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arch: int, modules: list[str], only: list[str] | None) -> None:
+    cases = load_cases(modules or case_modules())
     with _without_binaries():
         for case in cases if only is None else covering(cases, arch, only):
             try:
@@ -343,4 +354,4 @@ def _without_binaries() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(**vars(asked_for()))

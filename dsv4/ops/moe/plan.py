@@ -5,8 +5,9 @@ bit; `Ranges` does, and is the same for every number of tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 from dsv4.ops.lib.arch import architecture, blackwell_registers
@@ -27,8 +28,8 @@ class Form(Enum):
 
     FEW (kernel_few.py): CTAs find their rows themselves, and each has one range of the columns of one matrix.
     NARROW (kernel_gate_up.py, kernel_down.py): a launch before sorts the pairs; tiles of 8 to 32 token rows, mma.sync.
-    WIDE (kernel_wide.py): sorted too; tiles of 32 token rows, wgmma. Hopper.
-    TILES (kernel_tiles.py, kernel_dense.py): sorted too; persistent CTAs, tiles of 128 token rows. Hopper.
+    WIDE (kernel_wide.py): sorted too; tiles of 32 token rows (at most half full: computed as 16), wgmma. Hopper.
+    TILES (kernel_tiles.py, kernel_dense.py): sorted too; persistent CTAs, tiles of up to 128 token rows. Hopper.
     """
 
     FEW, NARROW, WIDE, TILES = range(4)
@@ -102,17 +103,19 @@ class MoeConfig:
 NARROW_ROWS = 511  # up to this many tokens or rows the narrow form
 WIDE_COLUMNS = 1024  # from this many columns of every matrix on the wide one: fewer leave it nothing to overlap
 WIDE_PAIRS = 32  # for each expert: up to here the wide form, beyond tiles where they can be
-# token rows of a tile, by pairs for each expert (a tile at most half full costs half); of a tile of a linear, by rows
+# token rows of a tile in NARROW, by pairs for each expert (at most half full it costs half); of a linear's, by rows
 _ROWS = {3: 8, 1 << 30: 16}
 _LINEAR_ROWS = {8: 8, 1 << 30: 16}
 FEW_TOKENS = 5
 FEW_CONFIG = MoeConfig(Form.FEW, FEW_ROWS, FEW_ROWS)
-# with 128 registers four CTAs of gate and up live on a multiprocessor
-_SOME = MoeConfig(Form.NARROW, 8, 8, GemmConfig(max_registers=128), GemmConfig(max_registers=80))
+# `rows` of both are those of `_ROWS`; with 128 registers four CTAs of gate and up live on a multiprocessor
+_SOME = partial(
+    MoeConfig, Form.NARROW, shared_rows=8, gate_up=GemmConfig(max_registers=128), down=GemmConfig(max_registers=80)
+)
 # the shared expert's weights are decoded for many tokens at once
-_MORE = MoeConfig(Form.NARROW, 16, 32, GemmConfig(max_registers=128), GemmConfig(), rounds_shared=True)
+_MORE = partial(MoeConfig, Form.NARROW, shared_rows=32, gate_up=GemmConfig(max_registers=128), rounds_shared=True)
 _NARROW = {11: _SOME, 1 << 30: _MORE}  # by tokens
-# with 168 registers three CTAs of one warp group live on a multiprocessor
+# with 168 registers three CTAs of one warp group live on a multiprocessor with 32 token rows; 64 spill 952 bytes
 _WIDE_GEMM = GemmConfig(unroll=1, max_registers=168)
 WIDE_CONFIG = MoeConfig(Form.WIDE, 32, 32, _WIDE_GEMM, _WIDE_GEMM)
 TILES_CONFIG = MoeConfig(Form.TILES, TILES_ROWS, TILES_ROWS)
@@ -143,7 +146,7 @@ def pick_moe_config(
         return TILES_CONFIG if has_tiles and per_expert > WIDE_PAIRS else WIDE_CONFIG
     if num_tokens <= FEW_TOKENS and num_tokens * top_k <= DIRECT_PAIRS:
         return FEW_CONFIG
-    return replace(cast(MoeConfig, _at_most(_NARROW, num_tokens)), rows=_at_most(_ROWS, per_expert))
+    return cast(MoeConfig, _at_most(_NARROW, num_tokens)(rows=_at_most(_ROWS, per_expert)))
 
 
 def pick_linear_config(num_rows: int, num_columns: int) -> tuple[int, GemmConfig, bool]:

@@ -224,7 +224,7 @@ def test_the_form_follows_the_number_of_tokens():
 
 @pytest.mark.parametrize("counts", [(1, 17, 0, 9, 33), (16, 24, 8, 25, 32)])
 def test_wide_tiles_of_every_fullness(counts):
-    """Rows of each expert, computed as tiles of 16 or 32: last rows as few tokens have them."""
+    """Tiles of 32 rows, at most half full ones computed as 16: the last row of each expert has the bits of FEW."""
     experts = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(counts)).unsqueeze(1).to(kernel_device())
     x, weights = normal((len(experts), DIM), seed=51), torch.ones(experts.shape, device=experts.device)
     out = launch_moe(x, experts, weights, *READY["nvfp4"], LIMIT, WIDE)

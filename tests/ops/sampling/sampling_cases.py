@@ -5,10 +5,12 @@ from dataclasses import fields, replace
 import torch
 
 from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, IN_PROMPT, SamplingRows, SamplingState
+from dsv4.request import DRAW_REALS
 from dsv4.testing.inputs import poison
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
        "frequency_penalty": 0.0, "seeds": 0}  # fmt: skip
+assert set(OFF) == {*DRAW_REALS, "top_k", "seeds"}, "each number that a draw reads"
 
 
 def make_state(settings, vocab_size):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from sampling_cases import copied, make, make_rows, make_state, random_case, take
+from sampling_cases import OFF, copied, make, make_rows, make_state, random_case, take
 
 from dsv4.ops.lib.guard import KernelInputError, jit, tl
 from dsv4.ops.sampling import (
@@ -68,6 +68,20 @@ def test_noise():
 @pytest.mark.parametrize("vocab_size", [1, 37, 129])
 def test_everything_at_once(vocab_size):
     assert_draws(*random_case(6, vocab_size))
+
+
+CHANGED = {"temperature": 0.25, "top_k": 1, "top_p": 0.25, "min_p": 0.5, "repetition_penalty": 4.0,
+           "presence_penalty": 2.0, "frequency_penalty": 2.0, "seeds": 1000}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_every_setting_alone_changes_draws(name):
+    """And as it does in the oracle: a setting that a kernel does not read is found here by its name."""
+    logits = torch.randn(16, 37, generator=generator(5)) * 2
+    rows = [{"seeds": seed, "counts": [0, 1, 3] * 12 + [0], "prompt": list(range(0, 37, 5))} for seed in range(16)]
+    without = assert_draws(logits, *make(*rows, vocab_size=37))
+    found = assert_draws(logits, *make(*({**row, name: CHANGED[name]} for row in rows), vocab_size=37))
+    assert (found != without).any()
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])

@@ -6,7 +6,21 @@ from tools.compiled import compile_check
 from tools.compiled.compile_check import is_only_a_trap
 from tools.compiled.disk_cache import DiskCache, content_key
 
+NORM = "dsv4.testing.cases.norm"
 KERNEL = ".visible .entry _kernel()\n.reqntid 256\n{{\n{body}\n}}\n"
+
+
+@pytest.mark.parametrize("arguments", [f"90 --only a,b {NORM}", f"90 {NORM} --only a,b", f"--only a,b 90 {NORM}"])
+def test_options_may_stand_anywhere(arguments):
+    found = vars(compile_check.asked_for(arguments.split()))
+    assert found == {"arch": 90, "modules": [NORM], "only": ["a", "b"]}
+    assert vars(compile_check.asked_for(["90"])) == {"arch": 90, "modules": [], "only": None}
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        compile_check.asked_for(["--help"])
+    assert "--only CASE,..." in capsys.readouterr().out
 
 
 def test_a_bare_trap_is_no_kernel():
@@ -44,7 +58,7 @@ def test_reports_are_kept_until_something_changes(compiles, monkeypatch):
     first = compile_check.reports(90, ["dsv4.testing.cases.rows"])
     assert compile_check.reports(90, ["dsv4.testing.cases.rows"]) == first
     assert compiles["num"] == 1
-    compile_check.reports(90, ["dsv4.testing.cases.norm"])
+    compile_check.reports(90, [NORM])
     assert compiles["num"] == 2
     monkeypatch.setattr(compile_check, "ptxas_version", lambda arch: "another")
     compile_check.reports(90, ["dsv4.testing.cases.rows"])

@@ -1,4 +1,4 @@
-"""The kernels of ops/moe for many tokens: the wide form, tiles of 16 to 128 token rows.
+"""The wide form of ops/moe: tiles of 32 token rows (at most half full: computed as 16); of a linear 128.
 
 The products are those of kernel_gate_up.py, out^T = W x^T with W decoded in registers, and the same bits; but a tile's
 rows are one product a step, [64, 128] x [128, R], which the compiler makes of wgmma, 64 x R x 16. Both instructions sum
