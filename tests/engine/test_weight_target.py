@@ -111,7 +111,7 @@ def peak_bytes(call):
 
 
 def test_memory_of_an_update(tmp_path, monkeypatch):
-    """What writing needs, a few experts at a time; of an iterator also the layer and the ends that are not whole yet."""
+    """A few experts at a time; of an iterator also the layer and the ends that are not whole yet."""
     folder = write_checkpoint(tmp_path / "A", MANY, experts="mxfp4", seed=0)
     live, given = target_of(folder, MANY), tensors(folder)
     layer = sum(one.nbytes for name, one in given.items() if name.startswith("layers.1."))

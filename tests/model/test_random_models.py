@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.kernels.bits import num_tokens
 
 from benchmarks import __main__ as benchmarks
+from benchmarks.kernels.bits import num_tokens
 from dsv4.ops import TORCH, TRITON
 from dsv4.ops.moe import NARROW_ROWS, Form, pick_moe_config
 from dsv4.ops.moe.many.launch_tiles import TIMED
