@@ -96,7 +96,7 @@ async def storm(process: ServerProcess, clients: Storm, options: argparse.Namesp
     async def restart() -> None:
         for _ in range(options.restarts):
             await asyncio.sleep(options.seconds / (options.restarts + 1))
-            clients.is_restarting = True
+            clients.begin_restart()
             await asyncio.to_thread(process.stop)
             await asyncio.to_thread(process.start)
             await asyncio.sleep(1.0)
@@ -106,7 +106,7 @@ async def storm(process: ServerProcess, clients: Storm, options: argparse.Namesp
         chance = random.Random(options.seed)
         for _ in range(options.kills):
             await asyncio.sleep(options.seconds / (options.kills + 1) * chance.uniform(0.5, 1.2))
-            clients.is_restarting = True
+            clients.begin_restart()
             clients.killed[await asyncio.to_thread(process.kill_one, chance)] += 1
             await asyncio.to_thread(wait_until_ready, clients.url)
             clients.is_restarting = False

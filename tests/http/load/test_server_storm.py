@@ -12,17 +12,21 @@ from benchmarks.storm_clients import Storm
 
 
 @pytest.mark.parametrize("outcome", ["DIFFERENT FROM SOLO", "HALF A REQUEST WAS ANSWERED", "CUT OFF", "STATUS 500"])
-def test_a_restart_excuses_lost_answers_and_no_wrong_ones(monkeypatch, outcome):
+@pytest.mark.parametrize("begins", ["before", "meanwhile", "never"])
+def test_a_restart_excuses_lost_answers_and_no_wrong_ones(monkeypatch, outcome, begins):
     clients = Storm("http://nowhere", [], [], 60.0, {"stream": 1})
 
     async def answer(client, chance):
         clients._end = time.monotonic()
+        if begins == "meanwhile":
+            clients.begin_restart()
+            clients.is_restarting = False
         return outcome
 
     monkeypatch.setattr(clients, "_stream", answer)
-    clients.is_restarting = True
+    clients.is_restarting = begins == "before"
     asyncio.run(clients.run(1))
-    is_excused = outcome in ("CUT OFF", "STATUS 500")
+    is_excused = begins != "never" and outcome in ("CUT OFF", "STATUS 500")
     assert clients.wrong == ([] if is_excused else [f"stream: {outcome}"])
     assert clients.outcomes == {"lost or refused while restarting" if is_excused else outcome: 1}
 
