@@ -53,8 +53,9 @@ def test_work_that_fails_is_only_a_note(caplog):
     def work(tell):
         raise ValueError("no such thing")
 
-    start.beside("compile", work)
-    assert not start.join(lambda *at: None), "it must be done again"
+    with caplog.at_level(logging.WARNING, logger="dsv4.engine"):  # a server elsewhere may have set its own
+        start.beside("compile", work)
+        assert not start.join(lambda *at: None), "it must be done again"
     assert "compile beside the reading failed: ValueError: no such thing" in caplog.text
 
 
