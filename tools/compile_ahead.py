@@ -70,7 +70,7 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
 
 def compile_models(folder: Path, number: int) -> None:
     import torch
-    from benchmarks.bits import num_tokens
+    from benchmarks.kernels.bits import num_tokens
 
     from dsv4.ops import TRITON
     from dsv4.testing import model_cuts
