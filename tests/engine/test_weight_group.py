@@ -14,7 +14,7 @@ from weight_cases import LIMITS, answers, tensors
 
 from dsv4 import LLM
 from dsv4.engine.request import WeightsIncomplete
-from dsv4.engine.weight_group import WeightGroup
+from dsv4.engine.weights.group import WeightGroup
 from dsv4.loader.header import CheckpointError
 from dsv4.request import RequestError
 
@@ -65,7 +65,7 @@ def test_from_another_process(folders, expected):
         llm.control.obey("init_group", {
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo",
             "group_name": "weights",
-        })  # fmt: skip
+        }).result()  # fmt: skip
         version = llm.control.obey("receive_weights", {**headers(load_file(file)), "version": "7"})
         assert trainer.stdout.readline() == "sent\n"
     finally:
@@ -86,7 +86,7 @@ def joined(folders):
     trainer.start()
     llm.control.obey("init_group", {
         "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo",
-    })  # fmt: skip
+    }).result()  # fmt: skip
     trainer.join(30)
 
     def send(sent, **changes):
@@ -149,8 +149,8 @@ def test_a_group_that_is_not_there(folders):
         llm.control.obey("receive_weights", {"names": [], "dtypes": [], "shapes": []})
     joining = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     with pytest.raises(RequestError, match="needs an engine on a GPU"):
-        llm.control.obey("init_group", joining)
+        llm.control.obey("init_group", joining).result()
     with pytest.raises(RequestError, match="no group at 127.0.0.1:9 in 1 s"):
-        llm.control.obey("init_group", {**joining, "backend": "gloo", "timeout": 1})
+        llm.control.obey("init_group", {**joining, "backend": "gloo", "timeout": 1}).result()
     with pytest.raises(RequestError, match="rank must be from 0 to 1"):
-        llm.control.obey("init_group", {**joining, "backend": "gloo", "rank_offset": 2})
+        llm.control.obey("init_group", {**joining, "backend": "gloo", "rank_offset": 2}).result()

@@ -19,7 +19,7 @@ from server_cases import HEADERS, SERVED, TOKENIZER, make_llm, start_server
 from server_processes import wait_for
 
 from dsv4 import LLM
-from dsv4.engine.weight_group import WeightGroup
+from dsv4.engine.weights.group import WeightGroup
 from dsv4.http.apis.rl.routes import CALLS, PATHS
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
