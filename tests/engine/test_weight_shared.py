@@ -94,8 +94,9 @@ def test_in_pieces(driver, folders, expected):
 def test_values_are_checked_before_any_is_written(driver, folders, expected):
     llm, good = LLM(folders[0], engine=LIMITS), tensors(folders[1])
     table = next(name for name in good if name.endswith("tid2eid"))
-    wrong = good[table] + 99
-    for order in (good | {table: wrong}, {table: wrong} | {name: one for name, one in good.items() if name != table}):
+    layer = {name: one for name, one in good.items() if name.startswith(table.partition(".ffn.")[0])}
+    wrong = layer | {table: good[table] + 99}
+    for order in (wrong | {**good, **wrong}, {name: good[name] for name in good.keys() - wrong.keys()} | wrong):
         given = sent(driver.trainers(order)[0])
         with pytest.raises(CheckpointError, match="names expert"):
             llm.update_weights(SharedTensors(given))

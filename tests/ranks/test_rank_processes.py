@@ -158,25 +158,28 @@ def test_new_weights_and_sleep_on_two_ranks(folder, tmp_path):
     llm.close()
 
 
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_new_tensors_on_two_ranks(folder, tmp_path, is_checked):
+def test_new_tensors_on_two_ranks(folder, tmp_path):
     """Of this process, whole and one by one, and of a trainer's group, in which each rank has a place: each rank takes
     its experts. What one rank cannot take, none writes."""
     other = write_checkpoint(tmp_path / "other", SMALL, seed=7)
     wanted = {path: found(LLM(path, engine=LIMITS)) for path in (folder, other)}
     assert wanted[folder] != wanted[other]
     new, old = (load_file(next(path.glob("*.safetensors"))) for path in (other, folder))
-    llm = LLM(folder, engine=LIMITS, gpus=2, check_exchange=is_checked)
+    llm = LLM(folder, engine=LIMITS, gpus=2, check_exchange=True)
     llm.update_weights(new)
     assert found(llm) == wanted[other]
     digest = llm.weights_digest
     llm.update_weights(iter(reversed(old.items())))
     assert found(llm) == wanted[folder]
 
-    last = f"layers.1.ffn.experts.{SMALL.n_routed_experts - 1}.w1"  # rank 1's
-    scale = next(new[name] for name in (f"{last}.scale", f"{last}.weight_scale") if name in new)
-    with pytest.raises(CheckpointError, match="layers.1.ffn.experts.5"):
-        llm.update_weights({**new, f"{last}.scale": scale[:-1]})
+    plain = {name: one for name, one in new.items() if ".w1." not in name or "layers.1.ffn.experts." not in name}
+    for expert_idx in range(SMALL.n_routed_experts):
+        values = torch.randn(SMALL.moe_intermediate_size, SMALL.hidden_size).bfloat16()
+        plain[f"layers.1.ffn.experts.{expert_idx}.w1.weight"] = values
+    values[3, 4] = torch.nan  # of the last expert, which is rank 1's
+    with pytest.raises(CheckpointError, match=r"layers.1.ffn.experts.5.w1.weight holds NaN"):
+        llm.update_weights(plain)
+    assert found(llm) == wanted[folder], "the old weights run on"
     with pytest.raises(CheckpointError, match="no whole model"):
         llm.update_weights(iter(list(new.items())[:-1]))
     with pytest.raises(WeightsIncomplete):
