@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from types import FrameType
@@ -194,8 +194,18 @@ class RanksEngine:
         return self.answers(self.ask_all(verb, **arguments), patience)
 
     def ask_all(self, verb: str, **arguments: Any) -> list[Future[Any]]:
-        """`answers` are for later."""
-        return [one.control(verb, arguments) for one in self.remotes]
+        """`answers` are for later. All of it is sent: what follows may wait for the others."""
+        asked = [one.control(verb, arguments) for one in self.remotes]
+        with self._ending():
+            for one in self.remotes:
+                while not one.finish_sending(_WAIT_SECONDS):
+                    if self._link.failure is not None:
+                        raise self._link.failure
+        return asked
+
+    def working(self) -> AbstractContextManager[None]:
+        """Around what ranks do together, besides steps."""
+        return self._link.working()
 
     def answers(self, asked: Sequence[Future[Any]], patience: float = _PATIENCE_SECONDS) -> list[Any]:
         """One of each other rank. Steps that they have begun go on meanwhile."""
