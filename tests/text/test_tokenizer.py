@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
+from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions, Segment, encode_messages
 from dsv4.text.tokenizer import Detokenizer, Tokenizer, TokenizerError, encode_chat
 
