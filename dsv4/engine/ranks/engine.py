@@ -80,6 +80,10 @@ class RanksEngine:
         return is_running or bool(self._pauses) or self.own.has_work
 
     @property
+    def seconds_waiting(self) -> float:
+        return self.own.seconds_waiting
+
+    @property
     def has_idle_work(self) -> bool:
         return False
 
@@ -156,7 +160,7 @@ class RanksEngine:
         own = self.own.stats()
         total = reduce(operator.add, [one.load.stats for one in self.remotes if one.load.stats is not None], own)
         return replace(
-            total, seconds_waiting=own.seconds_waiting, num_steps=self.sizes.num_rounds,
+            total, seconds_waiting=self.seconds_waiting, num_steps=self.sizes.num_rounds,
             num_waiting=total.num_waiting + len(self._router), num_aborted=total.num_aborted + self._num_aborted,
             num_failed=total.num_failed + self._num_failed,
         )  # fmt: skip
