@@ -2,8 +2,8 @@
 
 Tensors that lie end to end are read together, large ones in pieces by several threads. What is read and not taken yet
 stays below `AHEAD_BYTES`, or is one owner's. The memory is pinned: torch uses it again once the copies to a GPU that
-were started from it are done. For a CPU this would be a second copy, and takes twice the time of mapped files that the
-system is told to read ahead (`Files.advise`).
+were started from it are done. For a CPU this would be a second copy, and mapped files that the system reads ahead
+(`Files.advise`) take less time: 4.0 s for 5.1 GB in its cache, not 5.8 (two busy cores, 2026-11-19).
 """
 
 from __future__ import annotations
