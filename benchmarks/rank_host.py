@@ -2,8 +2,6 @@
 this machine, with the sockets, engines and router of `dsv4 serve --gpus N`. Run by `python -m benchmarks host`.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

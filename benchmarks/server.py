@@ -12,8 +12,6 @@ Sections are the rows of `SECTIONS`. Each starts a server of its own with the li
 first load of each server is not recorded, apart from its very first request. At the end: the goals, and which are met.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

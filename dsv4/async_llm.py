@@ -5,8 +5,6 @@ async with AsyncLLM() as llm:
         print(token.text, end="")
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future

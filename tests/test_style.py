@@ -2,8 +2,6 @@
 not grow, and leaves its list when it meets the limit again.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import NamedTuple

@@ -6,8 +6,6 @@ A test is affected by every Python file that its imports lead to, by the `confte
 file whose name or folder it mentions. What decides how all tests run (`EVERYTHING`) affects all.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

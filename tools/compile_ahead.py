@@ -16,8 +16,6 @@ Triton names a kernel's folder by a hash of its own files and of the kernel. The
 that another Triton of the same version finds the folder under its own name.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -70,8 +68,8 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
 
 def compile_models(folder: Path, number: int) -> None:
     import torch
-    from benchmarks.kernels.bits import num_tokens
 
+    from benchmarks.kernels.bits import num_tokens
     from dsv4.ops import TRITON
     from dsv4.testing import model_cuts
     from dsv4.testing.random_shapes import FAMILY, random_model

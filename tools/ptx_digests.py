@@ -9,8 +9,6 @@ parameters that no instruction reads. So a function can be renamed, moved or com
 stay. Nothing is assembled and no GPU is needed; a module takes a minute or two on one core.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

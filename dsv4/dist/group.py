@@ -3,8 +3,6 @@
 Not torch's default process group: that is global to a process, and belongs to the program that uses this one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence

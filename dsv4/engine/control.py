@@ -4,8 +4,6 @@ The same verbs are methods of `LLM` and coroutines of `AsyncLLM` (verbs.py), and
 `EngineClient.control(verb, **arguments)`. They are carried out between two steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

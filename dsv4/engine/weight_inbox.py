@@ -1,7 +1,5 @@
 """`WeightInbox`: tensors of a trainer's group, call by call, until they are a whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from math import prod

@@ -1,7 +1,5 @@
 """From the bytes of a request to checked JSON, and from that to a request model. Every failure is a 4xx `ApiError`."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, TypeVar

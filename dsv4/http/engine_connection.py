@@ -1,7 +1,5 @@
 """`EngineConnection`: a server's connection to its engine, and whether the engine is there. No torch."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

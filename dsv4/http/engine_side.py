@@ -1,7 +1,5 @@
 """`engine_loop`: the engine's side of a server: an `EngineLoop` with grammars, the live view and the record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from dsv4.engine.grammar.compiler import GrammarCompiler

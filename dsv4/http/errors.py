@@ -1,8 +1,6 @@
 """Errors of the HTTP interface, in a shape that OpenAI's clients and Anthropic's both read:
 `{"type": "error", "error": {message, type, param, code}}`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dsv4.errors import Dsv4Error

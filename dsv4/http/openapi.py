@@ -1,7 +1,5 @@
 """The OpenAPI document: the request and answer models, and every status a route can give."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ the `Replica` that holds the conversation's cache. A replica is `create_app` ove
 nothing. Ray starts them, watches over them and replaces those that die. Needs the extra `ray`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """What there is of ops: the modules of `dsv4.ops`, and every oracle with its kernel."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

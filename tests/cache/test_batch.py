@@ -1,7 +1,5 @@
 """`TokenBatch` of chunks: five columns, padding, and views of one tensor."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Sampling defaults of a checkpoint, and what the commands and the server make of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """TRL's `VLLMClient` against a live server with `--rl`: everything it does without NCCL."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """One small model with two sets of weights, and what each of them answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from engine_cases import SMALL

@@ -1,7 +1,5 @@
 """A live server on loopback over a very small model, in this process."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Fixtures of the command line's and the server's tests: commands in this process, servers, a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

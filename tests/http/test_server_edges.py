@@ -1,7 +1,5 @@
 """Connections that do not behave: requests that never come whole, too many of them, clients that leave or go on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

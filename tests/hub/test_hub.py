@@ -1,7 +1,5 @@
 """Models by their name on a hub, against one on loopback: what is downloaded, kept and refused, and what is said."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

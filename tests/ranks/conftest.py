@@ -1,7 +1,5 @@
 """One small model, made once; ranks are made by the tests and must be gone when they end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rank_cases import SMALL, ThreadedRanks

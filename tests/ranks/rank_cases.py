@@ -1,7 +1,5 @@
 """Several ranks inside one process: a thread each, with the real sockets, gloo groups and engines."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Logits, tokens and log-probabilities do not depend on the number of ranks: bit for bit those of one process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Draft blocks have experts of every rank, so all ranks run the drafter's calls together, those that draw nothing too.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What goes wrong on one rank is told by name, within seconds, and leaves nobody behind."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

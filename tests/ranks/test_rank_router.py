@@ -1,7 +1,5 @@
 """Placing requests on ranks, under random loads: everybody ends, nobody is given away past the first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from hypothesis import given, settings

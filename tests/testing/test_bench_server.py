@@ -1,7 +1,5 @@
 """`python -m benchmarks server`, small: that it runs, and writes what its shares can be computed from again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The byte tokenizer of synthetic checkpoints: every byte has its token, and text survives the way there and back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

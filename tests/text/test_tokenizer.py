@@ -1,7 +1,5 @@
 """The tokenizer, with a small byte-level BPE that carries the official special tokens under their official ids."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

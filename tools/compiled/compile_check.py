@@ -15,8 +15,6 @@ It runs in a process of its own, because TRITON_INTERPRET must not be set, and b
 `_assemble`: Triton makes no binary there, and has another cache. `reports()` starts one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`DiskCache`: text kept by a key that is the hash of all it depends on, so that nothing in it can be out of date."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """`dsv4 serve`: the HTTP server. Its libraries are the extra `serve`."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging.config
 import math

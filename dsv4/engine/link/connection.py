@@ -1,7 +1,5 @@
 """`ClientConnection`: the engine's end of a client's socket, the client's requests, and its unsent news. No torch."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 

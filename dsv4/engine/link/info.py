@@ -1,7 +1,5 @@
 """`engine_info`: what clients must know of a model's engine before they send it anything."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Protocol
 
 from dsv4.cache.manager import KVCacheManager

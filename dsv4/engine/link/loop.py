@@ -5,8 +5,6 @@ tokens in it. It never waits for a client: what a socket does not take at once i
 `MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import selectors

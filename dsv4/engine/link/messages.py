@@ -7,8 +7,6 @@ A client names its requests by numbers of its own (handles). Tokens of a step ar
 rare parts (log-probabilities, starts, ends) come beside them. No torch.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol

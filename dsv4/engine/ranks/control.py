@@ -1,7 +1,5 @@
 """`RanksControl`: commands to the engines of all ranks; `ShareControl`: what it has the others do to their shares."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import Any

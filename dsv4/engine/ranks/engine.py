@@ -7,8 +7,6 @@ engine, or over a connection to another rank's (remote.py), from which its token
 If one rank fails, all end (`RankFailed`): every step needs its experts.
 """
 
-from __future__ import annotations
-
 import operator
 import signal
 import threading

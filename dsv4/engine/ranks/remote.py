@@ -4,8 +4,6 @@ At the other end is an `EngineLoop` (serve.py), and the messages are those of an
 request is known here by the `Request` that was made for it, which grows as its tokens arrive. No torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import select
 import socket

@@ -10,8 +10,6 @@ the rank with most room. If no rank has room, a request of higher priority goes 
 request, which it preempts.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence

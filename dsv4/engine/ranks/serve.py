@@ -1,7 +1,5 @@
 """A rank besides the first: its engine, served to rank 0 as any engine is to its clients (engine/link/loop.py)."""
 
-from __future__ import annotations
-
 import socket
 
 from dsv4.dist.control import Progress

@@ -1,7 +1,5 @@
 """`take_place`: a loaded model becomes one rank of several: rank 0 leads from now on, every other serves."""
 
-from __future__ import annotations
-
 import weakref
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ torch's own choice, one per core, is wrong for small models: their products are 
 wait for one another spin. `official` numerics have the same bits on any number of threads; `exact` ones do not.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -6,8 +6,6 @@ file nothing is known, and the kernels are used. A kernel that failed is refused
 architecture is served by its oracle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """`Start`: how a model comes up: what each phase takes, what it shows meanwhile, and kernels compiled beside it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait

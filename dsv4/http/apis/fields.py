@@ -5,8 +5,6 @@ The names are OpenAI's, and those of vLLM and SGLang where OpenAI has none. A fi
 taken with the values for which that is true, and refused with any other (`hints.py`). docs/fields.md has them all.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator

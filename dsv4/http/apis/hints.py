@@ -1,7 +1,5 @@
 """What to do instead of fields that clients send and this server does not support. Any other can only be left out."""
 
-from __future__ import annotations
-
 _KEEPS_NOTHING = "this server keeps no answers: send the whole conversation"
 _FUNCTIONS_ONLY = "nothing is run here; offer functions"
 _ROLLOUTS = "use /generate or /inference/v1/generate (dsv4 serve --rl)"

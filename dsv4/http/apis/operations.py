@@ -1,7 +1,5 @@
 """Routes for operators: the server's settings, given and chosen, and profiles of its engine."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from dsv4 import __version__

@@ -1,8 +1,6 @@
 """The interfaces that generate, each as one record: its address, its request, how that becomes a job, how the job is
 answered. The server knows them by this list alone; so do the gate's counters and the OpenAPI document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

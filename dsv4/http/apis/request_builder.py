@@ -1,8 +1,6 @@
 """From a request model to what the engine is sent: prompts, sampling, a grammar's text. What can be refused without
 the engine is refused here."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

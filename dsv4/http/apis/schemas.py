@@ -1,7 +1,5 @@
 """Answers, described: what several interfaces have in common, and what the server says about itself."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict

@@ -1,7 +1,5 @@
 """What a server tells whoever started it: systemd (`Type=notify`), and a container's health check. No torch."""
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import suppress

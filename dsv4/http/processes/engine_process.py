@@ -1,7 +1,5 @@
 """`python -m dsv4.http.processes.engine_process`: the engine of a server; the supervisor starts it."""
 
-from __future__ import annotations
-
 import gc
 import logging.config
 import socket

@@ -6,8 +6,6 @@ was asked for; front ends tell clients meanwhile. A process that hangs is killed
 with the supervisor, however it ends.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import signal

@@ -4,8 +4,6 @@ Memory stays near the largest single matrix, whatever the checkpoint's size. Wit
 kept there, and an audit that was killed goes on behind them.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

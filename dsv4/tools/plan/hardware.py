@@ -1,7 +1,5 @@
 """Memory of the GPUs people run this model on. No torch: plans are made on machines without one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 

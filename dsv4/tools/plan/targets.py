@@ -1,7 +1,5 @@
 """What a command line means by a model: a preset, a shipped checkpoint, a folder, or a config.json. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A `Plan` as tables for a terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text

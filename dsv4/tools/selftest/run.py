@@ -1,7 +1,5 @@
 """All parts in their order. Import it after `choose_device`."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Iterator

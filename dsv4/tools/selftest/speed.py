@@ -2,8 +2,6 @@
 have, with a cold cache (testing/bench.py).
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """An engine in a thread with its clients, for tests of the socket between them."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 from dsv4.engine.link.client import EngineClient

@@ -1,7 +1,5 @@
 """Commands to a running engine: in this process, through its thread, and through its socket."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

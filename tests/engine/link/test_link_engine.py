@@ -1,7 +1,5 @@
 """Many asynchronous clients over one engine thread, none of which can hurt the others."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

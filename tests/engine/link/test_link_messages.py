@@ -1,7 +1,5 @@
 """What travels between an engine and its clients: any cut of the bytes, damaged and hostile ones."""
 
-from __future__ import annotations
-
 import random
 import socket
 import struct

@@ -6,8 +6,6 @@ several tokens, quotes and control characters, stop strings, log-probabilities, 
 `golden_answers.json` as they were written once; RENEW=1 in the environment writes them anew.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Whatever comes is answered with a 4xx that says what is wrong, in OpenAI's shape: never a 500, and nothing stays."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -5,8 +5,6 @@ that is not their default, and what happens here: `engine`: what the engine is a
 answer does. `harmless`: nothing changes, and nothing should. `refused`: an error that names it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

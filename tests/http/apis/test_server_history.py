@@ -1,7 +1,5 @@
 """What clients keep of a conversation and send back is taken; the prompt is that of the plain messages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`/v1/messages`, Anthropic's interface: texts, thoughts, tools, streams, counting, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

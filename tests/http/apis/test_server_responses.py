@@ -1,7 +1,5 @@
 """`/v1/responses` through OpenAI's own client: texts, thoughts, tools, schemas, streams, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import openai

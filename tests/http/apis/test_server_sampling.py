@@ -1,7 +1,5 @@
 """Every sampling field of a request reaches `SamplingParams` as it should; the engine's own tests say what it does."""
 
-from __future__ import annotations
-
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 

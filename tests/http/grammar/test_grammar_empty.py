@@ -1,7 +1,5 @@
 """Grammars without any text, found for certain; none refused that has one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """References that no value can be written for, against those that have one."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsv4.http.grammar.schema_refs import find_empty_reference

@@ -1,7 +1,5 @@
 """Requests made from the OpenAPI document, valid and broken: every answer is one the document describes, none a 500."""
 
-from __future__ import annotations
-
 import pytest
 import schemathesis
 import torch

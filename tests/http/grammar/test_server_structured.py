@@ -3,8 +3,6 @@
 The model's weights are random: only the constraint can make what was asked for out of its noise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Many clients at once, some of which go, dawdle or send nonsense: the rest get what they would get alone."""
 
-from __future__ import annotations
-
 import asyncio
 
 from server_cases import NAME, TOKENIZER, TWO_LAYERS, make_llm, start_server

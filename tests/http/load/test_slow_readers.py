@@ -1,7 +1,5 @@
 """A client that takes nothing: what waits for it is bounded, and its connection is closed."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The page in a real browser. Marked `browser`: run with `make browser-test`, which also renews docs/page.png."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

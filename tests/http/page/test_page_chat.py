@@ -1,7 +1,5 @@
 """What a reader does with answers, in Chromium: copy, again, edit, stop, come back, wait, fail. Marked `browser`."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A server with a key, in Chromium: the page asks for it when it is refused, and then goes on. Marked `browser`."""
 
-from __future__ import annotations
-
 import pytest
 from browser import click, finished, send
 from server_cases import let_it_say, make_llm, start_server

@@ -1,8 +1,6 @@
 """What the page offers beside an answer: errors in view, going on where an answer was cut, the panel, the experts' map,
 settings of a conversation, its export, the introduction of the miniature. In Chromium; marked `browser`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

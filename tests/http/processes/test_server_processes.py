@@ -1,7 +1,5 @@
 """`dsv4 serve` as processes: each of them killed, stopped or slow, and what becomes of the others."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Reading this machine: its driver's library, compiled here; and a model that is loaded as planned."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

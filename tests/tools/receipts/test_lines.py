@@ -1,7 +1,5 @@
 """Lines of a record: what is written comes back, what was changed is named, what is damaged is said to be."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

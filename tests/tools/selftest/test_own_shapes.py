@@ -1,7 +1,5 @@
 """A checkpoint's own shapes: green on sound ops, red and named on planted mistakes; once before it is served."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """From the events of a chat to OpenAI's answers, chunk by chunk or whole. The shapes are those of `ChatCompletionChunk`
 and `ChatCompletion`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """The answers of a chat, described: OpenAI's shapes, and `reasoning_content` beside the content. For the OpenAPI
 document, and what tests hold answers against."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from dsv4.http.apis.answer_reader import FinishWord

@@ -1,8 +1,6 @@
 """From the events of a text completion to OpenAI's answers, chunk by chunk or whole; prompts echoed and scored. The
 shape of both is that of `TextCompletion`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The answers of a completion, described: for the OpenAPI document, and what tests hold answers against."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from dsv4.http.apis.schemas import Answer, PromptLogprobs, Usage

@@ -1,7 +1,5 @@
 """From the events of a chat to the answer of `POST /v1/messages`: its blocks, as a stream of named events or whole."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the events of a chat to the answer of `POST /v1/responses`: its items, as a stream of named events or whole."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -4,8 +4,6 @@ Nothing is kept between requests: a conversation is sent whole, as `input` items
 protocol has are taken: messages, function calls and their outputs, reasoning.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator

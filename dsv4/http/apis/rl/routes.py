@@ -1,7 +1,5 @@
 """Every call that drives the engine or asks about it, and how its fields arrive: in the query, or as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

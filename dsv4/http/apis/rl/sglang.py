@@ -1,7 +1,5 @@
 """SGLang's words: what slime, miles and AReaL send. Answers say `success`, and `message` in a person's words."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
