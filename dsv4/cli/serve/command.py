@@ -13,36 +13,18 @@ from rich.console import Console
 from dsv4.cli.serve.options_file import load_options, options_text
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.http.address import take_address
-from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_model
+from dsv4.http.processes.settings import RecordSettings
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
 from dsv4.http.telemetry.logs import log_config
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.loader.shipped import how_to_install
 from dsv4.text.chat import effort_profile
+from dsv4.tools import model_loading
 from dsv4.tools.auto.choose import choose_for
 from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.auto.settings import Settings, Wishes, table
 from dsv4.tools.memory_check import free_host_bytes
-from dsv4.tools.model_loading import (
-    DtypeOption,
-    IgnoreSelftestOption,
-    ModelArgument,
-    ModelOption,
-    NumericsOption,
-    RevisionOption,
-    ThreadsOption,
-    check_choice,
-    check_loading,
-    check_numerics,
-    check_tokenizer,
-    find_model,
-    model_name,
-    one_model,
-    parse_drafts,
-    parse_offload,
-    print_note,
-)
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _MAX_FRONT_ENDS = 8
@@ -54,9 +36,9 @@ _LOG = logging.getLogger("dsv4.serve")
 
 def serve_command(
     typed: typer.Context,
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    revision: RevisionOption = None,
+    model: model_loading.ModelArgument = None,
+    model_option: model_loading.ModelOption = None,
+    revision: model_loading.RevisionOption = None,
     name: Annotated[str | None, typer.Option(help="Model name in the API. Default: the folder's name.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 8000,
@@ -99,21 +81,11 @@ def serve_command(
     ] = None,
     max_connections: Annotated[int, typer.Option(help="Maximum open connections; further ones get 503.")] = 1024,
     drain_seconds: Annotated[float, typer.Option(help="Seconds that a shutdown waits for running requests.")] = 60.0,
-    numerics: NumericsOption = "official",
-    dtype: DtypeOption = None,
-    device: Annotated[
-        str, typer.Option(help="Device: auto (GPUs where there are any), cpu, cuda, or cuda:N for one GPU.")
-    ] = "auto",
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs that share the model, one process each. Default: all, if it is large.")
-    ] = None,
-    offload_experts: Annotated[
-        str | None,
-        typer.Option(
-            help="Experts in host memory: auto fills the GPU with the others; a number, e.g. 64, is how many of each "
-            "layer stay on it; off keeps all. Default: auto if they do not fit."
-        ),
-    ] = None,
+    numerics: model_loading.NumericsOption = "official",
+    dtype: model_loading.DtypeOption = None,
+    device: model_loading.DeviceOption = "auto",
+    gpus: model_loading.GpusOption = None,
+    offload_experts: model_loading.OffloadOption = None,
     drafts: Annotated[
         str | None,
         typer.Option(
@@ -128,8 +100,8 @@ def serve_command(
             "answers with two of them, the others follow in idle time."
         ),
     ] = "full",
-    ignore_selftest: IgnoreSelftestOption = False,
-    threads: ThreadsOption = None,
+    ignore_selftest: model_loading.IgnoreSelftestOption = False,
+    threads: model_loading.ThreadsOption = None,
     generation_config: Annotated[
         bool, typer.Option(help="Take sampling defaults from the checkpoint's generation_config.json.")
     ] = True,
@@ -200,10 +172,10 @@ def serve_command(
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
-    check_numerics(numerics, dtype)
-    check_choice("--warmup", warmup, ("fast", "full"))
-    offload = parse_offload(offload_experts)
-    draft_count = None if drafts is None else parse_drafts(drafts)
+    model_loading.check_numerics(numerics, dtype)
+    model_loading.check_choice("--warmup", warmup, ("fast", "full"))
+    offload = model_loading.parse_offload(offload_experts)
+    draft_count = None if drafts is None else model_loading.parse_drafts(drafts)
     if api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
     num_front_ends = _default_front_ends() if front_ends is None else front_ends
@@ -212,10 +184,10 @@ def serve_command(
     if not (math.isfinite(step_seconds) and step_seconds > 0):
         raise ConfigError(f"--step-seconds must be a positive number, found {step_seconds:g}")
     console = Console(stderr=True)
-    chosen = one_model(model, model_option)
-    folder = find_model(chosen, console, revision=revision)
+    chosen = model_loading.one_model(model, model_option)
+    folder = model_loading.find_model(chosen, console, revision=revision)
     config = ModelConfig.from_pretrained(folder)
-    check_tokenizer(folder, "a server")
+    model_loading.check_tokenizer(folder, "a server")
     host_gib = (0.0 if cache_dir is None else 2.0) if cache_host_gib is None else cache_host_gib
     tiers = EngineConfig(
         cache_dir=None if cache_dir is None else str(cache_dir),
@@ -231,7 +203,7 @@ def serve_command(
     machine = read_machine()
     found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     settings = ServerConfig(
-        name=name if name is not None else model_name(chosen, folder),
+        name=name if name is not None else model_loading.model_name(chosen, folder),
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),
@@ -252,24 +224,21 @@ def serve_command(
         rl_roots=_roots(rl_root or [], rl=rl),
         **({"max_body_bytes": _RL_MAX_BODY_BYTES} if rl else {}),
     )
-    loading = ModelSettings(
+    loading = model_loading.ModelSettings(
         folder=str(folder), numerics=numerics, dtype=dtype, device=found.device, limits=found.limits,
         offload_experts=found.offload_experts, drafts=found.drafts, gpus=found.gpus, threads=threads,
         ignore_selftest=ignore_selftest,
     )  # fmt: skip
     if _is_another_rank():
-        load_model(loading, console)  # serves rank 0, and leaves the process with it
-    check_loading(
-        folder, numerics=numerics, dtype=dtype, device=found.device, limits=found.limits, drafts=found.drafts,
-        gpus=found.gpus, threads=threads,
-    )  # fmt: skip
+        model_loading.load_llm(loading, console)  # serves rank 0, and leaves the process with it
+    model_loading.check_loading(loading)
     record_settings = _record(record, record_mib, record_files, hashes_only=record_hashes_only)
     _make_folder("--cache-dir", cache_dir)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     if not settings.is_loopback and api_key is None:
-        print_note(f"{host} can be reached from other machines and no --api-key is set", console)
+        model_loading.print_note(f"{host} can be reached from other machines and no --api-key is set", console)
         if rl:
-            print_note("with --rl everyone who reaches it can replace the weights", console)
+            model_loading.print_note("with --rl everyone who reaches it can replace the weights", console)
     logging.config.dictConfig(log_config(log_format))
     _show(found, console, log_format)
     if found.visible is not None:
