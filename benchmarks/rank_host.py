@@ -25,7 +25,7 @@ from dsv4.engine.link.messages import EngineInfo
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.ranks.remote import RemoteRank
-from dsv4.engine.ranks.serve import serve_rank
+from dsv4.engine.ranks.start import serve_rank
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams

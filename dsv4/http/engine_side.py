@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from dsv4.engine.control import engine_info
 from dsv4.engine.grammar.compiler import GrammarCompiler
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
 from dsv4.http.telemetry.live_view import LiveView

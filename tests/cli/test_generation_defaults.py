@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.engine.run.cpu_threads import choose_threads
+from dsv4.engine.run.start import choose_threads
 from dsv4.loader.generation_defaults import read_sampling_defaults
 
 

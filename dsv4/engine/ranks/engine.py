@@ -162,7 +162,7 @@ class RanksEngine:
     def check_integrity(self) -> None:
         """Every rank's own."""
         self.own.check_integrity()
-        self.answers([one.ask("check_integrity") for one in self.remotes])
+        self.tell("check_integrity")
 
     # ---- commands to all ranks ----
 
@@ -172,7 +172,7 @@ class RanksEngine:
             rooms = [one.room() for one in self.ranks]
             while (given := self._router.give_anyway(rooms)) is not None:
                 self._given(*given)
-        self._pauses = [one.control("pause", {"mode": mode}) for one in self.remotes]
+        self._pauses = [one.control("pause", mode=mode) for one in self.remotes]
 
     def resume(self) -> None:
         self.tell("resume")
@@ -189,7 +189,7 @@ class RanksEngine:
 
     def ask_all(self, verb: str, **arguments: Any) -> list[Future[Any]]:
         """`answers` are for later."""
-        return [one.control(verb, arguments) for one in self.remotes]
+        return [one.control(verb, **arguments) for one in self.remotes]
 
     def answers(self, asked: Sequence[Future[Any]], patience: float = _PATIENCE_SECONDS) -> list[Any]:
         """One of each other rank. Steps that they have begun go on meanwhile."""

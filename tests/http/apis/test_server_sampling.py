@@ -3,7 +3,7 @@
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
-from dsv4.engine.link.info import engine_info
+from dsv4.engine.control import engine_info
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import RequestBuilder
