@@ -25,6 +25,11 @@ class ApiError(Dsv4Error, ValueError):
         return error_body(self.status, self.message, code=self.code, param=self.param)
 
 
+def wrong_field(field: str, message: str) -> ApiError:
+    """400: what is wrong with a field."""
+    return ApiError(400, f"{field}: {message}", code="invalid_value", param=field)
+
+
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error answer."""
     kind = _TYPES.get(status, _family(status))

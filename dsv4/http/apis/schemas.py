@@ -15,6 +15,15 @@ class Answer(BaseModel):
         return self.model_dump_json(exclude_unset=True)
 
 
+class OpenAiAnswer(Answer):
+    """What OpenAI's answers begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class PromptDetails(Answer):
     cached_tokens: int
 

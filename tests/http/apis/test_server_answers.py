@@ -18,8 +18,8 @@ import pytest
 from server_cases import NAME, TOKENIZER
 
 from dsv4.engine.link.stream import TokenEvent
-from dsv4.http.apis.chat.schema import ChatCompletionChunk
-from dsv4.http.apis.completions.schema import TextCompletion
+from dsv4.http.apis.chat.answer import ChatCompletionChunk
+from dsv4.http.apis.completions.answer import TextCompletion
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate

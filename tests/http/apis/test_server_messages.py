@@ -28,10 +28,8 @@ def prompt_tokens(usage):
 
 @pytest.fixture(scope="module")
 def server(served_params):
-    running = start_server(let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL))
-    yield running
-    running.wait_until_free()
-    running.stop()
+    with start_server(let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL)) as running:
+        yield running
 
 
 def post(server, seed=SAYS, path="/v1/messages", **fields):
