@@ -31,10 +31,8 @@ def eager(served_params):
         return values
 
     llm.model.logits = ending
-    server = start_server(llm, max_output_tokens=24)
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(llm, max_output_tokens=24) as server:
+        yield server
 
 
 schema = schemathesis.openapi.from_dict(openapi_document(ServerConfig(name="small")))

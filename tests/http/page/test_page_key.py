@@ -9,10 +9,8 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def served(served_params):
-    server = start_server(let_it_say(make_llm(served_params), "Yes."), api_key="secret")
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(let_it_say(make_llm(served_params), "Yes."), api_key="secret") as server:
+        yield server
 
 
 def give(page, key):
