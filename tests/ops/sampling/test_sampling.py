@@ -9,7 +9,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling_cases import copied, make, make_rows, make_state, random_case, take
 
-from dsv4.ops import sampling
+from dsv4.ops.sampling import (
+    HAS_PENALTIES,
+    IN_PROMPT,
+    NOTHING_ALLOWED,
+    POISONED,
+    SamplingState,
+    apply_penalties,
+    gumbel_noise,
+    keep_mask,
+    philox,
+    resolve_tokens_ref,
+    sample_ref,
+    sampled_logprobs_ref,
+    token_logprobs,
+)
 
 INF, NAN = math.inf, math.nan
 
@@ -17,7 +31,7 @@ INF, NAN = math.inf, math.nan
 def draw(logits, *settings):
     """Token ids of rows of logits, one dict of settings each."""
     logits = torch.as_tensor(logits)
-    return sampling.sample_ref(logits, *make(*settings, vocab_size=logits.shape[1])).tolist()
+    return sample_ref(logits, *make(*settings, vocab_size=logits.shape[1])).tolist()
 
 
 def filters(*rows):
@@ -103,7 +117,7 @@ SETTINGS = st.tuples(st.integers(0, 9), TOP_P, MIN_P)
 def test_filters_match_the_naive_version(rows):
     logits = torch.tensor([row for row, _ in rows])
     numbers = logits.double().nan_to_num(nan=-INF, posinf=torch.finfo(torch.float64).max, neginf=-INF)
-    keep = sampling.keep_mask(numbers, *filters(*(settings for _, settings in rows)))
+    keep = keep_mask(numbers, *filters(*(settings for _, settings in rows)))
     for row, (values, settings) in enumerate(rows):
         kept = set(keep[row].nonzero().flatten().tolist())
         possible = {i for i, value in enumerate(values) if value != -INF} or {0}
@@ -111,7 +125,7 @@ def test_filters_match_the_naive_version(rows):
     given = [{"top_k": k, "top_p": p, "min_p": m, "seeds": seed} for seed, (_, (k, p, m)) in enumerate(rows)]
     for (values, settings), token_id in zip(rows, draw(logits, *given), strict=True):
         if set(values) == {-INF}:
-            assert token_id == sampling.NOTHING_ALLOWED
+            assert token_id == NOTHING_ALLOWED
         else:
             assert token_id in naive_keep(values, *settings), "only what the filters keep is ever drawn"
 
@@ -121,7 +135,7 @@ def test_the_draw_is_the_largest_of_logit_and_noise_among_the_kept(values, setti
     top_k, top_p, min_p = settings
     assume(set(values) != {-INF})
     row = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seed, "steps": step}
-    noise = sampling.gumbel_noise(torch.tensor([seed]), torch.tensor([step]), 8)[0].tolist()
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([step]), 8)[0].tolist()
     expected = max(naive_keep(values, *settings), key=lambda i: (values[i] + noise[i], -i))
     if values.count(INF) > 1:  # the noise cannot separate infinities: the lower id
         expected = values.index(INF)
@@ -131,7 +145,7 @@ def test_the_draw_is_the_largest_of_logit_and_noise_among_the_kept(values, setti
 def test_top_k_of_a_large_tie_keeps_the_lower_ids():
     logits = torch.zeros(1, 5000, dtype=torch.float64)
     logits[0, 4000] = 1.0
-    keep = sampling.keep_mask(logits, *filters((6, 1.0, 0.0)))
+    keep = keep_mask(logits, *filters((6, 1.0, 0.0)))
     assert keep[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 4000]
 
 
@@ -152,11 +166,11 @@ def test_rows_without_a_token(temperature):
     state.last_tokens.fill_(2)
     rows = make_rows(settings, state, torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]))
     before = copied(state)
-    token_ids = sampling.sample_ref(logits, rows, state).tolist()
+    token_ids = sample_ref(logits, rows, state).tolist()
     assert token_ids[5] >= 0
     token_ids[5] = 0
-    nothing = sampling.NOTHING_ALLOWED
-    assert token_ids == [sampling.POISONED, nothing, nothing, nothing, nothing, 0, sampling.POISONED, -1]
+    nothing = NOTHING_ALLOWED
+    assert token_ids == [POISONED, nothing, nothing, nothing, nothing, 0, POISONED, -1]
     assert state.last_tokens.tolist()[:5] == [0] * 5
     others = [0, 1, 2, 3, 4, 6]
     assert torch.equal(state.token_counts[others], before.token_counts[others]), "only a draw counts"
@@ -164,7 +178,7 @@ def test_rows_without_a_token(temperature):
 
 def test_a_poisoned_row_is_poisoned_whatever_its_mask_and_bias_say():
     settings = {"bias": [0.0, -INF], "allowed": [True, False]}
-    assert draw([[0.0, NAN]], settings) == [sampling.POISONED]
+    assert draw([[0.0, NAN]], settings) == [POISONED]
 
 
 # ---- bias, mask, memory ----
@@ -212,26 +226,26 @@ def test_counts_grow_as_tokens_are_drawn():
             recounted.token_counts[0, token_ids[0]] += 1
         stepped = [{**row, "steps": step} for row in settings]
         rows = make_rows(stepped, state)
-        expected = sampling.sample_ref(logits, rows, recounted)
-        drawn.append(sampling.sample_ref(logits, rows, state).tolist())
+        expected = sample_ref(logits, rows, recounted)
+        drawn.append(sample_ref(logits, rows, state).tolist())
         assert drawn[-1] == expected.tolist()
         assert state.last_tokens.tolist() == drawn[-1]
     assert torch.equal(state.token_counts[1], untouched)
     counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=9)
-    counts[[1, 4]] |= sampling.IN_PROMPT
+    counts[[1, 4]] |= IN_PROMPT
     assert state.token_counts[0].tolist() == counts.tolist()
 
 
 def test_an_empty_state_draws_greedily():
-    state = sampling.SamplingState.empty(3, 5, "cpu")
+    state = SamplingState.empty(3, 5, "cpu")
     rows = make_rows([{}] * 3, state)
-    assert sampling.sample_ref(torch.eye(3, 5), rows, state).tolist() == [0, 1, 2]
+    assert sample_ref(torch.eye(3, 5), rows, state).tolist() == [0, 1, 2]
 
 
 def test_resolve_tokens():
     last = torch.tensor([10, 11, 12])
     token_ids, slots = torch.tensor([-1, 7, 0, -1, -1, 5]), torch.tensor([2, 2, 1, 0, -1, -1])
-    assert sampling.resolve_tokens_ref(token_ids, slots, last).tolist() == [12, 7, 0, 10, 0, 0]
+    assert resolve_tokens_ref(token_ids, slots, last).tolist() == [12, 7, 0, 10, 0, 0]
 
 
 # ---- penalties ----
@@ -245,7 +259,7 @@ def test_resolve_tokens():
 )
 def test_penalties_match_the_naive_version(values, in_prompt, counts, penalties):
     repetition, presence, frequency = penalties
-    words = torch.tensor(counts, dtype=torch.int32) | torch.tensor(in_prompt).int() * sampling.IN_PROMPT
+    words = torch.tensor(counts, dtype=torch.int32) | torch.tensor(in_prompt).int() * IN_PROMPT
     columns = torch.tensor([[repetition, 1.0], [presence, 0.0], [frequency, 0.0]])
     logits = torch.tensor([values, values], dtype=torch.float64)
     expected = []
@@ -254,7 +268,7 @@ def test_penalties_match_the_naive_version(values, in_prompt, counts, penalties)
             value = value / repetition if value > 0 else value * repetition
         value -= frequency * count  # every number here is a short binary fraction: no rounding anywhere
         expected.append(value - presence if count else value)
-    penalised = sampling.apply_penalties(logits, words.repeat(2, 1), *columns)
+    penalised = apply_penalties(logits, words.repeat(2, 1), *columns)
     assert penalised[0].tolist() == expected
     assert penalised[1].tolist() == values, "a neighbour's penalties leave a row without any alone"
 
@@ -285,7 +299,7 @@ def test_philox_known_answers(counter, key, expected):
     low, high = words(key)
     seed = low | high << 32
     seed -= (seed >> 63) << 64  # the same 64 bits as an int64
-    out = sampling.philox(torch.tensor(seed), [torch.tensor(word) for word in words(counter)])
+    out = philox(torch.tensor(seed), [torch.tensor(word) for word in words(counter)])
     assert [int(word) for word in out] == words(expected)
 
 
@@ -303,12 +317,12 @@ def test_philox_agrees_with_triton():
         out = torch.zeros(64, dtype=torch.int32, device=device)
         kernel[(1,)](out, seed, offset, SIZE=64)
         zero = torch.tensor(0)
-        ours = sampling.philox(torch.tensor(seed), [torch.arange(offset, offset + 64), zero, zero, zero])[0]
+        ours = philox(torch.tensor(seed), [torch.arange(offset, offset + 64), zero, zero, zero])[0]
         assert torch.equal(out.cpu().long() & 0xFFFFFFFF, ours)
 
 
 def test_noise_is_gumbel_and_finite():
-    noise = sampling.gumbel_noise(torch.arange(200), torch.zeros(200, dtype=torch.int64), 500)
+    noise = gumbel_noise(torch.arange(200), torch.zeros(200, dtype=torch.int64), 500)
     assert noise.isfinite().all()
     count = noise.numel()
     assert abs(noise.mean().item() - 0.5772156649) < 6 * math.sqrt(math.pi**2 / 6 / count), "mean: Euler's constant"
@@ -319,8 +333,8 @@ def test_noise_is_gumbel_and_finite():
 
 def test_every_seed_and_every_step_has_its_own_noise():
     seeds = torch.tensor([0, 1, 2, 2**31, 2**32, 2**33, 2**62, 2**63 - 1])
-    by_seed = sampling.gumbel_noise(seeds, torch.zeros(8, dtype=torch.int64), 16)
-    by_step = sampling.gumbel_noise(torch.full((6,), 7), torch.tensor([0, 1, 2, 1000, 2**31, 2**32 - 1]), 16)
+    by_seed = gumbel_noise(seeds, torch.zeros(8, dtype=torch.int64), 16)
+    by_step = gumbel_noise(torch.full((6,), 7), torch.tensor([0, 1, 2, 1000, 2**31, 2**32 - 1]), 16)
     for noise in (by_seed, by_step):
         assert len({tuple(row.tolist()) for row in noise}) == len(noise)
         assert len(set(noise.flatten().tolist())) == noise.numel()
@@ -329,12 +343,10 @@ def test_every_seed_and_every_step_has_its_own_noise():
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 7, 8, 9, 31, 257])
 def test_noise_does_not_depend_on_its_place_in_the_tensor(vocab_size):
     seeds, steps = torch.arange(13) * 7919, torch.arange(13)
-    together = sampling.gumbel_noise(seeds, steps, vocab_size)
+    together = gumbel_noise(seeds, steps, vocab_size)
     for row in range(13):
-        assert same_bits(
-            together[row : row + 1], sampling.gumbel_noise(seeds[row : row + 1], steps[row : row + 1], vocab_size)
-        )
-    wider = sampling.gumbel_noise(seeds, steps, vocab_size + 5)
+        assert same_bits(together[row : row + 1], gumbel_noise(seeds[row : row + 1], steps[row : row + 1], vocab_size))
+    wider = gumbel_noise(seeds, steps, vocab_size + 5)
     assert same_bits(wider[:, :vocab_size], together), "a token's noise does not depend on the vocabulary's size"
     assert same_bits(together, together.float().double()), "rounded, so that the last bits of a logarithm do not count"
 
@@ -360,15 +372,13 @@ def draw_many(logits, row, vary):
     """A slot a row, all of the same settings but for one that counts up."""
     settings = [row] * len(logits)
     state = make_state(settings[:1], logits.shape[1])
-    state = sampling.SamplingState(
-        **{name: column.repeat_interleave(len(logits), 0) for name, column in vars(state).items()}
-    )
+    state = SamplingState(**{name: column.repeat_interleave(len(logits), 0) for name, column in vars(state).items()})
     rows = make_rows(settings, state)
     if vary == "seeds":
         state.seeds.copy_(torch.arange(len(logits)))
     else:
         rows.positions.copy_(state.prompt_lens - 1 + torch.arange(len(logits)))
-    return sampling.sample_ref(logits, rows, state).tolist()
+    return sample_ref(logits, rows, state).tolist()
 
 
 @pytest.mark.parametrize("vary", ["seeds", "steps"])
@@ -402,13 +412,13 @@ def test_draws_follow_temperature_and_filters():
 def test_a_row_draws_the_same_whatever_is_beside_it(vocab_size):
     logits, rows, state = random_case(12, vocab_size)
     after = copied(state)
-    together = sampling.sample_ref(logits, rows, after)
+    together = sample_ref(logits, rows, after)
     assert (together >= 0).all()
-    logprobs = sampling.token_logprobs(logits)
+    logprobs = token_logprobs(logits)
 
     def draws(which):
         used = copied(state)
-        found = sampling.sample_ref(logits[which], take(rows, which), used)
+        found = sample_ref(logits[which], take(rows, which), used)
         touched = rows.slots[which]
         assert torch.equal(used.token_counts[touched], after.token_counts[touched])
         assert torch.equal(used.last_tokens[touched], after.last_tokens[touched])
@@ -419,15 +429,15 @@ def test_a_row_draws_the_same_whatever_is_beside_it(vocab_size):
     shuffled = torch.randperm(12, generator=torch.Generator().manual_seed(2))
     assert torch.equal(draws(shuffled), together[shuffled])
     for row in range(12):
-        assert torch.equal(sampling.token_logprobs(logits[row : row + 1])[0], logprobs[row])
+        assert torch.equal(token_logprobs(logits[row : row + 1])[0], logprobs[row])
     strided = torch.stack([logits, logits], dim=-1)[..., 0]
-    assert torch.equal(sampling.sample_ref(strided, rows, copied(state)), together)
+    assert torch.equal(sample_ref(strided, rows, copied(state)), together)
 
 
 def test_inputs_are_left_as_they_were():
     logits, rows, state = random_case(4, 9)
     before = logits.clone(), copied(rows), copied(state)
-    sampling.sample_ref(logits, rows, state)
+    sample_ref(logits, rows, state)
     assert torch.equal(logits, before[0])
     written = ("last_tokens", "token_counts")
     for found, wanted in ((rows, before[1]), (state, before[2])):
@@ -448,12 +458,12 @@ def test_the_likeliest_are_those_of_a_sorted_row(k):
             sorted(range(len(row)), key=lambda place: (-row[place], place))[:k]
             for row in logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")).tolist()
         ]
-        assert sampling.sampled_logprobs_ref(logits, torch.zeros(len(logits), dtype=torch.int64), k)[1].tolist() == rows
+        assert sampled_logprobs_ref(logits, torch.zeros(len(logits), dtype=torch.int64), k)[1].tolist() == rows
 
 
 def test_log_probabilities_of_no_token():
     logits = torch.tensor([[0.0, 1.0, 0.0], [NAN, 0.0, 0.0], [2.0, 1.0, 0.0]])
-    chosen, top_ids, top = sampling.sampled_logprobs_ref(logits, torch.tensor([-2, -1, 0]), 2)
+    chosen, top_ids, top = sampled_logprobs_ref(logits, torch.tensor([-2, -1, 0]), 2)
     assert chosen[:2].isnan().all()
     assert chosen[2].isfinite()
     assert top_ids[0].tolist() == [1, 0]
@@ -463,8 +473,8 @@ def test_log_probabilities_of_no_token():
 
 def test_log_probabilities_are_the_models_own():
     logits = torch.tensor([[0.0, math.log(3.0), -INF], [1000.0, 1000.0, 1000.0]])
-    probabilities = sampling.token_logprobs(logits).exp()
-    assert sampling.token_logprobs(logits).dtype == torch.float32
+    probabilities = token_logprobs(logits).exp()
+    assert token_logprobs(logits).dtype == torch.float32
     expected = torch.tensor([[1 / 4, 3 / 4, 0.0], [1 / 3, 1 / 3, 1 / 3]])
     # one rounding of the logarithm to fp32 each
     assert ((probabilities - expected).abs() <= 2 * torch.finfo(torch.float32).eps).all()
@@ -479,10 +489,10 @@ def test_drafts_count_as_if_they_had_been_drawn(num_drafts):
     told = copied(state)
     for slot, row in enumerate(drafts.tolist()):
         for token in row:
-            if token >= 0 and told.flags[slot] & sampling.HAS_PENALTIES:
+            if token >= 0 and told.flags[slot] & HAS_PENALTIES:
                 told.token_counts[slot, token] += 1
-    expected, before = sampling.sample_ref(logits, rows, told), copied(state)
-    found = sampling.sample_ref(logits, replace(rows, drafts=drafts), state)
+    expected, before = sample_ref(logits, rows, told), copied(state)
+    found = sample_ref(logits, replace(rows, drafts=drafts), state)
     assert torch.equal(found, expected)
     assert torch.equal(state.token_counts, before.token_counts)
     assert torch.equal(state.last_tokens, before.last_tokens)

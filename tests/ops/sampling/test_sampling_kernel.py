@@ -10,8 +10,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sampling_cases import OFF, copied, make, make_rows, make_state, random_case, take
 
-from dsv4.ops import sampling
 from dsv4.ops.lib.guard import KernelInputError, jit, tl
+from dsv4.ops.sampling import (
+    NOTHING_ALLOWED,
+    SAMPLE_CONFIG,
+    SampleConfig,
+    gumbel_noise,
+    launch_sample,
+    resolve_tokens,
+    resolve_tokens_ref,
+    sample,
+    sample_ref,
+    sampled_logprobs,
+    sampled_logprobs_ref,
+)
 from dsv4.ops.sampling.kernel_draw import gumbel
 from dsv4.ops.sampling.kernel_row import NOISE_BLOCK, TILE
 from dsv4.testing.inputs import generator, kernel_device, poison, strided, transposed
@@ -20,12 +32,12 @@ from dsv4.testing.numeric import assert_bitwise, assert_close_to_oracle
 INF, NAN = float("inf"), float("nan")
 
 
-def assert_draws(logits, rows, state, config=sampling.SAMPLE_CONFIG):
+def assert_draws(logits, rows, state, config=SAMPLE_CONFIG):
     """Tokens and all that is written. The oracle runs on the CPU, where the tests of the oracle ran. None of the draws
     here is a near-tie."""
     device, used, expected = kernel_device(), copied(state, kernel_device()), copied(state)
-    found = sampling.launch_sample(logits.to(device), copied(rows, device), used, config)
-    assert_bitwise(found.cpu(), sampling.sample_ref(logits, rows, expected), "token ids")
+    found = launch_sample(logits.to(device), copied(rows, device), used, config)
+    assert_bitwise(found.cpu(), sample_ref(logits, rows, expected), "token ids")
     for spec in fields(used):
         left, right = getattr(used, spec.name).cpu(), getattr(expected, spec.name)
         assert torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)), spec.name
@@ -49,7 +61,7 @@ def test_noise():
     device = kernel_device()
     out = torch.empty(5, 8 * NOISE_BLOCK, dtype=torch.float32, device=device)
     _noise_kernel[(5, 2)](seeds.to(device), steps.to(device), out, BLOCK=NOISE_BLOCK, enable_fp_fusion=False)
-    exact = sampling.gumbel_noise(seeds, steps, 8 * NOISE_BLOCK)
+    exact = gumbel_noise(seeds, steps, 8 * NOISE_BLOCK)
     assert_close_to_oracle(out.cpu(), lambda dtype: exact.to(dtype))
 
 
@@ -91,7 +103,7 @@ def test_many_chunks():
     logits, rows, state = random_case(3, 3 * TILE + 5)
     logits[2] = (logits[2] * 2).round() / 2  # ties across chunks
     whole = assert_draws(logits, rows, state)
-    for config in (sampling.SampleConfig(max_chunks=2), sampling.SampleConfig(programs=1)):
+    for config in (SampleConfig(max_chunks=2), SampleConfig(programs=1)):
         assert_bitwise(assert_draws(logits, rows, state, config), whole)
 
 
@@ -193,7 +205,7 @@ def test_what_arithmetic_pushes_below_all_numbers_can_still_be_drawn():
         {"temperature": 0.0, "bias": [-INF] * 5},
     ]  # fmt: skip
     found = assert_draws(logits, *make(*asked, vocab_size=5))
-    assert found.tolist() == [0, 0, sampling.NOTHING_ALLOWED]
+    assert found.tolist() == [0, 0, NOTHING_ALLOWED]
 
 
 # Short binary fractions: bias and penalties are exact in fp32. No sum of probabilities falls on a top_p.
@@ -243,8 +255,8 @@ def test_a_wrong_draw_is_noticed(monkeypatch):
     """Planted: the kernel is given a neighbour's step, and a count that was not drawn."""
     logits, rows, state = random_case(5, 60)
     late, device = replace(rows, positions=rows.positions + 1), kernel_device()
-    found = sampling.sample(logits.to(device), copied(late, device), copied(state, device))
-    assert not torch.equal(found.cpu(), sampling.sample_ref(logits, rows, copied(state)))
+    found = sample(logits.to(device), copied(late, device), copied(state, device))
+    assert not torch.equal(found.cpu(), sample_ref(logits, rows, copied(state)))
     monkeypatch.setattr("dsv4.ops.sampling.op._remember", lambda *_: None)
     with pytest.raises(AssertionError, match="last_tokens"):
         assert_draws(logits, rows, state)
@@ -275,8 +287,8 @@ def test_a_step_after_the_other():
         slots = torch.tensor([slot for slot in range(3) if slot != step])
         stepped = [{**row, "steps": step} for row in asked]
         rows = make_rows(stepped, oracle, slots)
-        expected = sampling.sample_ref(logits[slots], rows, oracle)
-        assert_bitwise(sampling.sample(logits[slots].to(device), copied(rows, device), used).cpu(), expected)
+        expected = sample_ref(logits[slots], rows, oracle)
+        assert_bitwise(sample(logits[slots].to(device), copied(rows, device), used).cpu(), expected)
     assert_bitwise(used.token_counts.cpu(), oracle.token_counts)
     assert_bitwise(used.last_tokens.cpu(), oracle.last_tokens)
 
@@ -287,16 +299,16 @@ def test_resolve_tokens(num_tokens):
     slots = torch.randint(-1, 4, (num_tokens,), generator=generator(7))
     last = torch.tensor([100, 2**40, 0, 7])
     device = kernel_device()
-    found = sampling.resolve_tokens(strided(token_ids.to(device), 0), slots.to(device), last.to(device))
-    assert_bitwise(found.cpu(), sampling.resolve_tokens_ref(token_ids, slots, last))
+    found = resolve_tokens(strided(token_ids.to(device), 0), slots.to(device), last.to(device))
+    assert_bitwise(found.cpu(), resolve_tokens_ref(token_ids, slots, last))
 
 
 def assert_log_probabilities(logits, token_ids, num_top, given=None):
     """The oracle's ids; its numbers by the rule for float ops where they are finite, else the same."""
     device = kernel_device()
     given = logits if given is None else given
-    found = [part.cpu() for part in sampling.sampled_logprobs(given.to(device), token_ids.to(device), num_top)]
-    expected = sampling.sampled_logprobs_ref(logits, token_ids, num_top)
+    found = [part.cpu() for part in sampled_logprobs(given.to(device), token_ids.to(device), num_top)]
+    expected = sampled_logprobs_ref(logits, token_ids, num_top)
     exact = torch.log_softmax(logits.double(), -1)
     is_none = token_ids < 0
     assert found[0][is_none].isnan().all(), "the log-probability of no token"
@@ -359,18 +371,18 @@ def test_rejects():
         ({"bias": transposed(state.bias)}, "bias: expected a contiguous tensor"),
     ]:
         with pytest.raises(KernelInputError, match=part):
-            sampling.sample(logits, rows, replace(state, **changed))
+            sample(logits, rows, replace(state, **changed))
     for changed, part in [
         ({"positions": rows.positions[:2]}, r"positions: expected torch.int64 \(3,\)"),
         ({"mask": rows.mask.long()}, r"mask: expected torch.int32 \(3, 2\), found torch.int64"),
         ({"mask": None}, "mask and is_masked, or neither"),
     ]:
         with pytest.raises(KernelInputError, match=part):
-            sampling.sample(logits, replace(rows, **changed), state)
+            sample(logits, replace(rows, **changed), state)
     with pytest.raises(KernelInputError, match="2.18"):
-        sampling.sample(torch.empty(3, 1 << 18, device=device), rows, state)
+        sample(torch.empty(3, 1 << 18, device=device), rows, state)
     with pytest.raises(KernelInputError, match="slots: expected torch.int64"):
-        sampling.resolve_tokens(rows.slots, rows.slots.int(), state.last_tokens)
+        resolve_tokens(rows.slots, rows.slots.int(), state.last_tokens)
 
 
 @pytest.mark.gpu
