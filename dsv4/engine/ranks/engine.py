@@ -95,8 +95,8 @@ class RanksEngine:
             self._homes[request] = self.ranks[0]
             self.ranks[0].submit(request, waited)
             return
-        chain = request.chain = request.chain_by(self.cache.chain)
-        self._router.add(request, self._clock() - waited, self.sizes.num_rounds, chain)
+        request.chain = request.chain_by(self.cache.chain)
+        self._router.add(request, self._clock() - waited, self.sizes.num_rounds)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:
         request = self.prepare(prompt, params)
