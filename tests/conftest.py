@@ -35,8 +35,8 @@ def real_seeds(monkeypatch, _seeds_are_drawn_alike):
     monkeypatch.setattr(dsv4.request, "new_seed", _seeds_are_drawn_alike)
 
 
-# The modules that take longest begin first, so that no worker runs one of them alone at the end: `make unit-test` leaves
-# the order as it is. The first compiles on all cores, the second mostly waits.
+# The modules that take longest begin first, so that no worker runs one of them alone at the end (`make unit-test` keeps
+# this order). The first compiles on all cores, the second mostly waits.
 LONGEST = ("test_kernels_compile", "test_server_processes", "test_weight_update", "test_hub", "test_docs")
 
 
