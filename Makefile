@@ -76,7 +76,7 @@ types: $(DEV)
 
 unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 # three environments: clients disagree about the version of openai, and one needs transformers
 client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/trl/.installed $(CLIENTS)/npm/.installed
@@ -123,7 +123,7 @@ affected: $(DEV)
 	@echo "==> pytest (what the difference from $(BASE) can turn red)"
 	@files=$$($(BIN)/python tools/affected.py --base $(BASE)) || exit 1; \
 	  if [ -z "$$files" ]; then echo "no test depends on what changed"; else \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope $$files; fi
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder $$files; fi
 
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"

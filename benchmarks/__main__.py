@@ -4,8 +4,6 @@ Without a name: the list of them. `NAME --help` says what one measures and which
 and servers are measured by `dsv4 bench` on any machine; these need a checkout, most of them a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -2,8 +2,6 @@
 CPU. Where a pace is given, steps take that long, as on a GPU: the host waits for the step before the one it launches.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

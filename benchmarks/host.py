@@ -5,8 +5,6 @@
 Time of one core. No model runs (`free_model.py`).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 this machine, with the sockets, engines and router of `dsv4 serve --gpus N`. Run by `python -m benchmarks host`.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess
@@ -27,7 +25,7 @@ from dsv4.engine.link.messages import EngineInfo
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.ranks.remote import RemoteRank
-from dsv4.engine.ranks.serve import serve_rank
+from dsv4.engine.ranks.start import serve_rank
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams

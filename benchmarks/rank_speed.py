@@ -24,8 +24,6 @@ needs no GPU: `python -m benchmarks.rank_speed` prints it from the committed rec
     front end = CPU a token + CPU a prompt's token, as if all of its work on a request were reading the prompt
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Records of benchmarks: where they are from, files of them, and what changed between two."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

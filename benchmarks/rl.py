@@ -14,8 +14,6 @@ After each update the answers must be those of a fresh engine (`same_bits`). The
 (`modelled_seconds`) takes as long a byte as four layers do. Memory is that of a GPU; on a CPU it is not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -4,8 +4,6 @@ A benchmark is a module with `run(session)`, and where it needs them `SECTIONS`,
 (one line for a person) and `conclusions(records)` (lines after all records). See `__main__.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import re

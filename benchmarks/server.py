@@ -13,8 +13,6 @@ first load of each server is short and not recorded, apart from its very first r
 which are met.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

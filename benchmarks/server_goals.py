@@ -1,7 +1,5 @@
 """The goals of a server, and what records of `python -m benchmarks server` say of them. For that benchmark."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

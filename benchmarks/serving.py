@@ -1,7 +1,5 @@
 """`dsv4 serve` as a process of its own, and what all its processes use. For the benchmarks `server` and `storm`."""
 
-from __future__ import annotations
-
 import os
 import queue
 import random

@@ -12,8 +12,6 @@ became of the clients, tokens/s, the server's own share per token. With --out al
 is there, a plot. Exit status 1 if anything was wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ Every answer that comes whole must equal the same question asked alone, always. 
 one of its processes has died, clients may besides be refused, lost, or told why (`EXCUSED`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

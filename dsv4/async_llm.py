@@ -5,8 +5,6 @@ async with AsyncLLM() as llm:
         print(token.text, end="")
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
@@ -14,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dsv4.engine.control import engine_info
 from dsv4.engine.link.client import EngineClient
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.messages import EngineLost
 from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent

@@ -6,8 +6,6 @@ says before any of it is read. A whole file in the cache is not fetched again; o
 from there, by the same command. Without a connection the cache serves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

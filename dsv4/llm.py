@@ -36,9 +36,8 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.ranks.load import Share, check_alike, failing_together, rank_device
 from dsv4.engine.ranks.start import take_place
 from dsv4.engine.request import Request
-from dsv4.engine.run.cpu_threads import set_threads
 from dsv4.engine.run.kernel_record import allowed_backend
-from dsv4.engine.run.start import Start
+from dsv4.engine.run.start import Start, set_threads
 from dsv4.engine.serving import Serving
 from dsv4.engine.step.constraint import Constraint
 from dsv4.engine.step.tokens import StepTokens
@@ -106,7 +105,7 @@ class LLM(Inside, Controls):
               use kernels although `dsv4 selftest` found them wrong on this GPU
 
     With the kernels, loading ends with a warm-up: everything is compiled, and decode steps are captured as graphs.
-    On a CPU, loading a small model sets torch to one thread (`engine/cpu_threads.py`), unless OMP_NUM_THREADS is set.
+    On a CPU, loading a small model sets torch to one thread (`engine/run/start.py`), unless OMP_NUM_THREADS is set.
     Requests of `generate` and of open streams, of any thread, share one engine, one cache and the engine's steps.
     """
 

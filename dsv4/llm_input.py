@@ -1,8 +1,6 @@
 """What `LLM` is given, checked before anything is loaded: limits, device, numerics, prompts. Mistakes are
 `RequestError`s that say what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal

@@ -1,8 +1,6 @@
 """`LLM`'s methods that look inside: logits, traces of layers, drafts. They run beside the engine, on rows of their
 own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`LLM`'s answers on their way: tokens as events, and a bar of how many are done."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How an `LLM` comes up: kernels compiled while weights are read, the warm-up, and the runner that results."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The end of stdin is the end of the first rank, at whatever moment it comes, and of this process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -35,6 +35,16 @@ def real_seeds(monkeypatch, _seeds_are_drawn_alike):
     monkeypatch.setattr(dsv4.request, "new_seed", _seeds_are_drawn_alike)
 
 
+# The modules that take longest begin first, so that no worker runs one of them alone at the end (`make unit-test` keeps
+# this order). The first compiles on all cores, the second mostly waits.
+LONGEST = ("test_kernels_compile", "test_server_processes", "test_weight_update", "test_hub", "test_docs")
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 def pytest_report_header():
     """Tests that cannot be collected here are named, not left out in silence."""
     if importlib.util.find_spec("fastapi") is None:

@@ -1,7 +1,5 @@
 """What stands in deploy/: as far as it can be checked without Docker, systemd or Grafana running."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

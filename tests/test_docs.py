@@ -1,7 +1,5 @@
 """The documents: examples run as they stand, links lead somewhere, numbers stand in records, lines end in time."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """The programs of examples/, run as they stand on the miniature; the client's against a live server."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

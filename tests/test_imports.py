@@ -1,7 +1,5 @@
 """Imports run one way, and the modules that plan and speak without a model do not pull in torch."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import importlib.util

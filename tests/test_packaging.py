@@ -1,7 +1,5 @@
 """The version stands in one place, and is the one the changelog speaks of. A wheel has what the package names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a caller imports: exported names, and errors with one base class."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`SamplingParams` and prompts: every field's limits, and a message that names the field and what was found."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import FrozenInstanceError, fields
 

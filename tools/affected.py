@@ -6,8 +6,6 @@ A test is affected by every Python file that its imports lead to, by the `confte
 file whose name or folder it mentions. What decides how all tests run (`EVERYTHING`) affects all.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from tools.imports import ImportGraph, Source  # noqa: E402
 
 EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py"}
 # modules that import whole folders by computed names
-FOLDERS = {"dsv4.testing.bench": "dsv4.testing.cases.", "dsv4.testing.op_modules": "dsv4.ops."}
+FOLDERS = {"dsv4.testing.bench": "dsv4.testing.cases.", "dsv4.testing.op_call": "dsv4.ops."}
 ALWAYS = "tests/test_imports.py"
 
 

@@ -16,8 +16,6 @@ Triton names a kernel's folder by a hash of its own files and of the kernel. The
 that another Triton of the same version finds the folder under its own name.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 python tools/doc_tree.py
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

@@ -7,8 +7,6 @@ the sum goes into an fp32 number. So Hopper's FP8 products were measured to beha
 Decision record: docs/decisions/mxfp4-on-fp8.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

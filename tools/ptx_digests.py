@@ -9,8 +9,6 @@ parameters that no instruction reads. So a function can be renamed, moved or com
 stay. Nothing is assembled and no GPU is needed; a module takes a minute or two on one core.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -43,21 +41,21 @@ def record(modules: list[str], arch: int, folder: Path | None) -> dict[str, list
     import torch
 
     from dsv4.testing.bench import case_modules, load_cases
-    from tools.compiled.compile_check import _without_binaries, offline
+    from tools.compiled.compile_check import make_no_binaries, offline
 
     found: dict[str, list[list[str]]] = {}
-    with _without_binaries():
-        for case in load_cases(modules or case_modules()):
-            with offline(arch) as compiled:
-                case.build(torch.device("meta")).call()
-            found[case.key] = []
-            for kernel in compiled:
-                text, about = normalised(kernel.asm["ptx"]), kernel.metadata
-                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-                found[case.key].append([digest, about.name, str(about.num_warps), str(about.shared)])
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    (folder / f"{digest}.ptx").write_text(text, encoding="utf-8")
+    make_no_binaries()
+    for case in load_cases(modules or case_modules()):
+        with offline(arch) as compiled:
+            case.build(torch.device("meta")).call()
+        found[case.key] = []
+        for kernel in compiled:
+            text, about = normalised(kernel.asm["ptx"]), kernel.metadata
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            found[case.key].append([digest, about.name, str(about.num_warps), str(about.shared)])
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{digest}.ptx").write_text(text, encoding="utf-8")
     return found
 
 

@@ -8,8 +8,6 @@ to Triton's defaults (a warning) is a failure. A kernel is then compared with th
 does it add in other layouts, which may change bits, and does it spill more, which costs time?
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

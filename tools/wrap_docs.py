@@ -5,8 +5,6 @@
 Only paragraphs with a longer line are touched, so that a change stays small.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

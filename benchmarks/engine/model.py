@@ -16,8 +16,6 @@
 `--preset tiny --device cpu` tries it without a GPU, with small sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

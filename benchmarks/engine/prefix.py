@@ -15,8 +15,6 @@ dropped from the page cache before they are read, where the system lets us. Hits
 and log-probabilities. `--preset tiny --device cpu --tokens 1024` tries it without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -9,8 +9,6 @@ phases, seconds from the command to the first token, memory used against the pla
 many chats as --chats says, and how many requests ran at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

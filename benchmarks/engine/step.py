@@ -14,8 +14,6 @@ Wall is the time of many steps over their number; busy is the union of everythin
 requests, by its profiler. `--preset tiny --device cpu` tries it without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import time

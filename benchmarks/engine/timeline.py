@@ -11,8 +11,6 @@ much, the profiler is to blame.
 `--preset tiny --device cpu` tries it without a GPU; there are no kernels in it then. The file of --out is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

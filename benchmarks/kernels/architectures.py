@@ -8,8 +8,6 @@ No GPU is needed. Of each op and format a step of one token and one of many are 
 few minutes; what ptxas said is kept by the content of its input (.pytest_cache/compile).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ Kernels of eight models are compiled at once, on all cores; they take most of th
 `--device cpu` compares the oracles; add `--tokens 40 --models 1`.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

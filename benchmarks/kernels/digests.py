@@ -5,8 +5,6 @@ kind of device. The sum that a digest is made of is one of integers, taken where
 numbers travel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Iterator

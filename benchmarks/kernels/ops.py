@@ -13,8 +13,6 @@ python -m benchmarks ops --markdown              no GPU needed; docs/kernels/mea
 OLD and NEW are record files, or commits whose records are in the file of --out (by default the H200's).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

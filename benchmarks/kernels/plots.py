@@ -8,8 +8,6 @@
 * docs/kernels/*.md               the rows of their tables of numbers
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -19,8 +19,6 @@ each. `--kernels`: files of `dsv4 kernels pack`, so that little is left to compi
 Exit status 1 if something is red or did not end in time. A time that differs is no fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

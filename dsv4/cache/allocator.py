@@ -4,8 +4,6 @@ The free list is a stack, so that many blocks are taken or given back as one sli
 history alone. A block may have several owners (`retain`); it is free again when the last one releases it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from dsv4.cache.errors import (

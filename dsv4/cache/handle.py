@@ -1,7 +1,5 @@
 """`LayerCacheHandle`: the typed views of one layer's cache its ops read and write. Making one allocates nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What one layer of a cache holds: row formats, rings and tails. Arithmetic only, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

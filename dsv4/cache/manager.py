@@ -4,8 +4,6 @@ It owns the paged cache, the state cache, the snapshots and the block table. Blo
 from the positions alone, never inside one. It does no maths: the ops write rows through `handle(layer_idx)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

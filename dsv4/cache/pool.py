@@ -1,7 +1,5 @@
 """`Pool`: one component of several layers in one allocation, as `PoolSchema` lays it out; and the views of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

@@ -9,8 +9,6 @@ A pool is one component of several layers in one allocation. Each layer's share 
 that a kernel sees the same pointer alignment on every layer; the bytes this costs are `padding_bytes`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`StateCache`: the fixed part of every request, one slot each: window rings and compressor tails. Allocated once."""
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.cache.errors import UnknownSlot

@@ -1,7 +1,5 @@
 """Numbers between host and device without waiting: out of pinned memory, and into it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -16,31 +16,7 @@ from dsv4.config import ModelConfig
 from dsv4.request import FinishReason, SamplingParams
 from dsv4.text.chat import ChatOptions, effort_profile
 from dsv4.text.parse import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
-from dsv4.tools.model_loading import (
-    DEFAULT_CONTEXT,
-    DeviceOption,
-    DraftsOption,
-    DtypeOption,
-    GpusOption,
-    IgnoreSelftestOption,
-    ModelArgument,
-    ModelOption,
-    NumericsOption,
-    OffloadOption,
-    RevisionOption,
-    TemperatureOption,
-    ThreadsOption,
-    TopPOption,
-    check_numerics,
-    check_tokenizer,
-    engine_limits,
-    find_model,
-    load_llm,
-    parse_drafts,
-    parse_offload,
-    place_model,
-    with_defaults,
-)
+from dsv4.tools import model_loading
 
 if TYPE_CHECKING:
     from dsv4.cli.chat_session import ChatSession
@@ -56,32 +32,34 @@ HELP = f"""\
 
 
 def chat_command(
-    model: ModelArgument = None,
-    model_option: ModelOption = None,
-    revision: RevisionOption = None,
+    model: model_loading.ModelArgument = None,
+    model_option: model_loading.ModelOption = None,
+    revision: model_loading.RevisionOption = None,
     system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model think first; shown dimmed.")] = False,
     effort: Annotated[
         str | None, typer.Option(help="Reasoning effort, as the checkpoint knows; needs --thinking.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum new tokens of one answer.")] = 2048,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
+    temperature: model_loading.TemperatureOption = None,
+    top_p: model_loading.TopPOption = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same answers. Default: a new one each.")
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help=f"Maximum tokens of a conversation. Default: the model's, at most {DEFAULT_CONTEXT}."),
+        typer.Option(
+            help=f"Maximum tokens of a conversation. Default: the model's, at most {model_loading.DEFAULT_CONTEXT}."
+        ),
     ] = None,
-    numerics: NumericsOption = "official",
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    gpus: GpusOption = None,
-    offload_experts: OffloadOption = None,
-    drafts: DraftsOption = "off",
-    ignore_selftest: IgnoreSelftestOption = False,
-    threads: ThreadsOption = None,
+    numerics: model_loading.NumericsOption = "official",
+    dtype: model_loading.DtypeOption = None,
+    device: model_loading.DeviceOption = "auto",
+    gpus: model_loading.GpusOption = None,
+    offload_experts: model_loading.OffloadOption = None,
+    drafts: model_loading.DraftsOption = "off",
+    ignore_selftest: model_loading.IgnoreSelftestOption = False,
+    threads: model_loading.ThreadsOption = None,
 ) -> None:
     """Chat with a model in the terminal. Type /help for the commands; lines from a pipe are answered in turn.
 
@@ -91,25 +69,22 @@ def chat_command(
       dsv4 chat ./checkpoint --thinking --effort max --system "Answer briefly."
       dsv4 chat ./checkpoint --gpus 2
     """
-    check_numerics(numerics, dtype)
-    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
+    model_loading.check_numerics(numerics, dtype)
+    offload, draft_count = model_loading.parse_offload(offload_experts), model_loading.parse_drafts(drafts)
     notes = Console(stderr=True)
-    folder = find_model(model, notes, option=model_option, revision=revision)
+    folder = model_loading.find_model(model, notes, option=model_option, revision=revision)
     config = ModelConfig.from_pretrained(folder)
     options = ChatOptions(thinking=thinking, reasoning_effort=effort, profile=effort_profile(config))
-    check_tokenizer(folder, "a chat")
-    params = with_defaults(
+    model_loading.check_tokenizer(folder, "a chat")
+    params = model_loading.with_defaults(
         SamplingParams(max_tokens=max_tokens), {"temperature": temperature, "top_p": top_p}, folder, notes
     )
-    limits = engine_limits(config, context=context, requests=1)
-    found = place_model(
-        folder, limits, notes, device=device, gpus=gpus, offload_experts=offload, numerics=numerics, dtype=dtype
-    )
-    llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=found.device, limits=limits, console=notes,
-        offload_experts=found.offload_experts, drafts=draft_count, gpus=found.gpus, threads=threads,
-        ignore_selftest=ignore_selftest,
+    limits = model_loading.engine_limits(config, context=context, requests=1)
+    wanted = model_loading.ModelSettings(
+        folder=str(folder), numerics=numerics, dtype=dtype, device=device, limits=limits, offload_experts=offload,
+        drafts=draft_count, gpus=gpus, threads=threads, ignore_selftest=ignore_selftest,
     )  # fmt: skip
+    llm = model_loading.load_llm(model_loading.place_model(wanted, notes), notes)
 
     from dsv4.cli.chat_session import ChatSession  # here: it loads torch
 

@@ -1,7 +1,5 @@
 """`ChatSession`: a conversation with a model in this process: history, streaming turns, saving. No terminal here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -18,31 +18,7 @@ from rich.table import Table
 
 from dsv4.config import ModelConfig
 from dsv4.request import Completion, RequestError, SamplingParams
-from dsv4.tools.model_loading import (
-    DEFAULT_CONTEXT,
-    MODEL_HELP,
-    DeviceOption,
-    DraftsOption,
-    DtypeOption,
-    GpusOption,
-    IgnoreSelftestOption,
-    ModelOption,
-    NumericsOption,
-    OffloadOption,
-    RevisionOption,
-    TemperatureOption,
-    ThreadsOption,
-    TopPOption,
-    check_numerics,
-    engine_limits,
-    find_model,
-    load_llm,
-    one_model,
-    parse_drafts,
-    parse_offload,
-    place_model,
-    with_defaults,
-)
+from dsv4.tools import model_loading
 
 if TYPE_CHECKING:
     from dsv4.engine.stats import DraftStats
@@ -55,16 +31,18 @@ FEW_EXPERTS = 16
 def generate_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL] [PROMPT]", help=f"{MODEL_HELP} Then the text to continue; - reads stdin."),
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]", help=f"{model_loading.MODEL_HELP} Then the text to continue; - reads stdin."
+        ),
     ] = None,
-    model_option: ModelOption = None,
-    revision: RevisionOption = None,
+    model_option: model_loading.ModelOption = None,
+    revision: model_loading.RevisionOption = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file, as it stands.")] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,2,3' (instead of text).")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum new tokens.")] = 128,
-    temperature: TemperatureOption = None,
+    temperature: model_loading.TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
-    top_p: TopPOption = None,
+    top_p: model_loading.TopPOption = None,
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the best one's probability.")
     ] = None,
@@ -75,16 +53,18 @@ def generate_command(
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and of the N best.")] = None,
     context: Annotated[
         int | None,
-        typer.Option(help=f"Maximum tokens of prompt and answer. Default: the model's, at most {DEFAULT_CONTEXT}."),
+        typer.Option(
+            help=f"Maximum tokens of prompt and answer. Default: the model's, at most {model_loading.DEFAULT_CONTEXT}."
+        ),
     ] = None,
-    numerics: NumericsOption = "official",
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    gpus: GpusOption = None,
-    offload_experts: OffloadOption = None,
-    drafts: DraftsOption = "off",
-    ignore_selftest: IgnoreSelftestOption = False,
-    threads: ThreadsOption = None,
+    numerics: model_loading.NumericsOption = "official",
+    dtype: model_loading.DtypeOption = None,
+    device: model_loading.DeviceOption = "auto",
+    gpus: model_loading.GpusOption = None,
+    offload_experts: model_loading.OffloadOption = None,
+    drafts: model_loading.DraftsOption = "off",
+    ignore_selftest: model_loading.IgnoreSelftestOption = False,
+    threads: model_loading.ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Also show which experts each layer used, and drafts.")
@@ -116,20 +96,18 @@ def generate_command(
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     replace(params, **given)  # type: ignore[arg-type]  # a bad value is reported before the checkpoint is read
-    check_numerics(numerics, dtype)
-    offload, draft_count = parse_offload(offload_experts), parse_drafts(drafts)
+    model_loading.check_numerics(numerics, dtype)
+    offload, draft_count = model_loading.parse_offload(offload_experts), model_loading.parse_drafts(drafts)
     console = Console(stderr=True)
-    folder = find_model(model, console, revision=revision)
-    params = with_defaults(params, options, folder, console)
-    limits = engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
-    found = place_model(
-        folder, limits, console, device=device, gpus=gpus, offload_experts=offload, numerics=numerics, dtype=dtype
-    )
-    llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=found.device, limits=limits, console=console,
-        offload_experts=found.offload_experts, drafts=draft_count, gpus=found.gpus, threads=threads,
-        ignore_selftest=ignore_selftest,
+    folder = model_loading.find_model(model, console, revision=revision)
+    params = model_loading.with_defaults(params, options, folder, console)
+    limits = model_loading.engine_limits(ModelConfig.from_pretrained(folder), context=context, requests=1)
+    wanted = model_loading.ModelSettings(
+        folder=str(folder), numerics=numerics, dtype=dtype, device=device, limits=limits, offload_experts=offload,
+        drafts=draft_count, gpus=gpus, threads=threads, ignore_selftest=ignore_selftest,
     )  # fmt: skip
+    found = model_loading.place_model(wanted, console)
+    llm = model_loading.load_llm(found, console)
     counter = _count_experts(llm) if stats else None
     streams_text = llm.tokenizer is not None and not as_json
     run = complete(llm, source, params, console, _write if streams_text else None)
@@ -220,7 +198,7 @@ def _model_and_prompt(
     if len(words) > 2:
         raise RequestError(f"expected MODEL and PROMPT, found {len(words)} words: put the prompt into quotes")
     if len(words) == 2:
-        return one_model(Path(words[0]), option), words[1]
+        return model_loading.one_model(Path(words[0]), option), words[1]
     if words and is_elsewhere and option is None:
         return Path(words[0]), None
     return option, words[0] if words else None

@@ -1,7 +1,5 @@
 """`dsv4 info`: what a checkpoint is, from its config and headers alone."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The `dsv4` command: registers the subcommands (one file or folder each) and ends errors politely."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any

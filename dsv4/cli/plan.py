@@ -1,7 +1,5 @@
 """`dsv4 plan`: the memory plan on the command line. Registered by `dsv4.cli.main`."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, get_args
 

@@ -1,7 +1,5 @@
 """`dsv4 quantize`: write a checkpoint in coarser formats, and audit the result against its source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, get_args
 

@@ -1,7 +1,5 @@
 """`dsv4 render FILE.json`: print the prompt that a conversation becomes, exactly, without a newline at the end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -17,18 +17,7 @@ from dsv4.config import ModelConfig
 from dsv4.dist.errors import RankFailed
 from dsv4.loader.shipped import how_to_install
 from dsv4.request import RequestError
-from dsv4.tools.model_loading import (
-    DtypeOption,
-    GpusOption,
-    OffloadOption,
-    ThreadsOption,
-    check_numerics,
-    engine_limits,
-    find_model,
-    load_llm,
-    parse_offload,
-    place_model,
-)
+from dsv4.tools import model_loading
 from dsv4.tools.receipts.contents import Contents
 from dsv4.tools.receipts.lines import Header
 
@@ -53,11 +42,11 @@ def replay_command(
         typer.Option(help="For a record of hashes: a record of the same requests with their content."),
     ] = None,
     numerics: Annotated[str | None, typer.Option(help="official or exact. Default: as recorded.")] = None,
-    dtype: DtypeOption = None,
+    dtype: model_loading.DtypeOption = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu or cuda. Default: as recorded.")] = None,
-    gpus: GpusOption = None,
-    offload_experts: OffloadOption = None,
-    threads: ThreadsOption = None,
+    gpus: model_loading.GpusOption = None,
+    offload_experts: model_loading.OffloadOption = None,
+    threads: model_loading.ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Run recorded requests again, and name tokens or bits that differ, and the first place.
@@ -80,9 +69,9 @@ def replay_command(
     numerics = first["numerics"] if numerics is None else numerics
     if dtype is None and numerics == "exact" and first["numerics"] == "exact":
         dtype = first["dtype"]
-    check_numerics(numerics, dtype)
-    folder = find_model(_recorded_model(found.headers[0]) if model is None else model, console)
-    limits = engine_limits(
+    model_loading.check_numerics(numerics, dtype)
+    folder = model_loading.find_model(_recorded_model(found.headers[0]) if model is None else model, console)
+    limits = model_loading.engine_limits(
         ModelConfig.from_pretrained(folder),
         context=max(int(header.settings["max_context_tokens"]) for header in found.headers),
         requests=batch or int(first["max_concurrent_requests"]),
@@ -90,14 +79,12 @@ def replay_command(
     )
     if not prefix_cache:
         limits = replace(limits, prefix_cache_bytes=0)
-    place = place_model(
-        folder, limits, console, device=device or first["device"], gpus=gpus,
-        offload_experts=parse_offload(offload_experts), numerics=numerics, dtype=dtype,
+    wanted = model_loading.ModelSettings(
+        folder=str(folder), numerics=numerics, dtype=dtype, device=device or first["device"], limits=limits,
+        offload_experts=model_loading.parse_offload(offload_experts), gpus=gpus, threads=threads,
     )  # fmt: skip
-    llm = load_llm(
-        folder, numerics=numerics, dtype=dtype, device=place.device, limits=limits, console=console,
-        offload_experts=place.offload_experts, gpus=place.gpus, threads=threads,
-    )  # fmt: skip
+    place = model_loading.place_model(wanted, console)
+    llm = model_loading.load_llm(place, console)
     try:
         report = _run(llm, found, limit, console)
     except (RuntimeError, RankFailed) as error:

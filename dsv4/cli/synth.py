@@ -1,7 +1,5 @@
 """`dsv4 synth`: write a random checkpoint of any size, for tests, benchmarks and trying things out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`EngineConfig`: the limits of one running model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

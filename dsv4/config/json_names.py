@@ -4,8 +4,6 @@ Every key is accounted for: used, checked against the one value this engine impl
 inference. Anything else is an error, because a key we do not know may change the maths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any

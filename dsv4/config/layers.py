@@ -1,7 +1,5 @@
 """Which attention and which router every layer has: pure data derived from `ModelConfig.compress_ratios`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

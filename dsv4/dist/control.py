@@ -11,8 +11,6 @@ What a failure does: the leader's calls raise `RankFailed`, processes it started
 that waits in a collective), and a follower that loses its leader ends its process. No process is left behind.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

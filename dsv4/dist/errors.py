@@ -1,7 +1,5 @@
 """What can go wrong between ranks. No torch."""
 
-from __future__ import annotations
-
 from dsv4.errors import Dsv4Error
 
 

@@ -8,8 +8,6 @@ Every product and every sum is made whole, by one rank, in the order of one proc
 there are. Ranks call in step and with the same number of rows; those with fewer pad, those with none pad too.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """`Follower`: any rank but the first, as far as it watches the first and is watched by it: see control.py."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

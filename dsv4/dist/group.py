@@ -3,8 +3,6 @@
 Not torch's default process group: that is global to a process, and belongs to the program that uses this one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,17 +23,14 @@ _CPU = torch.device("cpu")
 
 
 class Group(Protocol):
-    """What an exchange needs. Every rank makes the same calls in the same order."""
+    """What an exchange needs. Every rank makes the same calls in the same order.
 
-    @property
-    def rank(self) -> int: ...
+    device  where the tensors of calls are
+    """
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors of calls are."""
+    rank: int
+    size: int
+    device: torch.device
 
     def all_gather(self, mine: Tensor) -> Tensor:
         """uint8 [B], the same B on every rank -> [N, B], by rank."""
@@ -59,18 +54,8 @@ class TorchGroup:
         self, process_group: Any, tick: Callable[[], None] = lambda: None, is_lost: Callable[[], bool] | None = None,
         device: torch.device = _CPU,
     ) -> None:  # fmt: skip
-        self._group = process_group
-        self.device = device
-        self._tick = tick
-        self._is_lost = is_lost
-
-    @property
-    def rank(self) -> int:
-        return int(self._group.rank())
-
-    @property
-    def size(self) -> int:
-        return int(self._group.size())
+        self._group, self._tick, self._is_lost = process_group, tick, is_lost
+        self.rank, self.size, self.device = int(process_group.rank()), int(process_group.size()), device
 
     def all_gather(self, mine: Tensor) -> Tensor:
         gathered = mine.new_empty((self.size, mine.shape[0]))
@@ -122,19 +107,7 @@ class CheckedGroup:
     """A group whose messages carry a checksum: what a transport damages is an error that names sender and receiver."""
 
     def __init__(self, inner: Group) -> None:
-        self._inner = inner
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    @property
-    def device(self) -> torch.device:
-        return self._inner.device
+        self._inner, self.rank, self.size, self.device = inner, inner.rank, inner.size, inner.device
 
     def all_gather(self, mine: Tensor) -> Tensor:
         gathered = self._inner.all_gather(torch.cat([mine, _checksum(mine)]))

@@ -4,8 +4,6 @@ between rank 0 and every other, for requests (engine/ranks/remote.py) and to wat
 Every rank listens at a port of its own and connects to those before it. Only who knows the token is let in.
 """
 
-from __future__ import annotations
-
 import hmac
 import socket
 import struct

@@ -1,7 +1,5 @@
 """What ranks say while they watch over one another (control.py): lines of JSON over TCP. No torch."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

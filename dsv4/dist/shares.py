@@ -1,7 +1,5 @@
 """Which rank owns which experts, and which requests it may hold. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dsv4.config import ConfigError, EngineConfig, ModelConfig, is_size, shown

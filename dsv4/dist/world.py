@@ -4,8 +4,6 @@ Under `torchrun` every process is a rank already. Otherwise the first one starts
 `python -m dsv4.rank` with torchrun's variables set, so that both kinds of rank begin in the same way.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

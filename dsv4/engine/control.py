@@ -4,25 +4,24 @@ The same verbs are methods of `LLM` and coroutines of `AsyncLLM` (verbs.py), and
 `EngineClient.control(verb, **arguments)`. They are carried out between two steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
 
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import ModelConfig
-from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity, weights_digest
 from dsv4.engine.gate import PauseMode
+from dsv4.engine.link.messages import EngineInfo
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.serving import Serving
 from dsv4.engine.sleep import CACHE, WEIGHTS, Sleeper
 from dsv4.engine.weights.group import Coming
 from dsv4.engine.weights.inbox import WeightInbox
@@ -36,6 +35,8 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.backend import Backend
 from dsv4.request import RequestError
 
+_REPLAY_BYTES = 12  # of one number: kept, packed, and as base64 in an answer
+
 
 class Controlled(Protocol):
     """What is controlled: an `LLM`."""
@@ -44,13 +45,15 @@ class Controlled(Protocol):
     numerics: Any
     model: Transformer
     cache: KVCacheManager
-    engine: Engine
     pool: ExpertPool | None
     checkpoint: Checkpoint | None
     weights_digest: str
     num_ranks: int
     start_seconds: dict[str, float]
     own_experts: range
+
+    @property
+    def engine(self) -> Serving: ...
 
     def identity(self) -> Identity: ...
 
@@ -310,3 +313,20 @@ class EngineControl:
             "experts_per_token": llm.config.num_experts_per_tok,
             "start_seconds": llm.start_seconds,
         }
+
+
+def engine_info(llm: Controlled, records: Literal["", "whole", "hashes"] = "") -> EngineInfo:
+    """What clients must know of a model's engine before they send it anything."""
+    config, schedule = llm.config, llm.model.schedule[: llm.config.num_hidden_layers]
+    return EngineInfo(
+        fingerprint=llm.identity().name,
+        vocab_size=llm.config.vocab_size,
+        eos_token_id=llm.config.eos_token_id,
+        max_context_tokens=llm.cache.limits.max_context_tokens,
+        num_slots=llm.engine.num_slots,
+        num_blocks=llm.cache.schema.num_blocks,
+        records=records,
+        weight_version=llm.engine.gate.version,
+        expert_bytes=_REPLAY_BYTES * len(schedule) * config.num_experts_per_tok,
+        pick_bytes=_REPLAY_BYTES * sum(layer.has_indexer for layer in schedule) * config.index_topk,
+    )

@@ -15,8 +15,6 @@ themselves are not waited for: the drafter runs while the host plans, and the ne
 One cache has one engine: two would promise the same blocks. Not for several threads at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ checkpoint edited in a few places between two samples keeps its name. `checkpoin
 has every byte, and says which layer it is that differs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import platform

@@ -1,7 +1,5 @@
 """`Profiler`: torch's profiler around the steps of a running engine, from one command to another."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

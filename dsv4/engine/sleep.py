@@ -4,8 +4,6 @@ Tensors stay the objects they are; their memory is given back and taken again, a
 are let go, and captured again once everything is awake; kernels are not compiled again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`EngineStats`: one moment of an engine in numbers. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Self
 

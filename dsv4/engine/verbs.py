@@ -1,7 +1,5 @@
 """The verbs of `EngineControl` as methods: `Controls` of `LLM`, `AsyncControls` of `AsyncLLM`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence

@@ -5,8 +5,6 @@ everything computed from them. A difference is a defect, here or in the machine:
 see it again, and the prefix is not used any more.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Protocol

@@ -1,7 +1,5 @@
 """E8M0 scales: one byte b that means 2^(b - 127). Always read and written through bits, never through float log2."""
 
-from __future__ import annotations
-
 import math
 
 import torch

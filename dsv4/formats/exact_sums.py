@@ -9,8 +9,6 @@ What the grid costs: nothing for E4M3 with one scale in a run, nothing for bf16 
 smaller one moves by at most 2^-21 of the largest, as it would in an fp32 sum over a long row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A packed byte j of a row holds element 2j in its low nibble and 2j + 1 in its hi
 and an index into {0, 0.5, 1, 1.5, 2, 3, 4, 6}.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -6,8 +6,6 @@ values closer to the eight magnitudes E2M1 has. Every candidate is tried, the le
 the usual scale. Groups do not depend on one another, so the result does not depend on how a matrix is cut into pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """E4M3 with a scale per group: activations (1 x N columns) and weights (128 x 128 blocks)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

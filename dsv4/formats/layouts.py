@@ -27,8 +27,6 @@ What the decoded value lacks (2^9 and the global scale; 2^(126 - shift); 2^shift
 every weight there is zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

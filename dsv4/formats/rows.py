@@ -8,8 +8,6 @@
 | plain | dim x itemsize | none | unquantised rows of the `exact` numerics |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

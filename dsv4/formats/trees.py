@@ -3,8 +3,6 @@
 Dataclasses, lists and tuples are structure; `WideWeight`s stand for their sources; anything else is a leaf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Where a server listens. No web framework: the process that starts the others uses it."""
 
-from __future__ import annotations
-
 import errno
 import socket
 

@@ -4,8 +4,6 @@ An engine keeps what it has read of a conversation, so the next turn should go w
 changes an answer: the wrong engine reads more and says the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

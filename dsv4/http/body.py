@@ -1,7 +1,5 @@
 """From the bytes of a request to checked JSON, and from that to a request model. Every failure is a 4xx `ApiError`."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, TypeVar
@@ -9,8 +7,43 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dsv4.config import shown
-from dsv4.http.apis.hints import HINTS, TYPE_HINTS, why_refused
 from dsv4.http.errors import ApiError
+
+# what to do instead of fields that clients send and this server does not support; any other can only be left out
+_KEEPS_NOTHING = "this server keeps no answers: send the whole conversation"
+_FUNCTIONS_ONLY = "nothing is run here; offer functions"
+_ROLLOUTS = "use /generate or /inference/v1/generate (dsv4 serve --rl)"
+
+HINTS = {
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice, and tool_calls on messages",
+    "store": _KEEPS_NOTHING,
+    "background": _KEEPS_NOTHING,
+    "previous_response_id": _KEEPS_NOTHING,
+    "conversation": _KEEPS_NOTHING,
+    "mcp_servers": _FUNCTIONS_ONLY,
+    "web_search_options": _FUNCTIONS_ONLY,
+    "truncation": "prompts are never cut in silence; only disabled is accepted",
+    "verbosity": "ask for it in the conversation; only medium is accepted",
+    "return_routed_experts": _ROLLOUTS,
+    "routed_experts_start_len": _ROLLOUTS,
+    "suffix": "the model does not fill gaps; only an empty suffix is accepted",
+    "echo": "use /v1/completions",
+    "chat_template": "the model has one protocol; use /v1/completions for prompts of your own",
+    "encrypted_content": "only who wrote it can read it; leave it out",
+}
+# of a wrong `type`, by the field it is in
+TYPE_HINTS = {
+    "tools": _FUNCTIONS_ONLY,
+    "tool_choice": _FUNCTIONS_ONLY,
+    "content": "this model reads text only; leave it out",
+}
+
+
+def why_refused(name: str) -> str:
+    """What to say about a field that is not supported, or not with the value it has."""
+    return f"this server does not support it: {HINTS.get(name, 'leave it out; /openapi.json has the fields it takes')}"
+
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -8,8 +8,6 @@ A connection is also the `Outlet` of a streamed answer: its pieces go straight t
 layers, which see its head and its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """`EngineConnection`: a server's connection to its engine, and whether the engine is there. No torch."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -137,7 +135,7 @@ class EngineConnection:
         """The engine's answer, or its last one if it is busy. `EngineLost` if there was none."""
         if self._client is not None and self.problem is None:
             try:
-                self._known[what] = await asyncio.wait_for(self._client.ask(what, kind), _ASK_SECONDS)
+                self._known[what] = await asyncio.wait_for(self._client.control(what, kind), _ASK_SECONDS)
             except (TimeoutError, EngineLost) as error:
                 if what not in self._known:
                     raise EngineLost(f"the engine did not answer within {_ASK_SECONDS:g} s") from error

@@ -1,11 +1,9 @@
 """`engine_loop`: the engine's side of a server: an `EngineLoop` with grammars, the live view and the record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
+from dsv4.engine.control import engine_info
 from dsv4.engine.grammar.compiler import GrammarCompiler
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.step.constraint import Constraint
 from dsv4.http.telemetry.live_view import LiveView

@@ -1,8 +1,6 @@
 """Errors of the HTTP interface, in a shape that OpenAI's clients and Anthropic's both read:
 `{"type": "error", "error": {message, type, param, code}}`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dsv4.errors import Dsv4Error
@@ -25,6 +23,11 @@ class ApiError(Dsv4Error, ValueError):
     @property
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, code=self.code, param=self.param)
+
+
+def wrong_field(field: str, message: str) -> ApiError:
+    """400: what is wrong with a field."""
+    return ApiError(400, f"{field}: {message}", code="invalid_value", param=field)
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 It also gives each request its id: the client's `X-Request-Id`, or a new one; every answer carries it.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets

@@ -4,8 +4,6 @@ It accepts requests once the model is loaded. After a first stop signal new requ
 Requests still running after `drain_seconds`, or at a second signal, end with an error that says why.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,15 +1,13 @@
 """The OpenAPI document: the request and answer models, and every status a route can give."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from dsv4.http.apis.chat.schema import ChatCompletionChunk
-from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, SyncEndpoint
+from dsv4.http.apis.chat.answer import ChatCompletionChunk
+from dsv4.http.apis.registry import GENERATING, QUESTIONS, Api, Endpoint, SyncEndpoint
 from dsv4.http.apis.rl.calls import Call
 from dsv4.http.apis.rl.generation import RENDER, ROLLOUTS
 from dsv4.http.apis.rl.routes import calls_of
@@ -67,16 +65,13 @@ def _schemas(models: Iterable[type[BaseModel]], mode: JsonSchemaMode) -> dict[st
 def _paths(
     generating: Sequence[Api], questions: Sequence[SyncEndpoint], calls: Sequence[Call]
 ) -> dict[str, Any]:  # fmt: skip
-    posting = (400, 401, 403, 404, 413, 415, 500, 503)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     page = {"description": "The chat page.", "content": {"text/html": {"schema": {"type": "string"}}}}
     metrics = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     health = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "The engine has failed.")}}
     ready = {"responses": {**_answers(Health, (403,)), "503": _content(Health, "Shutting down, or failed.")}}
-    asking = (400, 401, 403, 404, 413, 415)
     return {
-        **{api.path: {"post": _posting(api.summary, api.request, api.answer, posting)} for api in generating},
-        **{one.path: {"post": _asking(one.summary, one.request, one.answer, asking)} for one in questions},
+        **{one.path: {"post": _posting(one)} for one in (*generating, *questions)},
         **{one.path: {name.lower(): _calling(one, name) for name in one.methods} for one in calls},
         "/version": {"get": {"summary": "The version", "responses": _answers(Version, (403,))}},
         "/v1/models": {"get": {"summary": "The model", "responses": _answers(ModelList, (401, 403))}},
@@ -91,19 +86,16 @@ def _paths(
     }
 
 
-def _posting(
-    summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
-) -> dict[str, Any]:  # fmt: skip
-    operation = _asking(summary, request, answer, statuses)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {}
-    return operation
+def _posting(one: Endpoint) -> dict[str, Any]:
+    generates = isinstance(one, Api)
+    responses = _answers(one.answer, (400, 401, 403, 404, 413, 415, *((500, 503) if generates else ())))
+    if generates:
+        responses["200"]["content"]["text/event-stream"] = {}
+    return {"summary": one.summary, "requestBody": _body(one.request, True), "responses": responses}
 
 
-def _asking(
-    summary: str, request: type[BaseModel], answer: type[BaseModel], statuses: tuple[int, ...]
-) -> dict[str, Any]:  # fmt: skip
-    body = {"required": True, "content": {"application/json": {"schema": _schema(request)}}}
-    return {"summary": summary, "requestBody": body, "responses": _answers(answer, statuses)}
+def _body(request: type[BaseModel], is_required: bool) -> dict[str, Any]:
+    return {"required": is_required, "content": {"application/json": {"schema": _schema(request)}}}
 
 
 def _calling(call: Call, method: str) -> dict[str, Any]:
@@ -112,8 +104,7 @@ def _calling(call: Call, method: str) -> dict[str, Any]:
     responses = {"200": done, **_errors((400, 401, 403, 409, 413, 415, 500, 503))}
     if method == "GET":
         return {"summary": call.summary, "responses": responses}
-    body = {"required": False, "content": {"application/json": {"schema": _schema(call.request)}}}
-    return {"summary": call.summary, "requestBody": body, "responses": responses}
+    return {"summary": call.summary, "requestBody": _body(call.request, False), "responses": responses}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, str]:

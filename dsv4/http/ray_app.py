@@ -7,8 +7,6 @@ the `Replica` that holds the conversation's cache. A replica is `create_app` ove
 nothing. Ray starts them, watches over them and replaces those that die. Needs the extra `ray`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -38,7 +36,7 @@ from dsv4.http.settings import ServerConfig
 from dsv4.llm import LLM
 from dsv4.loader.generation_defaults import read_sampling_defaults
 from dsv4.text.chat import effort_profile
-from dsv4.tools.model_loading import check_numerics, check_tokenizer, engine_limits, find_model, load_llm
+from dsv4.tools.model_loading import ModelSettings, check_numerics, check_tokenizer, engine_limits, find_model, load_llm
 
 _LOG = logging.getLogger("dsv4.serve")
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -106,11 +104,12 @@ class Options(BaseModel):
 
     def load(self, config: ModelConfig) -> LLM:
         console = Console(stderr=True)
-        return load_llm(
-            find_model(self._path, console), numerics=self.numerics, dtype=self.dtype,
-            device="cuda" if self.gpus else "cpu", gpus=max(self.gpus, 1), console=console,
-            limits=engine_limits(config, context=self.context, requests=self.requests, chunk=self.chunk),
+        limits = engine_limits(config, context=self.context, requests=self.requests, chunk=self.chunk)
+        model = ModelSettings(
+            folder=str(find_model(self._path, console)), numerics=self.numerics, dtype=self.dtype, limits=limits,
+            device="cuda" if self.gpus else "cpu", gpus=max(self.gpus, 1),
         )  # fmt: skip
+        return load_llm(model, console)
 
 
 class Replica:

@@ -4,8 +4,6 @@ OpenAI's and Anthropic's interfaces at /v1 (`apis/`), a page at /, /health, /rea
 this moment) and /openapi.json.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

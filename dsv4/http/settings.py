@@ -1,7 +1,5 @@
 """`ServerConfig`: what a server allows and how it behaves. Frozen and checked; no web framework here."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from dsv4.engine.link.messages import EngineLost, EngineStopped
 from dsv4.engine.link.stream import ErrorEvent, RequestStream, TokenEvent
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.errors import Dsv4Error
+from dsv4.http.apis.sse import DONE, PING, error_event
 from dsv4.http.connection import OUTLET, Outlet
 from dsv4.http.errors import ApiError
 from dsv4.http.telemetry.metrics import Metrics, RequestTimer
@@ -23,29 +24,36 @@ from dsv4.http.telemetry.metrics import Metrics, RequestTimer
 _LONG_ANSWER = 2048  # tokens: the JSON of longer ones is written beside the loop that streams
 
 
-class Assembler(Protocol):
+class Assembler:
     """Turns the events of a job into the answer of one interface: a stream (`opening`, `take`, `closing`) as the text
-    of server-sent events, or whole (`keep`, `whole`) as JSON."""
+    of server-sent events, or whole (`keep`, `whole`) as JSON. As it stands: events without names, `[DONE]` at the end.
+    """
 
-    ping: str  # what a stream says while it has nothing to say
+    ping = PING  # what a stream says while it has nothing to say
 
     def opening(self) -> str:
         """What a stream begins with, before the first token."""
+        return ""
 
     def take(self, event: TokenEvent) -> str:
-        """What becomes certain with a token, or an end without one."""
+        """What becomes certain with a token, or an end without one; often nothing inside a tag."""
+        raise NotImplementedError
 
     def closing(self) -> str:
         """What ends a stream in which every choice has ended."""
+        return DONE
 
     def failure(self, error: ApiError) -> str:
         """What ends a stream that cannot go on."""
+        return error_event(error)
 
     def keep(self, event: TokenEvent) -> None:
         """A token, or an end without one, of an answer that is sent whole."""
+        self.take(event)
 
     def whole(self) -> str:
         """The answer, once every choice has ended."""
+        raise NotImplementedError
 
 
 class ClientGone(Dsv4Error):

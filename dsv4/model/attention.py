@@ -1,7 +1,5 @@
 """One attention sublayer: low-rank queries, one shared K=V row, compressed entries, grouped output projection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

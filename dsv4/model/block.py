@@ -1,7 +1,5 @@
 """One block: hyper-connection around attention, hyper-connection around the experts, fused where they meet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -16,8 +16,6 @@ ends. What makes that safe:
 Direct calls never fork: their launches are long, and every tensor would have to be recorded with the allocator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

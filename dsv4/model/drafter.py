@@ -23,8 +23,6 @@ DSpark row of position p depends on tokens up to p alone. Rows m - 128 .. m - 1 
 they are: taps cannot be had from the target's cache. Neither changes what the target says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

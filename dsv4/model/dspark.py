@@ -13,8 +13,6 @@ The block's rows go into the rings in front of the context, where the next conte
 least `sliding_window + block_size` long, so they replace nothing that is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ parts of its own experts for all ranks' tokens, and each token's rank sums the p
 expert needs no other rank: it runs beside the exchange.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Multi-token prediction: mixes the next token's embedding into the main streams and runs one SWA block on them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dsv4.cache.batch import TokenBatch

@@ -5,8 +5,6 @@ t + 2. So the row before the anchor gives the first draft. Every further one com
 step before and the draft just chosen, one position on. The block was trained for one step: later drafts are worse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 n streams, H heads, E routed experts, I expert width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 

@@ -5,8 +5,6 @@ The kernels take experts shuffled for their MMA (formats/layouts.py) and weights
 (`WideWeight`), eight bytes a weight, from the first product on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial

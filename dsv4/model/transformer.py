@@ -1,7 +1,5 @@
 """The whole model: embedding, blocks, head. It owns no state; the cache comes in through handles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Results are compared as the values they stand for: codes and cached rows are decoded. Tolerances: testing/numeric.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any

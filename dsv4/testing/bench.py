@@ -5,8 +5,6 @@ around the replay. Nothing waits for the host in between, since the flush gives 
 the launch itself is measured on an empty graph (`launch_us`) and recorded, not subtracted.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import statistics

@@ -3,8 +3,6 @@
 `kernel_device()` is where kernels run: the GPU, or the CPU through Triton's interpreter. The same tests serve both.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

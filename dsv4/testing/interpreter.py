@@ -20,8 +20,6 @@ fp32 `tl.dot` operands. Kernels avoid the last two where bits matter.
 touched.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

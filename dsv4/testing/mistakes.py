@@ -1,7 +1,5 @@
 """Ops with a planted mistake, to see that a comparison is red and names them. Each maker takes the sound ops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@
 | greedy tokens against those of another device | the same token, near-ties excepted | `assert_greedy` |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

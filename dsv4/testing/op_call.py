@@ -4,18 +4,48 @@ the same arguments.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+import dsv4.ops
 from dsv4.cache.batch import TokenBatch
 from dsv4.formats.trees import map_tensors
 from dsv4.ops import Backend, OpSet
 from dsv4.ops.compress import Compression
-from dsv4.testing.op_modules import oracles_and_kernels
+
+
+def op_modules() -> list[ModuleType]:
+    """Every module below `dsv4.ops`, in folders too."""
+    names = [info.name for info in pkgutil.walk_packages(dsv4.ops.__path__, "dsv4.ops.")]
+    return [importlib.import_module(name) for name in names]
+
+
+def family_of(module: str) -> str:
+    """`dsv4.ops.moe.launch` -> `moe`."""
+    return module.split(".")[2]
+
+
+def oracles_and_kernels() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """`<op>_ref` and `<op>` where one family defines both, by "family.op_ref"."""
+    defined = {
+        f"{family_of(module.__name__)}.{name}": value
+        for module in op_modules()
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
+    return {
+        name: (oracle, defined[name.removesuffix("_ref")])
+        for name, oracle in defined.items()
+        if name.endswith("_ref") and name.removesuffix("_ref") in defined
+    }
+
 
 # arguments with one row for each token
 ROWS: dict[str, tuple[str, ...]] = {

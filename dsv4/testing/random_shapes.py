@@ -2,8 +2,6 @@
 groups, experts and choices. For tests of what must hold at every shape that the kernels take.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What ships with the package for tests and the self-test: recorded texts of the miniature, vectors of single ops."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The definition (tokenizer.json) of a tokenizer with one token per byte, for synthetic checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dsv4.text.protocol import PROTOCOL

@@ -6,8 +6,6 @@ in user content as ordinary text (`dsv4.text.tokenizer.encode_chat`). The string
 caller may pass is checked in `messages.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import Formatter

@@ -1,7 +1,5 @@
 """What an answer of many tokens is kept in: text and log-probabilities as few objects, however many pieces come."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import overload

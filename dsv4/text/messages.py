@@ -5,8 +5,6 @@ passes are: tool results become part of user turns, adjacent user turns merge, t
 calls they answer, and reasoning that the model must not see again is dropped. Rendering is in `chat.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The engine knows token ids only. `LLM`, `AsyncLLM` and the HTTP front ends keep 
 the engine drew, and end the request where a stop string is found.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

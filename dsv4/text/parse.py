@@ -19,8 +19,6 @@ Tolerance, beyond what `dsv4.text.chat` writes:
 * One end-of-sentence marker at the very end is dropped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The literal strings of the chat protocol, read once from `protocol.json`, the only place where they are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

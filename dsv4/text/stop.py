@@ -1,7 +1,5 @@
 """`StopBuffer`: lets text through as it comes, but never a part of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

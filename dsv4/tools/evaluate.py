@@ -4,8 +4,6 @@ The text is cut into contexts, each evaluated as a prompt of its own, so every n
 Everything is compared with the `exact` numerics (weights dequantised, nothing else rounded).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Which experts a model used: choices counted by layer, as `Engine.observers` get them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ hash of its own files and of the kernel. Where the second part was written down 
 another build of the same Triton finds the folder under its own name; else both must have one build.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

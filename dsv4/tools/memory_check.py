@@ -1,7 +1,5 @@
 """Whether a model will fit, asked before its weights are read; and giving back what a large request took. No torch."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from dsv4.loader.shipped import DEFAULT_SHIPPED, find_checkpoint, shipped_names
 from dsv4.request import RequestError, SamplingParams
 from dsv4.tools.auto.choose import choose_for
 from dsv4.tools.auto.machine import read_machine
-from dsv4.tools.auto.settings import Settings, Wishes
+from dsv4.tools.auto.settings import Wishes
 from dsv4.tools.memory_check import check_gpu_memory, check_host_memory, naming_host_memory
 from dsv4.tools.plan.targets import PRESETS
 
@@ -200,53 +201,60 @@ def parse_drafts(text: str, option: str = "--drafts") -> Drafts:
     return int(text)
 
 
-def place_model(
-    folder: Path, limits: EngineConfig, console: Console, *, device: str, gpus: int | None,
-    offload_experts: str | int | None, numerics: str, dtype: str | None,
-) -> Settings:  # fmt: skip
+class ModelSettings(msgspec.Struct, kw_only=True, frozen=True):
+    """A model to load. `place_model` decides what is left open: a device `auto`, GPUs None."""
+
+    folder: str
+    numerics: str = "official"
+    dtype: str | None = None
+    device: str = "auto"
+    limits: EngineConfig
+    offload_experts: str | int | None = None
+    drafts: Drafts = "off"
+    gpus: int | None = None
+    threads: int | None = None
+    ignore_selftest: bool = False
+
+
+def place_model(model: ModelSettings, console: Console) -> ModelSettings:
     """Device, ranks and offloading of a command that has limits of its own, chosen as a server's are."""
+    limits, folder = model.limits, Path(model.folder)
     wishes = Wishes(
-        device=device, gpus=gpus, requests=limits.max_concurrent_requests, context=limits.max_context_tokens,
-        chunk=limits.max_chunk_tokens, drafts="off", offload_experts=offload_experts, numerics=numerics, limits=limits,
+        device=model.device, gpus=model.gpus, requests=limits.max_concurrent_requests,
+        context=limits.max_context_tokens, chunk=limits.max_chunk_tokens, drafts="off",
+        offload_experts=model.offload_experts, numerics=model.numerics, limits=limits,
     )  # fmt: skip
-    found = choose_for(folder, ModelConfig.from_pretrained(folder), wishes, read_machine(), dtype)
+    found = choose_for(folder, ModelConfig.from_pretrained(folder), wishes, read_machine(), model.dtype)
     if found.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = found.visible
-    if device == "auto" and found.device != "cpu":
+    if model.device == "auto" and found.device != "cpu":
         for choice in found.choices:
             if choice.what in ("device", "busy", "experts"):
                 print_note(f"{choice.what}: {choice.value} ({choice.why}); {choice.option} changes it", console)
-    return found
+    return msgspec.structs.replace(
+        model, device=found.device, gpus=found.gpus, offload_experts=found.offload_experts
+    )  # fmt: skip
 
 
-def check_loading(
-    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, drafts: Drafts = "off",
-    gpus: int = 1, threads: int | None = None,
-) -> EngineConfig:  # fmt: skip
+def check_loading(model: ModelSettings) -> EngineConfig:
     """The limits with room for drafts. What can be refused is refused here, before torch is loaded."""
-    config = ModelConfig.from_pretrained(model)
-    if threads is not None and threads < 1:
-        raise RequestError(f"--threads must be at least 1, found {threads}")
-    if threads is not None and gpus > 1:
+    config, drafts = ModelConfig.from_pretrained(model.folder), model.drafts
+    if model.threads is not None and model.threads < 1:
+        raise RequestError(f"--threads must be at least 1, found {model.threads}")
+    if model.threads is not None and (model.gpus or 1) > 1:
         raise RequestError("--threads needs --gpus 1: set OMP_NUM_THREADS, which every process obeys")
-    if drafts == "auto" and why_off(config, numerics=numerics) is not None:
+    if drafts == "auto" and why_off(config, numerics=model.numerics) is not None:
         drafts = "off"
-    limits = draft_limits(limits, config, drafts)
-    if device == "cpu":
-        check_host_memory(model, config, limits, numerics=numerics, dtype=dtype)
+    limits = draft_limits(model.limits, config, drafts)
+    if model.device == "cpu":
+        check_host_memory(Path(model.folder), config, limits, numerics=model.numerics, dtype=model.dtype)
     return limits
 
 
-def load_llm(
-    model: Path, *, numerics: str, dtype: str | None, device: str, limits: EngineConfig, console: Console,
-    offload_experts: str | int | None = None, drafts: Drafts = "off", gpus: int = 1, threads: int | None = None,
-    ignore_selftest: bool = False,
-) -> LLM:  # fmt: skip
-    """The model, with a progress bar; what the loader warns of is printed as a note."""
-    config = ModelConfig.from_pretrained(model)
-    limits = check_loading(
-        model, numerics=numerics, dtype=dtype, device=device, limits=limits, drafts=drafts, gpus=gpus, threads=threads
-    )
+def load_llm(model: ModelSettings, console: Console) -> LLM:
+    """The model, with a progress bar; what the loader warns of is printed as a note. Takes minutes, loads torch."""
+    config, limits = ModelConfig.from_pretrained(model.folder), check_loading(model)
+    numerics, drafts, offload_experts, gpus = model.numerics, model.drafts, model.offload_experts, model.gpus or 1
     obstacle = why_off(config, numerics=numerics)
     if drafts == "auto" and obstacle is not None:
         print_note(f"drafts are off: {obstacle}", console)
@@ -259,21 +267,23 @@ def load_llm(
 
     seconds = perf_counter() - begun
 
-    if device.startswith("cuda") and torch.cuda.is_available() and gpus == 1:
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
+    if model.device.startswith("cuda") and torch.cuda.is_available() and gpus == 1:
+        free, _ = torch.cuda.mem_get_info(torch.device(model.device))
         check_gpu_memory(
-            model, config, limits, free, numerics=numerics, dtype=dtype, keeps_experts=offload_experts is None
-        )
+            Path(model.folder), config, limits, free, numerics=numerics, dtype=model.dtype,
+            keeps_experts=offload_experts is None,
+        )  # fmt: skip
     with warnings.catch_warnings(record=True) as notes, naming_host_memory(limits):
         warnings.simplefilter("always")
         llm = LLM(
-            model, device=device, numerics="exact" if numerics == "exact" else "official",
-            dtype=getattr(torch, dtype) if dtype else None, engine=limits, offload_experts=offload_experts,
-            drafts=drafts, gpus=gpus, progress=True, ignore_selftest=ignore_selftest,
+            model.folder, device=model.device, numerics="exact" if numerics == "exact" else "official",
+            dtype=getattr(torch, model.dtype) if model.dtype else None, engine=limits,
+            offload_experts=offload_experts, drafts=drafts, gpus=gpus, progress=True,
+            ignore_selftest=model.ignore_selftest,
         )  # fmt: skip
     llm.start_seconds = {"libraries": seconds, **llm.start_seconds}
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
     texts = [str(note.message) for note in notes]
     if llm.pool is not None:
         placement, where = llm.pool.placement, "the device" if gpus == 1 else "each GPU"

@@ -1,7 +1,5 @@
 """Names of options: what other servers call ours, and what an error calls a field that an option sets. No torch."""
 
-from __future__ import annotations
-
 import errno
 import re
 

@@ -1,8 +1,6 @@
 """The trained model: the shipped miniature as transformers' `DeepseekV4ForCausalLM`, in fp32, and its gradient. The
 server gets its weights in bf16."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """dsv4 as another process, and the four requests that the loop sends to it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import signal

@@ -7,8 +7,6 @@ transformers trains, dsv4 serves rollouts in another process and gets the new we
 writes a line to FOLDER/record.jsonl; FOLDER/plot.png shows them.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

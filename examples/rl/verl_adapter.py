@@ -5,8 +5,6 @@ async with AsyncLLM(checkpoint, device="cuda") as llm:
     output = await server.generate(prompt_ids, {"temperature": 1.0, "logprobs": True}, request_id="7")
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

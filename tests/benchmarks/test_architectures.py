@@ -1,7 +1,5 @@
 """architectures.md shows its records, and these hold what was promised: everything compiled fits its chip."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Benchmark arithmetic, records and comparison; timing itself needs a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,30 @@ def test_provenance_names_the_commit():
     assert files._output(["no-such-program"]) == "unknown"
     assert json.dumps(commit)
     assert Path(files.ROOT / "dsv4").is_dir()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["mini", "free"])
+def test_the_server_benchmark_runs(preset, tmp_path):
+    out = tmp_path / "records.jsonl"
+    command = [sys.executable, "-m", "benchmarks", "server", "--preset", preset, "--small", "--device", "cpu"]
+    ran = subprocess.run(
+        [*command, "--section", "streams", "--section", "short", "--out", str(out)], cwd=ROOT, capture_output=True,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    alone = {
+        (one["section"], one["load"]["streams"]): one["tokens_per_second"]
+        for one in records
+        if one["kind"] == "serve_engine"
+    }
+    served = [one for one in records if one["kind"] == "serve"]
+    assert {one["section"] for one in served} == {"streams", "short"}
+    for one in served:
+        assert one["failed"] == 0
+        expected = one["tokens_per_second"] / alone[one["section"], one["load"]["streams"]]
+        assert one["share_of_engine"] == pytest.approx(expected, abs=0.002)

@@ -1,8 +1,6 @@
 """`python -m benchmarks`: every module is listed and explains itself; sessions keep records; a server's processes are
 counted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

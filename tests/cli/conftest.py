@@ -1,7 +1,5 @@
 """Fixtures of these tests; `test_server_command.py` needs the server's libraries."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from server_fixtures import checkpoint, dsv4, start

@@ -1,7 +1,5 @@
 """`dsv4 chat`: the conversation, its commands, what is shown and what is kept."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

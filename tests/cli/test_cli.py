@@ -1,7 +1,5 @@
 """The `dsv4` command: what each subcommand prints, and that it prints nothing else."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

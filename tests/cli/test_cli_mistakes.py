@@ -1,7 +1,5 @@
 """Bad input on the command line: exit code 2, one paragraph on stderr that names the culprit, nothing half-written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

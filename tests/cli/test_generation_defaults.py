@@ -1,14 +1,12 @@
 """Sampling defaults of a checkpoint, and what the commands and the server make of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
 
 from dsv4.config import ConfigError, ModelConfig
-from dsv4.engine.run.cpu_threads import choose_threads
+from dsv4.engine.run.start import choose_threads
 from dsv4.loader.generation_defaults import read_sampling_defaults
 
 

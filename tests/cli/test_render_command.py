@@ -1,7 +1,5 @@
 """`dsv4 render`: exact bytes on standard output; a mistake is a `ChatError`, which the command line prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

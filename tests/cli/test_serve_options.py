@@ -1,7 +1,5 @@
 """`dsv4 serve --config FILE` and `--print-config`; what a running server says about its settings, and its profiles."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

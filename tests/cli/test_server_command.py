@@ -1,7 +1,5 @@
 """`dsv4 serve` as a process: it starts, answers, finishes what runs when told to stop, and refuses what cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

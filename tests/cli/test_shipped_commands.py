@@ -1,7 +1,5 @@
 """Commands without a checkpoint: they run the miniature that ships with the package, and say so."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the models of these tests are asked and say."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel

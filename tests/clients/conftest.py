@@ -3,8 +3,6 @@
 Run by `make client-test`, which installs the clients into environments of their own; left out everywhere else.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """langchain-openai and pydantic-ai: what they make of the interfaces, turn by turn."""
 
-from __future__ import annotations
-
 import anthropic
 import openai
 import pytest

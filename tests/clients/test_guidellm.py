@@ -1,7 +1,5 @@
 """guidellm: its benchmark on the command line, over every interface it knows of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

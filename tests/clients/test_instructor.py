@@ -1,7 +1,5 @@
 """instructor: three ways to ask for a model of pydantic's, and a second try."""
 
-from __future__ import annotations
-
 import instructor
 import openai
 import pytest

@@ -1,7 +1,5 @@
 """litellm, as three providers: conversations with tools and thoughts, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 
 import litellm

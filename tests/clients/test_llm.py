@@ -1,7 +1,5 @@
 """`llm` on the command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

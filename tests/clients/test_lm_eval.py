@@ -1,7 +1,5 @@
 """lm-eval: log-likelihoods through the server."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Claude Code and Codex themselves, on a small model with the miniature's tokenizer and a longer context: a script says
 which of their tools it calls, they run them and send the results back. They reach loopback alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

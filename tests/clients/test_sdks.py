@@ -1,7 +1,5 @@
 """OpenAI's and Anthropic's own clients: turns, tools, thoughts, streams."""
 
-from __future__ import annotations
-
 import json
 
 import anthropic

@@ -1,7 +1,5 @@
 """TRL's `VLLMClient` against a live server with `--rl`: everything it does without NCCL."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -26,10 +24,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(params, root):
-    server = start_server(make_llm(params), rl=True, rl_roots=(str(root),))
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(make_llm(params), rl=True, rl_roots=(str(root),)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

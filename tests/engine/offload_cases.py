@@ -1,7 +1,5 @@
 """Parameters of a model over an `ExpertPool`, without a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dsv4.engine.offload.pool import ExpertPool, LayerExperts, with_experts

@@ -1,7 +1,5 @@
 """Routed experts and the indexer's picks of a request: those of a trace of its text, however it was computed."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sleeping gives memory back, waking brings the same bits."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

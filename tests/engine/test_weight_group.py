@@ -1,7 +1,5 @@
 """New weights from another process, by broadcast: gloo, two processes."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is written of new weights: the kernels' layout, rounded weights, refused values, and the memory it takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

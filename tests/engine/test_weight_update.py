@@ -1,7 +1,5 @@
 """New weights in place: the bits of a fresh engine, tensors that stay where they are, nothing of the old weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

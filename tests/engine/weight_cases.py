@@ -1,7 +1,5 @@
 """One small model with two sets of weights, and what each of them answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from engine_cases import SMALL
@@ -13,7 +11,7 @@ CONFIG = replace(SMALL, n_routed_experts=8)
 LIMITS = EngineConfig(max_context_tokens=512, max_concurrent_requests=3, max_chunk_tokens=64)
 PROMPTS = [list(range(3, 43)), [7, 8, 9], [token % 200 for token in range(100, 400)], [5] * 140]
 PARAMS = [
-    SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, logprobs=2, temperature=float(seed % 2))
+    SamplingParams(max_tokens=10, seed=seed, ignore_eos=True, logprobs=2, temperature=float(seed % 2))
     for seed in range(4)
 ]
 

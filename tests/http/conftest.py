@@ -1,7 +1,5 @@
 """Fixtures of these tests; without the server's libraries they are left out."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from server_fixtures import checkpoint, dsv4, live, open_page, served_params, start, two_layer_params

@@ -1,7 +1,5 @@
 """A live server on loopback over a very small model, in this process."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -66,6 +64,15 @@ class LiveServer:
 
     def chat(self, text="hi", **fields):
         return self.post("/v1/chat/completions", chat_body(text, **fields))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        """At the end nothing may be held any more."""
+        if kind is None:
+            self.wait_until_free()
+        self.stop()
 
     def wait_until_free(self, seconds=10):
         """Every slot and block is free again, and the books agree."""

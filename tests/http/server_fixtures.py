@@ -1,7 +1,5 @@
 """Fixtures of the command line's and the server's tests: commands in this process, servers, a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -39,6 +37,12 @@ def dsv4(capfdbinary):
 
 
 SERVE = (sys.executable, "-m", "dsv4", "serve", "--port", "0")
+IMPATIENT = """
+from dsv4.cli.main import main
+from dsv4.http.processes import supervisor
+supervisor._SILENT_SECONDS = 2.0
+main()
+"""
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +58,10 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def start(checkpoint, tmp_path):
     """`start(options)`: a running `dsv4 serve`, its address and its log. `descriptors` and `file_bytes` limit what it
-    may open, and how long its files may get."""
+    may open, and how long its files may get. `program`: Python that runs the command in another way."""
     running = []
 
-    def run(*options, descriptors=None, file_bytes=None):
+    def run(*options, descriptors=None, file_bytes=None, program=None):
         def limit():
             for kind, most in ((resource.RLIMIT_NOFILE, descriptors), (resource.RLIMIT_FSIZE, file_bytes)):
                 if most is not None:
@@ -65,9 +69,10 @@ def start(checkpoint, tmp_path):
 
         log = tmp_path / f"log{len(running)}"
         model = ("--model", str(checkpoint), "--context", "4096")
+        command = SERVE if program is None else (sys.executable, "-c", program, *SERVE[3:])
         with log.open("w") as file:
             process = subprocess.Popen(
-                [*SERVE, *model, *options], cwd=ROOT, stderr=file, env={**os.environ, "DSV4_API_KEY": "k"},
+                [*command, *model, *options], cwd=ROOT, stderr=file, env={**os.environ, "DSV4_API_KEY": "k"},
                 preexec_fn=limit,
             )  # fmt: skip
         running.append(process)
@@ -143,7 +148,5 @@ def live(served_params):
     """A server of the test file's own. At the end of it nothing may be held any more."""
     from server_cases import make_llm, start_server
 
-    server = start_server(make_llm(served_params))
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(make_llm(served_params)) as server:
+        yield server

@@ -1,7 +1,5 @@
 """Which requests belong to one conversation: every turn of it, whichever interface and client it comes through."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples of docs/serving.md, run as they stand against a live server; only the address is replaced."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

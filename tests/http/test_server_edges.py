@@ -1,7 +1,5 @@
 """Connections that do not behave: requests that never come whole, too many of them, clients that leave or go on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -25,12 +23,10 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/js
 @pytest.fixture(scope="module")
 def hasty(served_params):
     """A server that does not wait long for the rest of a request, and wants a key."""
-    server = start_server(
+    with start_server(
         make_llm(served_params), header_seconds=0.3, body_seconds=0.6, max_connections=20, api_key="k"
-    )
-    yield server
-    server.wait_until_free()
-    server.stop()
+    ) as server:
+        yield server
 
 
 def connect(server):

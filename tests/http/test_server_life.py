@@ -1,7 +1,5 @@
 """Health, metrics, the live view, keys, queue, vanishing clients and failing requests."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the server says of itself: lines, metrics, the dashboard that shows them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

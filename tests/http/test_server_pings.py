@@ -1,7 +1,5 @@
 """While a long prompt is read a stream sends signs of life: a proxy that ends idle connections lets it through."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

@@ -3,8 +3,6 @@
 Whatever happens to a server or its files, an answer has the tokens and log-probabilities of a cold run.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import threading

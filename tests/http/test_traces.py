@@ -1,7 +1,5 @@
 """Traces of requests: what a collector on loopback receives, and what is said where there can be none."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

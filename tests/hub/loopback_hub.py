@@ -1,7 +1,5 @@
 """A hub on loopback: as much of the hub's HTTP as huggingface_hub asks for, with mistakes to order."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tensors read ahead of their use: every byte in order, bounded memory, mistakes named."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from itertools import pairwise

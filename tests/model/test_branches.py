@@ -23,7 +23,7 @@ from dsv4.ops import TORCH, TRITON
 from dsv4.ops.lib.arrivals import arrival_counters
 from dsv4.testing.inputs import kernel_device
 from dsv4.testing.numeric import assert_bitwise
-from dsv4.testing.op_modules import op_modules
+from dsv4.testing.op_call import op_modules
 
 MAY_OVERLAP = (
     "rms_norm_quant", "linears", "attention_inputs", "compress", "compress_pair", "moe_parts", "moe_shared",

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_vectors import DraftSet
 
-from dsv4.testing.vectors import (
-    PURE_LAYER_RELATIVE,
-    PURE_LOGITS_ABS,
-    STRICT_LAYER,
-    VectorSet,
-    entries_missed,
-    pure_deviation,
-    quantised_failures,
-    relative_l2,
-)
+from dsv4.testing import vectors
+from dsv4.testing.vectors import pure_deviation
 
 SET_A = Path(__file__).parents[1] / "vectors" / "setA"
 CASES = json.loads((SET_A / "cases.json").read_text())["cases"]
@@ -26,7 +19,7 @@ LAYERS = json.loads((SET_A / "cases.json").read_text())["layer_cases"]["layers"]
 
 @cache
 def expected(name):
-    return VectorSet.open(SET_A).expected(name)
+    return vectors.VectorSet.open(SET_A).expected(name)
 
 
 def run_case(llm, set_a, case, most_chunks=1000):
@@ -42,18 +35,18 @@ def assert_block(output, layer_idx, numerics):
     for name in ("attn_out", "ffn_out", "streams"):
         want = table[f"{tag}.{name}"]
         reference = want.double() - table["input"].double()[rows] if name == "streams" else None
-        limit = PURE_LAYER_RELATIVE if is_exact else STRICT_LAYER[name]
-        assert relative_l2(getattr(output, name)[rows].cpu(), want, reference) <= limit, name
+        limit = vectors.PURE_LAYER_RELATIVE if is_exact else vectors.STRICT_LAYER[name]
+        assert vectors.relative_l2(getattr(output, name)[rows].cpu(), want, reference) <= limit, name
     assert torch.equal(output.experts.cpu(), table[f"{tag}.experts"].long())
     if output.entries is not None:
-        missed = entries_missed(output.entries.cpu(), table[f"{tag}.entries"])
-        assert missed <= (0 if is_exact else STRICT_LAYER["entries"])
+        missed = vectors.entries_missed(output.entries.cpu(), table[f"{tag}.entries"])
+        assert missed <= (0 if is_exact else vectors.STRICT_LAYER["entries"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_exact_logits(exact_llm, set_a, case):
     logits = run_case(exact_llm, set_a, case)
-    assert pure_deviation(logits, expected("expected_pure")[case["logits"]]) <= PURE_LOGITS_ABS
+    assert vectors.pure_deviation(logits, expected("expected_pure")[case["logits"]]) <= vectors.PURE_LOGITS_ABS
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +70,10 @@ def test_official_logits(official_logits):
             table[f"{name}.noise_maxabs"],
             table[f"{name}.noise_cosdist"],
         )
-        failures[name] = quantised_failures(*row)
+        failures[name] = vectors.quantised_failures(*row)
         for column, part in zip(columns, row, strict=True):
             column.append(part)
-    failures["all rows"] = quantised_failures(*(torch.cat(column) for column in columns))
+    failures["all rows"] = vectors.quantised_failures(*(torch.cat(column) for column in columns))
     assert {name: found for name, found in failures.items() if found} == {}
 
 
@@ -100,7 +93,7 @@ def test_exact_trace(exact_llm, set_a):
     layers = exact_llm.trace(set_a.token_ids(case))
     for layer_idx, output in enumerate(layers):
         rows = table["positions.streams"]
-        assert relative_l2(output.streams[rows], table[f"streams.{layer_idx}"]) <= PURE_LAYER_RELATIVE
+        assert vectors.relative_l2(output.streams[rows], table[f"streams.{layer_idx}"]) <= vectors.PURE_LAYER_RELATIVE
         assert torch.equal(output.experts, table[f"router.{layer_idx}.experts"].long())
         if output.entries is not None:
             assert torch.equal(output.entries, table[f"indexer.{layer_idx}.entries"].long())
@@ -114,7 +107,7 @@ def test_official_trace(official_llm, set_a):
         changed = (output.experts != table[f"router.{layer_idx}.experts"].long()).any(-1).double().mean()
         assert changed <= 2 * trace["natural_router_changes"][layer_idx]
         if output.entries is not None:
-            missed = entries_missed(output.entries, table[f"indexer.{layer_idx}.entries"])
+            missed = vectors.entries_missed(output.entries, table[f"indexer.{layer_idx}.entries"])
             assert missed <= 1.25 * trace["natural_indexer_miss"][str(layer_idx)]
 
 
@@ -122,3 +115,35 @@ def test_vectors_are_the_published_files(set_a):
     """A shard that was changed would make every other test here meaningless."""
     for name, facts in set_a.cases["files"].items():
         assert hashlib.sha256((SET_A / name).read_bytes()).hexdigest() == facts["sha256"], name
+
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+DRAFT_A, MTP_A = DraftSet.open(VECTORS / "draftA"), DraftSet.open(VECTORS / "mtpA.json")
+
+
+@pytest.mark.parametrize("case_id", DRAFT_A.cases)
+def test_dspark(dspark_llm, case_id):
+    """Every round; the prompt in pieces, each way of cutting it for the first round alone."""
+    *others, last = DRAFT_A.cases[case_id]["chunkings"]
+    assert DRAFT_A.deviation(case_id, DRAFT_A.run(dspark_llm, case_id, last)) <= DRAFT_A.limit
+    for chunks in (None, *others):
+        first = DRAFT_A.run(dspark_llm, case_id, chunks, num_rounds=1)
+        assert DRAFT_A.deviation(case_id, first) <= DRAFT_A.limit
+
+
+@pytest.mark.parametrize("case_id", MTP_A.cases)
+def test_mtp(exact_llm, case_id):
+    last = MTP_A.cases[case_id]["chunkings"][-1]
+    assert MTP_A.deviation(case_id, MTP_A.run(exact_llm, case_id, last)) <= MTP_A.limit
+
+
+def test_the_target_itself(dspark_llm):
+    case = DRAFT_A.cases["p131"]
+    logits = dspark_llm.logits(case["prompt"])
+    assert pure_deviation(logits[-1], DRAFT_A.expected["p131.r0.main"]) <= DRAFT_A.limit
+
+
+def test_deviation_sees_a_wrong_draft(dspark_llm):
+    rounds = DRAFT_A.run(dspark_llm, "p3", num_rounds=1)
+    rounds[0].drafts[4] += 1
+    assert DRAFT_A.deviation("p3", rounds) == float("inf")

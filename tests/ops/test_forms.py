@@ -4,8 +4,6 @@ In the interpreter every op with several forms, up to the numbers of rows that i
 of sums is the compiler's, all numbers at which a form changes. What an op writes in place is compared too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

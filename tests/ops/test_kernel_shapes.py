@@ -1,7 +1,5 @@
 """Models that no kernel takes are refused by name; what the kernels take runs, at shapes unlike Flash's and Pro's."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -10,7 +10,7 @@ import pytest
 
 import dsv4.ops
 from dsv4.ops import TORCH, TRITON, OpSet
-from dsv4.testing.op_modules import oracles_and_kernels
+from dsv4.testing.op_call import oracles_and_kernels
 
 PAIRS = oracles_and_kernels()
 

@@ -13,7 +13,7 @@ from test_op_contracts import PAIRS
 
 from dsv4.ops import OpSet
 from dsv4.testing.bench import case_modules, load_cases
-from dsv4.testing.op_modules import op_modules
+from dsv4.testing.op_call import op_modules
 
 FOLDER = Path(__file__).parent
 FAMILY = {oracle.removesuffix("_ref").split(".")[1]: oracle.split(".")[0] for oracle in PAIRS}

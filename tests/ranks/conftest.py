@@ -1,7 +1,5 @@
 """One small model, made once; ranks are made by the tests and must be gone when they end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rank_cases import SMALL, ThreadedRanks
@@ -21,18 +19,22 @@ def models():
 
 
 @pytest.fixture
-def make_ranks(models):
+def threaded():
+    """`ThreadedRanks` that are closed at the end."""
     made = []
+    yield lambda *given, **options: made.append(ThreadedRanks(*given, **options)) or made[-1]
+    for ranks in made:
+        ranks.close()
 
+
+@pytest.fixture
+def make_ranks(models, threaded):
     def make(size, numerics="official", limits=None, **options):
         params, dtype = models[numerics]
         given = EngineConfig(**{"max_context_tokens": 512, "max_concurrent_requests": 4 * size, **(limits or {})})
-        made.append(ThreadedRanks(SMALL, params, size, given, dtype=dtype, **options))
-        return made[-1]
+        return threaded(SMALL, params, size, given, dtype=dtype, **options)
 
-    yield make
-    for ranks in made:
-        ranks.close()
+    return make
 
 
 @pytest.fixture

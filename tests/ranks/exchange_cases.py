@@ -1,8 +1,6 @@
 """The exchange through shared memory and experts that store their parts there, as four ranks of Flash launch them: for
 the compile check."""
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.dist.symmetric import Layout, SymmetricExchange

@@ -1,7 +1,5 @@
 """`python faulty_rank.py FAULT`: a rank like `python -m dsv4.rank`, to which something happens."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

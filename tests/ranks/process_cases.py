@@ -1,7 +1,5 @@
 """Processes of ranks: who they are, and that they are gone."""
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import suppress

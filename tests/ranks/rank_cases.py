@@ -1,7 +1,5 @@
 """Several ranks inside one process: a thread each, with the real sockets, gloo groups and engines."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from dataclasses import replace
@@ -20,16 +18,15 @@ from dsv4.dist.follower import Follower
 from dsv4.dist.group import CheckedGroup, gloo_group
 from dsv4.dist.mesh import meet
 from dsv4.dist.shares import expert_range, rank_folder, rank_limits
-from dsv4.engine.control import EngineControl
+from dsv4.engine.control import EngineControl, engine_info
 from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
 from dsv4.engine.fingerprint import Identity
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
 from dsv4.engine.ranks.engine import RanksEngine
 from dsv4.engine.ranks.remote import RemoteRank
-from dsv4.engine.ranks.serve import serve_rank
+from dsv4.engine.ranks.start import serve_rank
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.runner import Runner
 from dsv4.formats.trees import map_tensors

@@ -1,7 +1,5 @@
 """Logits, tokens and log-probabilities do not depend on the number of ranks: bit for bit those of one process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bare import bare
-from rank_cases import HOST, SMALL, ThreadedRanks, prompts_of
+from rank_cases import HOST, SMALL, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.exchange import CollectiveExchange
@@ -150,22 +148,19 @@ def test_a_rank_that_is_idle_and_one_whose_experts_nobody_chose(make_ranks, one)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_each_rank_offloads_its_own_experts(overlap):
+def test_each_rank_offloads_its_own_experts(threaded, overlap):
     """Four slots for each rank's six experts: prompts go through staging, decoding through slots that come and go."""
     config = replace(SMALL, n_routed_experts=12, num_nextn_predict_layers=0, compress_ratios=SMALL.compress_ratios[:-1])
     params, limits = random_params(config), EngineConfig(max_context_tokens=512, max_concurrent_requests=2)
     requests = list(zip(prompts_of(30, 2, 9), PARAMS[:3], strict=True))
     expected = LLM.from_params(config, params, engine=limits).generate(*map(list, zip(*requests, strict=True)))
-    ranks = ThreadedRanks(config, params, 2, limits, placement=Placement(1, 3), overlap=overlap)
-    try:
-        assert ranks.run(requests) == expected
-        assert ranks.own.pool.stats.num_staged_layers > 0
-        until = time.monotonic() + 5
-        while not (stats := ranks.engine.stats()).num_expert_hits > stats.num_expert_misses > 0:
-            assert time.monotonic() < until, "what a rank did for others it says once a second"
-            time.sleep(0.05)
-    finally:
-        ranks.close()
+    ranks = threaded(config, params, 2, limits, placement=Placement(1, 3), overlap=overlap)
+    assert ranks.run(requests) == expected
+    assert ranks.own.pool.stats.num_staged_layers > 0
+    until = time.monotonic() + 5
+    while not (stats := ranks.engine.stats()).num_expert_hits > stats.num_expert_misses > 0:
+        assert time.monotonic() < until, "what a rank did for others it says once a second"
+        time.sleep(0.05)
 
 
 def test_ranks_agree_on_the_least_number():

@@ -3,8 +3,6 @@
 Draft blocks have experts of every rank, so all ranks run the drafter's calls together, those that draw nothing too.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import replace
@@ -14,7 +12,7 @@ import pytest
 from bare import bare
 from draft_cases import ForcedDrafts, assert_same_drafts, run, truth_of
 from load_cases import Alternating
-from rank_cases import SMALL, ThreadedRanks, prompts_of
+from rank_cases import SMALL, prompts_of
 
 from dsv4.config import EngineConfig
 from dsv4.dist.errors import RankFailed
@@ -61,17 +59,12 @@ def drafted_alone(kind):
 
 
 @pytest.fixture
-def make_ranks():
-    made = []
-
+def make_ranks(threaded):
     def make(kind, size, choice, limits=None, **options):
         given = replace(LIMITS, max_draft_tokens=CONFIGS[kind].max_drafts, **(limits or {}))
-        made.append(ThreadedRanks(CONFIGS[kind], params_of(kind), size, given, drafts=choice, **options))
-        return made[-1]
+        return threaded(CONFIGS[kind], params_of(kind), size, given, drafts=choice, **options)
 
-    yield make
-    for ranks in made:
-        ranks.close()
+    return make
 
 
 def forced(kind, drafts, completions, **options):

@@ -1,7 +1,5 @@
 """What goes wrong on one rank is told by name, within seconds, and leaves nobody behind."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -36,7 +34,7 @@ class Damaging:
     def __init__(self, inner, kind):
         self.inner = inner
         self.kind = kind
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
 
     def all_gather(self, mine):
         return self.damage("input", self.inner.all_gather(mine))
@@ -201,7 +199,7 @@ def test_statistics_wait_for_nobody(make_ranks):
     requests = [ranks.engine.add(PROMPT, PARAMS) for _ in range(2)]
     while not all(one.is_done for one in requests):
         ranks.engine.step()
-    ranks.engine.remotes[0].ask("check_integrity")
+    ranks.engine.remotes[0].control("check_integrity")
     with within(0.5):
         stats = ranks.engine.stats()
     stuck.is_over.set()

@@ -1,7 +1,5 @@
 """Five processes with everything at once: each request has the tokens and log-probabilities of one process, alone."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """What happens to one process of several ranks: it is named within ten seconds, and nobody is left behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Several nodes: each is a network namespace of this machine, so that ranks reach one another by addresses alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Prefixes on several ranks: requests go where their tokens are known, and hits have the bits of cold runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

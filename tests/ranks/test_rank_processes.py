@@ -1,7 +1,5 @@
 """Ranks as processes: the same bits, and no process outlives the others, whoever is killed and when."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

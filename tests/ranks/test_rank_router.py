@@ -1,7 +1,5 @@
 """Placing requests on ranks, under random loads: everybody ends, nobody is given away past the first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from hypothesis import given, settings
@@ -88,7 +86,8 @@ class Ranks:
         self.router, self.homes, self.num_expired = Router(budget), {}, 0
 
     def add(self, request, now=0.0, step=0):
-        self.router.add(request, now, step, self.ranks[0].books.chain(request.token_ids, request.params.cache_salt))
+        request.chain = request.chain_by(self.ranks[0].books.chain)
+        self.router.add(request, now, step)
 
     def give(self):
         rooms = [one.room() for one in self.ranks]

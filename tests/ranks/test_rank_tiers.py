@@ -1,7 +1,5 @@
 """Prefixes below the devices of several ranks: host memory, files, restarts and damage give the bits of cold runs."""
 
-from __future__ import annotations
-
 import pytest
 from rank_cases import SMALL, prompt_of
 from test_rank_prefixes import PARAMS

@@ -1,7 +1,5 @@
 """Two ranks that share one GPU, in one another's memory: the tokens of one process, and an end whoever goes first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

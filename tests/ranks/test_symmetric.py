@@ -1,7 +1,5 @@
 """The exchange through shared memory, with buffers of one process in place of GPUs: the kernels, not the barriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

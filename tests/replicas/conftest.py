@@ -1,8 +1,6 @@
 """A local Ray with two replicas of the miniature. Run by `make ray-test`, which installs Ray into an environment of its
 own; left out everywhere else."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 

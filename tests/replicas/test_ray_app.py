@@ -1,8 +1,6 @@
 """Replicas behind one address: the answers of one engine, streams, conversations that stay where their cache is,
 replicas that are killed, clients that leave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

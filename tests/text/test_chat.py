@@ -1,7 +1,5 @@
 """The chat protocol: published fixtures and cases written out by hand, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The parser of model output: exact where the protocol is followed, tolerant where it is not, indifferent to cuts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

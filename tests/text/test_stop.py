@@ -1,7 +1,5 @@
 """`StopBuffer`: what it lets through, whatever pieces the text comes in."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

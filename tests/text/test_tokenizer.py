@@ -1,7 +1,5 @@
 """The tokenizer, with a small byte-level BPE that carries the official special tokens under their official ids."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
-from dsv4.text.byte_tokenizer import byte_tokenizer
+from dsv4.text.byte_tokenizer import MIN_VOCAB_SIZE, byte_tokenizer
 from dsv4.text.chat import ChatOptions, Segment, encode_messages
+from dsv4.text.protocol import PROTOCOL
 from dsv4.text.tokenizer import Detokenizer, Tokenizer, TokenizerError, encode_chat
 
 OFFICIAL_IDS = {
@@ -246,3 +245,31 @@ def test_no_text_has_fewer_tokens_than_is_said():
     longest = max(map(len, tokenizer._full.get_vocab(with_added_tokens=True)))
     assert tokenizer.least_tokens(100 * longest) == 100
     assert tokenizer.least_tokens(100 * longest - 1) == 99
+
+
+SMALLEST = Tokenizer(byte_tokenizer(MIN_VOCAB_SIZE), "smallest")
+LARGE = Tokenizer(byte_tokenizer(4096), "large")
+
+
+@given(st.text(max_size=20))
+def test_one_token_per_byte_and_back(text):
+    for tokenizer in (SMALLEST, LARGE):
+        ids = tokenizer.encode(text)
+        assert ids == [2 + byte for byte in text.encode("utf-8")]
+        assert tokenizer.decode(ids) == text
+
+
+def test_markers():
+    assert SMALLEST.special_id(PROTOCOL.bos) == 0
+    assert SMALLEST.special_id(PROTOCOL.eos) == 1
+    assert {LARGE.token_bytes(LARGE.special_id(marker)).decode() for marker in PROTOCOL.markers} == set(
+        PROTOCOL.markers
+    )
+    assert SMALLEST.vocab_size == MIN_VOCAB_SIZE
+    assert LARGE.vocab_size <= 4096
+    assert 0 not in LARGE.encode(PROTOCOL.bos), "text from outside cannot forge a marker"
+
+
+def test_a_vocabulary_too_small():
+    with pytest.raises(TokenizerError, match=f"needs a vocabulary of {MIN_VOCAB_SIZE}, found 257"):
+        byte_tokenizer(257)

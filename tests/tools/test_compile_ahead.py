@@ -1,7 +1,5 @@
 """Kernels compiled here are found by another Triton: under its names, without its compiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

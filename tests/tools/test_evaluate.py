@@ -1,7 +1,5 @@
 """`dsv4.tools.evaluate` and its command on a small random model."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """`ExpertCounter` against the experts a trace shows."""
 
-from __future__ import annotations
-
 import torch
 
 from dsv4 import LLM, SamplingParams

@@ -1,7 +1,5 @@
 """`dsv4 kernels`: a cache of Triton's in a file and out of it again; files that are damaged, foreign or hostile."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

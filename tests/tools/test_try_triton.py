@@ -1,7 +1,5 @@
 """What is said of another Triton: tried on reports, and on the installed version in place of another."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import try_triton

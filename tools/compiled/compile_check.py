@@ -5,7 +5,8 @@ A benchmark case is built on the "meta" device and called. Its launchers run as 
 types, alignment and options from their arguments, and compiles for the given architecture instead of launching. So
 nothing is written twice, and what is checked is what runs. Every distinct kernel is reported once per case that uses
 it. Reports are kept on disk by the content of all that they depend on: a module's by its sources and compilers, and
-what ptxas says by the PTX, so that a changed module assembles changed kernels only. Failures are not kept.
+what ptxas says by the PTX; PTX by Triton's own cache. So a changed module compiles and assembles changed kernels
+only. Failures are not kept.
 
     python -m tools.compiled.compile_check 90 --only rms_norm/weighted-1x4096 dsv4.testing.cases.norm
 
@@ -14,8 +15,6 @@ prints JSON lines; `--help` says what may be left out.
 It runs in a process of its own, because TRITON_INTERPRET must not be set, and because kernels are assembled once, by
 `_assemble`: Triton makes no binary there, and has another cache. `reports()` starts one.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -331,26 +330,23 @@ def asked_for(arguments: Sequence[str] | None = None) -> Namespace:
 
 def main(arch: int, modules: list[str], only: list[str] | None) -> None:
     cases = load_cases(modules or case_modules())
-    with _without_binaries():
-        for case in cases if only is None else covering(cases, arch, only):
-            try:
-                results: list[Any] = list(compile_case(case, arch))
-            except Exception as error:  # whatever a compiler raises belongs to this case, and the others go on
-                results = [CompileFailure(case.key, arch, f"{type(error).__name__}: {error}")]
-            for result in results:
-                print(json.dumps(asdict(result)))
+    make_no_binaries()
+    for case in cases if only is None else covering(cases, arch, only):
+        try:
+            results: list[Any] = list(compile_case(case, arch))
+        except Exception as error:  # whatever a compiler raises belongs to this case, and the others go on
+            results = [CompileFailure(case.key, arch, f"{type(error).__name__}: {error}")]
+        for result in results:
+            print(json.dumps(asdict(result)))
 
 
-@contextmanager
-def _without_binaries() -> Iterator[None]:
-    """Triton stops at PTX, with a cache of its own; for a process that ends behind it."""
+def make_no_binaries() -> None:
+    """From now on Triton stops at PTX in this process, with a cache of its own that all such processes share."""
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
 
-    with tempfile.TemporaryDirectory() as folder:
-        knobs.cache.dir = folder
-        CUDABackend.make_cubin = lambda self, *arguments: b""
-        yield
+    knobs.cache.dir = str(CACHE.folder / "triton")
+    CUDABackend.make_cubin = lambda self, *arguments: b""
 
 
 if __name__ == "__main__":

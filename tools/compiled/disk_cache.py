@@ -1,7 +1,5 @@
 """`DiskCache`: text kept by a key that is the hash of all it depends on, so that nothing in it can be out of date."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile
@@ -21,20 +19,20 @@ class DiskCache:
     """A folder of texts. Several processes may read and write it at once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def read(self, key: str) -> str | None:
         try:
-            return (self._folder / key).read_text(encoding="utf-8")
+            return (self.folder / key).read_text(encoding="utf-8")
         except OSError:
             return None
 
     def write(self, key: str, text: str) -> None:
         """Whole or not at all. A folder that cannot be written keeps nothing."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, encoding="utf-8", delete=False) as file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8", delete=False) as file:
                 file.write(text)
-            os.replace(file.name, self._folder / key)
+            os.replace(file.name, self.folder / key)
         except OSError:
             return

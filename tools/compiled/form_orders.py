@@ -9,8 +9,6 @@ forms call are not compared: tests/ops/test_kernels_compile.py has those that mu
 of its own, because TRITON_INTERPRET must not be set, and because Triton stops at TTGIR there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

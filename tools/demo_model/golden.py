@@ -6,8 +6,6 @@ The prompts are those of the file: choose others where a new checkpoint's least 
 or where a text recites a recall task.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ ordered by the stream, and nothing waits for it. One launch moves a component of
 around), so a save is six launches and a restore seven, however many layers there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

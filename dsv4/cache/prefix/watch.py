@@ -1,7 +1,5 @@
 """`PrefixWatch`: which prefixes a cache could start a request from, as they come and go. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ The calling thread owns the tree. Threads of this object's own read and write fi
 in order; several read, since a checksum takes longer than a disk.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -5,8 +5,6 @@ in a stream of their own, in order, beside the steps: only what is computed from
 where the host itself is to touch the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise

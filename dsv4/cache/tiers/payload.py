@@ -4,8 +4,6 @@ Parts are ordered by the width of the words they are copied in, so that each is 
 has the same bytes in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

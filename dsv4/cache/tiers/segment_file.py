@@ -5,8 +5,6 @@ parent's, and how many blocks lie before and after. A header must be, byte for b
 the checksum covers that and the data. A file is written under another name and renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

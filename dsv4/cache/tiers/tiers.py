@@ -6,8 +6,6 @@ device when the request starts (`fetch`). Every file passes through host memory,
 longest prefix that can come back. All calls come from one thread.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """`dsv4 serve`: the HTTP server. Its libraries are the extra `serve`."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging.config
 import math
@@ -15,7 +13,7 @@ from dsv4.cli.serve.options import ServeOptions, command_of
 from dsv4.cli.serve.options_file import options_text
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.http.address import take_address
-from dsv4.http.processes.settings import ModelSettings, RecordSettings, load_model
+from dsv4.http.processes.settings import RecordSettings
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
 from dsv4.http.telemetry.logs import log_config
@@ -27,11 +25,13 @@ from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.auto.settings import Settings, Wishes, table
 from dsv4.tools.memory_check import free_host_bytes
 from dsv4.tools.model_loading import (
+    ModelSettings,
     check_choice,
     check_loading,
     check_numerics,
     check_tokenizer,
     find_model,
+    load_llm,
     model_name,
     one_model,
     parse_drafts,
@@ -81,11 +81,8 @@ def serve(typed: typer.Context, given: ServeOptions) -> None:
         ignore_selftest=given.ignore_selftest,
     )  # fmt: skip
     if _is_another_rank():
-        load_model(loading, console)  # serves rank 0, and leaves the process with it
-    check_loading(
-        folder, numerics=given.numerics, dtype=given.dtype, device=found.device, limits=found.limits,
-        drafts=found.drafts, gpus=found.gpus, threads=given.threads,
-    )  # fmt: skip
+        load_llm(loading, console)  # serves rank 0, and leaves the process with it
+    check_loading(loading)
     record = _record(given)
     _make_folder("--cache-dir", given.cache_dir)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes

@@ -8,8 +8,6 @@ The command line wins over the environment, and that over the file. Secrets stan
 environment.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import tomllib

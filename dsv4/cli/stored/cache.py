@@ -1,7 +1,5 @@
 """`dsv4 cache`: look at, check and delete the files of a prefix cache (`dsv4 serve --cache-dir`). Needs no model."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

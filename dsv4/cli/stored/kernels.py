@@ -1,7 +1,5 @@
 """`dsv4 kernels`: compiled kernels from one machine to another with the same kind of GPU. Needs no model."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Annotated

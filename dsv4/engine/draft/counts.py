@@ -4,8 +4,6 @@
 No choice changes a token.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """What `drafts` may be: "auto", "off", or a number; what it needs of the cache, and who decides then.
 No torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -8,8 +8,6 @@ changes a token (a row's logits and noise do not depend on the others), so the c
 Survivals come from what was accepted before, by place of a draft (`AcceptanceMeter`), or from a drafter's confidences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

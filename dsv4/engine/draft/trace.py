@@ -4,8 +4,6 @@ Verification is by decree: the caller says how many drafts of a round were accep
 target still processes every draft, rejected ones too, as it would in a step of the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

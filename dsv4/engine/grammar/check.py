@@ -5,8 +5,6 @@ Running out of memory or time ends its process (`check_program.py`), not the ser
 its client has gone, ends it too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from asyncio.subprocess import DEVNULL, PIPE

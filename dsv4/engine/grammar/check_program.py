@@ -1,7 +1,5 @@
 """Checks a grammar in a process that may use only so much memory and time: grammar on stdin, error on stdout."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

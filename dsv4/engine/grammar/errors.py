@@ -1,7 +1,5 @@
 """`GrammarError`. No torch: a front end writes and checks grammars, the engine's process compiles them."""
 
-from __future__ import annotations
-
 from dsv4.errors import Dsv4Error
 
 

@@ -10,30 +10,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from dsv4.engine.link.messages import (
-    FROM_ENGINE,
-    Ask,
-    Cancel,
-    Control,
-    EngineInfo,
-    EngineLost,
-    Finish,
-    Frames,
-    Hello,
-    Record,
-    Reply,
-    Step,
-    Submit,
-    ToEngine,
-    add_replay,
-    begin,
-    encode,
-    error_in,
-    error_of,
-    free_handles,
-    logprobs_by_row,
-    pack_ids,
-)
+from dsv4.engine.link import messages
 from dsv4.engine.link.stream import RequestStream
 from dsv4.engine.stats import EngineStats
 from dsv4.request import FinishReason
@@ -47,11 +24,11 @@ class EngineClient(asyncio.Protocol):
     on_lost    called when the engine's end of the socket is closed
     """
 
-    info: EngineInfo
+    info: messages.EngineInfo
 
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
         self._on_lost = on_lost
-        self._frames = Frames()
+        self._frames = messages.Frames()
         self._transport: asyncio.Transport | None = None
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owners: dict[int, tuple[RequestStream, int]] = {}
@@ -86,8 +63,8 @@ class EngineClient(asyncio.Protocol):
         if the engine has gone; whether it takes them, `RequestStream.accepted` says. `name`: for `abort`."""
         stream = RequestStream(outputs, self._finish, self._cancel)
         if self.is_lost:
-            raise EngineLost("the engine has stopped")
-        first = free_handles(self._next_handle, len(outputs), self._owners)
+            raise messages.EngineLost("the engine has stopped")
+        first = messages.free_handles(self._next_handle, len(outputs), self._owners)
         self._next_handle = first + len(outputs)
         self._firsts[stream] = first
         prompts: dict[int, int] = {}
@@ -96,8 +73,8 @@ class EngineClient(asyncio.Protocol):
             prompts.setdefault(id(output.prompt_ids), len(prompts))
         different = {id(output.prompt_ids): output.prompt_ids for output in outputs}
         self._send(
-            Submit(
-                first, [pack_ids(prompt) for prompt in different.values()],
+            messages.Submit(
+                first, [messages.pack_ids(prompt) for prompt in different.values()],
                 [prompts[id(output.prompt_ids)] for output in outputs], [output.params for output in outputs], grammar,
                 list(opening), name,
             )
@@ -113,13 +90,13 @@ class EngineClient(asyncio.Protocol):
 
     def record(self, payload: bytes) -> None:
         """A line for the engine's record of answers."""
-        self._send(Record(payload))
+        self._send(messages.Record(payload))
 
     def _finish(self, stream: RequestStream, choice: int) -> None:
         handle = self._firsts[stream] + choice
         if handle in self._open_handles(stream):
             del self._owners[handle]
-            self._send(Finish([handle]))
+            self._send(messages.Finish([handle]))
             self._forget(stream)
 
     def _cancel(self, stream: RequestStream) -> None:
@@ -129,7 +106,7 @@ class EngineClient(asyncio.Protocol):
         for handle in handles:
             del self._owners[handle]
         if handles:
-            self._send(Cancel(handles))
+            self._send(messages.Cancel(handles))
         self._forget(stream)
 
     def _forget(self, stream: RequestStream) -> None:
@@ -144,28 +121,22 @@ class EngineClient(asyncio.Protocol):
 
     # ---- questions ----
 
-    async def ask(self, what: str, kind: Any = Any) -> Any:
-        """The engine's answer, as `kind`. It comes between two steps."""
-        return msgspec.msgpack.decode(await self._answer(lambda number: Ask(number, what)), type=kind)
-
-    async def control(self, verb: str, **arguments: Any) -> Any:
-        """Have the engine obey a command (`EngineControl`); returns its answer or raises its error."""
-        return msgspec.msgpack.decode(await self._answer(lambda number: Control(number, verb, arguments)))
-
-    async def _answer(self, ask: Callable[[int], Ask | Control]) -> bytes:
+    async def control(self, verb: str, kind: Any = Any, **arguments: Any) -> Any:
+        """Have the engine answer a question, or obey a command (`EngineControl`), between two steps: its answer, as
+        `kind`, or its error."""
         if self.is_lost:
-            raise EngineLost("the engine has stopped")
+            raise messages.EngineLost("the engine has stopped")
         number, self._num_asked = self._num_asked, self._num_asked + 1
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._send(ask(number))
+        self._send(messages.Control(number, verb, arguments))
         try:
-            return await answer
+            return msgspec.msgpack.decode(await answer, type=kind)
         finally:
             self._asked.pop(number, None)
 
     async def stats(self) -> EngineStats:
-        found: EngineStats = await self.ask("stats", EngineStats)
+        found: EngineStats = await self.control("stats", EngineStats)
         return found
 
     # ---- the socket ----
@@ -174,16 +145,16 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if self._transport is not None and not self.is_lost:
-            self._transport.write(encode(message))
+            self._transport.write(messages.encode(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        lost = EngineLost("the engine has stopped")
+        lost = messages.EngineLost("the engine has stopped")
         if not self._hello.done():
             self._hello.set_exception(lost)
         for answer in self._asked.values():
@@ -197,24 +168,24 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
-            message = FROM_ENGINE.decode(body)
-            if isinstance(message, Step):
+            message = messages.FROM_ENGINE.decode(body)
+            if isinstance(message, messages.Step):
                 self._take(message)
-            elif isinstance(message, Reply):
+            elif isinstance(message, messages.Reply):
                 answer = self._asked.get(message.number)
-                error = error_in(message)
+                error = messages.error_in(message)
                 if answer is None or answer.done():
                     continue
                 if error is None:
                     answer.set_result(message.payload)
                 else:
                     answer.set_exception(error)
-            elif isinstance(message, Hello):
+            elif isinstance(message, messages.Hello):
                 self.info = message.info
                 if not self._hello.done():
                     self._hello.set_result(None)
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: messages.Step) -> None:
         """Hand a step's tokens, ends and errors to the streams of their requests."""
         owners, seconds = self._owners, step.seconds
         for first in step.accepted:
@@ -223,12 +194,12 @@ class EngineClient(asyncio.Protocol):
         for start in step.starts:
             found = owners.get(start.handle)
             if found is not None:
-                begin(found[0].outputs[found[1]], start)
+                messages.begin(found[0].outputs[found[1]], start)
         for replay in step.replays:
             found = owners.get(replay.handle)
             if found is not None:
-                add_replay(found[0].outputs[found[1]], replay)
-        logprobs = logprobs_by_row(step)
+                messages.add_replay(found[0].outputs[found[1]], replay)
+        logprobs = messages.logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
         handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()
@@ -240,7 +211,7 @@ class EngineClient(asyncio.Protocol):
                 continue  # cancelled, or complete, meanwhile
             stream, choice = found
             reason = None
-            if last_rows and last_rows.get(handle) == row and error_of(ends[handle]) is None:
+            if last_rows and last_rows.get(handle) == row and messages.error_of(ends[handle]) is None:
                 reason = FinishReason(ends.pop(handle).kind)
             stream.push(choice, token_id, seconds, reason, logprobs.get(row) if logprobs else None)
             touched[stream] = None
@@ -251,7 +222,7 @@ class EngineClient(asyncio.Protocol):
             if found is None:
                 continue
             stream, choice = found
-            stream.push(choice, None, seconds, error_of(end) or FinishReason(end.kind))
+            stream.push(choice, None, seconds, messages.error_of(end) or FinishReason(end.kind))
             touched[stream] = None
             self._ended(handle)
         for stream in touched:

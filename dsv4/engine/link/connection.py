@@ -1,29 +1,12 @@
 """`ClientConnection`: the engine's end of a client's socket, the client's requests, and its unsent news. No torch."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.engine.link.messages import (
-    End,
-    EngineInfo,
-    Frames,
-    Hello,
-    Load,
-    PackedLogprobs,
-    Replay,
-    Reply,
-    Start,
-    Step,
-    encode,
-    pack_ids,
-    pack_logprobs,
-    pack_rows,
-)
+from dsv4.engine.link import messages
 from dsv4.engine.request import Request
 from dsv4.replay import ReplayLog
 from dsv4.request import FinishReason, TokenLogprobs
@@ -42,23 +25,23 @@ class ClientConnection:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket = connection
-        self.frames = Frames()
+        self.frames = messages.Frames()
         self.unsent = bytearray()
         self.requests: dict[int, Request] = {}
         self.compiling: dict[int, str] = {}
         self.started: set[int] = set()
         self._replaying: dict[int, ReplayLog] = {}
-        self.replies: list[Reply | Hello | Load] = []
+        self.replies: list[messages.Reply | messages.Hello | messages.Load] = []
         self._clear()
 
     def _clear(self) -> None:
         self._handles = bytearray()
         self._token_ids = bytearray()
         self.accepted: list[int] = []
-        self.starts: list[Start] = []
+        self.starts: list[messages.Start] = []
         self._logprobs: dict[int, list[tuple[int, TokenLogprobs]]] = {}  # with their rows, by how many they list
-        self.ends: list[End] = []
-        self._replays: list[Replay] = []
+        self.ends: list[messages.End] = []
+        self._replays: list[messages.Replay] = []
 
     @property
     def has_news(self) -> bool:
@@ -81,14 +64,16 @@ class ClientConnection:
 
     def start(self, handle: int, request: Request) -> None:
         """Tell the client that the request has started, with its cached tokens and prompt log-probabilities."""
-        scores: PackedLogprobs | None = None
+        scores: messages.PackedLogprobs | None = None
         if request.params.prompt_logprobs is not None and handle not in self.started:
-            scores = pack_logprobs([one for one in request.prompt_logprobs if one is not None])
+            scores = messages.pack_logprobs([one for one in request.prompt_logprobs if one is not None])
         if request.replay is not None:
             self._replaying[handle] = request.replay
         self.started.add(handle)
         versions = [*request.weight_versions]
-        self.starts.append(Start(handle, request.num_cached_tokens, scores, versions, request.admitted_seconds))
+        self.starts.append(
+            messages.Start(handle, request.num_cached_tokens, scores, versions, request.admitted_seconds)
+        )
 
     def forget(self, handle: int) -> None:
         """The request is over, and all its tokens are among the news."""
@@ -102,11 +87,13 @@ class ClientConnection:
         found = None if log is None else log.take_new()
         if found is not None:
             position, experts, picks = found
-            self._replays.append(Replay(handle, position, pack_rows(experts), pack_rows(picks)))
+            self._replays.append(
+                messages.Replay(handle, position, messages.pack_rows(experts), messages.pack_rows(picks))
+            )
 
-    def announce(self, info: EngineInfo) -> None:
+    def announce(self, info: messages.EngineInfo) -> None:
         """Other weights run from now on, for requests that have begun too."""
-        self.replies.append(Hello(info))
+        self.replies.append(messages.Hello(info))
         for handle in self.started:
             self.start(handle, self.requests[handle])
 
@@ -114,25 +101,25 @@ class ClientConnection:
         """End requests whose grammars are not ready, by their names."""
         for handle in [handle for handle, name in self.compiling.items() if is_meant(name)]:
             del self.compiling[handle]
-            self.ends.append(End(handle, FinishReason.ABORT.value))
+            self.ends.append(messages.End(handle, FinishReason.ABORT.value))
 
     def pack(self, seconds: float) -> None:
         """The news become one message, after the answers to questions."""
         for reply in self.replies:
-            self.unsent += encode(reply)
+            self.unsent += messages.encode(reply)
         self.replies.clear()
         if self._handles or self.ends or self.accepted or self.starts:
             for handle in self._replaying:
                 self._add_replay(handle)
             handles, token_ids = bytes(self._handles), bytes(self._token_ids)
             logprobs = [
-                (pack_ids([row for row, _ in found]), pack_logprobs([one for _, one in found]))
+                (messages.pack_ids([row for row, _ in found]), messages.pack_logprobs([one for _, one in found]))
                 for found in self._logprobs.values()
             ]
-            step = Step(
+            step = messages.Step(
                 seconds, handles, token_ids, self.accepted, self.starts, logprobs, self.ends, self._replays
             )  # fmt: skip
-            self.unsent += encode(step)
+            self.unsent += messages.encode(step)
             self._clear()
 
     def receive(self) -> bytes | None:

@@ -1,7 +1,5 @@
 """`ControlDesk`: commands of clients and other threads, obeyed in the engine's thread, answered once done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any

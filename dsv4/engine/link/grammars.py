@@ -1,7 +1,5 @@
 """`GrammarQueue`: compiles requests' grammars in threads beside the engine's: one may take seconds."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ tokens in it. It never waits for a client: what a socket does not take at once i
 `MAX_UNSENT_BYTES` pile up, or closes its socket, loses its requests. Grammars are compiled in threads beside it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import selectors
@@ -23,29 +21,10 @@ import msgspec
 from dsv4.cache.errors import NoFreeSlot
 from dsv4.dist.errors import RankFailed
 from dsv4.engine.control import EngineControl
+from dsv4.engine.link import messages
 from dsv4.engine.link.connection import ClientConnection
 from dsv4.engine.link.control_desk import ControlDesk, reply_to
 from dsv4.engine.link.grammars import Constrain, GrammarQueue
-from dsv4.engine.link.messages import (
-    TO_ENGINE,
-    Ask,
-    Cancel,
-    Control,
-    End,
-    EngineBusy,
-    EngineInfo,
-    EngineStopped,
-    Finish,
-    Hello,
-    Load,
-    RejectedGrammar,
-    Submit,
-    ToEngine,
-    encode,
-    end_of,
-    pack_reply,
-    unpack_ids,
-)
 from dsv4.engine.link.routes import TokenRoutes
 from dsv4.engine.link.throughput import ThroughputLog
 from dsv4.engine.request import Request, RequestAborted, WeightsIncomplete
@@ -65,7 +44,7 @@ class EngineLoop:
 
     constrain    compiles a grammar; `RequestError` says what is wrong with it
     control      obeys commands (`Control`)
-    answers      what clients may `Ask`, by name; called between two steps
+    answers      what clients may ask (`Control`), by name; called between two steps
     on_record    takes what clients want recorded
     on_step      called after every step
     load         returns the engine's load for the only client, after each step and at least every `TURN_SECONDS`; None
@@ -78,10 +57,10 @@ class EngineLoop:
     step_start: float | None = None
 
     def __init__(
-        self, engine: Serving, info: EngineInfo, control: EngineControl, *, max_waiting: int = 256,
+        self, engine: Serving, info: messages.EngineInfo, control: EngineControl, *, max_waiting: int = 256,
         constrain: Constrain | None = None, answers: Mapping[str, Callable[[], Any]] | None = None,
         on_record: Callable[[bytes], None] | None = None, on_step: Callable[[], None] | None = None,
-        load: Callable[[], Load | None] | None = None,
+        load: Callable[[], messages.Load | None] | None = None,
     ) -> None:  # fmt: skip
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, found {max_waiting}")
@@ -188,7 +167,7 @@ class EngineLoop:
         client = ClientConnection(connection)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        client.unsent += encode(Hello(self.info))
+        client.unsent += messages.encode(messages.Hello(self.info))
         self._send(client)
 
     def _receive(self, client: ClientConnection) -> bool:
@@ -200,36 +179,34 @@ class EngineLoop:
             return False
         try:
             for body in client.frames.feed(data):
-                self._obey(client, TO_ENGINE.decode(body))
+                self._obey(client, messages.TO_ENGINE.decode(body))
         except (ValueError, msgspec.DecodeError) as error:
             _LOG.error("a client sent a malformed message and is disconnected: %s", error)
             self._lose(client)
         return client in self._clients
 
-    def _obey(self, client: ClientConnection, message: ToEngine) -> None:
-        if isinstance(message, Submit):
+    def _obey(self, client: ClientConnection, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Submit):
             self._submit(client, message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, messages.Cancel):
             for handle in message.handles:
                 self._drop(client, handle)
-        elif isinstance(message, Finish):
+        elif isinstance(message, messages.Finish):
             for handle in message.handles:
                 if (request := client.requests.get(handle)) is not None:
                     self.engine.finish(request)
                     self._forget(request)
-        elif isinstance(message, Ask):
-            answer = self._answers.get(message.what)
-            if answer is None:
-                raise ValueError(f"what can be asked for is {', '.join(self._answers)}, found {message.what!r}")
-            client.replies.append(pack_reply(message.number, answer()))
-        elif isinstance(message, Control):
-            self._desk.obey(message.verb, message.arguments, reply_to(client, message.number))
+        elif isinstance(message, messages.Control):
+            if (answer := self._answers.get(message.verb)) is not None:
+                client.replies.append(messages.pack_reply(message.number, answer()))
+            else:
+                self._desk.obey(message.verb, message.arguments, reply_to(client, message.number))
         elif self._on_record is not None:
             self._on_record(message.payload)
 
     # ---- requests ----
 
-    def _submit(self, client: ClientConnection, message: Submit) -> None:
+    def _submit(self, client: ClientConnection, message: messages.Submit) -> None:
         message.check()
         handles = message.handles
         if any(handle in client.requests or handle in client.compiling for handle in handles):
@@ -237,27 +214,27 @@ class EngineLoop:
         problem: Exception | None = None
         num_waiting = self.num_open - self.engine.num_slots
         if self._is_draining:
-            problem = EngineStopped("the engine is shutting down and takes no more requests")
+            problem = messages.EngineStopped("the engine is shutting down and takes no more requests")
         elif num_waiting > 0 and num_waiting + len(handles) > self._max_waiting:
-            problem = EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
+            problem = messages.EngineBusy(f"{num_waiting} requests wait already; at most {self._max_waiting} may")
         elif message.grammar is not None:
             if self._grammars is not None:
                 self._grammars.compile(client, message, self._compiled)
                 return
-            problem = RejectedGrammar("this engine has no grammars")
+            problem = messages.RejectedGrammar("this engine has no grammars")
         if problem is not None:
             self._refuse(client, handles, problem)
         else:
             self._begin(client, message, None)
 
-    def _compiled(self, client: ClientConnection, message: Submit, made: list[Constraint] | Exception) -> None:
+    def _compiled(self, client: ClientConnection, message: messages.Submit, made: list[Constraint] | Exception) -> None:
         if isinstance(made, Exception):
             self._refuse(client, message.handles, made)
         else:
             self._begin(client, message, made)
 
-    def _begin(self, client: ClientConnection, message: Submit, constraints: list[Constraint] | None) -> None:
-        prompts = [unpack_ids(prompt) for prompt in message.prompts]
+    def _begin(self, client: ClientConnection, message: messages.Submit, constraints: list[Constraint] | None) -> None:
+        prompts = [messages.unpack_ids(prompt) for prompt in message.prompts]
         prepared: list[Request] = []
         try:
             for place, (owner, params) in enumerate(zip(message.owners, message.params, strict=True)):
@@ -273,7 +250,7 @@ class EngineLoop:
             self.engine.submit(request, message.waited)
 
     def _refuse(self, client: ClientConnection, handles: range, problem: Exception) -> None:
-        client.ends += [end_of(handle, problem) for handle in handles]
+        client.ends += [messages.end_of(handle, problem) for handle in handles]
 
     def _drop(self, client: ClientConnection, handle: int) -> None:
         client.compiling.pop(handle, None)
@@ -337,12 +314,12 @@ class EngineLoop:
         if problem is not None and request.is_aborted and self.last_error is not None:
             problem = RequestAborted(f"the forward call of this request failed: {self.last_error}")
         if problem is not None:
-            client.ends.append(end_of(handle, problem))
+            client.ends.append(messages.end_of(handle, problem))
         else:
             assert request.finish_reason is not None
             if handle not in client.started:  # its prompt was only scored
                 client.start(handle, request)
-            client.ends.append(End(handle, request.finish_reason.value))
+            client.ends.append(messages.End(handle, request.finish_reason.value))
         self._forget(request)
 
     def _fail(self, error: Exception) -> None:
@@ -403,16 +380,16 @@ class EngineLoop:
         for client in list(self._clients):
             while self._receive(client):
                 pass
-        problem: Exception = EngineStopped("the engine was stopped before this request was finished")
+        problem: Exception = messages.EngineStopped("the engine was stopped before this request was finished")
         if self.failure is not None:
             problem = RequestAborted(str(self.failure))
         for request, (client, handle) in list(self._owners.items()):
-            client.ends.append(end_of(handle, problem))
+            client.ends.append(messages.end_of(handle, problem))
             self.engine.abort(request)
             self._forget(request)
         self._desk.close(problem)
         for client in self._clients:
-            client.ends += [end_of(handle, problem) for handle in client.compiling]
+            client.ends += [messages.end_of(handle, problem) for handle in client.compiling]
         self._flush(time.perf_counter())
         for client in self._clients:
             client.close(_FLUSH_SECONDS)

@@ -1,13 +1,11 @@
 """Messages between an engine and its clients: MessagePack, each after its length in four bytes. Nothing is unpickled.
 
-    client -> engine   Submit, Cancel, Finish, Ask, Record, Control
+    client -> engine   Submit, Cancel, Finish, Record, Control
     engine -> client   Hello once, then Step (at most one a step and client), Reply; a rank's engine: Load
 
 A client names its requests by numbers of its own (handles). Tokens of a step are two arrays, whatever their number;
 rare parts (log-probabilities, starts, ends) come beside them. No torch.
 """
-
-from __future__ import annotations
 
 import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -93,13 +91,6 @@ class Finish(msgspec.Struct, tag=2, array_like=True):
     handles: list[int]
 
 
-class Ask(msgspec.Struct, tag=3, array_like=True):
-    """A question about the engine, answered by `Reply` between two steps."""
-
-    number: int
-    what: str
-
-
 class Record(msgspec.Struct, tag=4, array_like=True):
     """A line for the engine's record of answers."""
 
@@ -107,7 +98,7 @@ class Record(msgspec.Struct, tag=4, array_like=True):
 
 
 class Control(msgspec.Struct, tag=5, array_like=True):
-    """A command (`EngineControl`), answered by `Reply` between two steps."""
+    """A question or a command (`EngineControl`), answered by `Reply` between two steps."""
 
     number: int
     verb: str
@@ -231,7 +222,7 @@ class Reply(msgspec.Struct, tag=12, array_like=True):
     field: str | None = None
 
 
-ToEngine = Submit | Cancel | Finish | Ask | Record | Control
+ToEngine = Submit | Cancel | Finish | Record | Control
 FromEngine = Hello | Step | Load | Reply
 _ENCODER = msgspec.msgpack.Encoder()
 TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

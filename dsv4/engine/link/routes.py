@@ -1,7 +1,5 @@
 """`TokenRoutes`: which token of a step goes to which client. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

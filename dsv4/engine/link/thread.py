@@ -1,7 +1,5 @@
 """`EngineThread`: an `EngineLoop` in a thread of this process."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

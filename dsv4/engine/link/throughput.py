@@ -1,7 +1,5 @@
 """`ThroughputLog`: a line every ten seconds in which the engine worked. No torch."""
 
-from __future__ import annotations
-
 import logging
 import time
 

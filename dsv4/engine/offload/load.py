@@ -5,8 +5,6 @@ fixed slot on the host, each once): one expert, on the device if the kernels wan
 there. The file itself is mapped, not read into memory of our own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast

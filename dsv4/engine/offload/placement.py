@@ -4,8 +4,6 @@ The arithmetic of device memory that the plan (tools/plan.py) and a model being 
 workspace, graphs and context, room for slots, and how slots are divided. No torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dsv4.config import CSA_RATIO, EngineConfig, ModelConfig

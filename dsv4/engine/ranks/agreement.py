@@ -13,8 +13,6 @@ What is said is six numbers, to each other rank over a connection of its own:
 On a GPU a step is agreed on while the one before it runs, so that nothing waits for this but the host.
 """
 
-from __future__ import annotations
-
 import selectors
 import socket
 import struct

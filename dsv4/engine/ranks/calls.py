@@ -1,8 +1,6 @@
 """Calls of the model outside the engine (`LLM.logits` and its like), which rank 0 makes: the other ranks run as many
 rows of padding through the same layers, so that their experts are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum

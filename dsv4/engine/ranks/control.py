@@ -1,7 +1,5 @@
 """`RanksControl`: commands to the engines of all ranks; `ShareControl`: what it has the others do to their shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -64,7 +62,7 @@ class RanksControl(EngineControl):
                 field="world_size",
             )
         for one in self._engine.remotes:
-            one.control("init_group", {**group, "rank_offset": first + one.rank})
+            one.control("init_group", **{**group, "rank_offset": first + one.rank})
 
     @contextmanager
     def _receiving(self, coming: Coming, incoming: IncomingWeights) -> Iterator[None]:

@@ -7,8 +7,6 @@ engine, or over a connection to another rank's (remote.py), from which its token
 If one rank fails, all end (`RankFailed`): every step needs its experts.
 """
 
-from __future__ import annotations
-
 import operator
 import signal
 import threading
@@ -101,8 +99,8 @@ class RanksEngine:
             self._homes[request] = self.ranks[0]
             self.ranks[0].submit(request, waited)
             return
-        chain = request.chain = request.chain_by(self.cache.chain)
-        self._router.add(request, self._clock() - waited, self.sizes.num_rounds, chain)
+        request.chain = request.chain_by(self.cache.chain)
+        self._router.add(request, self._clock() - waited, self.sizes.num_rounds)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> Request:
         request = self.prepare(prompt, params)
@@ -168,7 +166,7 @@ class RanksEngine:
     def check_integrity(self) -> None:
         """Every rank's own."""
         self.own.check_integrity()
-        self.answers([one.ask("check_integrity") for one in self.remotes])
+        self.tell("check_integrity")
 
     # ---- commands to all ranks ----
 
@@ -178,7 +176,7 @@ class RanksEngine:
             rooms = [one.room() for one in self.ranks]
             while (given := self._router.give_anyway(rooms)) is not None:
                 self._given(*given)
-        self._pauses = [one.control("pause", {"mode": mode}) for one in self.remotes]
+        self._pauses = [one.control("pause", mode=mode) for one in self.remotes]
 
     def resume(self) -> None:
         self.tell("resume")
@@ -195,7 +193,7 @@ class RanksEngine:
 
     def ask_all(self, verb: str, **arguments: Any) -> list[Future[Any]]:
         """`answers` are for later. All of it is sent: what follows may wait for the others."""
-        asked = [one.control(verb, arguments) for one in self.remotes]
+        asked = [one.control(verb, **arguments) for one in self.remotes]
         with self._ending():
             for one in self.remotes:
                 while not one.finish_sending(_WAIT_SECONDS):

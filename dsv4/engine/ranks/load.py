@@ -1,8 +1,6 @@
 """Loading a model on one rank or several: each reads its own experts, rank 0 shows the progress of all, an error ends
 all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

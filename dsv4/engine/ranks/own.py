@@ -1,7 +1,5 @@
 """Rank 0's engine as the router sees a rank, and `LoadReport`: what any rank tells the router of its engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,15 +1,12 @@
 """`RemoteRank`: rank 0's end of the connection to another rank's engine: requests go out, tokens come back.
 
-At the other end is an `EngineLoop` (serve.py), and the messages are those of any engine (engine/link/messages.py). A
+At the other end is an `EngineLoop` (start.py), and the messages are those of any engine (engine/link/messages.py). A
 request is known here by the `Request` that was made for it, which grows as its tokens arrive. No torch.
 """
-
-from __future__ import annotations
 
 import itertools
 import select
 import socket
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,28 +14,7 @@ import msgspec
 import numpy as np
 
 from dsv4.dist.errors import PeerLost
-from dsv4.engine.link.messages import (
-    FROM_ENGINE,
-    Ask,
-    Cancel,
-    Control,
-    End,
-    Finish,
-    Frames,
-    Load,
-    Reply,
-    Step,
-    Submit,
-    ToEngine,
-    add_replay,
-    begin,
-    encode,
-    error_in,
-    error_of,
-    free_handles,
-    logprobs_by_row,
-    pack_ids,
-)
+from dsv4.engine.link import messages
 from dsv4.engine.ranks.router import Rank
 from dsv4.engine.request import DeadlinePassed, Request, RequestAborted
 from dsv4.engine.step.tokens import Results, StepTokens
@@ -59,7 +35,7 @@ class RemoteRank(Rank):
         self._next_handle = 0
         self._asked: dict[int, Future[Any]] = {}
         self._next_question = itertools.count()
-        self._frames = Frames()
+        self._frames = messages.Frames()
         self._unsent = bytearray()
         self._results = Results()
         self._last: tuple[bytes, tuple[Request, ...]] = b"", ()
@@ -73,37 +49,31 @@ class RemoteRank(Rank):
 
     def submit(self, request: Request, waited: float) -> None:
         """Move a request that has waited `waited` seconds to that rank; it stays there, and its rule with it."""
-        handle = free_handles(self._next_handle, 1, self.requests)
+        handle = messages.free_handles(self._next_handle, 1, self.requests)
         self._next_handle = handle + 1
         self.requests[handle], self._handles[request] = request, handle
         text, opening = source_of(request) or (None, [])
-        prompt = pack_ids(request.token_ids[: request.prompt_len])
-        self._send(Submit(handle, [prompt], [0], [request.params], text, opening, request.name, waited))
+        prompt = messages.pack_ids(request.token_ids[: request.prompt_len])
+        self._send(messages.Submit(handle, [prompt], [0], [request.params], text, opening, request.name, waited))
 
     def abort(self, request: Request) -> None:
         """Its client has gone."""
-        self._send(Cancel([self._forget(request)]))
+        self._send(messages.Cancel([self._forget(request)]))
         request.is_aborted = True
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Its text is complete."""
-        self._send(Finish([self._forget(request)]))
+        self._send(messages.Finish([self._forget(request)]))
         request.finish_reason = reason
 
-    def ask(self, what: str) -> Future[Any]:
-        return self._question(lambda number: Ask(number, what))
-
-    def control(self, verb: str, arguments: dict[str, Any]) -> Future[Any]:
-        return self._question(lambda number: Control(number, verb, arguments))
-
-    def _question(self, make: Callable[[int], Ask | Control]) -> Future[Any]:
+    def control(self, verb: str, **arguments: Any) -> Future[Any]:
         number = next(self._next_question)
         answer = self._asked[number] = Future()
-        self._send(make(number))
+        self._send(messages.Control(number, verb, arguments))
         return answer
 
-    def _send(self, message: ToEngine) -> None:
-        self._unsent += encode(message)
+    def _send(self, message: messages.ToEngine) -> None:
+        self._unsent += messages.encode(message)
         self.flush()
 
     def flush(self) -> None:
@@ -146,12 +116,12 @@ class RemoteRank(Rank):
             if not data:
                 self.is_lost = True
             for body in self._frames.feed(data):
-                message = FROM_ENGINE.decode(body)
-                if isinstance(message, Step):
+                message = messages.FROM_ENGINE.decode(body)
+                if isinstance(message, messages.Step):
                     self._take(message)
-                elif isinstance(message, Load):
+                elif isinstance(message, messages.Load):
                     self.note(message)
-                elif isinstance(message, Reply):
+                elif isinstance(message, messages.Reply):
                     self._answer(message)
             if len(data) < _READ_BYTES:
                 return
@@ -161,24 +131,24 @@ class RemoteRank(Rank):
         if self.is_lost:
             raise PeerLost(f"rank {self.rank} has closed its connection")
 
-    def _answer(self, reply: Reply) -> None:
-        answer, error = self._asked.pop(reply.number), error_in(reply)
+    def _answer(self, reply: messages.Reply) -> None:
+        answer, error = self._asked.pop(reply.number), messages.error_in(reply)
         if error is None:
             answer.set_result(msgspec.msgpack.decode(reply.payload))
         else:
             answer.set_exception(error)
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: messages.Step) -> None:
         for handle in step.accepted:
             if handle in self.requests:
                 self.reserved.pop(self.requests[handle], None)
         for start in step.starts:
             if start.handle in self.requests:
-                begin(self.requests[start.handle], start)
+                messages.begin(self.requests[start.handle], start)
         self._take_tokens(step)
         for replay in step.replays:
             if replay.handle in self.requests:
-                add_replay(self.requests[replay.handle], replay)
+                messages.add_replay(self.requests[replay.handle], replay)
         for end in step.ends:
             request = self.requests.get(end.handle)
             if request is not None:
@@ -186,10 +156,10 @@ class RemoteRank(Rank):
                 _end(request, end)
                 self._results.ended.append(request)
 
-    def _take_tokens(self, step: Step) -> None:
+    def _take_tokens(self, step: messages.Step) -> None:
         if not step.handles:
             return
-        token_ids, logprobs = np.frombuffer(step.token_ids, dtype=np.int32), logprobs_by_row(step)
+        token_ids, logprobs = np.frombuffer(step.token_ids, dtype=np.int32), messages.logprobs_by_row(step)
         if step.handles != self._last[0]:
             handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
             if not all(handle in self.requests for handle in handles):  # some were dropped meanwhile
@@ -223,8 +193,8 @@ def source_of(request: Request) -> tuple[str, list[int]] | None:
     return getattr(request.constraint, "source", None)
 
 
-def _end(request: Request, end: End) -> None:
-    error = error_of(end)
+def _end(request: Request, end: messages.End) -> None:
+    error = messages.error_of(end)
     if error is None:
         request.finish_reason = FinishReason(end.kind)
     elif isinstance(error, RequestAborted):

@@ -10,8 +10,6 @@ the rank with most room. If no rank has room, a request of higher priority goes 
 request, which it preempts.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
@@ -92,12 +90,11 @@ class Rank:
 
 @dataclass(order=True)
 class Waiting:
-    """`order` as a scheduler's; `since` the clock at its arrival. `chain`: the keys of its prompt's prefixes."""
+    """`order` as a scheduler's; `since` the clock at its arrival."""
 
     order: Order
     request: Request = field(compare=False)
     since: float = field(compare=False)
-    chain: ChainKeys | None = field(compare=False, default=None)
 
 
 class Router:
@@ -119,17 +116,17 @@ class Router:
     def requests(self) -> tuple[Request, ...]:
         return tuple(one.request for one in self._queue)
 
-    def add(self, request: Request, now: float, step: int, chain: ChainKeys | None) -> None:
+    def add(self, request: Request, now: float, step: int) -> None:
         order = step - request.params.priority * AGING_STEPS, self._num_added
         self._num_added += 1
-        insort(self._queue, Waiting(order, request, now, chain))
+        insort(self._queue, Waiting(order, request, now))
         if request.params.deadline is not None:
             self._next_deadline = min(self._next_deadline, now + request.params.deadline)
 
     def rename(self, make: Callable[[Sequence[int], str | None], ChainKeys | None]) -> None:
         """Prefixes have other keys now."""
         for one in self._queue:
-            one.chain = one.request.chain = one.request.chain_by(make)
+            one.request.chain = one.request.chain_by(make)
 
     def remove(self, request: Request) -> bool:
         """Whether it waited here."""
@@ -197,7 +194,7 @@ class Router:
         for rank, room in enumerate(rooms):
             if room.num_slots <= 0 or room.num_waiting:
                 continue
-            start = prefix_len(one.chain, room.known, one.request.num_pending)
+            start = prefix_len(one.request.chain, room.known, one.request.num_pending)
             num_blocks = blocks_at_position(min(one.request.num_pending, start + self._max_batched_tokens))
             if room.num_blocks < num_blocks:
                 continue

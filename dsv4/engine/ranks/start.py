@@ -1,25 +1,30 @@
 """`take_place`: a loaded model becomes one rank of several: rank 0 leads from now on, every other serves."""
 
-from __future__ import annotations
-
+import socket
 import weakref
 from functools import cache
 from typing import Any
 
 from dsv4.config import EngineConfig
+from dsv4.dist.control import Progress
+from dsv4.dist.follower import Follower
 from dsv4.dist.world import World
+from dsv4.engine.control import EngineControl, engine_info
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.engine import Engine
 from dsv4.engine.link.grammars import Constrain
-from dsv4.engine.link.info import engine_info
+from dsv4.engine.link.loop import EngineLoop
+from dsv4.engine.link.messages import EngineInfo
 from dsv4.engine.ranks.agreement import Agreement
 from dsv4.engine.ranks.calls import LeadingTransformer, padding_server
 from dsv4.engine.ranks.control import RanksControl, ShareControl
 from dsv4.engine.ranks.engine import RanksEngine
+from dsv4.engine.ranks.own import LoadReport
 from dsv4.engine.ranks.remote import RemoteRank
-from dsv4.engine.ranks.serve import serve_rank
 from dsv4.engine.run.runner import Runner
 from dsv4.ops import Backend
+
+_MAX_WAITING = 1 << 30  # rank 0 bounds them
 
 
 def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | None, backend: Backend) -> RanksEngine:
@@ -57,3 +62,20 @@ def _constrain(llm: Any) -> Constrain:
         return GrammarCompiler(llm.tokenizer, vocab_size=config.vocab_size, eos_token_id=config.eos_token_id)
 
     return lambda lark, opening: compiler().compile(lark, opening).constraint
+
+
+def serve_rank(
+    engine: Engine, control: EngineControl, info: EngineInfo, connection: socket.socket, link: Follower,
+    progress: Progress, *, constrain: Constrain | None = None,
+) -> None:  # fmt: skip
+    """A rank besides the first: its engine, served to rank 0 as any engine is to its clients (engine/link/loop.py). It
+    ends with rank 0; `RankFailed` if something else ends it."""
+    loop = EngineLoop(
+        engine, info, control, max_waiting=_MAX_WAITING, constrain=constrain,
+        load=LoadReport(engine, progress.turn).news, answers={"check_integrity": engine.check_integrity},
+    )  # fmt: skip
+    loop.attach(connection)
+    link.when_stopped(loop.stop)
+    loop.run()
+    if loop.failure is not None and not link.is_stopped:
+        raise loop.failure

@@ -1,7 +1,5 @@
 """Which sizes of steps are captured as graphs, and how many layers those hold. No torch."""
 
-from __future__ import annotations
-
 from dsv4.config import EngineConfig, ModelConfig
 
 CAPTURED_PROMPT = 128  # tokens: calls up to this size are captured even if `max_requests` is smaller

@@ -4,8 +4,6 @@ Which calls are captured, and over which buffers, is the runner's to say (engine
 experts is captured in pieces, cut where the host must read the routing (engine/offload/pool.py).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ libraries that compile them; and one for each checkpoint's shapes on them. Witho
 kernels are used. A kernel that failed is refused; one that cannot run on the architecture is served by its oracle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

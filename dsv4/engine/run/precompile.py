@@ -6,8 +6,6 @@ keys of the real ones and the first real call finds them. No weight and no row o
 the GPU is taken.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

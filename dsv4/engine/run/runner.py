@@ -10,8 +10,6 @@ mixture. Larger batches call the same function directly.
 Nothing here waits for the device. How a call is captured: engine/run/graphs.py.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,18 +1,39 @@
-"""`Start`: how a model comes up: what each phase takes, what it shows meanwhile, and kernels compiled beside it."""
-
-from __future__ import annotations
+"""`Start`: how a model comes up: what each phase takes, what it shows meanwhile, and kernels compiled beside it; how
+many threads it takes on a CPU."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from time import perf_counter
 
+import torch
+
+from dsv4.config import ModelConfig
 from dsv4.loader.progress import Progress, count_progress
 
 Tell = Callable[[str, int, int], None]  # what is done, how many of them, of how many
 _SHOWN_SECONDS = 0.5
 _LOG = logging.getLogger("dsv4.engine")
+ONE_THREAD_BELOW = 2048  # hidden_size; measured in docs/decisions/server-life.md
+
+
+def choose_threads(config: ModelConfig) -> int | None:
+    """How many threads a forward call takes on a CPU: 1 for a small model, whose products are too small to share, and
+    threads that wait for one another spin. None leaves it to torch (one per core), as where OMP_NUM_THREADS is set.
+
+    `official` numerics have the same bits on any number of threads; `exact` ones do not.
+    The model alone decides, never a measurement: the same call must give the same bits at any time.
+    """
+    return 1 if config.hidden_size < ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ else None
+
+
+def set_threads(config: ModelConfig) -> None:
+    """Apply the choice, to the whole process: torch has one setting for all its threads."""
+    number = choose_threads(config)
+    if number is not None:
+        torch.set_num_threads(number)
 
 
 class Start:

@@ -4,8 +4,6 @@ Kernels are compiled by `Runner.warm_up`. What remains are torch's own kernels a
 counting a prompt, copying a mask), which a GPU loads when they are first used.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Which draws of a step count: those of a piece up to the first that differs from the draft behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """What a scheduler gives: a `StepPlan` and its `Piece`s. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

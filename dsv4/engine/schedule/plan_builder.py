@@ -1,7 +1,5 @@
 """`PlanBuilder`: a plan while it is made, and its arithmetic of positions, blocks and pieces. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -31,8 +31,6 @@ end where the cache wants a snapshot.
 The cache's ledger (`CacheLedger`) is changed here and by `prepare_forward`, nowhere else.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from math import inf

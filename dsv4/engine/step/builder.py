@@ -6,8 +6,6 @@ into the buffer that a captured call reads (`StepBuffer`) where there is one; on
 table is the cache's own tensor, brought up to date before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

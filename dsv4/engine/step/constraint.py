@@ -1,7 +1,5 @@
 """What may come next in a request whose output must follow a rule (a JSON schema, a forced tool call)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

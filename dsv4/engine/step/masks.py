@@ -1,7 +1,5 @@
 """`Masks`: what rules allow the rows of a step, as words from the rules to the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Results of a draw, on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

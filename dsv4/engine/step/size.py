@@ -1,7 +1,5 @@
 """`StepSize`: how large the calls of a step are, and who decides it: an engine alone, or several that run in step."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

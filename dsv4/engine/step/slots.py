@@ -1,7 +1,5 @@
 """`SlotStates`: how each slot draws, on the device. A row is written when a request takes the slot, not every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from weakref import ref
 

@@ -6,8 +6,6 @@ nothing that arrives is unpickled. Stores have the prefixes of torch's own group
 with `torch.distributed` (`PrefixStore(name, store)`, a group of that name).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod

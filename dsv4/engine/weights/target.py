@@ -4,8 +4,6 @@ One part of the model at a time (a layer, an MTP block, a DSpark head, embedding
 and copied into the tensors in use; routed experts a few at a time. Beside the source, no part is in memory twice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

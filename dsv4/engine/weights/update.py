@@ -1,8 +1,6 @@
 """`WeightUpdate` and `IncomingWeights`: whole sources of new weights, checked before the first byte changes; and
 tensors that come one by one, written as soon as their part of the model is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`AnswerReader`: what every interface to a chat wants to know of one choice while its tokens come."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -2,10 +2,8 @@
 
 `null` means that a field is absent, everywhere. A field that is not declared is refused with its name, never ignored.
 The names are OpenAI's, and those of vLLM and SGLang where OpenAI has none. A field that can change nothing here is
-taken with the values for which that is true, and refused with any other (`hints.py`). docs/fields.md has them all.
+taken with the values for which that is true, and refused with any other (`body.py`). docs/fields.md has them all.
 """
-
-from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
@@ -100,8 +98,8 @@ class StreamOptions(Strict):
 # ---- sampling ----
 
 
-class HarmlessFields(Strict):
-    """What changes no answer, with the values for which that is true."""
+class AccountFields(Strict):
+    """What OpenAI's interfaces take and no answer depends on, with the values for which that is true."""
 
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
@@ -110,6 +108,11 @@ class HarmlessFields(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+
+class HarmlessFields(AccountFields):
+    """What changes no answer, with the values for which that is true."""
+
     session_id: str | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: float | None = Field(default=None, ge=1, le=1)

@@ -1,7 +1,5 @@
 """Log-probabilities as the answers show them: tokens by text and bytes, or by id where that is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

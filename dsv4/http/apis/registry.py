@@ -1,26 +1,20 @@
 """The interfaces that generate, each as one record: its address, its request, how that becomes a job, how the job is
 answered. The server knows them by this list alone; so do the gate's counters and the OpenAPI document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.http.apis.chat.answer import ChatAssembler
+from dsv4.http.apis.chat.answer import ChatAssembler, ChatCompletion
 from dsv4.http.apis.chat.request import ChatRequest
-from dsv4.http.apis.chat.schema import ChatCompletion
-from dsv4.http.apis.completions.answer import TextAssembler
+from dsv4.http.apis.completions.answer import TextAssembler, TextCompletion
 from dsv4.http.apis.completions.request import CompletionRequest
-from dsv4.http.apis.completions.schema import TextCompletion
 from dsv4.http.apis.fields import Strict
 from dsv4.http.apis.messages import request as messages_api
-from dsv4.http.apis.messages.answer import MessagesAssembler
-from dsv4.http.apis.messages.schema import MessageAnswer, TokenCount
+from dsv4.http.apis.messages.answer import MessageAnswer, MessagesAssembler, TokenCount
 from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder
 from dsv4.http.apis.responses import request as responses_api
-from dsv4.http.apis.responses.answer import ResponsesAssembler
-from dsv4.http.apis.responses.schema import ResponseAnswer
+from dsv4.http.apis.responses.answer import ResponseAnswer, ResponsesAssembler
 from dsv4.http.apis.schemas import Answer, Detokenized, Tokenized
 from dsv4.http.apis.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from dsv4.http.body import validate
@@ -29,25 +23,25 @@ from dsv4.http.streaming import Assembler
 
 
 @dataclass(frozen=True)
-class Api:
-    """An interface that generates. `prepare` refuses (`ApiError`) whatever cannot be served."""
-
+class Endpoint:
     path: str
     summary: str
     request: type[Strict]
     answer: type[Answer]
+
+
+@dataclass(frozen=True)
+class Api(Endpoint):
+    """An interface that generates. `prepare` refuses (`ApiError`) whatever cannot be served."""
+
     prepare: Callable[[RequestBuilder, Any], Job]
     assembler: Callable[[Job, Any, ModelInfo], Assembler]
 
 
 @dataclass(frozen=True)
-class SyncEndpoint:
+class SyncEndpoint(Endpoint):
     """An interface that answers at once, without the engine."""
 
-    path: str
-    summary: str
-    request: type[Strict]
-    answer: type[Answer]
     reply: Callable[[RequestBuilder, Any], Answer]
 
 

@@ -1,8 +1,6 @@
 """From a request model to what the engine is sent: prompts, sampling, a grammar's text. What can be refused without
 the engine is refused here."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.fields import SamplingFields
 from dsv4.http.apis.logprobs import TokenNames
 from dsv4.http.body import leading_field
-from dsv4.http.errors import ApiError
+from dsv4.http.errors import ApiError, wrong_field
 from dsv4.http.grammar.answer import AnswerRules, FunctionRule, answer_grammar, symbols_of
 from dsv4.http.grammar.structured import ContentRule, content_rule, shown_schema
 from dsv4.http.settings import MIB, ServerConfig
@@ -137,7 +135,7 @@ class RequestBuilder:
         messages = [message.rendered() for message in request.messages]
         if request.continue_final_message:
             if messages[-1]["role"] != "assistant":
-                raise _wrong(
+                raise wrong_field(
                     "continue_final_message", f"the last message must be an assistant's, found {_last(request)}"
                 )
             messages[-1]["wo_eos"] = True
@@ -149,7 +147,7 @@ class RequestBuilder:
         elif segments and segments[-1].is_markup and segments[-1].text.endswith(_ANSWER_OPENINGS):
             is_open = segments[-1].text.endswith(PROTOCOL.think_open)
         else:
-            raise _wrong(
+            raise wrong_field(
                 "messages", f"the last one must be a user or tool message to answer, found {_last(request)} "
                 "(an assistant's can be continued with continue_final_message)",
             )  # fmt: skip
@@ -215,12 +213,12 @@ class RequestBuilder:
         if effort is not None:
             known = _EFFORTS[self._config.effort_profile]
             if effort != "none" and effort not in known:
-                raise _wrong("reasoning_effort", f"expected one of none, {', '.join(known)}; found {effort!r}")
+                raise wrong_field("reasoning_effort", f"expected one of none, {', '.join(known)}; found {effort!r}")
             said.append(effort != "none")
         asked = {one for one in said if one is not None}
         if len(asked) > 1:
             field = "thinking" if effort is None else "reasoning_effort"
-            raise _wrong(field, f"{effort or 'it'!r} contradicts what else the request says about thinking")
+            raise wrong_field(field, f"{effort or 'it'!r} contradicts what else the request says about thinking")
         thinking = asked.pop() if asked else self._config.default_thinking
         return thinking, _EFFORTS[self._config.effort_profile].get(effort or "")
 
@@ -289,7 +287,7 @@ class RequestBuilder:
         needed = answers * _ANSWER_BYTES + (read * count + written) * each + shown * _LOGPROB_BYTES
         if needed > self._config.max_answer_bytes:
             name = "prompt" if len(lengths) > count else "n" if count > 1 else "max_tokens"
-            raise _wrong(
+            raise wrong_field(
                 name, f"{answers} answers of up to {max(limits)} tokens with {shown} log-probabilities may take "
                 f"{needed / MIB:.0f} MiB; one request may take {self._config.max_answer_bytes / MIB:.0f}: lower "
                 "max_tokens, logprobs or n, or send several requests",
@@ -302,7 +300,7 @@ class RequestBuilder:
         if asked is None:
             return min(value for value in (default, cap, room) if value is not None)
         if cap is not None and asked > cap:
-            raise _wrong("max_tokens", f"this server allows {cap}, found {asked}")
+            raise wrong_field("max_tokens", f"this server allows {cap}, found {asked}")
         if asked > room:
             message = (
                 f"max_tokens: {prompt_len} prompt tokens leave room for {room} of this model's maximum context length "
@@ -343,10 +341,6 @@ def _prompts(request: CompletionRequest) -> list[Any]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
-
-
-def _wrong(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field}: {message}", code="invalid_value", param=field)
 
 
 def _last(request: ChatRequest) -> str:

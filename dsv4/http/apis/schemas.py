@@ -1,7 +1,5 @@
 """Answers, described: what several interfaces have in common, and what the server says about itself."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -15,6 +13,15 @@ class Answer(BaseModel):
 
     def to_json(self) -> str:
         return self.model_dump_json(exclude_unset=True)
+
+
+class OpenAiAnswer(Answer):
+    """What OpenAI's answers begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 class PromptDetails(Answer):

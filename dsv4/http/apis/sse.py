@@ -1,8 +1,6 @@
 """JSON and server-sent events as text. A stream's chunks are joined from constant text and what changes a token; its
 sender encodes them all at once."""
 
-from __future__ import annotations
-
 import json
 from json.encoder import encode_basestring
 from typing import Any

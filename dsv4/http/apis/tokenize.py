@@ -1,7 +1,5 @@
 """`/tokenize`, `/detokenize` and `/version`, as vLLM has them: what a prompt becomes, and what ids say."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from pydantic import Field, model_validator

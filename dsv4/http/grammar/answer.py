@@ -6,8 +6,6 @@ format) is written as JSON, where the rules can be enforced. A function that is 
 can be enforced: clients pass on whatever schemas their tools came with.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ not understood here (intersections, nested languages) leaves something that is n
 certain.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

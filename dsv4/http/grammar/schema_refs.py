@@ -1,7 +1,5 @@
 """References inside a JSON schema that lead nowhere: no value could be written for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

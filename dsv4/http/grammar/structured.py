@@ -3,8 +3,6 @@
 OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, SGLang's `regex`, `ebnf` and `json_schema`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The chat page: its parts put into one document, and the headers that let nothing else run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """`python -m dsv4.http.processes.engine_process`: the engine of a server; the supervisor starts it."""
 
-from __future__ import annotations
-
 import gc
 import logging.config
 import socket
@@ -9,7 +7,8 @@ import sys
 
 from dsv4.dist.errors import RankFailed
 from dsv4.http.processes.child import Orders, leave
-from dsv4.http.processes.settings import EngineSettings, load_model
+from dsv4.http.processes.settings import EngineSettings
+from dsv4.tools.model_loading import load_llm
 from dsv4.tools.option_names import error_text
 
 if __name__ == "__main__":  # before anything slow
@@ -27,7 +26,7 @@ def run(orders: Orders, settings: EngineSettings) -> None:
     logging.config.dictConfig(log_config(settings.log_format, "INFO"))
     record = settings.record  # opened before the weights are read: a mistake in its name should not cost minutes
     file = None if record is None else RecordFile(record.path, max_bytes=record.max_bytes, num_files=record.num_files)
-    llm = load_model(settings.model, Console(stderr=True))
+    llm = load_llm(settings.model, Console(stderr=True))
     if llm.cache.device.type == "cuda":
         from dsv4.tools.selftest.own import check_once
 

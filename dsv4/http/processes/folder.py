@@ -1,7 +1,5 @@
 """The private folder of a running server: made, locked, deleted; those that killed supervisors left are deleted too."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

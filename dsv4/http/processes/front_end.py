@@ -1,7 +1,5 @@
 """`python -m dsv4.http.processes.front_end`: one of a server's front ends; the supervisor starts it. No torch."""
 
-from __future__ import annotations
-
 import gc
 import socket
 from pathlib import Path

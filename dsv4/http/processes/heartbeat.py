@@ -4,8 +4,6 @@ A process that is stopped, or hangs with the interpreter's lock, keeps its socke
 engine's file also says how long the step that runs has been running. A front end's is changed by its event loop.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 import threading

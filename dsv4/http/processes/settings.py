@@ -1,20 +1,11 @@
 """What the supervisor tells its children at their start. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
-from dsv4.config import EngineConfig
-from dsv4.engine.draft.options import Drafts
 from dsv4.http.settings import ServerConfig
-from dsv4.tools.model_loading import load_llm
-
-if TYPE_CHECKING:
-    from dsv4.llm import LLM
+from dsv4.tools.model_loading import ModelSettings
 
 _PULSE, _SOCKET = "pulse", "engine"
 
@@ -26,30 +17,6 @@ class RecordSettings(msgspec.Struct, kw_only=True):
     max_bytes: int
     num_files: int
     hashes_only: bool
-
-
-class ModelSettings(msgspec.Struct, kw_only=True):
-    """`load_llm`'s arguments."""
-
-    folder: str
-    numerics: str
-    dtype: str | None
-    device: str
-    limits: EngineConfig
-    offload_experts: str | int | None
-    drafts: Drafts
-    gpus: int
-    threads: int | None
-    ignore_selftest: bool
-
-
-def load_model(model: ModelSettings, console: Console) -> LLM:
-    """Takes minutes, and loads torch."""
-    return load_llm(
-        Path(model.folder), numerics=model.numerics, dtype=model.dtype, device=model.device, limits=model.limits,
-        console=console, offload_experts=model.offload_experts, drafts=model.drafts, gpus=model.gpus,
-        threads=model.threads, ignore_selftest=model.ignore_selftest,
-    )  # fmt: skip
 
 
 class Room(msgspec.Struct):

@@ -6,9 +6,8 @@ was asked for; front ends tell clients meanwhile. A process that hangs is killed
 with the supervisor, however it ends.
 """
 
-from __future__ import annotations
-
 import logging
+import os
 import queue
 import signal
 import socket
@@ -16,15 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 from dsv4.http.address import address_url
-from dsv4.http.processes.announce import announce_end, announce_ready
 from dsv4.http.processes.child import FORCE, STOP, Child
 from dsv4.http.processes.folder import private_folder
 from dsv4.http.processes.heartbeat import PulseReader, PulseWatch, make_pulse_file
-from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, ModelSettings, RecordSettings, Room
+from dsv4.http.processes.settings import EngineSettings, FrontEndSettings, RecordSettings, Room
 from dsv4.http.settings import ServerConfig
+from dsv4.tools.model_loading import ModelSettings
 
 _ENGINE, _FRONT_END = "dsv4.http.processes.engine_process", "dsv4.http.processes.front_end"
 _TICK_SECONDS = 0.25
@@ -34,6 +34,7 @@ _STEP_SECONDS = 5.0  # how long a shutdown waits for the forward call that runs
 _END_SECONDS = 5.0  # for the cache's files and the processes' ends
 _MAX_EARLY_ENDS = 3  # of children that end before they are ready, one after the other
 _BACKLOG = 64
+ADDRESS_FILE = "DSV4_ADDRESS_FILE"  # the environment's name of the file that gets the server's address
 _LOG = logging.getLogger("dsv4.serve")
 
 
@@ -255,3 +256,22 @@ def _signal_handler(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def announce_ready(url: str) -> None:
+    """Tell whoever started the server: systemd (`Type=notify`), and a container's health check."""
+    if os.environ.get(ADDRESS_FILE):
+        Path(os.environ[ADDRESS_FILE]).write_text(url, encoding="utf-8")
+    _notify("READY=1")
+
+
+def announce_end(seconds: float) -> None:
+    """Tell systemd that the server stops, and that this may take `seconds`."""
+    _notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
+
+
+def _notify(text: str) -> None:
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+            link.sendto(text.encode(), "\0" + address[1:] if address[0] == "@" else address)

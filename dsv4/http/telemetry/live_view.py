@@ -1,7 +1,5 @@
 """The live view: what the engine is doing now, for the page. Experts are counted only while a page reads it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

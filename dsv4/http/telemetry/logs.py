@@ -1,7 +1,5 @@
 """What the server writes to stderr: one line an event, as text or JSON, and no more of a kind than anybody reads."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """A line for every request that reached the engine, once it is over."""
 
-from __future__ import annotations
-
 import logging
 import time
 

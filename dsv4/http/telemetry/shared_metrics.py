@@ -3,8 +3,6 @@
 A front end that has died leaves its last numbers there, so that no counter goes back. No torch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

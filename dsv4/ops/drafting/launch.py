@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.ops.drafting.kernel_accept import _accept_kernel
-from dsv4.ops.drafting.kernel_confidence import _confidence_kernel
-from dsv4.ops.drafting.kernel_tap import _tap_streams_kernel
+from dsv4.ops.drafting.kernel_drafting import _accept_kernel, _confidence_kernel, _tap_streams_kernel
 from dsv4.ops.drafting.op import Acceptance
 from dsv4.ops.drafting.plan import ACCEPT_ROWS, CONFIDENCE_COLS, TAP_COLS, TAP_ROWS
 from dsv4.ops.lib.guard import KernelInputError, check_launch

@@ -9,8 +9,6 @@ Inputs: 64 heads of 512, rows of 512, and on CSA layers 64 index heads of 128. U
 rows go into the ring as well.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.cache.batch import TokenBatch

@@ -5,8 +5,6 @@ The variants are other cuts of the same work (`CompressPlan`); those that the la
 name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

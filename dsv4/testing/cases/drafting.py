@@ -2,8 +2,6 @@
 DSpark block: five rows a request that read the same 133 keys.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.cache.batch import TokenBatch

@@ -1,7 +1,5 @@
 """Cases of ops/hyper at the shapes of Flash (hidden 4096) and Pro (7168)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

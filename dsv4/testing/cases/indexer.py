@@ -4,8 +4,6 @@ Floors: keys are read once a request, queries and weights once; 2 * 64 * 128 ope
 entry it sees.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.cache.batch import TokenBatch

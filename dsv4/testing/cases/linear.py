@@ -2,8 +2,6 @@
 launches, and the vocabulary projection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

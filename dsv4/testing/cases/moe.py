@@ -5,8 +5,6 @@ Every token has experts of its own choice, uniformly: the bytes are those of the
 average. Weights are random bits of the right kind; on "meta" they are empty.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.formats.fp8 import fp8_fake_quantize

@@ -1,7 +1,5 @@
 """Cases of ops/norm at the shapes of Flash (4096) and Pro (7168), and of the query latent (1024, 1536)."""
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.formats.tensors import ACTIVATION_GROUP

@@ -2,8 +2,6 @@
 Flash (64 x 512) and Pro (128 x 512), index heads (64 x 128).
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.cache.batch import TokenBatch

@@ -2,8 +2,6 @@
 rows that leave a search nothing to hold on to: equal logits, nearly equal ones, two values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Cases of ops/select: index top-k (512 and 1024 of up to 262,144 candidates, ascending), and best first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -4,8 +4,6 @@ Between two formats every stored code is held against the nearest code of the so
 quantiser that rounds to nearest leaves none elsewhere; a handful elsewhere is damage, many are another way of rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

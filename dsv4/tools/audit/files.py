@@ -2,8 +2,6 @@
 units that are read together: each layer, each draft block, and the rest.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

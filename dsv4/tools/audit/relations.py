@@ -11,8 +11,6 @@ miniature (docs/checkpoints.md):
 A layer where the sound majority does not show the fact (random weights, hash routers) is not judged by it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What an audit finds, as plain data that survives a trip through JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

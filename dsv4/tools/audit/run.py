@@ -4,8 +4,6 @@ Memory stays near the largest single matrix, whatever the checkpoint's size. Wit
 kept there, and an audit that was killed goes on behind them.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
@@ -27,19 +25,9 @@ from dsv4.loader.names import Role
 from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.resolve import Source
 from dsv4.loader.weights import read_weight
+from dsv4.tools.audit import relations
 from dsv4.tools.audit.against import compare, compare_digests
 from dsv4.tools.audit.files import Opened, group_sources, open_for_audit
-from dsv4.tools.audit.relations import (
-    check_bias,
-    check_copies,
-    check_expert_order,
-    check_experts,
-    check_gate_rows,
-    check_gate_up,
-    check_table,
-    check_units,
-    mean_row,
-)
 from dsv4.tools.audit.report import AuditReport, Finding, UnitRecord, digests_of, fault, note
 from dsv4.tools.audit.tensors import look_at
 from dsv4.tools.audit.text_run import TextAudit
@@ -76,7 +64,7 @@ def audit_checkpoint(folder: Path, options: AuditOptions | None = None) -> Audit
     if opened.plan is not None and opened.config is not None:
         report.units = _run_units(opened, other, options)
         report.findings += (finding for unit in report.units for finding in unit.findings)
-        report.findings += check_units(report.units)
+        report.findings += relations.check_units(report.units)
         report.findings += _compare_all(report.units, other, digests)
         if options.token_ids is not None:
             _run_text(opened, opened.config, options, report)
@@ -154,18 +142,18 @@ def _audit_unit(
         if source.tensor.name.endswith(".ffn.gate.weight") and look.record.is_sound:
             gate = weight.clone() if isinstance(weight, Tensor) else None  # a view would keep its shard mapped
         if source.tensor.expert_idx is not None and part in ("w1", "w3") and look.record.is_sound:
-            means[part, source.tensor.expert_idx] = mean_row(weight)
+            means[part, source.tensor.expert_idx] = relations.mean_row(weight)
         if other is not None:
             _compare_one(source, weight, other, unit)
         advance(source.nbytes)
     unit.scale_counts = dict(sorted(counts.items()))
-    unit.findings += check_experts(unit.tensors)
+    unit.findings += relations.check_experts(unit.tensors)
     if gate is not None and len(means) == 2 * config.n_routed_experts:  # all of them sound
         w1, w3 = (torch.stack([means[part, idx] for idx in range(config.n_routed_experts)]) for part in ("w1", "w3"))
         prefix = f"{name}.ffn.experts"
-        unit.findings += check_gate_up(prefix, w1, w3) + check_copies(prefix, w1)
+        unit.findings += relations.check_gate_up(prefix, w1, w3) + relations.check_copies(prefix, w1)
         if config.dspark is None or not name.startswith("mtp."):  # most rows of a head begin as the same noise
-            unit.findings += check_expert_order(prefix, w1, gate)
+            unit.findings += relations.check_expert_order(prefix, w1, gate)
     return unit
 
 
@@ -174,11 +162,11 @@ def _check_router(source: Source, weight: Weight, config: ModelConfig, unit: Uni
         return
     findings: list[Finding] = []
     if source.tensor.role is Role.TABLE:
-        findings, unit.routing = check_table(source.data, weight, config.n_routed_experts)
+        findings, unit.routing = relations.check_table(source.data, weight, config.n_routed_experts)
     elif source.tensor.name.endswith(".ffn.gate.bias"):
-        findings, unit.routing = check_bias(source.data, weight)
+        findings, unit.routing = relations.check_bias(source.data, weight)
     elif source.tensor.name.endswith(".ffn.gate.weight"):
-        findings = check_gate_rows(source.data, weight)
+        findings = relations.check_gate_rows(source.data, weight)
     unit.findings += findings
 
 

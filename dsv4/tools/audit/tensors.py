@@ -4,8 +4,6 @@ Every stored byte is read once, in pieces; statistics of quantised weights come 
 far outside what sound checkpoints show: a fault is meant to be one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

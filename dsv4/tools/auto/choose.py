@@ -4,8 +4,6 @@ Explicit options are taken as they are; every other one is chosen so that it fit
 choosing, so that the same machine chooses the same, on every rank, before the weights are read.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`nearest`: the settings closest to those that do not fit, each tried before it is named. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """The GPUs that CUDA programs of this process will see, asked of the driver's own library. No torch, no CUDA context:
 memory is read without taking any."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any

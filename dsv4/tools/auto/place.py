@@ -1,7 +1,5 @@
 """`Place`: where a server's model runs, and with how much memory: which GPUs, how many ranks, or the CPU. No torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a server is asked for (`Wishes`) and what it then has (`Settings`), each choice with its reason. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ list. Moments are of `time.monotonic`, which all processes of a machine share.
 An event is judged by its bytes, not as JSON: some microseconds a token decide whether clients keep up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -5,8 +5,6 @@ and every row they can read gets the encoding of random values; rings carry the 
 stand at different places of a block, as real ones do.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Requests go on with stretches of a text. Random prompts would say nothing: what 
 is drafted too well. Every setting must write what is written without drafts; `DraftsDiffer` says where one did not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

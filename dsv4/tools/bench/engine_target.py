@@ -1,7 +1,5 @@
 """An engine of this process as the target of a load: no server, no threads."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections import defaultdict

@@ -7,8 +7,6 @@ Bytes of a layer: every weight it must read (of the routed experts those the ste
 the picked or all entries, and all index keys. `floor` is those bytes at the chip's measured read speed.
 """
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

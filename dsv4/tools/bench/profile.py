@@ -1,7 +1,5 @@
 """What a GPU ran during a call, by its profiler."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

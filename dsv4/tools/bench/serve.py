@@ -4,8 +4,6 @@ Time to the first token runs from the moment a request is sent (open loop: is du
 tokens is that between two events with text; a server may put several tokens into one.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

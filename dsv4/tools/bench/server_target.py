@@ -1,7 +1,5 @@
 """Any server that speaks OpenAI's interface as the target of a load: client processes, and what they saw."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -3,8 +3,6 @@
 Several GPUs: routed experts are divided by number, everything else is on each GPU, and requests are divided among them.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -14,8 +12,8 @@ from dsv4.dist.shares import check_ranks, rank_limits
 from dsv4.engine.offload.placement import divide_slots
 from dsv4.loader.write.config_file import ExpertFormat
 from dsv4.tools.plan.budget import Budget, MemoryBudget, WeightBytes, largest
-from dsv4.tools.plan.hardware import GIB, Gpu, known_gpus, parse_gpu
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
+from dsv4.tools.plan.targets import GIB, Gpu, known_gpus, parse_gpu
 
 # measured on an H200 (docs/kernels): what a layer's launches take beyond the bytes they read, at one token, and how
 # long a layer with offloaded experts waits while the host reads its routing and orders copies

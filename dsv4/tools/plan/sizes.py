@@ -13,8 +13,6 @@ Compressors, `weights_proj`, gates, norms and the vocabulary matrices are BF16 i
 ape and gate biases FP32; hash tables I64.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from math import prod

@@ -1,13 +1,11 @@
 """A `Plan` as tables for a terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from dsv4.tools.plan.hardware import GIB
 from dsv4.tools.plan.plan import OffloadForecast, Plan
+from dsv4.tools.plan.targets import GIB
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -8,8 +8,6 @@
 Names are the official ones whatever the source's are. Tensors that the model does not read (a draft head) are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

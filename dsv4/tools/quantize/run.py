@@ -5,8 +5,6 @@ config.json last: until then nothing takes the folder for a checkpoint. What a r
 `STATE_FILE` in the meantime.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ killed process may leave is half a line at the end, which the next writer ends a
 beyond its size becomes FILE.1, FILE.1 becomes FILE.2, and the oldest is deleted. No torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

@@ -4,8 +4,6 @@ What ran then and what runs now are compared before any token: a difference of w
 is reported as what it is. Then every request goes through the engine as it did then, in batches of today's limits.
 """
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ On a GPU the kernels run compiled; without one they run in Triton's interpreter,
 imported: call `choose_device` before importing another module of this package.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.testing import interpreter

@@ -1,7 +1,5 @@
 """The miniature: recorded greedy texts, requests alone against requests in a batch, chunks; and recorded vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Every op's kernel against its oracle, and rows alone against rows in a batch, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass

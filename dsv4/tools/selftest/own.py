@@ -2,8 +2,6 @@
 and a prompt in one go against the same prompt token by token, in chunks, and beside another request.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections import Counter

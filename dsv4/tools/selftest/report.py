@@ -1,7 +1,5 @@
 """What a self-test found: one `Check` for everything tried, and the report they make."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Ways to get a prefix cache wrong. Each takes a `monkeypatch` and makes one mistake in the code."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Rows carry labels as in test_prefix_life.py; here the life is written down, so that each mistake is met for certain.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,11 +1,9 @@
 """An engine in a thread with its clients, for tests of the socket between them."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
+from dsv4.engine.control import engine_info
 from dsv4.engine.link.client import EngineClient
-from dsv4.engine.link.info import engine_info
 from dsv4.engine.link.loop import EngineLoop
 from dsv4.engine.link.stream import ErrorEvent
 from dsv4.engine.link.thread import EngineThread

@@ -1,7 +1,5 @@
 """Commands to a running engine: in this process, through its thread, and through its socket."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -108,7 +106,7 @@ def test_weights_under_paused_requests(folders, expected):
             assert ids[:count] == expected[0][place][0][:count]
             assert completion.weight_versions == (((0, "0"), (count, "B")) if count else ((0, "B"),))
             if clear_cache and PARAMS[place].temperature == 0:
-                rest = replace(PARAMS[place], max_tokens=24 - count)
+                rest = replace(PARAMS[place], max_tokens=PARAMS[place].max_tokens - count)
                 again = fresh.generate([*PROMPTS[place], *ids[:count]], rest)[0]
                 assert (again.token_ids, again.logprobs) == (ids[count:], completion.logprobs[count:])
         assert answers(llm) == expected[1], "no row of before is found by those that come"

@@ -1,7 +1,5 @@
 """Many asynchronous clients over one engine thread, none of which can hurt the others."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket
@@ -14,15 +12,7 @@ from engine_cases import assert_all_free
 from link_cases import connected, output_of, read, start_engine
 
 from dsv4.engine.link import loop as loop_module
-from dsv4.engine.link.messages import (
-    LAST_HANDLE,
-    EngineBusy,
-    EngineLost,
-    EngineStopped,
-    Submit,
-    encode,
-    pack_ids,
-)
+from dsv4.engine.link import messages
 from dsv4.engine.request import RequestAborted, RequestFailed
 from dsv4.request import RequestError, SamplingParams
 
@@ -119,7 +109,7 @@ def test_handles_begin_again(make_llm, started):
         async with group:
             while client.num_open > 1:
                 await asyncio.sleep(0.001)
-            client._next_handle = LAST_HANDLE + 1
+            client._next_handle = messages.LAST_HANDLE + 1
             asked = client.submit([output_of(llm, *other)])
             assert set(client._owners) == {0, 1}
         return await read(asked)
@@ -217,7 +207,7 @@ def test_a_client_that_goes_frees_what_it_had(started):
             assert (await stays.stats()).num_running == 0
             return [event async for event in lost]
 
-    assert isinstance(asyncio.run(main())[-1].error, EngineLost)
+    assert isinstance(asyncio.run(main())[-1].error, messages.EngineLost)
     assert_all_free(llm)
 
 
@@ -228,8 +218,8 @@ def test_a_client_that_lets_news_pile_up_is_disconnected(started, monkeypatch):
     params = SamplingParams(max_tokens=400, ignore_eos=True, logprobs=20)
     with thread.connect() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        message = Submit(0, [pack_ids([5])], [0] * 4, [params] * 4)
-        stuck.sendall(encode(message))
+        message = messages.Submit(0, [messages.pack_ids([5])], [0] * 4, [params] * 4)
+        stuck.sendall(messages.encode(message))
 
         async def work(client):
             ids, errors = await read(client.submit([output_of(llm, [6], max_tokens=400)]))
@@ -318,7 +308,7 @@ def test_the_queue_is_bounded(started):
         streams = [ask() for _ in range(3)]
         for stream in streams:
             await stream.accepted()
-        with pytest.raises(EngineBusy, match="2 requests wait already; at most 2 may"):
+        with pytest.raises(messages.EngineBusy, match="2 requests wait already; at most 2 may"):
             await ask().accepted()
         for stream in streams:
             assert len((await read(stream))[0][0]) == 30
@@ -350,7 +340,7 @@ def test_stopping_finishes_what_runs_and_refuses_what_comes(started):
         stopping = asyncio.create_task(asyncio.to_thread(thread.stop, 20, drains=True))
         while not thread.loop._is_draining:
             await asyncio.sleep(0.001)
-        with pytest.raises((EngineStopped, EngineLost)):
+        with pytest.raises((messages.EngineStopped, messages.EngineLost)):
             await client.submit([output_of(llm, [5])]).accepted()
         ids, errors = await read(stream)
         assert await stopping is True
@@ -368,12 +358,12 @@ def test_stopping_at_once_ends_what_runs(started):
         await anext(stream)
         assert await asyncio.to_thread(thread.stop, 10)
         found = await read(stream)
-        with pytest.raises(EngineLost):  # at once, or when the socket's end is read
+        with pytest.raises(messages.EngineLost):  # at once, or when the socket's end is read
             await client.submit([output_of(llm, [5])]).accepted()
         return found
 
     _, errors = run(thread, work)
-    assert isinstance(errors[0], EngineStopped)
+    assert isinstance(errors[0], messages.EngineStopped)
     assert_all_free(llm)
 
 
@@ -392,7 +382,7 @@ def test_dropping_all_tells_readers_while_a_step_runs(started, monkeypatch):
     async def work(client):
         streams = [client.submit([output_of(llm, [5])]) for _ in range(2)]
         await asyncio.to_thread(is_stuck.wait, 20)
-        client.drop_all(EngineStopped("the server goes"))
+        client.drop_all(messages.EngineStopped("the server goes"))
         answers = [await asyncio.wait_for(read(stream), 5) for stream in streams]
         assert not thread.stop(0.05), "still in its forward call"
         may_go_on.set()
@@ -400,7 +390,7 @@ def test_dropping_all_tells_readers_while_a_step_runs(started, monkeypatch):
 
     for ids, errors in run(thread, work):
         assert ids == [[]]
-        assert isinstance(errors[0], EngineStopped)
+        assert isinstance(errors[0], messages.EngineStopped)
     assert thread.stop(10)
     assert_all_free(llm)
 

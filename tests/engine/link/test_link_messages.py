@@ -1,7 +1,5 @@
 """What travels between an engine and its clients: any cut of the bytes, damaged and hostile ones."""
 
-from __future__ import annotations
-
 import random
 import socket
 import struct
@@ -18,7 +16,6 @@ from dsv4.engine.link.messages import (
     LAST_HANDLE,
     MAX_MESSAGE_BYTES,
     TO_ENGINE,
-    Ask,
     Cancel,
     Control,
     ControlFailed,
@@ -57,7 +54,7 @@ MESSAGES = [
     Submit(3, [pack_ids([1, 2]), pack_ids([])], [0, 0, 1], [PARAMS, SamplingParams(), PARAMS], "start: /a/", [7]),
     Cancel([1, 2]),
     Finish([]),
-    Ask(0, "stats"),
+    Control(0, "stats"),
     Record(b"\x00\xff"),
     Control(3, "update_weights", {"source": "folder", "clear_cache": True}),
 ]
@@ -178,7 +175,6 @@ HOSTILE = {
     "a handle beyond int32": submit_bytes(first=2**31),
     "the last handles": submit_bytes(first=LAST_HANDLE, owners=[0, 0], params=[SamplingParams()] * 2),
     "a handle in use": submit_bytes() + submit_bytes(),
-    "a question without an answer": encode(Ask(1, "secrets")),
     "a huge length": b"\xff\xff\xff\xff",
     "no MessagePack": struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
     "an unknown message": struct.pack("<I", 2) + msgspec.msgpack.encode([99]),
@@ -188,6 +184,7 @@ HOSTILE = {
 REFUSED = {
     "an id outside the vocabulary": submit_bytes(prompts=[pack_ids([5, 300])]),
     "a negative id": submit_bytes(prompts=[pack_ids([-5])]),
+    "a question without an answer": encode(Control(1, "secrets")),
     "an empty prompt": submit_bytes(prompts=[b""]),
     "a stop id outside the vocabulary": submit_bytes(params=[SamplingParams(stop_token_ids=(300,))]),
     "a grammar without a compiler": submit_bytes(grammar="start: /a/"),
@@ -201,7 +198,7 @@ def test_no_bytes_end_the_engine(make_llm, data):
     thread = start_engine(llm)
     exchange(thread, data)
     assert thread.is_alive
-    assert exchange(thread, encode(Ask(1, "stats"))), "it answers the next client"
+    assert exchange(thread, encode(Control(1, "stats"))), "it answers the next client"
     assert thread.stop(10)
     assert thread.error is None
     assert_all_free(llm)
@@ -211,7 +208,13 @@ def test_damaged_messages_do_not_end_the_engine(make_llm):
     """Valid streams with bytes changed, cut out and repeated."""
     llm = make_llm(max_context_tokens=64)
     thread, chance = start_engine(llm, max_waiting=8), random.Random(5)
-    good = submit_bytes() + encode(Ask(1, "stats")) + encode(Cancel([0])) + encode(Record(b"x")) + submit_bytes(first=9)
+    good = (
+        submit_bytes()
+        + encode(Control(1, "stats"))
+        + encode(Cancel([0]))
+        + encode(Record(b"x"))
+        + submit_bytes(first=9)
+    )
     for _ in range(300):
         data = bytearray(good)
         for _ in range(chance.randrange(1, 6)):

@@ -1,7 +1,5 @@
 """What a token costs in memory until it is an answer's: in the engine, and in a stream that nobody reads."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 from link_cases import output_of

@@ -1,7 +1,5 @@
 """Serving before the last graph is captured: in which order graphs come, and that no bit depends on it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_cases import SMALL

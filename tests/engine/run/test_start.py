@@ -1,7 +1,5 @@
 """A start's phases, what it shows, and work beside it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

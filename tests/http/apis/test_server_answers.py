@@ -6,8 +6,6 @@ several tokens, quotes and control characters, stop strings, log-probabilities, 
 `golden_answers.json` as they were written once; RENEW=1 in the environment writes them anew.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,8 +18,8 @@ import pytest
 from server_cases import NAME, TOKENIZER
 
 from dsv4.engine.link.stream import TokenEvent
-from dsv4.http.apis.chat.schema import ChatCompletionChunk
-from dsv4.http.apis.completions.schema import TextCompletion
+from dsv4.http.apis.chat.answer import ChatCompletionChunk
+from dsv4.http.apis.completions.answer import TextCompletion
 from dsv4.http.apis.registry import GENERATING
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.body import validate

@@ -1,7 +1,5 @@
 """Whatever comes is answered with a 4xx that says what is wrong, in OpenAI's shape: never a 500, and nothing stays."""
 
-from __future__ import annotations
-
 import json
 import socket
 
@@ -250,7 +248,8 @@ def test_an_unknown_model(live):
     ],
 )
 def test_a_request_without_a_model_means_the_one_there_is(live, address, fields):
-    limit = {"/v1/responses": {"max_output_tokens": 3}, "/v1/messages": {"max_tokens": 3}}.get(address, {})
+    names = {CHAT: "max_tokens", "/v1/messages": "max_tokens", "/v1/responses": "max_output_tokens"}
+    limit = {names[address]: 3} if address in names else {}
     answers = []
     for name in ({}, {"model": None}, {"model": NAME}):
         answer = live.post(address, {**fields, **limit, **name})

@@ -5,8 +5,6 @@ that is not their default, and what happens here: `engine`: what the engine is a
 answer does. `harmless`: nothing changes, and nothing should. `refused`: an error that names it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -14,15 +12,14 @@ from pathlib import Path
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
+from dsv4.engine.control import engine_info
 from dsv4.engine.grammar.compiler import GrammarCompiler
 from dsv4.engine.grammar.errors import GrammarError
-from dsv4.engine.link.info import engine_info
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.fields import HarmlessFields
-from dsv4.http.apis.hints import HINTS
 from dsv4.http.apis.request_builder import RequestBuilder, unsupported
-from dsv4.http.body import validate
+from dsv4.http.body import HINTS, validate
 from dsv4.http.errors import ApiError
 from dsv4.http.settings import ServerConfig
 

@@ -1,7 +1,5 @@
 """What clients keep of a conversation and send back is taken; the prompt is that of the plain messages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -23,10 +21,8 @@ PLAIN = [
 @pytest.fixture(scope="module")
 def server(served_params):
     """Its model says, by seed: a greeting, and a thought with an answer."""
-    running = start_server(let_it_say(make_llm(served_params), "Hello there.", "hm, well</think>Yes."))
-    yield running
-    running.wait_until_free()
-    running.stop()
+    with start_server(let_it_say(make_llm(served_params), "Hello there.", "hm, well</think>Yes.")) as running:
+        yield running
 
 
 def ask(server, messages=None, **fields):

@@ -1,7 +1,5 @@
 """`/v1/messages`, Anthropic's interface: texts, thoughts, tools, streams, counting, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -30,10 +28,8 @@ def prompt_tokens(usage):
 
 @pytest.fixture(scope="module")
 def server(served_params):
-    running = start_server(let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL))
-    yield running
-    running.wait_until_free()
-    running.stop()
+    with start_server(let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL)) as running:
+        yield running
 
 
 def post(server, seed=SAYS, path="/v1/messages", **fields):

@@ -1,7 +1,5 @@
 """OpenAI's own client against a live server: plain, streaming, asynchronous, tools, JSON schema, errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

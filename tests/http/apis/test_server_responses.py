@@ -1,7 +1,5 @@
 """`/v1/responses` through OpenAI's own client: texts, thoughts, tools, schemas, streams, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import openai
@@ -27,10 +25,8 @@ SAYS, THINKS, CALLS, JSON, SPACED = range(5)  # the seeds
 @pytest.fixture(scope="module")
 def server(served_params):
     llm = let_it_say(make_llm(served_params), "Hello there.", "hm</think>Yes.", CALL, '{"city": "Oslo"}', SPACE_CALL)
-    running = start_server(llm)
-    yield running
-    running.wait_until_free()
-    running.stop()
+    with start_server(llm) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

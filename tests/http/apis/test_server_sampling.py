@@ -1,11 +1,9 @@
 """Every sampling field of a request reaches `SamplingParams` as it should; the engine's own tests say what it does."""
 
-from __future__ import annotations
-
 import pytest
 from server_cases import NAME, SERVED, TOKENIZER, make_llm
 
-from dsv4.engine.link.info import engine_info
+from dsv4.engine.control import engine_info
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.request_builder import RequestBuilder

@@ -4,8 +4,6 @@ The first scores are made up, those of a live server are `LLM.score`'s; that the
 engine's tests.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

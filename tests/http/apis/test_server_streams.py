@@ -1,7 +1,5 @@
 """What streams do while nothing comes, when too much comes, and what an answer that is sent whole holds until then."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import tracemalloc

@@ -1,7 +1,5 @@
 """Grammars are tried in processes of their own, and nobody waits for another's."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Grammars of answers: whatever a random writer makes within them is what was asked for, read by the real parser."""
 
-from __future__ import annotations
-
 import json
 import random
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Requests made from the OpenAPI document, valid and broken: every answer is one the document describes, none a 500."""
 
-from __future__ import annotations
-
 import pytest
 import schemathesis
 import torch
@@ -33,10 +31,8 @@ def eager(served_params):
         return values
 
     llm.model.logits = ending
-    server = start_server(llm, max_output_tokens=24)
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(llm, max_output_tokens=24) as server:
+        yield server
 
 
 schema = schemathesis.openapi.from_dict(openapi_document(ServerConfig(name="small")))

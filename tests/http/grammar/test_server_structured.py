@@ -3,8 +3,6 @@
 The model's weights are random: only the constraint can make what was asked for out of its noise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -71,15 +69,11 @@ def test_json_schemas_of_completions(live):
 
 
 def test_a_rule_holds_after_thinking(served_params):
-    server = start_server(let_it_say(make_llm(served_params), "let me see</think>perhaps"))
-    try:
+    with start_server(let_it_say(make_llm(served_params), "let me see</think>perhaps")) as server:
         fields = {"guided_choice": ["yes", "no"], "thinking": {"type": "enabled"}, "seed": 0}
         answer = server.chat(**{**fields, "max_tokens": 60}).json()["choices"][0]["message"]
         assert answer["reasoning_content"] == "let me see"
         assert answer["content"] in ("yes", "no")
-    finally:
-        server.wait_until_free()
-        server.stop()
 
 
 FUNCTIONS = [{"type": "function", "function": {"name": name}} for name in ("look", "now", "wait")]

@@ -1,7 +1,5 @@
 """Limits of a request that memory sets, and the seed that an answer was drawn with."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The storm of `python -m benchmarks storm` in twenty seconds, with a restart, and with kills: `make slow-test`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

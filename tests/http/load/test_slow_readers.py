@@ -1,19 +1,23 @@
 """A client that takes nothing: what waits for it is bounded, and its connection is closed."""
 
-from __future__ import annotations
-
+import asyncio
 import json
 import os
 import socket
 import time
 
 import pytest
-from server_cases import NAME, start_server
+from server_cases import NAME, TOKENIZER, TWO_LAYERS, make_llm, start_server
 
 from benchmarks.free_model import FREE_CONFIG, free_llm
 from benchmarks.server import whole_tokenizer
+from benchmarks.storm import NUM_KINDS, question
+from benchmarks.storm_clients import Storm
 from dsv4.config import EngineConfig
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.request import SamplingParams
+from dsv4.text.chat import ChatOptions
+from dsv4.text.parse import parse_completion
+from dsv4.text.tokenizer import Tokenizer, encode_chat
 
 MAX_TOKENS = 15_000
 
@@ -74,3 +78,28 @@ def test_one_that_reads_late_gets_everything(server):
     connection.close()
     assert received.count(b'"text":') == MAX_TOKENS
     assert b"data: [DONE]" in received[-40:]
+
+
+BEHAVIOUR = {"stream": 50, "whole": 10, "leave": 20, "dawdle": 5, "nonsense": 10}
+
+
+def test_load(two_layer_params):
+    questions, expected = [question(kind, NAME) for kind in range(NUM_KINDS)], []
+    alone = make_llm(two_layer_params, TWO_LAYERS)
+    for body in questions:
+        prompt = encode_chat(TOKENIZER, body["messages"], ChatOptions())
+        params = SamplingParams(max_tokens=body["max_tokens"], seed=body["seed"], ignore_eos=True)
+        expected.append(parse_completion(alone.generate([prompt], params)[0].text, thinking=False).content)
+    server = start_server(make_llm(two_layer_params, TWO_LAYERS, max_concurrent_requests=8, max_chunk_tokens=256))
+    try:
+        clients = Storm(server.url, questions, expected, seconds=4.0, behaviour=BEHAVIOUR)
+        asyncio.run(asyncio.wait_for(clients.run(16), 120))
+        server.wait_until_free()
+        stats = server.engine.engine.stats()
+    finally:
+        server.stop()
+    assert clients.wrong == []
+    assert set(clients.outcomes) == {"complete", "left", "refused"}
+    assert clients.outcomes["complete"] > NUM_KINDS
+    assert stats.num_failed == 0
+    assert stats.num_finished + stats.num_aborted == clients.outcomes["complete"] + clients.outcomes["left"]

@@ -1,7 +1,5 @@
 """Headless Chromium, driven over its debugging pipe: no driver, no library."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

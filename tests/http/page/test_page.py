@@ -1,7 +1,5 @@
 """The page without a browser: one document, nothing from outside, and headers that allow nothing else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

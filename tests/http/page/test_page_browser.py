@@ -1,7 +1,5 @@
 """The page in a real browser. Marked `browser`: run with `make browser-test`, which also renews docs/page.png."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -30,10 +28,8 @@ WIDE = "```\n" + "code " * 100 + "\n```\n|" + " cell |" * 40 + "\n|" + "---|" * 
 @pytest.fixture
 def served(two_layer_params):
     llm = make_llm(two_layer_params, TWO_LAYERS)
-    server = start_server(let_it_say(llm, f"{THOUGHT}</think>{ANSWER}"), default_thinking=True)
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(let_it_say(llm, f"{THOUGHT}</think>{ANSWER}"), default_thinking=True) as server:
+        yield server
 
 
 def test_an_answer_streams_with_its_thinking_folded(open_page):

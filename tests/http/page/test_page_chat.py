@@ -1,7 +1,5 @@
 """What a reader does with answers, in Chromium: copy, again, edit, stop, come back, wait, fail. Marked `browser`."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -21,10 +19,8 @@ TEXTS = "[...document.querySelectorAll('.turn > .text')].map((one) => one.textCo
 
 @pytest.fixture(scope="module")
 def served(served_params):
-    server = start_server(let_it_say(make_llm(served_params, max_concurrent_requests=1), FIRST, SECOND, LONG))
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(let_it_say(make_llm(served_params, max_concurrent_requests=1), FIRST, SECOND, LONG)) as server:
+        yield server
 
 
 @pytest.fixture

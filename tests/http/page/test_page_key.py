@@ -1,7 +1,5 @@
 """A server with a key, in Chromium: the page asks for it when it is refused, and then goes on. Marked `browser`."""
 
-from __future__ import annotations
-
 import pytest
 from browser import click, finished, send
 from server_cases import let_it_say, make_llm, start_server
@@ -11,10 +9,8 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def served(served_params):
-    server = start_server(let_it_say(make_llm(served_params), "Yes."), api_key="secret")
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(let_it_say(make_llm(served_params), "Yes."), api_key="secret") as server:
+        yield server
 
 
 def give(page, key):

@@ -1,7 +1,5 @@
 """The page's markdown in Chromium: right, the same while it streams, never markup, linear. Marked `browser`."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

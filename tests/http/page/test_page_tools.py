@@ -1,8 +1,6 @@
 """What the page offers beside an answer: errors in view, going on where an answer was cut, the panel, the experts' map,
 settings of a conversation, its export, the introduction of the miniature. In Chromium; marked `browser`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -16,10 +14,8 @@ ANSWER = "The sum is \\(\\sum_{i=1}^n i\\), and so on to its end."
 
 @pytest.fixture(scope="module")
 def served(two_layer_params):
-    server = start_server(let_it_say(make_llm(two_layer_params, TWO_LAYERS), ANSWER, "No."))
-    yield server
-    server.wait_until_free()
-    server.stop()
+    with start_server(let_it_say(make_llm(two_layer_params, TWO_LAYERS), ANSWER, "No.")) as server:
+        yield server
 
 
 @pytest.fixture

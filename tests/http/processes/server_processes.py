@@ -1,7 +1,5 @@
 """Processes of a running `dsv4 serve`, as /proc shows them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

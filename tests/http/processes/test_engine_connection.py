@@ -1,7 +1,5 @@
 """A front end's connection to its engine: lost, opened again, and never called sound while there is none."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager

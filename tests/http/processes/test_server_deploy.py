@@ -1,7 +1,5 @@
 """What stands in deploy/, beside a running server."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`dsv4 serve` as processes: each of them killed, stopped or slow, and what becomes of the others."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -14,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from server_cases import HEADERS
+from server_fixtures import IMPATIENT
 from server_processes import (
     CHAT,
     Stream,
@@ -216,11 +215,11 @@ def test_an_engine_that_dies_in_a_drain_is_no_good_end(start):
 
 def test_a_front_end_that_hangs_is_replaced_and_what_runs_is_finished(start):
     """Then SIGTERM: streams of both front ends come to their end."""
-    running, url, log = start("--front-ends", "2", "--drain-seconds", "600")
+    running, url, log = start("--front-ends", "2", "--drain-seconds", "600", program=IMPATIENT)
     one, other = front_ends_of(running)
     os.kill(one, signal.SIGSTOP)
     wait_for(lambda: one not in front_ends_of(running) and len(front_ends_of(running)) == 2, 30)
-    assert "a front end has given no sign of life for 10 s and is killed" in log.read_text()
+    assert "a front end has given no sign of life for 2 s and is killed" in log.read_text()
     (new,) = set(front_ends_of(running)) - {other}
     wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 10)
     streams = {}

@@ -1,7 +1,5 @@
 """What the processes of a server share: the engine's signs of life, and the front ends' numbers."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

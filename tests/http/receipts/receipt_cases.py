@@ -1,7 +1,5 @@
 """Requests of every kind, for a server that records; asked by several clients at once."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Answers name what made them; a server's record, run again in other batches, gives the same bits."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Five hundred requests of every kind against a real server that is killed in between; then run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Servers with `--rl`, checkpoints for them, and the shape of their answers."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 

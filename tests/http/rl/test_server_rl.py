@@ -1,7 +1,5 @@
 """Routes for trainers: what they do to a live engine, and to whom they are closed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`dsv4 serve --rl` as its user runs it: an engine process and two front ends."""
 
-from __future__ import annotations
-
 import shutil
 
 import httpx

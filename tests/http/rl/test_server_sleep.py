@@ -1,7 +1,5 @@
 """Sleep and memory routes of both dialects, in the orders in which trainers send them."""
 
-from __future__ import annotations
-
 import pytest
 from rl_cases import answer_of, greedy, start_rl
 from server_cases import SERVED

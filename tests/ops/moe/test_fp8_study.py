@@ -1,7 +1,5 @@
 """The study of MXFP4 experts on FP8 tensor cores: what its oracle cuts off, and when a weight is exact in E4M3."""
 
-from __future__ import annotations
-
 import torch
 
 from dsv4.formats.exact_sums import in_runs

@@ -26,7 +26,7 @@ from dsv4.ops.sampling import HAS_BIAS, HAS_PENALTIES, SamplingState
 from dsv4.ops.torch_library.weights import bundle_tensors, shuffled_tensors, weight_tensors
 from dsv4.testing.inputs import generator, kernel_device, normal
 from dsv4.testing.numeric import assert_bitwise
-from dsv4.testing.op_modules import oracles_and_kernels
+from dsv4.testing.op_call import oracles_and_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = [op._qualname.removeprefix("dsv4::") for op in library.OPS]

@@ -1,7 +1,5 @@
 """Settings that a server chooses: by machines that are described, not by this one."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

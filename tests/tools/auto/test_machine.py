@@ -1,7 +1,5 @@
 """Reading this machine: its driver's library, compiled here; and a model that is loaded as planned."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -183,12 +181,12 @@ def test_other_commands_go_where_a_server_would(folder, monkeypatch, capsys):
     second = Accelerator("NVIDIA H200", 140 * GIB, 139 * GIB, 90, "GPU-2-abc")
     monkeypatch.setattr(model_loading, "read_machine", lambda: Machine((FIRST, second), host_bytes=GIB))
     limits = EngineConfig(max_context_tokens=1024, max_concurrent_requests=1)
-    options = {"gpus": None, "offload_experts": None, "numerics": "official", "dtype": None}
     console = Console(stderr=True, soft_wrap=True)
-    found = model_loading.place_model(folder, limits, console, device="auto", **options)
+    found = model_loading.place_model(model_loading.ModelSettings(folder=str(folder), limits=limits), console)
     assert (found.device, found.gpus, found.offload_experts) == ("cuda:1", 1, None)
     said = capsys.readouterr().err
     assert "note: device: cuda:1: 1 x NVIDIA H200, 140.0 GiB" in said
     assert "note: busy: GPU 0: 20.0 GiB of 140.0 GiB are free" in said
-    found = model_loading.place_model(folder, limits, console, device="cpu", **options)
+    on_cpu = model_loading.ModelSettings(folder=str(folder), limits=limits, device="cpu")
+    found = model_loading.place_model(on_cpu, console)
     assert (found.device, capsys.readouterr().err) == ("cpu", "")

@@ -1,7 +1,5 @@
 """`dsv4 bench drafts`: what it counts, that it notices a token which drafts changed, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

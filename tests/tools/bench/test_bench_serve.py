@@ -1,8 +1,6 @@
 """`dsv4 bench serve`: loads are the same for a seed, times are the caller's, any server's stream is read, failures are
 counted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

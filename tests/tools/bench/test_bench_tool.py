@@ -1,7 +1,5 @@
 """`dsv4 bench model`: what it counts is right, every section runs on a CPU, and text, JSON and picture come out."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

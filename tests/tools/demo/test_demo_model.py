@@ -6,8 +6,6 @@ token, its distance (nats) from the second best. `exact` in fp32 and `official` 
 device the rule of `assert_greedy` holds. The prompts were chosen, from 88, for clear choices.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """The recall tasks of the shipped miniatures: every question is out of the window's reach, and none is squeezed in."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -18,9 +18,8 @@ from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.offload.placement import HOLE_BYTES, graph_bytes, workspace_bytes
 from dsv4.ops.attention import PLAN
 from dsv4.tools.bench.context import cut_config
-from dsv4.tools.plan.hardware import GIB, GPU_GIB, parse_gpu
 from dsv4.tools.plan.plan import plan
-from dsv4.tools.plan.targets import resolve_target
+from dsv4.tools.plan.targets import GIB, GPU_GIB, parse_gpu, resolve_target
 from dsv4.tools.plan.text import print_plan
 
 FLASH, PRO, TINY = ModelConfig.flash(), ModelConfig.pro(), ModelConfig.tiny()

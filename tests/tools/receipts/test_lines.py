@@ -1,7 +1,5 @@
 """Lines of a record: what is written comes back, what was changed is named, what is damaged is said to be."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -9,21 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dsv4.request import SamplingParams, TokenLogprobs
-from dsv4.tools.receipts.lines import (
-    Answer,
-    Gap,
-    Header,
-    Receipt,
-    RecordError,
-    float_bits,
-    gap_line,
-    header_line,
-    parse_line,
-    request_line,
-    with_content,
-)
+from dsv4.tools.receipts import lines
 
-HEADER = Header(
+HEADER = lines.Header(
     identity={"checkpoint": "c", "numerics": "official"}, parts={"layers.0": "p"}, model="/m", time="t",
     settings={"max_context_tokens": 64},
 )  # fmt: skip
@@ -31,7 +17,7 @@ PARAMS = SamplingParams(
     max_tokens=5, temperature=0.1, seed=-(2**63), stop=("sécret",), logit_bias={7: -1.5}, bad_words_ids=((1, 2), (3,)),
     allowed_token_ids=(4, 5), logprobs=1, prompt_logprobs=0, cache_salt="tenant", stop_token_ids=(9,),
 )  # fmt: skip
-ANSWER = Answer(
+ANSWER = lines.Answer(
     prompt=(111, 222), params=PARAMS, output=(4, 5), finish="stop", grammar='start: "classified"',
     logprobs=(TokenLogprobs(4, -0.5, ((4, -0.5),)), TokenLogprobs(5, float("-inf"), ((4, -0.1),))),
     prompt_logprobs=(None, TokenLogprobs(222, -3.25, ())),
@@ -39,17 +25,19 @@ ANSWER = Answer(
 
 
 def written(answer=ANSWER, **options):
-    return request_line(answer, **{"hashes_only": False, "request_id": "r", "route": "/v1", "choice": 3, **options})
+    return lines.request_line(
+        answer, **{"hashes_only": False, "request_id": "r", "route": "/v1", "choice": 3, **options}
+    )
 
 
 def test_what_is_written_comes_back():
-    assert parse_line(header_line(HEADER)) == HEADER
-    assert parse_line(gap_line(Gap(12))) == Gap(12)
-    receipt = parse_line(written(time="now"))
+    assert lines.parse_line(lines.header_line(HEADER)) == HEADER
+    assert lines.parse_line(lines.gap_line(lines.Gap(12))) == lines.Gap(12)
+    receipt = lines.parse_line(written(time="now"))
     assert (receipt.prompt, receipt.sampling(), receipt.output) == (ANSWER.prompt, ANSWER.params, ANSWER.output)
     assert (receipt.grammar, receipt.finish, receipt.num_output) == (ANSWER.grammar, "stop", 2)
     assert (receipt.request_id, receipt.route, receipt.choice, receipt.time) == ("r", "/v1", 3, "now")
-    assert receipt.logprob_bits == (float_bits(-0.5), float_bits(float("-inf")))
+    assert receipt.logprob_bits == (lines.float_bits(-0.5), lines.float_bits(float("-inf")))
     assert receipt.digests == ANSWER.digests()
     assert set(receipt.digests) == {
         "prompt", "params", "seed", "grammar", "output", "logprobs", "top_logprobs", "prompt_logprobs",
@@ -63,12 +51,12 @@ def test_hashes_alone_hold_no_content():
     line = written(hashes_only=True).decode("ascii")
     for word in ("cret", "classified", "tenant", "111", "222", "-1.5", '"output":[', "logit_bias", "stop_token_ids"):
         assert word not in line, word
-    receipt = parse_line(line.encode("ascii"))
+    receipt = lines.parse_line(line.encode("ascii"))
     assert not receipt.has_content
     assert receipt.output is None
     assert "stop" not in receipt.params
     assert receipt.digests == ANSWER.digests()
-    whole = with_content(receipt, parse_line(written()))
+    whole = lines.with_content(receipt, lines.parse_line(written()))
     assert (whole.prompt, whole.sampling(), whole.grammar, whole.output) == (
         ANSWER.prompt, ANSWER.params, ANSWER.grammar, None,
     )  # fmt: skip
@@ -93,7 +81,7 @@ def test_hashes_alone_hold_no_content():
 def test_a_part_that_was_changed_is_named(part, change):
     line = json.loads(written())
     change(line)
-    assert parse_line(json.dumps(line).encode()).changed == (part,)
+    assert lines.parse_line(json.dumps(line).encode()).changed == (part,)
 
 
 def test_parameters_of_another_version():
@@ -101,10 +89,10 @@ def test_parameters_of_another_version():
     line = json.loads(written())
     del line["params"]["priority"]
     line["digests"]["params"] = "other"
-    assert parse_line(json.dumps(line).encode()).sampling() == PARAMS
+    assert lines.parse_line(json.dumps(line).encode()).sampling() == PARAMS
     line["params"]["temperament"] = 3
-    with pytest.raises(RecordError, match="temperament"):
-        parse_line(json.dumps(line).encode())
+    with pytest.raises(lines.RecordError, match="temperament"):
+        lines.parse_line(json.dumps(line).encode())
 
 
 def test_every_bit_of_a_logprob_counts():
@@ -121,26 +109,26 @@ def test_every_bit_of_a_logprob_counts():
 
 
 def test_damage_is_an_error_of_its_own():
-    for line in (header_line(HEADER), written(), gap_line(Gap(1))):
+    for line in (lines.header_line(HEADER), written(), lines.gap_line(lines.Gap(1))):
         for end in range(len(line) - 1):
-            with pytest.raises(RecordError):
-                parse_line(line[:end])
+            with pytest.raises(lines.RecordError):
+                lines.parse_line(line[:end])
     chance = random.Random(0)
     for _ in range(2000):
-        line = bytearray(chance.choice((header_line(HEADER), written(), gap_line(Gap(1)))))
+        line = bytearray(chance.choice((lines.header_line(HEADER), written(), lines.gap_line(lines.Gap(1)))))
         for _ in range(chance.randint(1, 3)):
             line[chance.randrange(len(line))] = chance.randrange(256)
         try:
-            parsed = parse_line(bytes(line))
-        except RecordError:
+            parsed = lines.parse_line(bytes(line))
+        except lines.RecordError:
             continue
-        assert isinstance(parsed, (Header, Receipt, Gap))
+        assert isinstance(parsed, (lines.Header, lines.Receipt, lines.Gap))
     for odd in (b"[]", b"3", b"null", b'{"kind":"request"}', b'{"kind":[]}', b"[" * 100_000, b'{"kind":"header"}'):
-        with pytest.raises(RecordError):
-            parse_line(odd)
-    edited = json.loads(header_line(HEADER))
+        with pytest.raises(lines.RecordError):
+            lines.parse_line(odd)
+    edited = json.loads(lines.header_line(HEADER))
     edited["model"] = "/other"
-    with pytest.raises(RecordError, match="changed after it was written"):
-        parse_line(json.dumps(edited).encode())
-    with pytest.raises(RecordError, match="format 2"):
-        parse_line(json.dumps({**edited, "format": 2}).encode())
+    with pytest.raises(lines.RecordError, match="changed after it was written"):
+        lines.parse_line(json.dumps(edited).encode())
+    with pytest.raises(lines.RecordError, match="format 2"):
+        lines.parse_line(json.dumps({**edited, "format": 2}).encode())

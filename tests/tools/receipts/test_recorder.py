@@ -1,7 +1,5 @@
 """Files that lines are appended to: whole lines or none, bounded, private; a disk that fails holds nobody up."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -1,7 +1,5 @@
 """A checkpoint's own shapes: green on sound ops, red and named on planted mistakes; once before it is served."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -91,6 +89,8 @@ def served(tmp_path, monkeypatch, folder):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_record, "kernel_key", lambda device: KEY)
     monkeypatch.setattr(own, "has_compiled_kernels", lambda model: True)
+    monkeypatch.setattr(own, "SHORT_TOKENS", own.INTERPRETED_TOKENS)
+    monkeypatch.setattr(own, "SHORT_SIZES", own.INTERPRETED_SIZES)
     return lambda **ops: LLM(folder, backend=TORCH.with_ops(**ops))
 
 

@@ -1,7 +1,5 @@
 """The self-test: green on sound kernels, red on planted mistakes, and it names the op that is to blame."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields, replace

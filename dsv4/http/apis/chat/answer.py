@@ -1,19 +1,89 @@
 """From the events of a chat to OpenAI's answers, chunk by chunk or whole. The shapes are those of `ChatCompletionChunk`
 and `ChatCompletion`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dsv4.engine.link.stream import TokenEvent
-from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
+from dsv4.http.apis.answer_reader import AnswerReader, FinishWord, new_id, usage_of_chat
 from dsv4.http.apis.chat.request import ChatRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
-from dsv4.http.apis.sse import DONE, PING, error_event, json_object, plain_event, quote, to_json
-from dsv4.http.errors import ApiError
+from dsv4.http.apis.schemas import Answer, OpenAiAnswer, PromptLogprobs, Usage
+from dsv4.http.apis.sse import DONE, json_object, plain_event, quote, to_json
+from dsv4.http.streaming import Assembler
 from dsv4.request import TokenLogprobs
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart, parse_completion
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    """One entry per generated token, those of the reasoning and of markers included."""
+
+    content: list[TokenLogprob]
+
+
+class CalledFunction(Answer):
+    name: str | None = None
+    arguments: str
+
+
+class CalledTool(Answer):
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Answer):
+    """A whole message, or in a stream the next piece of one."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+
+
+class Choice(Answer):
+    index: int
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    seed: int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+    finish_reason: FinishWord
+
+
+class ChatChunkChoice(Choice):
+    delta: ChatMessage
+    finish_reason: FinishWord | None = None
+
+
+class ChatCompletion(OpenAiAnswer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(OpenAiAnswer):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass
@@ -27,10 +97,9 @@ class _ChatState:
     pending_ids: list[int] = field(default_factory=list)
 
 
-class ChatAssembler:
-    """Chunks of a chat completion, or the whole one."""
-
-    ping = PING
+class ChatAssembler(Assembler):
+    """Chunks of a chat completion, or the whole one. A choice's role comes with its first token, so that the first
+    chunk is the first token."""
 
     def __init__(self, job: Job, asked: ChatRequest, served: ModelInfo) -> None:
         self._job = job
@@ -49,12 +118,7 @@ class ChatAssembler:
         self._shows_reasoning = asked.include_reasoning is not False
         self._has_running_usage = asked.has_running_usage
 
-    def opening(self) -> str:
-        """Nothing: the role comes with a choice's first token, so that the first chunk is the first token."""
-        return ""
-
     def take(self, event: TokenEvent) -> str:
-        """What becomes certain with this token; often nothing inside a tag."""
         state = self._states[event.choice]
         if self._keeps_logprobs and event.logprobs is not None:
             state.pending.append(event.logprobs)
@@ -79,15 +143,10 @@ class ChatAssembler:
         end = f',"prompt_token_ids":{self._first_ids()}' if self._first_ids() else ""
         return plain_event(f'{self._head}"choices":[],"usage":{self._usage()}{end}}}') + DONE
 
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
-
     def keep(self, event: TokenEvent) -> None:
-        """Another event of an answer that is sent whole."""
         self._states[event.choice].reader.take(event)
 
     def whole(self) -> str:
-        """The answer, once every choice has ended."""
         output, num_top = self._job.outputs[0], self._asked.prompt_logprobs
         shown = None if num_top is None else to_json(self._names.prompt(output.prompt_logprobs, num_top))
         end = json_object(

@@ -5,8 +5,6 @@ dropped; anything that would have to reach it and cannot is refused. What the te
 by `dsv4.text.messages`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator

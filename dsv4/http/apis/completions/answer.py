@@ -1,21 +1,48 @@
 """From the events of a text completion to OpenAI's answers, chunk by chunk or whole; prompts echoed and scored. The
 shape of both is that of `TextCompletion`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import new_id, usage_of
 from dsv4.http.apis.completions.request import CompletionRequest
 from dsv4.http.apis.logprobs import finite
 from dsv4.http.apis.request_builder import Job, ModelInfo
-from dsv4.http.apis.sse import DONE, PING, error_event, json_object, plain_event, quote, to_json
-from dsv4.http.errors import ApiError
+from dsv4.http.apis.schemas import Answer, OpenAiAnswer, PromptLogprobs, Usage
+from dsv4.http.apis.sse import DONE, json_object, plain_event, quote, to_json
+from dsv4.http.streaming import Assembler
 from dsv4.request import TokenLogprobs
 from dsv4.text.tokenizer import Detokenizer
+
+
+class TextLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Answer):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: str | int | None = None
+    seed: int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class TextCompletion(OpenAiAnswer):
+    """The answer to `/v1/completions`, and each chunk of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage | None = None
 
 
 @dataclass
@@ -47,10 +74,8 @@ class _Scores:
         )  # fmt: skip
 
 
-class TextAssembler:
+class TextAssembler(Assembler):
     """Chunks of a text completion, or the whole one."""
-
-    ping = PING
 
     def __init__(self, job: Job, asked: CompletionRequest, served: ModelInfo) -> None:
         self._job = job
@@ -69,9 +94,6 @@ class TextAssembler:
         self._keeps_logprobs = job.shows_logprobs
         self._keeps_ids = bool(asked.return_token_ids)
         self._has_running_usage = asked.has_running_usage
-
-    def opening(self) -> str:
-        return ""
 
     def take(self, event: TokenEvent) -> str:
         """A chunk where text became certain or the choice ended; with the first, what is said about the prompt."""
@@ -107,15 +129,10 @@ class TextAssembler:
             return DONE
         return plain_event(f'{self._head}"choices":[],"usage":{self._usage()}}}') + DONE
 
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
-
     def keep(self, event: TokenEvent) -> None:
-        """Another event of an answer that is sent whole."""
         self._states[event.choice].num_tokens += event.token_id is not None
 
     def whole(self) -> str:
-        """The answer, once every choice has ended."""
         choices = ",".join(map(self._choice, range(len(self._states))))
         return f'{self._head}"choices":[{choices}],"usage":{self._usage()}}}'
 

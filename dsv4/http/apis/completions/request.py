@@ -1,7 +1,5 @@
 """`POST /v1/completions`: what a request may hold."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

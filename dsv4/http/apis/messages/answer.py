@@ -1,7 +1,5 @@
 """From the events of a chat to the answer of `POST /v1/messages`: its blocks, as a stream of named events or whole."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,13 +7,41 @@ from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.messages.request import MessagesRequest
 from dsv4.http.apis.request_builder import Job, ModelInfo
+from dsv4.http.apis.schemas import Answer
 from dsv4.http.apis.sse import named_event, quote, to_json
 from dsv4.http.errors import ApiError
+from dsv4.http.streaming import Assembler
 from dsv4.text.collected import GrowingText
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 
-class MessagesAssembler:
+class ClaudeUsage(Answer):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Answer):
+    """The answer to `/v1/messages`."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: ClaudeUsage
+
+
+class TokenCount(Answer):
+    """The answer to `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessagesAssembler(Assembler):
     """Thinking, text and tool use, each a block that starts, grows and stops. The shape of the whole is that of
     `MessageAnswer`."""
 
@@ -38,7 +64,6 @@ class MessagesAssembler:
         return named_event({"type": "message_start", "message": self._answer()})
 
     def take(self, event: TokenEvent) -> str:
-        """What becomes certain with this token; often nothing inside a tag."""
         events = "".join([self._read(one) for one in self._reader.take(event)])
         return events if self._reader.finish is None else events + self._close()
 
@@ -51,12 +76,7 @@ class MessagesAssembler:
     def failure(self, error: ApiError) -> str:
         return named_event(error.body)
 
-    def keep(self, event: TokenEvent) -> None:
-        """Another event of an answer that is sent whole."""
-        self.take(event)
-
     def whole(self) -> str:
-        """The answer, once it has ended."""
         return to_json(self._answer())
 
     # ---- blocks ----

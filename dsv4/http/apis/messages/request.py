@@ -6,8 +6,6 @@ A system message after the conversation has begun joins the user's turn, as a re
 text at the beginning only.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """From the events of a chat to the answer of `POST /v1/responses`: its items, as a stream of named events or whole."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any
@@ -10,20 +8,53 @@ from dsv4.engine.link.stream import TokenEvent
 from dsv4.http.apis.answer_reader import AnswerReader, new_id, usage_of_chat
 from dsv4.http.apis.request_builder import Job, ModelInfo
 from dsv4.http.apis.responses.request import AnyTool, FlatFunction, ResponsesRequest, model_name
-from dsv4.http.apis.sse import PING, named_event, quote, to_json
+from dsv4.http.apis.schemas import Answer
+from dsv4.http.apis.sse import named_event, quote, to_json
 from dsv4.http.errors import ApiError
+from dsv4.http.streaming import Assembler
 from dsv4.text.collected import GrowingText
 from dsv4.text.parse import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+
+
+class ResponseAnswer(Answer):
+    """The answer to `/v1/responses`. What the request did not say has its default here."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None
+    status: str
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: str
+    usage: dict[str, Any] | None
+    user: str | None
+
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 _ID_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 
-class ResponsesAssembler:
+class ResponsesAssembler(Assembler):
     """Reasoning, one message and any calls, each an item that opens, grows and closes. The shape of the whole is that
     of `ResponseAnswer`."""
-
-    ping = PING
 
     def __init__(self, job: Job, asked: ResponsesRequest, served: ModelInfo) -> None:
         self._job = job
@@ -50,7 +81,6 @@ class ResponsesAssembler:
         return created + self._of_answer("response.in_progress", "in_progress")
 
     def take(self, event: TokenEvent) -> str:
-        """What becomes certain with this token; often nothing inside a tag."""
         if event.logprobs is not None and self._job.shows_logprobs:
             self._num_scored += 1
         events = "".join([self._read(one) for one in self._reader.take(event)])
@@ -68,12 +98,7 @@ class ResponsesAssembler:
         self._open = None
         return self._of_answer("response.failed", "failed", {"code": "server_error", "message": error.message})
 
-    def keep(self, event: TokenEvent) -> None:
-        """Another event of an answer that is sent whole."""
-        self.take(event)
-
     def whole(self) -> str:
-        """The answer, once it has ended."""
         return to_json(self._answer(self._status()))
 
     # ---- items ----

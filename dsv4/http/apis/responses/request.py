@@ -4,8 +4,6 @@ Nothing is kept between requests: a conversation is sent whole, as `input` items
 protocol has are taken: messages, function calls and their outputs, reasoning.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
@@ -14,6 +12,7 @@ from dsv4.http.apis.chat.request import TemplateOptions
 from dsv4.http.apis.fields import (
     MAX_INT,
     MAX_LOGPROBS,
+    AccountFields,
     Name,
     PassedOn,
     StopText,
@@ -33,32 +32,31 @@ class InputText(Strict):
     logprobs: list[JsonValue] | None = None
 
 
-class InputMessage(Strict):
+class Item(Strict):
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
     phase: str | None = None
 
 
-class FunctionCallItem(Strict):
+class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: Name
     namespace: Name | None = None
     arguments: str
     parsed_arguments: JsonValue = None
-    id: str | None = None
-    status: str | None = None
 
 
-class FunctionOutputItem(Strict):
+class FunctionOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
     output: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
 
 
 class ReasoningText(Strict):
@@ -66,14 +64,12 @@ class ReasoningText(Strict):
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(Item):
     """Reasoning that went before. `encrypted_content` of other servers says nothing here."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: list[ReasoningText] | None = None
-    id: str | None = None
-    status: str | None = None
     encrypted_content: Literal[""] | None = None
 
 
@@ -177,7 +173,7 @@ class ResponsesStreamOptions(Strict):
 Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ResponsesRequest(PassedOn):
+class ResponsesRequest(PassedOn, AccountFields):
     """`POST /v1/responses`"""
 
     model: str | None = Field(default=None, max_length=256)
@@ -200,13 +196,6 @@ class ResponsesRequest(PassedOn):
     chat_template_kwargs: TemplateOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     # harmless, with these values
-    metadata: dict[str, JsonValue] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     client_metadata: dict[str, JsonValue] | None = None

@@ -17,9 +17,10 @@ from dsv4.http.apis.logprobs import finite
 from dsv4.http.apis.registry import Api, SyncEndpoint
 from dsv4.http.apis.request_builder import Job, ModelInfo, RequestBuilder
 from dsv4.http.apis.schemas import Answer, PromptLogprobs
-from dsv4.http.apis.sse import DONE, PING, error_event, json_object, plain_event, quote, to_json
+from dsv4.http.apis.sse import json_object, plain_event, quote, to_json
 from dsv4.http.body import validate
 from dsv4.http.errors import ApiError
+from dsv4.http.streaming import Assembler
 from dsv4.replay import Rows, encode_rows, replayed
 from dsv4.request import TokenLogprobs
 from dsv4.text.output import TextOutput
@@ -118,22 +119,11 @@ def _replayed(output: TextOutput) -> dict[str, Rows]:
     return {name: rows for name, rows in found.items() if rows is not None}
 
 
-class _TokenAssembler:
+class _TokenAssembler(Assembler):
     """What the assemblers of both dialects have in common: all is in the job's outputs."""
-
-    ping = PING
 
     def __init__(self, job: Job, request_id: str | None) -> None:
         self._job, self._id = job, request_id or new_id("gen-")
-
-    def opening(self) -> str:
-        return ""
-
-    def closing(self) -> str:
-        return DONE
-
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
 
     def keep(self, event: TokenEvent) -> None:
         """Nothing."""

@@ -1,7 +1,5 @@
 """SGLang's words: what slime, miles and AReaL send. Answers say `success`, and `message` in a person's words."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,7 +8,7 @@ from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
 from dsv4.http.apis.rl.calls import Call, Controls, PauseMode, Seconds, asking, telling
 from dsv4.http.apis.rl.vllm import Shape, SharedTensors, TensorName
-from dsv4.http.errors import ApiError
+from dsv4.http.errors import ApiError, wrong_field
 
 _GET = ("GET",)
 # retract: requests lose their place and are computed again; in_place: they keep it
@@ -104,7 +102,7 @@ async def pause(engine: Controls, asked: PauseGeneration) -> dict[str, Any]:
 
 async def abort(engine: Controls, asked: AbortRequest) -> dict[str, Any]:
     if not asked.abort_all and not asked.rid:
-        raise ApiError(400, "rid: required, unless abort_all is true", code="invalid_value", param="rid")
+        raise wrong_field("rid", "required, unless abort_all is true")
     num_ended = await engine.control("abort", names=None if asked.abort_all else [asked.rid])
     return _done(f"{num_ended} requests were ended")
 
@@ -119,8 +117,7 @@ async def from_disk(engine: Controls, asked: FromDisk) -> dict[str, Any]:
 
 async def from_group(engine: Controls, asked: FromGroup) -> dict[str, Any]:
     if not len(asked.names) == len(asked.dtypes) == len(asked.shapes):
-        message = "names: expected as many as dtypes and shapes"
-        raise ApiError(400, message, code="invalid_value", param="names")
+        raise wrong_field("names", "expected as many as dtypes and shapes")
     if asked.abort_all_requests:
         await engine.control("abort", names=None)
     found = await vllm.receive(engine, asked.names, asked.dtypes, asked.shapes, asked.weight_version)

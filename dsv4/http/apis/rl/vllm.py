@@ -1,7 +1,5 @@
 """vLLM's words: what TRL, prime-rl and others send to pause, update, and put to sleep."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
