@@ -122,7 +122,16 @@ def run(session: Session) -> None:
 
 
 def run_resident(session: Session, folder: Path, layers: int, sections: dict[str, list[Load]]) -> None:
-    """One model for all sections, in this process; its tokenizer is in the folder, for front ends."""
+    """One model for all sections, in this process; its tokenizer is in the folder, for front ends. The long prompt has
+    one of its own: room for as many contexts of its length as there are streams elsewhere would not fit."""
+    alike = {name: loads for name, loads in sections.items() if name != "intruder"}
+    for group in (alike, {name: loads for name, loads in sections.items() if name not in alike}):
+        if group:
+            run_group(session, folder, layers, group)
+            free_memory()
+
+
+def run_group(session: Session, folder: Path, layers: int, sections: dict[str, list[Load]]) -> None:
     options = session.options
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
     if options.preset == "free":
@@ -140,8 +149,6 @@ def run_resident(session: Session, folder: Path, layers: int, sections: dict[str
             session.attempt(f"{section}, engine", loads_alone, llm, made)
             server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
             session.attempt(f"{section}, server", served, session, server, made)
-    del llm
-    free_memory()
 
 
 def cut_of(layers: int) -> dict[str, Any]:
