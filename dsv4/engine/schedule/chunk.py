@@ -1,4 +1,4 @@
-"""Prompt tokens of a step where nobody says how many: one rule for a server, `LLM`, and the plan of either. No torch.
+"""Prompt tokens of a step where no number is given: one rule for a server, `LLM`, and the plan of either. No torch.
 
 A longer chunk reads prompts faster, and whoever streams beside it waits longer for the next token (docs/serving.md).
 """
@@ -23,7 +23,7 @@ def pick_chunk(
     """The shortest chunk about as fast as the best, or the longest slower one, whose reserve fits a GPU; and why.
     Without kernels, whose reserves and speeds are meant, a CPU's.
 
-    `reserve_bytes`: what calls of so many tokens need besides weights and cache. `room`: what the weights leave.
+    `reserve_bytes`: what a call of that many tokens needs besides weights and cache. `room`: what the weights leave.
     """
     best = max(CHUNK_SPEEDS.values())
     fast = min(chunk for chunk, speed in CHUNK_SPEEDS.items() if speed >= GOOD_SPEED * best)

@@ -1,4 +1,4 @@
-"""The chunk that a model has where nobody says: one rule for `LLM`, a server and the plan of either."""
+"""The chunk that a model has where no number is given: one rule for `LLM`, a server and the plan of either."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +32,12 @@ def test_the_shortest_that_is_about_as_fast_as_the_best():
 
 def test_what_does_not_fit_is_not_chosen():
     """An eighth of the room is for calls; and they stand beside the whole cache."""
-    assert [picked(room) for room in (8 * 8192, 8 * 8192 - 1, 8 * 2048, 8 * 2048 - 1)] == [8192, 2048, 2048, SHORT_CHUNK]
+    assert [picked(room) for room in (8 * 8192, 8 * 8192 - 1, 8 * 2048, 8 * 2048 - 1)] == [
+        8192,
+        2048,
+        2048,
+        SHORT_CHUNK,
+    ]
     room = 2**20
     assert [picked(room, room - needed) for needed in (8192, 8191, 2047)] == [8192, 2048, SHORT_CHUNK]
 
